@@ -1,0 +1,34 @@
+"""Offbeat trains PyTorch models data-parallel on slow networks without waiting for them."""
+
+from offbeat import data
+from offbeat.attach import Synchronizer, attach
+from offbeat.errors import (
+    AttachError,
+    CommunicationError,
+    CommunicationTimeout,
+    MismatchError,
+    OffbeatError,
+)
+from offbeat.strategies import BSP, LocalSGD, SelSync, Strategy, parse_strategy
+from offbeat.telemetry import JsonLines, Stats, TensorBoard
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BSP",
+    "AttachError",
+    "CommunicationError",
+    "CommunicationTimeout",
+    "JsonLines",
+    "LocalSGD",
+    "MismatchError",
+    "OffbeatError",
+    "SelSync",
+    "Stats",
+    "Strategy",
+    "Synchronizer",
+    "TensorBoard",
+    "attach",
+    "data",
+    "parse_strategy",
+]

@@ -1,0 +1,540 @@
+"""The front door: ``attach`` puts a synchronization strategy on an ordinary training loop."""
+
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from offbeat.errors import AttachError, MismatchError
+from offbeat.fabric import Accounting, Communicator, SingleCommunicator, TorchCommunicator
+from offbeat.fabric.interface import interface_in_use
+from offbeat.replica import Replica, make_buckets
+from offbeat.scaling import ScalerHooks
+from offbeat.significance import squared_norm
+from offbeat.strategies.base import Part, Roll, Strategy, Worker
+from offbeat.telemetry import Stats, open_sinks
+
+logger = logging.getLogger("offbeat")
+
+_attached: "weakref.WeakSet[Any]" = weakref.WeakSet()  # models and optimizers in use
+
+
+def attach(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    strategy: Strategy,
+    *,
+    group: dist.ProcessGroup | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    log: object = None,
+    timeout_seconds: float = 300.0,
+) -> "Synchronizer":
+    """Train ``model`` data-parallel under ``strategy``; the training loop stays as it is.
+
+    A collective: every worker calls it. It compares model, optimizers and strategy between the
+    workers, copies rank 0's parameters and buffers to all, and hooks ``optimizer.step``. From then
+    on one iteration is one step of every optimizer, whatever happens before it (gradient
+    accumulation, several backward passes).
+
+    Args:
+        model: The model. Its trainable parameters, and those the optimizers hold, are averaged.
+        optimizer: The optimizer that moves them, or a list of optimizers. Its state stays local.
+        strategy: When to synchronize, for example ``offbeat.SelSync(delta=0.3)``.
+        group: The process group of the workers; None is the default group.
+        scaler: The GradScaler in use, if any. Iterations then count even where it skips a step.
+        log: Where a record of every step goes: a path (JSON lines, ``.rankN`` is added before the
+            suffix unless the path contains ``{rank}``), a sink, or a list of them.
+        timeout_seconds: How long an operation between workers may take before it fails on every
+            worker with ``CommunicationTimeout``. Larger than the longest time by which one worker
+            may lag behind the others between two synchronizations.
+
+    Returns:
+        The synchronizer; also a context manager, which finishes on a clean exit and only detaches
+        when an exception leaves the block.
+
+    Raises:
+        AttachError: no process group, a model or optimizer that is already attached, LBFGS, an
+            optimizer without this model's parameters or with others.
+        MismatchError: another worker has another model, optimizer or strategy.
+        CommunicationError: a worker did not take part.
+    """
+    if not isinstance(strategy, Strategy):
+        raise TypeError(
+            f"strategy must be a strategy such as offbeat.SelSync(delta=0.3), got {strategy!r}; "
+            "offbeat.parse_strategy reads the text form"
+        )
+    if not timeout_seconds > 0:
+        raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds}")
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    parts = _parts(model, optimizers)
+    return Synchronizer(
+        model,
+        parts,
+        strategy,
+        _communicator(group, timeout_seconds),
+        scaler=scaler,
+        log=log,
+    )
+
+
+def _communicator(group: dist.ProcessGroup | None, timeout_seconds: float) -> Communicator:
+    if not (dist.is_available() and dist.is_initialized()):
+        raise AttachError(
+            "torch.distributed is not initialised: call torch.distributed.init_process_group() "
+            "before offbeat.attach(), and start the script with torchrun"
+        )
+    if dist.get_world_size(group) == 1:
+        return SingleCommunicator()
+    communicator = TorchCommunicator(group, timeout_seconds=timeout_seconds)
+    if communicator.rank == 0:
+        logger.info(
+            "%d workers over %s on %s",
+            communicator.size,
+            communicator.backend,
+            interface_in_use(communicator.backend),
+        )
+    return communicator
+
+
+def _parts(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Part]:
+    """Which of the model's parameters each optimizer moves, in the model's order."""
+    if not optimizers:
+        raise AttachError("attach() needs at least one optimizer")
+    named = {id(p): name for name, p in model.named_parameters()}
+    parts = []
+    owner: dict[int, Optimizer] = {}
+    for one in optimizers:
+        if not isinstance(one, Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {one!r}")
+        if isinstance(one, LBFGS):
+            raise AttachError(
+                "LBFGS takes many steps inside one step() and cannot be synchronized; use a "
+                "first-order optimizer such as SGD or AdamW"
+            )
+        held = {id(p) for group in one.param_groups for p in group["params"]}
+        if not held & named.keys():
+            raise AttachError(
+                f"the {type(one).__name__} holds no parameter of this model: build it from "
+                "model.parameters() of the model given to attach()"
+            )
+        if held - named.keys():
+            raise AttachError(
+                f"the {type(one).__name__} also moves {len(held - named.keys())} tensor(s) that "
+                "are not parameters of this model; put them into one nn.Module with the model, or "
+                "give them an optimizer of their own"
+            )
+        for key in held:
+            if key in owner:
+                raise AttachError(f"two optimizers both move parameter {named[key]!r}")
+            owner[key] = one
+        parts.append(Part(one, [p for p in model.parameters() if id(p) in held]))
+    for thing in (model, *optimizers):
+        if thing in _attached:
+            raise AttachError(
+                f"this {type(thing).__name__} is attached already: finish() or detach() the first "
+                "synchronizer before attaching another"
+            )
+    return parts
+
+
+class Synchronizer:
+    """A strategy at work on one worker. Made by ``attach``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: list[Part],
+        strategy: Strategy,
+        communicator: Communicator,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+        log: object = None,
+    ) -> None:
+        self.strategy = strategy
+        self._model = model
+        self._fabric = Accounting(communicator)
+        moved = {id(p) for part in parts for p in part.parameters}
+        trainable = [p for p in model.parameters() if p.requires_grad or id(p) in moved]
+        replica = Replica(model, trainable)
+        self._worker = Worker(self._fabric, replica, parts)
+        self._stats = Stats()
+        self._hooks: list[RemovableHandle] = []
+        self._prepared: set[int] = set()  # parts whose before_step has run
+        self._stepped: set[int] = set()  # parts that have stepped in this iteration
+        self._extra: dict[str, Any] = {}  # what the user gave to record()
+        self._active = True
+        with self._fabric.paused():
+            self._agree()
+            self._copy_rank_0()
+        self._sinks = open_sinks(log, rank=self._fabric.rank)
+        self._groups = [len(part.optimizer.param_groups) for part in parts]
+        self._worker.state = strategy.start(self._worker)
+        for index, part in enumerate(parts):
+            self._hook(index, part.optimizer)
+        self._scaler = None if scaler is None else ScalerHooks(scaler, self)
+        self._things = (model, *(part.optimizer for part in parts))
+        _attached.update(self._things)
+        self._clock = self._fabric.now()
+        self._seen = (self._fabric.wait_seconds, self._fabric.payload_bytes)
+
+    # -- what the user reads -----------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Iterations so far: steps of the optimizers, skipped ones of a GradScaler included."""
+        return self._worker.step
+
+    @property
+    def stats(self) -> Stats:
+        """Totals since ``attach``, up to the last completed step."""
+        return self._stats
+
+    @property
+    def rank(self) -> int:
+        """This worker's number."""
+        return self._fabric.rank
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        return self._fabric.size
+
+    def record(self, **values: object) -> None:
+        """Add ``values`` (``loss=loss``, say) to the telemetry record of the coming step.
+
+        Tensors are read only when the record is written, and only if there is a sink.
+        """
+        self._extra.update(values)
+
+    # -- start -------------------------------------------------------------------------------
+
+    def _agree(self) -> None:
+        """Compare what must be alike on all workers, first by hash, then line by line."""
+        worker = self._worker
+        lines = [f"strategy {self.strategy!r}"]
+        lines += [
+            f"optimizer {i}: {type(p.optimizer).__name__} with {len(p.parameters)} parameters"
+            for i, p in enumerate(worker.parts)
+        ]
+        lines += worker.replica.describe()
+        digest = hashlib.sha256("\n".join(lines).encode()).digest()
+        if len(set(self._fabric.gather_bytes(digest, what="comparison of the models"))) == 1:
+            return
+        text = "\n".join(lines).encode()
+        others = [
+            other.decode().split("\n")
+            for other in self._fabric.gather_bytes(text, what="comparison of the models")
+        ]
+        for rank, other in enumerate(others):
+            for i in range(max(len(other), len(others[0]))):
+                theirs = other[i] if i < len(other) else "nothing more"
+                ours = others[0][i] if i < len(others[0]) else "nothing more"
+                if theirs != ours:
+                    raise MismatchError(
+                        f"rank {rank} differs from rank 0: rank {rank} has {theirs}; "
+                        f"rank 0 has {ours}"
+                    )
+
+    def _copy_rank_0(self) -> None:
+        """All workers start from rank 0's parameters and buffers, frozen ones too."""
+        if self._fabric.size == 1:
+            return
+        for bucket in make_buckets(self._worker.replica.everything()):
+            bucket.pack()
+            self._fabric.broadcast(bucket.flat, what="copy of rank 0's model").wait()
+            if self._fabric.rank != 0:
+                bucket.unpack()
+
+    def _hook(self, index: int, optimizer: Optimizer) -> None:
+        def before(_: Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]] | None:
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")
+            if closure is None:
+                self.prepare(index)
+                return None
+            calls: list[bool] = []
+
+            def counted() -> Any:
+                if calls:
+                    raise AttachError(
+                        f"{type(optimizer).__name__} calls its closure more than once a step, "
+                        "which cannot be synchronized; call it outside of step()"
+                    )
+                calls.append(True)
+                loss = closure()
+                self._extra.setdefault("loss", loss)
+                self.prepare(index)
+                return loss
+
+            if len(args) > 1:
+                return (args[0], counted, *args[2:]), kwargs
+            return args, {**kwargs, "closure": counted}
+
+        def after(_: Optimizer, args: Any, kwargs: Any) -> None:
+            self.complete(index)
+
+        self._hooks.append(optimizer.register_step_pre_hook(before))
+        self._hooks.append(optimizer.register_step_post_hook(after))
+
+    # -- every step --------------------------------------------------------------------------
+
+    def prepare(self, index: int) -> None:
+        """Run the strategy's ``before_step`` for optimizer ``index``, once an iteration.
+
+        Called by the hooks; ``clip_grad_norm_`` calls it earlier.
+        """
+        if not self._active or index in self._prepared:
+            return
+        worker = self._worker
+        if len(worker.parts[index].optimizer.param_groups) != self._groups[index]:
+            raise AttachError(
+                "a parameter group was added to the optimizer after attach(): detach() and attach "
+                "again so that all workers agree on what is averaged"
+            )
+        self._prepared.add(index)
+        worker.part = index
+        worker.completes_iteration = len(self._stepped | self._prepared) == len(worker.parts)
+        self.strategy.before_step(worker)
+
+    def complete(self, index: int) -> None:
+        """Optimizer ``index`` has stepped, or a GradScaler has skipped its step."""
+        if not self._active:
+            return
+        worker = self._worker
+        self._prepared.discard(index)
+        self._stepped.add(index)
+        if len(self._stepped) < len(worker.parts):
+            return
+        self._stepped.clear()
+        worker.has_news = True
+        worker.steps_since_sync += 1
+        worker.norm_squared = None
+        synced = self.strategy.after_step(worker)
+        worker.step += 1
+        self._account(synced)
+
+    def awaits_step(self, index: int) -> bool:
+        """Whether optimizer ``index`` was prepared and has not stepped since."""
+        return index in self._prepared
+
+    def index_of(self, optimizer: Optimizer) -> int | None:
+        """The index of an attached optimizer; None for any other."""
+        parts = self._worker.parts
+        return next((i for i, part in enumerate(parts) if part.optimizer is optimizer), None)
+
+    def _account(self, synced: bool) -> None:
+        stats, fabric, worker = self._stats, self._fabric, self._worker
+        now = fabric.now()
+        waited = fabric.wait_seconds - self._seen[0]
+        sent = fabric.payload_bytes - self._seen[1]
+        computed = max(0.0, now - self._clock - waited)
+        self._clock, self._seen = now, (fabric.wait_seconds, fabric.payload_bytes)
+        stats.steps += 1
+        stats.syncs += synced
+        stats.flags += bool(worker.record.get("flag"))
+        stats.wait_seconds += waited
+        stats.compute_seconds += computed
+        stats.payload_bytes += sent
+        if self._sinks:
+            record = {
+                "step": worker.step,
+                "rank": fabric.rank,
+                "decision": "sync" if synced else "local",
+                "compute_seconds": computed,
+                "wait_seconds": waited,
+                "payload_bytes": sent,
+                **worker.record,
+                **self._extra,
+            }
+            for sink in self._sinks:
+                sink.write(record)
+        worker.record.clear()
+        self._extra.clear()
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their total L2 norm is at most ``max_norm``.
+
+        Use it in place of ``torch.nn.utils.clip_grad_norm_``: the strategy sees the gradients
+        before they are clipped (SelSync's trigger) or averages them first (BSP), and the norm is
+        measured once for both. With a GradScaler call ``scaler.unscale_(optimizer)`` before, as
+        always.
+
+        Returns:
+            The total norm before clipping, a 0-dimensional tensor.
+        """
+        worker = self._worker
+        for index in range(len(worker.parts)):
+            self.prepare(index)
+        squared = worker.norm_squared
+        if squared is None:
+            squared = squared_norm(g for part in worker.parts for g in part.gradients())
+        parameters = [p for part in worker.parts for p in part.parameters if p.grad is not None]
+        norm = torch.tensor(squared).sqrt()
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+
+    # -- meeting the others ------------------------------------------------------------------
+
+    def _arrive(self, *, finishing: bool) -> Roll:
+        """Answer the others' rounds with weight 0 until nobody steps any more."""
+        while True:
+            roll = self.strategy.answer(self._worker, finishing=finishing)
+            if roll is not None and roll.stepping == 0:
+                return roll
+
+    @contextlib.contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Inside, the model holds the mean of all workers; afterwards this worker's own again.
+
+        A collective: every worker enters it, each after any number of steps. Evaluate and save
+        inside. Its time and bytes do not count in ``stats``. Needs one model copy of memory.
+
+        Raises:
+            OffbeatError: after ``finish`` or ``detach``.
+        """
+        self._require_active("consensus()")
+        start = self._fabric.now()
+        with self._fabric.paused():
+            roll = self._arrive(finishing=False)
+            own = self._meet(roll)
+        try:
+            yield
+        finally:
+            self._worker.replica.restore(own)
+            self._clock += self._fabric.now() - start
+
+    def _meet(self, roll: Roll) -> list[Tensor]:
+        """Take the mean of all models; returns the own one."""
+        worker = self._worker
+        own = worker.replica.snapshot()
+        steps, news = worker.steps_since_sync, worker.has_news
+        self.strategy.drain(worker, roll)
+        worker.steps_since_sync, worker.has_news = steps, news
+        return own
+
+    def finish(self) -> None:
+        """End training: all workers get the same parameters and buffers, and hooks are removed.
+
+        A collective: every worker calls it, each after any number of steps. One that is early
+        answers the others with weight 0 until all have come. Calling it again does nothing.
+        """
+        if not self._active:
+            return
+        worker = self._worker
+        while True:
+            roll = self._arrive(finishing=True)
+            if roll.finishing == self._fabric.size:
+                break
+            with self._fabric.paused():  # the others are in consensus(): help, and go on waiting
+                worker.replica.restore(self._meet(roll))
+        self.strategy.drain(worker, roll)
+        stats, fabric = self._stats, self._fabric
+        stats.wait_seconds += fabric.wait_seconds - self._seen[0]
+        stats.payload_bytes += fabric.payload_bytes - self._seen[1]
+        self.detach()
+
+    def detach(self) -> None:
+        """Remove all hooks and leave this worker's model as it is. Not a collective."""
+        if not self._active:
+            return
+        self._active = False
+        self.strategy.stop(self._worker)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if self._scaler is not None:
+            self._scaler.remove()
+        for thing in self._things:
+            _attached.discard(thing)
+        for sink in self._sinks:
+            sink.close()
+        self._fabric.close()
+
+    def _require_active(self, what: str) -> None:
+        if not self._active:
+            raise AttachError(f"{what} after finish() or detach(): attach again first")
+
+    def __enter__(self) -> "Synchronizer":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # The others know nothing of an exception here: a collective now would hang them.
+        if kind is None:
+            self.finish()
+        else:
+            self.detach()
+
+    # -- checkpoints -------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, totals and the strategy's state, as plain values for ``torch.save``.
+
+        Every worker saves its own, between two steps. The model and the optimizer are saved by
+        their own ``state_dict``.
+        """
+        worker = self._worker
+        return {
+            "strategy": repr(self.strategy),
+            "step": worker.step,
+            "steps_since_sync": worker.steps_since_sync,
+            "has_news": worker.has_news,
+            "stats": dataclasses.asdict(self._stats),
+            "state": _save(worker.state),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state_dict()``. Load the model's and the optimizer's state after attach.
+
+        Raises:
+            ValueError: it was saved under another strategy.
+        """
+        if state["strategy"] != repr(self.strategy):
+            raise ValueError(
+                f"the state was saved under {state['strategy']}, this is {self.strategy!r}"
+            )
+        worker = self._worker
+        worker.step = state["step"]
+        worker.steps_since_sync = state["steps_since_sync"]
+        worker.has_news = state["has_news"]
+        self._stats = Stats(**state["stats"])
+        _load(worker.state, state["state"])
+
+
+def _save(state: Any) -> Any:
+    """A dataclass as plain values, without its transient fields."""
+    if dataclasses.is_dataclass(state):
+        return {
+            field.name: _save(getattr(state, field.name))
+            for field in dataclasses.fields(state)
+            if not field.metadata.get("transient")
+        }
+    if isinstance(state, list):
+        return [_save(one) for one in state]
+    return state.clone() if isinstance(state, Tensor) else state
+
+
+def _load(state: Any, saved: dict[str, Any]) -> None:
+    """Put plain values back into a dataclass of the same shape."""
+    for name, value in saved.items():
+        present = getattr(state, name)
+        if dataclasses.is_dataclass(present):
+            _load(present, value)
+        elif isinstance(present, list) and present and dataclasses.is_dataclass(present[0]):
+            for one, old in zip(present, value, strict=True):
+                _load(one, old)
+        else:
+            setattr(state, name, value)

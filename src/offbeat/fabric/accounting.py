@@ -1,0 +1,106 @@
+"""Counting what a worker sends and how long it waits, around any communicator."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from offbeat.fabric.communicator import Communicator, Handle
+
+T = TypeVar("T")
+
+
+class _Timed(Handle[T]):
+    """A handle whose blocking time is added to the account."""
+
+    def __init__(self, handle: Handle[T], account: "Accounting") -> None:
+        self._handle, self._account = handle, account
+
+    def done(self) -> bool:
+        return self._handle.done()
+
+    def wait(self) -> T:
+        start = self._account.now()
+        try:
+            return self._handle.wait()
+        finally:
+            self._account.waited(self._account.now() - start)
+
+
+class Accounting(Communicator):
+    """A communicator that counts.
+
+    ``payload_bytes`` are the bytes of the tensors handed to operations (a gathered or broadcast
+    tensor counts once; what is received does not count). ``wait_seconds`` is the time spent
+    blocked in ``Handle.wait``.
+    """
+
+    def __init__(self, inner: Communicator) -> None:
+        self._inner = inner
+        self.rank, self.size = inner.rank, inner.size
+        self.payload_bytes = 0
+        self.wait_seconds = 0.0
+        self._paused = False
+
+    @property
+    def control_device(self) -> torch.device:
+        """That of the wrapped communicator."""
+        return self._inner.control_device
+
+    def waited(self, seconds: float) -> None:
+        """Add ``seconds`` of waiting."""
+        if not self._paused:
+            self.wait_seconds += seconds
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing inside: set-up and evaluation are not training."""
+        previous, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = previous
+
+    def _count(self, tensor: Tensor, start: Callable[[], Handle[T]]) -> Handle[T]:
+        if not self._paused:
+            self.payload_bytes += tensor.nbytes
+        return _Timed(start(), self)
+
+    def now(self) -> float:
+        """Seconds on the wrapped communicator's clock."""
+        return self._inner.now()
+
+    def sum(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
+        """As the wrapped communicator, counted."""
+        return self._count(tensor, lambda: self._inner.sum(tensor, what=what))
+
+    def maximum(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
+        """As the wrapped communicator, counted."""
+        return self._count(tensor, lambda: self._inner.maximum(tensor, what=what))
+
+    def broadcast(self, tensor: Tensor, *, source: int = 0, what: str) -> Handle[Tensor]:
+        """As the wrapped communicator; counted at the source only."""
+        payload = tensor if self.rank == source else tensor[:0]
+        return self._count(payload, lambda: self._inner.broadcast(tensor, source=source, what=what))
+
+    def gather(self, tensor: Tensor, *, what: str) -> Handle[list[Tensor]]:
+        """As the wrapped communicator, counted."""
+        return self._count(tensor, lambda: self._inner.gather(tensor, what=what))
+
+    def send(self, tensor: Tensor, *, destination: int, tag: int = 0, what: str) -> Handle[Tensor]:
+        """As the wrapped communicator, counted."""
+        return self._count(
+            tensor, lambda: self._inner.send(tensor, destination=destination, tag=tag, what=what)
+        )
+
+    def receive(self, tensor: Tensor, *, source: int, tag: int = 0, what: str) -> Handle[Tensor]:
+        """As the wrapped communicator; only the wait counts."""
+        return self._count(
+            tensor[:0], lambda: self._inner.receive(tensor, source=source, tag=tag, what=what)
+        )
+
+    def close(self) -> None:
+        """Close the wrapped communicator."""
+        self._inner.close()

@@ -1,0 +1,131 @@
+"""The seam between strategies and networks: what a strategy may ask of the other workers.
+
+Every operation is started by one call and finished by ``Handle.wait``, so that a strategy may do
+other work in between. All workers start the same operations in the same order.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class Handle(ABC, Generic[T]):
+    """An operation under way."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once. Never blocks."""
+
+    @abstractmethod
+    def wait(self) -> T:
+        """Block until the operation has ended and return its result.
+
+        Raises:
+            CommunicationError: the operation failed; the message names operation, rank, seconds
+                waited, the ranks that did not answer, and ``timeout_seconds`` when that ran out.
+        """
+
+    def then(self, function: Callable[[T], U]) -> "Handle[U]":
+        """The same operation with ``function`` applied to its result, once."""
+        return _Then(self, function)
+
+
+class _Then(Handle[U]):
+    def __init__(self, handle: Handle[T], function: Callable[[T], U]) -> None:
+        self._handle, self._function = handle, function
+        self._result: list[U] = []
+
+    def done(self) -> bool:
+        return self._handle.done()
+
+    def wait(self) -> U:
+        if not self._result:
+            self._result.append(self._function(self._handle.wait()))
+        return self._result[0]
+
+
+class Completed(Handle[T]):
+    """An operation that has already ended with ``result``."""
+
+    def __init__(self, result: T) -> None:
+        self._result = result
+
+    def done(self) -> bool:
+        """Always true."""
+        return True
+
+    def wait(self) -> T:
+        """The result, at once."""
+        return self._result
+
+
+class Communicator(ABC):
+    """Operations between ``size`` workers, of which this one is ``rank``.
+
+    Tensors are flat, contiguous and alike on all workers. Sums are exact in no particular order,
+    but all workers receive bit-identical results.
+    """
+
+    rank: int
+    size: int
+
+    @property
+    def control_device(self) -> torch.device:
+        """Where the small tensors that carry decisions must live."""
+        return torch.device("cpu")
+
+    @abstractmethod
+    def now(self) -> float:
+        """Seconds on this worker's clock (virtual ones in the simulator)."""
+
+    @abstractmethod
+    def sum(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
+        """Start replacing ``tensor`` by its sum over the workers; ``what`` names it in errors."""
+
+    @abstractmethod
+    def maximum(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
+        """Start replacing ``tensor`` by its elementwise maximum over the workers."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, *, source: int = 0, what: str) -> Handle[Tensor]:
+        """Start replacing ``tensor`` by that of worker ``source``."""
+
+    @abstractmethod
+    def gather(self, tensor: Tensor, *, what: str) -> Handle[list[Tensor]]:
+        """Start collecting every worker's ``tensor``, in rank order, on all workers."""
+
+    @abstractmethod
+    def send(self, tensor: Tensor, *, destination: int, tag: int = 0, what: str) -> Handle[Tensor]:
+        """Start sending ``tensor`` to one worker."""
+
+    @abstractmethod
+    def receive(self, tensor: Tensor, *, source: int, tag: int = 0, what: str) -> Handle[Tensor]:
+        """Start filling ``tensor`` with what worker ``source`` sends under the same ``tag``."""
+
+    def close(self) -> None:  # noqa: B027 - most communicators hold nothing to release
+        """Release what the communicator holds. Not a collective."""
+
+    def any(self, flag: bool, *, what: str) -> Handle[bool]:
+        """Start deciding whether ``flag`` is true on at least one worker."""
+        tensor = torch.tensor([float(flag)], device=self.control_device)
+        return self.maximum(tensor, what=what).then(lambda result: bool(result.item()))
+
+    def gather_bytes(self, payload: bytes, *, what: str) -> list[bytes]:
+        """Every worker's ``payload`` (of any length), in rank order. Blocks."""
+        device = self.control_device
+        length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
+        lengths = [int(n.item()) for n in self.gather(length, what=f"length of {what}").wait()]
+        padded = torch.zeros(max([*lengths, 1]), dtype=torch.uint8)
+        padded[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[
+            : len(payload)
+        ]
+        received = self.gather(padded.to(device), what=what).wait()
+        return [
+            bytes(t.cpu().numpy().tobytes()[:n]) for t, n in zip(received, lengths, strict=True)
+        ]

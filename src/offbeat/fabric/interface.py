@@ -1,0 +1,37 @@
+"""Which network interface and address the workers talk over: the first thing to check when slow."""
+
+import fcntl
+import os
+import socket
+import struct
+
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+
+
+def _address_of(interface: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", interface.encode()[:15])
+        try:
+            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+        except OSError:  # an interface without an IPv4 address
+            return None
+
+
+def interface_in_use(backend: str) -> str:
+    """Interface and address the backend binds, as ``eth0 (10.0.0.1)``.
+
+    gloo and NCCL take the interface named by ``GLOO_SOCKET_IFNAME`` / ``NCCL_SOCKET_IFNAME``;
+    without it gloo binds the address that this host's name resolves to, and NCCL chooses itself.
+    """
+    variable = f"{backend.upper()}_SOCKET_IFNAME"
+    named = os.environ.get(variable)
+    if named:
+        return f"{named} ({_address_of(named) or 'no IPv4 address'}; from {variable})"
+    if backend != "gloo":
+        return f"chosen by {backend} ({variable} is not set)"
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return f"unknown: this host's name does not resolve (set {variable})"
+    owner = next((n for _, n in socket.if_nameindex() if _address_of(n) == address), "?")
+    return f"{owner} ({address}; from the host's name, {variable} is not set)"

@@ -1,0 +1,198 @@
+"""The communicator of real workers, on ``torch.distributed`` (gloo or NCCL).
+
+It opens process groups of its own, so that its operations never interleave with the user's: one
+for the work, one (gloo) that is used only to find out who is missing after a failure.
+"""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout
+from offbeat.fabric.communicator import Communicator, Handle
+
+_PROBE_SECONDS = 3.0  # how long a failed worker waits for the others to say that they are alive
+
+
+class _Work(Handle[Tensor]):
+    def __init__(
+        self,
+        communicator: "TorchCommunicator",
+        start: Callable[[], dist.Work | None],
+        result: Tensor,
+        what: str,
+    ) -> None:
+        self._communicator, self._result, self._what = communicator, result, what
+        self._started = time.perf_counter()
+        self._ended = False
+        try:
+            self._work = start()
+        except RuntimeError as error:
+            raise communicator.failure(what, self._started, error) from None
+
+    def done(self) -> bool:
+        return self._ended or self._work is None or self._work.is_completed()
+
+    def wait(self) -> Tensor:
+        if not self._ended and self._work is not None:
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise self._communicator.failure(self._what, self._started, error) from None
+        self._ended = True
+        return self._result
+
+
+class TorchCommunicator(Communicator):
+    """Operations over a ``torch.distributed`` process group.
+
+    Args:
+        group: The group whose members take part; None is the default group.
+        timeout_seconds: How long one operation may take before it fails on every worker.
+
+    Raises:
+        AttachError: no process group was initialised, or this process is not a member.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, *, timeout_seconds: float) -> None:
+        self.timeout_seconds = timeout_seconds
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise AttachError("this process is not a member of the group given to attach()")
+        self.backend = str(dist.get_backend(group))
+        members = dist.get_process_group_ranks(group)
+        limit = timedelta(seconds=timeout_seconds)
+        self._group = dist.new_group(
+            members, timeout=limit, backend=self.backend, use_local_synchronization=True
+        )
+        self._health = dist.new_group(
+            members,
+            timeout=timedelta(seconds=_PROBE_SECONDS),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+        self._failed: CommunicationError | None = None
+
+    @property
+    def control_device(self) -> torch.device:
+        """The current GPU under NCCL, else the CPU."""
+        if self.backend == "nccl":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    def now(self) -> float:
+        """Seconds of the monotonic clock."""
+        return time.perf_counter()
+
+    def sum(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
+        """All-reduce by addition."""
+        return _Work(
+            self, lambda: dist.all_reduce(tensor, group=self._group, async_op=True), tensor, what
+        )
+
+    def maximum(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
+        """All-reduce by maximum."""
+        operation = dist.ReduceOp.MAX
+        return _Work(
+            self,
+            lambda: dist.all_reduce(tensor, op=operation, group=self._group, async_op=True),
+            tensor,
+            what,
+        )
+
+    def broadcast(self, tensor: Tensor, *, source: int = 0, what: str) -> Handle[Tensor]:
+        """Broadcast from worker ``source`` of this communicator."""
+        return _Work(
+            self,
+            lambda: dist.broadcast(tensor, group_src=source, group=self._group, async_op=True),
+            tensor,
+            what,
+        )
+
+    def gather(self, tensor: Tensor, *, what: str) -> Handle[list[Tensor]]:
+        """All-gather."""
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        return _Work(
+            self,
+            lambda: dist.all_gather(parts, tensor, group=self._group, async_op=True),
+            tensor,
+            what,
+        ).then(lambda _: parts)
+
+    def send(self, tensor: Tensor, *, destination: int, tag: int = 0, what: str) -> Handle[Tensor]:
+        """Point-to-point send."""
+        return _Work(
+            self,
+            lambda: dist.isend(tensor, group=self._group, group_dst=destination, tag=tag),
+            tensor,
+            what,
+        )
+
+    def receive(self, tensor: Tensor, *, source: int, tag: int = 0, what: str) -> Handle[Tensor]:
+        """Point-to-point receive."""
+        return _Work(
+            self,
+            lambda: dist.irecv(tensor, group=self._group, group_src=source, tag=tag),
+            tensor,
+            what,
+        )
+
+    def failure(self, what: str, started: float, error: RuntimeError) -> CommunicationError:
+        """The error to raise when an operation failed. Asks once who is still there."""
+        elapsed = time.perf_counter() - started
+        if self._failed is None:
+            timed_out = elapsed >= 0.95 * self.timeout_seconds
+            gone, silent = self._roll_of_the_living()
+            text = f"rank {self.rank}: {what} failed after {elapsed:.1f} s"
+            if gone:
+                text += f": lost the connection to {_ranks(gone)}, which probably died"
+            elif silent:
+                text += (
+                    f": no answer from {_ranks(silent)}, busy elsewhere or stuck "
+                    "(one that skips a step under a GradScaler needs attach(..., scaler=scaler))"
+                )
+            if timed_out:
+                text += (
+                    f". The time-out is timeout_seconds={self.timeout_seconds:g}: raise it in "
+                    "attach(..., timeout_seconds=...) if a worker may be that much slower"
+                )
+            kind = CommunicationTimeout if timed_out else CommunicationError
+            self._failed = kind(f"{text}. {self.backend} said: {_first_line(error)}")
+        return self._failed
+
+    def _roll_of_the_living(self) -> tuple[list[int], list[int]]:
+        """Ranks whose connection is gone, and ranks that did not answer in time."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        gone: list[int] = []
+        silent: list[int] = []
+        answers: list[tuple[int, dist.Work]] = []
+        for other in others:
+            try:
+                dist.isend(torch.ones(1), group=self._health, group_dst=other)
+                answer = dist.irecv(torch.zeros(1), group=self._health, group_src=other)
+                if answer is not None:
+                    answers.append((other, answer))
+            except RuntimeError:
+                gone.append(other)
+        deadline = time.perf_counter() + _PROBE_SECONDS
+        for other, answer in answers:
+            try:
+                answer.wait(timedelta(seconds=max(0.01, deadline - time.perf_counter())))
+            except RuntimeError as error:
+                lost = "imed out" not in str(error)
+                (gone if lost else silent).append(other)
+        return gone, silent
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _first_line(error: RuntimeError) -> str:
+    """The backend's message without its source path and its small talk."""
+    line = str(error).splitlines()[0]
+    return line.rpartition("] ")[2].partition(". This is typically")[0][:200]

@@ -1,0 +1,202 @@
+"""WHAT is averaged: the model's tensors as flat buckets, in place, and nothing of networks.
+
+A bucket is a list of tensors of one dtype and device with one flat staging tensor. Half-precision
+tensors are staged, and therefore summed, in float32. Parameters are never rebound: values are
+copied into the storage that the optimizer holds.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+BUCKET_BYTES = 8 * 2**20
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """``tensor`` itself, or a view of a complex one as pairs of reals."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def staging_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype in which ``tensor`` is summed: float32 for the half types, uint8 for bool."""
+    if tensor.is_complex():
+        return as_real(tensor).dtype
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        return torch.float32
+    return torch.uint8 if tensor.dtype == torch.bool else tensor.dtype
+
+
+def pack(tensors: Sequence[Tensor], flat: Tensor, weight: float = 1.0) -> None:
+    """flat ← weight · tensors, one after the other; weight 0 gives 0 even for NaN."""
+    if weight == 0:
+        flat.zero_()
+        return
+    with torch.no_grad():
+        parts = [as_real(t.detach()).reshape(-1) for t in tensors]
+        if flat.dtype == torch.uint8:
+            parts = [part.to(torch.uint8) for part in parts]
+        torch.cat(parts, out=flat)
+        if weight != 1:
+            flat.mul_(weight)
+
+
+def unpack(flat: Tensor, tensors: Sequence[Tensor], divisor: float = 1.0) -> None:
+    """tensors ← flat / divisor, in place, each cast to its own dtype."""
+    with torch.no_grad():
+        offset = 0
+        for tensor in tensors:
+            target = as_real(tensor.detach())
+            part = flat[offset : offset + target.numel()].view(target.shape)
+            if divisor == 1:
+                target.copy_(part)
+            else:
+                torch.div(part, divisor, out=target)
+            offset += target.numel()
+
+
+class Bucket:
+    """Tensors of one dtype and device and their staging tensor, allocated on first use.
+
+    Args:
+        tensors: The tensors, which are read and written in place.
+        tail: Extra elements at the end of the staging tensor, for numbers that travel along.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], tail: int = 0) -> None:
+        self.tensors = list(tensors)
+        self._elements = sum(as_real(t.detach()).numel() for t in self.tensors)
+        self._tail_elements = tail
+        self._flat: Tensor | None = None
+
+    @property
+    def flat(self) -> Tensor:
+        """The staging tensor, 1-D, ``elements + tail`` long."""
+        if self._flat is None:
+            first = self.tensors[0]
+            self._flat = torch.empty(
+                self._elements + self._tail_elements,
+                dtype=staging_dtype(first),
+                device=first.device,
+            )
+        return self._flat
+
+    @property
+    def body(self) -> Tensor:
+        """The part of ``flat`` that stands for the tensors."""
+        return self.flat[: self._elements]
+
+    @property
+    def tail(self) -> Tensor:
+        """The extra elements at the end of ``flat``."""
+        return self.flat[self._elements :]
+
+    def pack(self, weight: float = 1.0) -> Tensor:
+        """Stage ``weight`` times the tensors; returns ``flat``."""
+        pack(self.tensors, self.body, weight)
+        return self.flat
+
+    def unpack(self, divisor: float = 1.0) -> None:
+        """Replace the tensors by the staged values divided by ``divisor``."""
+        unpack(self.body, self.tensors, divisor)
+
+
+def group_tensors(
+    tensors: Iterable[Tensor], bucket_bytes: int = BUCKET_BYTES
+) -> list[list[Tensor]]:
+    """Tensors in order, grouped by (dtype, device) into lists of about ``bucket_bytes``.
+
+    A tensor larger than ``bucket_bytes`` gets a list of its own.
+    """
+    groups: list[list[Tensor]] = []
+    open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
+    for tensor in tensors:
+        key = (tensor.dtype, tensor.device)
+        size = as_real(tensor.detach()).numel() * staging_dtype(tensor).itemsize
+        group, filled = open_groups.get(key, (None, 0))
+        if group is None or filled + size > bucket_bytes:
+            group, filled = [], 0
+            groups.append(group)
+        group.append(tensor)
+        open_groups[key] = (group, filled + size)
+    return groups
+
+
+def make_buckets(tensors: Iterable[Tensor], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
+    """Buckets over ``tensors``; empty tensors take no part."""
+    return [Bucket(g) for g in group_tensors((t for t in tensors if t.numel()), bucket_bytes)]
+
+
+class Replica:
+    """This worker's copy of a model.
+
+    Args:
+        model: The model.
+        trainable: The parameters that are averaged, whether or not they have a gradient.
+
+    Attributes:
+        parameters: Name and tensor of each averaged parameter, sorted by name, tied ones once.
+    """
+
+    def __init__(self, model: nn.Module, trainable: Iterable[nn.Parameter]) -> None:
+        self._model = model
+        chosen = {id(p) for p in trainable}
+        self.parameters = sorted(
+            ((name, p) for name, p in model.named_parameters() if id(p) in chosen),
+            key=lambda item: item[0],
+        )
+        self._buckets: dict[bool, tuple[list[Tensor], list[Bucket]]] = {}
+
+    def describe(self) -> list[str]:
+        """One line a tensor of the model, to be compared between workers."""
+        averaged = {id(p) for _, p in self.parameters}
+        lines = [
+            f"parameter {name!r}: shape {tuple(p.shape)}, {p.dtype}, "
+            f"{'averaged' if id(p) in averaged else 'frozen'}"
+            for name, p in self._model.named_parameters()
+        ]
+        lines += [
+            f"buffer {name!r}: shape {tuple(b.shape)}, {b.dtype}"
+            for name, b in self._model.named_buffers()
+        ]
+        return lines
+
+    def everything(self) -> list[Tensor]:
+        """All parameters and buffers, frozen ones too."""
+        return [*self._model.parameters(), *self._model.buffers()]
+
+    def float_buffers(self) -> list[Tensor]:
+        """Floating-point buffers, such as BatchNorm's running statistics: averaged."""
+        return [b for _, b in sorted(self._model.named_buffers()) if b.is_floating_point()]
+
+    def integer_buffers(self) -> list[Tensor]:
+        """Integer buffers, such as BatchNorm's batch counter: the maximum is taken."""
+        integral = (torch.int8, torch.int16, torch.int32, torch.int64)
+        return [b for _, b in sorted(self._model.named_buffers()) if b.dtype in integral]
+
+    def averaged(self) -> list[Tensor]:
+        """All tensors that a mean of models replaces."""
+        return [*(p for _, p in self.parameters), *self.float_buffers()]
+
+    def buckets(self, *, buffers_only: bool = False) -> list[Bucket]:
+        """Buckets over ``averaged()``, or over the floating-point buffers alone.
+
+        They are kept from call to call, and made anew when a buffer was rebound.
+        """
+        tensors = self.float_buffers() if buffers_only else self.averaged()
+        kept, buckets = self._buckets.get(buffers_only, ([], []))
+        if len(kept) != len(tensors) or any(a is not b for a, b in zip(kept, tensors, strict=True)):
+            buckets = make_buckets(tensors)
+            self._buckets[buffers_only] = (tensors, buckets)
+        return buckets
+
+    def snapshot(self) -> list[Tensor]:
+        """A copy of everything an average may change (one model in memory)."""
+        return [t.detach().clone() for t in [*self.averaged(), *self.integer_buffers()]]
+
+    def restore(self, snapshot: Sequence[Tensor]) -> None:
+        """Put a ``snapshot`` back, in place."""
+        with torch.no_grad():
+            targets = [*self.averaged(), *self.integer_buffers()]
+            for target, value in zip(targets, snapshot, strict=True):
+                target.detach().copy_(value)

@@ -1,0 +1,114 @@
+"""How much the gradient changed: SelSync's trigger, and a controller of its threshold.
+
+Source: Tyagi & Swany, "Accelerating Distributed ML Training via Selective Synchronization",
+IEEE CLUSTER 2023, arXiv 2307.07950.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+def squared_norm(gradients: Iterable[Tensor]) -> float:
+    """‖g‖²: the squared L2 norm over all ``gradients`` together, accumulated in float32 or wider.
+
+    Reads each gradient once. Sparse gradients are coalesced first.
+    """
+    parts: list[Tensor] = []
+    for gradient in gradients:
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        if values.numel() == 0:
+            continue
+        if values.dtype in (torch.float16, torch.bfloat16):
+            norm = torch.linalg.vector_norm(values, dtype=torch.float32)
+        else:
+            norm = torch.linalg.vector_norm(values)
+        parts.append(norm)
+    if not parts:
+        return 0.0
+    devices = {part.device for part in parts}
+    if len(devices) > 1 or parts[0].device.type == "cpu":
+        return math.fsum(part.item() ** 2 for part in parts)
+    return float(torch.stack([part.double() for part in parts]).square().sum().item())
+
+
+@dataclass
+class RelativeChange:
+    """Δ of the smoothed squared gradient norm, from one step to the next.
+
+    **Update**, for the squared norm s of step i::
+
+        m_i = (1 − a)·m_{i−1} + a·s_i          m_0 = s_0      (recursion)
+        m_i = Σ_k (1−a)^k s_{i−k} / Σ_k (1−a)^k,  k < window   (finite window)
+        Δ_i = |m_i − m_{i−1}| / m_{i−1}         Δ_0 = ∞, 0/0 = 0
+
+    A norm that is not finite (an overflow under AMP) leaves m as it is and gives Δ = 0.
+
+    *State*: two floats, or ``window`` floats.
+
+    Args:
+        smoothing: a, in (0, 1].
+        window: How many steps the finite window holds; None for the recursion.
+    """
+
+    smoothing: float
+    window: int | None = None
+    mean: float | None = None
+    recent: list[float] = field(default_factory=list)
+
+    def update(self, squared: float) -> float:
+        """Take in the squared norm of this step and return Δ (≥ 0, possibly ∞)."""
+        if not math.isfinite(squared):
+            return 0.0
+        previous, self.mean = self.mean, self._smooth(squared)
+        if previous is None:
+            return math.inf
+        change = abs(self.mean - previous)
+        if previous == 0:
+            return math.inf if change else 0.0
+        return change / previous
+
+    def _smooth(self, squared: float) -> float:
+        a = self.smoothing
+        if self.window is None:
+            return squared if self.mean is None else (1 - a) * self.mean + a * squared
+        self.recent = [squared, *self.recent[: self.window - 1]]
+        if a == 1:
+            return squared
+        weights = [(1 - a) ** k for k in range(len(self.recent))]
+        return math.fsum(w * s for w, s in zip(weights, self.recent, strict=True)) / sum(weights)
+
+
+@dataclass
+class ThresholdController:
+    """Moves the threshold δ so that a wanted share of the steps stays local.
+
+    **Update** after each step, with ``synced`` ∈ {0, 1} the decision that all workers share::
+
+        log δ ← log δ + γ_i·(synced − (1 − target_lssr)),   γ_i = max(0.1, 2/√i)
+
+    This is the Robbins–Monro recursion for the quantile of the largest Δ among the workers, so it
+    needs no knowledge of their number. Because δ stays bounded, the share of local steps
+    converges to ``target_lssr`` at a rate 1/steps. δ is the same on all workers.
+
+    *State*: two numbers.
+
+    Args:
+        target_lssr: Wanted local steps / all steps, in (0, 1).
+        delta: δ, the threshold to start from, > 0.
+        steps: i, how many decisions it has seen.
+    """
+
+    target_lssr: float
+    delta: float
+    steps: int = 0
+
+    def update(self, synced: bool) -> None:
+        """Take in this step's common decision."""
+        self.steps += 1
+        gain = max(0.1, 2 / math.sqrt(self.steps))
+        self.delta *= math.exp(gain * (float(synced) - (1 - self.target_lssr)))
+        self.delta = min(max(self.delta, 1e-12), 1e12)

@@ -1,0 +1,229 @@
+"""The contract between a strategy and the front door, and the round protocol they share.
+
+A strategy is a frozen set of hyper-parameters with four methods that ``attach`` calls::
+
+    start(worker)        once; returns the strategy's mutable state, kept in ``worker.state``
+    before_step(worker)  gradients are ready, parameters have not moved (once per optimizer)
+    after_step(worker)   every optimizer has stepped; returns whether workers synchronized
+    answer(worker, …)    this worker takes no step, the others still may: take part with weight 0
+    drain(worker, roll)  everybody has finished: leave all workers with the same model
+
+Rounds. Every synchronization begins with a *roll*: a sum over a few numbers of every worker. It
+tells how many workers are still stepping, so a worker that has run out of data keeps answering
+until all have, and workers may take different numbers of steps.
+"""
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from offbeat.fabric import Communicator, Completed, Handle
+from offbeat.replica import Replica
+
+
+@dataclass(frozen=True)
+class Roll:
+    """What every worker of a round put in, summed.
+
+    Attributes:
+        weight: Total weight of a mean of models: workers with own steps since the last one.
+        stepping: Workers that take a step in this round; 0 once all have arrived.
+        finishing: Workers inside ``finish``.
+        flag: Workers that ask for a synchronization.
+        own_weight: What this worker put into ``weight``.
+    """
+
+    weight: float
+    stepping: int
+    finishing: int
+    flag: int
+    own_weight: float
+
+    SLOTS: ClassVar[int] = 4
+
+    @classmethod
+    def read(cls, sums: Sequence[float], own_weight: float) -> "Roll":
+        """A roll from the summed numbers of ``Worker.roll_values``."""
+        weight, stepping, finishing, flag = sums
+        return cls(weight, round(stepping), round(finishing), round(flag), own_weight)
+
+
+@dataclass
+class Part:
+    """One optimizer and those of the model's parameters that it moves."""
+
+    optimizer: torch.optim.Optimizer
+    parameters: list[nn.Parameter]
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients that are there now."""
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+
+class Worker:
+    """What a strategy sees of the worker it runs on.
+
+    Attributes:
+        fabric: The communicator.
+        replica: The model's tensors.
+        parts: One for each optimizer.
+        part: Index of the optimizer that is about to step (in ``before_step``).
+        completes_iteration: Whether it is the last one of this iteration.
+        step: Iterations completed before this one.
+        steps_since_sync: Own iterations since the models were last averaged.
+        has_news: Whether this worker's model holds steps that no mean of models has seen.
+        record: Numbers for this iteration's telemetry record.
+        state: What the strategy's ``start`` returned.
+    """
+
+    def __init__(self, fabric: Communicator, replica: Replica, parts: list[Part]) -> None:
+        self.fabric, self.replica, self.parts = fabric, replica, parts
+        self.part = 0
+        self.completes_iteration = False
+        self.step = 0
+        self.steps_since_sync = 0
+        self.has_news = False
+        self.norm_squared: float | None = None  # of this iteration's gradients, if measured
+        self.record: dict[str, Any] = {}
+        self.state: Any = None
+
+    @property
+    def rank(self) -> int:
+        """This worker's number."""
+        return self.fabric.rank
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        return self.fabric.size
+
+    def roll_values(
+        self, *, stepping: bool, finishing: bool = False, flag: bool = False
+    ) -> list[float]:
+        """This worker's numbers for a roll: weight, stepping, finishing, flag."""
+        return [float(stepping or self.has_news), stepping, finishing, flag]
+
+    def call_roll(
+        self, *, stepping: bool, finishing: bool = False, flag: bool = False
+    ) -> Handle[Roll]:
+        """Start a roll."""
+        values = self.roll_values(stepping=stepping, finishing=finishing, flag=flag)
+        if self.size == 1:
+            return Completed(Roll.read(values, values[0]))
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.fabric.control_device)
+        handle = self.fabric.sum(tensor, what=f"flag exchange at step {self.step}")
+        return handle.then(lambda sums: Roll.read(sums.tolist(), values[0]))
+
+    def average(self, roll: Roll, *, buffers_only: bool = False, what: str = "mean") -> None:
+        """x ← Σ w·x / Σ w over the workers, with the weights of ``roll``.
+
+        Parameters and floating-point buffers are averaged (half types in float32), integer
+        buffers take the maximum. Afterwards all workers hold the same bits. When nobody has news
+        nothing is sent: the models are already the same.
+        """
+        if roll.weight == 0:
+            return
+        if self.size > 1:
+            what = f"{what} of the model at step {self.step}"
+            buckets = self.replica.buckets(buffers_only=buffers_only)
+            started = [self.fabric.sum(b.pack(roll.own_weight), what=what) for b in buckets]
+            self._maximum_of_integers(what)
+            for bucket, handle in zip(buckets, started, strict=True):
+                handle.wait()
+                bucket.unpack(roll.weight)
+        self.steps_since_sync = 0
+        self.has_news = False
+
+    def _maximum_of_integers(self, what: str) -> None:
+        integers = self.replica.integer_buffers()
+        if not integers:
+            return
+        device = self.fabric.control_device
+        flat = torch.cat([t.detach().reshape(-1).to(device, torch.int64) for t in integers])
+        largest = self.fabric.maximum(flat, what=what).wait()
+        for tensor, values in zip(
+            integers, largest.split([t.numel() for t in integers]), strict=True
+        ):
+            tensor.copy_(values.view(tensor.shape))
+
+
+def transient(**options: Any) -> Any:
+    """A field of a strategy's state that no checkpoint holds: handles, buffers, hooks."""
+    return field(metadata={"transient": True}, **options)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Strategy(ABC):
+    """When workers synchronize, and whether anyone waits."""
+
+    name: ClassVar[str]
+    needs_unscaled: ClassVar[bool] = True
+    """Whether ``before_step`` must see gradients after a GradScaler has unscaled them."""
+
+    @abstractmethod
+    def start(self, worker: Worker) -> Any:
+        """Prepare; all workers hold the same model. Returns the mutable state, a dataclass."""
+
+    @abstractmethod
+    def before_step(self, worker: Worker) -> None:
+        """The gradients of ``worker.parts[worker.part]`` are ready; it has not stepped yet."""
+
+    @abstractmethod
+    def after_step(self, worker: Worker) -> bool:
+        """All optimizers have stepped. Returns whether this iteration synchronized."""
+
+    @abstractmethod
+    def answer(self, worker: Worker, *, finishing: bool) -> Roll | None:
+        """Take part in one round without a step.
+
+        Returns:
+            The roll that says whether anyone still steps; None when it is not known yet.
+        """
+
+    def drain(self, worker: Worker, roll: Roll) -> None:
+        """Everyone has arrived (``roll.stepping == 0``): make all models equal."""
+        worker.average(roll, what="final mean")
+
+    def stop(self, worker: Worker) -> None:  # noqa: B027 - most strategies hold nothing
+        """Release hooks. Not a collective; also called after a failure."""
+
+    def __repr__(self) -> str:
+        """The constructor call with the settings that differ from the defaults."""
+        shown = ", ".join(f"{k}={v!r}" for k, v in self._settings().items())
+        return f"{type(self).__name__}({shown})"
+
+    def __str__(self) -> str:
+        """The short text form that ``parse_strategy`` reads, such as ``local:period=8``."""
+        shown = ",".join(f"{k}={v}" for k, v in self._settings().items())
+        return f"{self.name}:{shown}" if shown else self.name
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        }
+
+
+def require_integer(name: str, value: object, *, least: int) -> None:
+    """Raise unless ``value`` is an int ≥ ``least``.
+
+    Raises:
+        TypeError: it is not an int.
+        ValueError: it is smaller.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer of at least {least}, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def require_number(name: str, value: object) -> None:
+    """Raise TypeError unless ``value`` is a real number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {value!r}")

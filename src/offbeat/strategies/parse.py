@@ -1,0 +1,56 @@
+"""The short text form of strategies, for command lines: ``selsync:delta=0.3,max_interval=50``."""
+
+import dataclasses
+
+from offbeat.strategies.base import Strategy
+from offbeat.strategies.bsp import BSP
+from offbeat.strategies.local_sgd import LocalSGD
+from offbeat.strategies.selsync import SelSync
+
+STRATEGIES: dict[str, type[Strategy]] = {s.name: s for s in (BSP, LocalSGD, SelSync)}
+
+_CONSTANTS: dict[str, bool | None] = {"none": None, "true": True, "false": False}
+
+
+def parse_strategy(text: str) -> Strategy:
+    """A strategy from its short text form, ``name`` or ``name:setting=value,setting=value``.
+
+    Names and settings are those of the classes: ``parse_strategy("local:period=8")`` is
+    ``LocalSGD(period=8)``.
+
+    Raises:
+        ValueError: unknown name or setting, a missing or an impossible value; the message lists
+            what is allowed.
+        TypeError: a value of the wrong type.
+    """
+    name, _, settings = text.strip().partition(":")
+    if name not in STRATEGIES:
+        raise ValueError(f"unknown strategy {name!r}; there are {', '.join(sorted(STRATEGIES))}")
+    kind = STRATEGIES[name]
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    values: dict[str, object] = {}
+    for setting in filter(None, settings.split(",")):
+        key, equals, value = (part.strip() for part in setting.partition("="))
+        if not equals or not value:
+            raise ValueError(f"in {text!r}: {setting!r} is not of the form setting=value")
+        if key not in fields:
+            allowed = ", ".join(fields) or "no settings"
+            raise ValueError(f"{name} has no setting {key!r}; it has {allowed}")
+        if key in values:
+            raise ValueError(f"in {text!r}: {key} is given twice")
+        values[key] = _value(value)
+    for key, field in fields.items():
+        if field.default is dataclasses.MISSING and key not in values:
+            raise ValueError(f"{name} needs {key}, as in {name}:{key}=8")
+    return kind(**values)
+
+
+def _value(text: str) -> object:
+    if text.lower() in _CONSTANTS:
+        return _CONSTANTS[text.lower()]
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,169 @@
+"""What a worker did: running totals, one record a step, and the sinks that records go to."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Protocol
+
+Record = dict[str, Any]
+
+
+@dataclass
+class Stats:
+    """Totals of one worker since ``attach``.
+
+    Attributes:
+        steps: Iterations.
+        syncs: Iterations in which models or gradients were averaged.
+        flags: Iterations in which this worker's own trigger fired (SelSync).
+        payload_bytes: Bytes of the tensors this worker handed to collectives and pushes, after
+            compression. Set-up and evaluation (``attach``, ``consensus``) do not count.
+        wait_seconds: Time blocked in communication.
+        compute_seconds: All other time between the first and the last step, without ``consensus``.
+    """
+
+    steps: int = 0
+    syncs: int = 0
+    flags: int = 0
+    payload_bytes: int = 0
+    wait_seconds: float = 0.0
+    compute_seconds: float = 0.0
+
+    @property
+    def local_steps(self) -> int:
+        """Iterations without a synchronization."""
+        return self.steps - self.syncs
+
+    @property
+    def lssr(self) -> float:
+        """Local steps / all steps, the local-to-synchronous step ratio; 0 before the first step."""
+        return self.local_steps / self.steps if self.steps else 0.0
+
+    @property
+    def idle(self) -> float:
+        """Waiting / (waiting + computing), in [0, 1]."""
+        total = self.wait_seconds + self.compute_seconds
+        return self.wait_seconds / total if total else 0.0
+
+    def to_dict(self) -> dict[str, float]:
+        """All numbers, the derived ones too."""
+        derived = {"local_steps": self.local_steps, "lssr": self.lssr, "idle": self.idle}
+        return {**asdict(self), **derived}
+
+
+class Sink(Protocol):
+    """Where records go. ``write`` is called after each step, ``close`` at the end."""
+
+    def write(self, record: Record) -> None:
+        """Take one step's record."""
+
+    def close(self) -> None:
+        """Flush and release what the sink holds."""
+
+
+def _number(value: Any) -> Any:
+    """A plain value for JSON: tensors and numpy scalars become Python numbers."""
+    return value.item() if hasattr(value, "item") else value
+
+
+class JsonLines:
+    """One JSON object a line and step.
+
+    Infinite numbers are written as the strings "inf" and "-inf", NaN as null, so that every line
+    is valid JSON.
+
+    Args:
+        path: The file, overwritten. ``{rank}`` in it becomes the worker's rank.
+        rank: This worker's rank.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, rank: int = 0) -> None:
+        target = Path(str(path).replace("{rank}", str(rank)))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self._file: IO[str] = target.open("w", encoding="utf-8", buffering=1)
+
+    def write(self, record: Record) -> None:
+        """Append one line."""
+        self._file.write(json.dumps({k: _json(_number(v)) for k, v in record.items()}) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> "JsonLines":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, float) and value != value:
+        return None
+    if value in (float("inf"), float("-inf")):
+        return str(value)
+    return value
+
+
+class TensorBoard:
+    """Curves for TensorBoard, one scalar per number in a record (needs ``offbeat[tensorboard]``).
+
+    Args:
+        directory: Log directory; use one per rank, or write on rank 0 only.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError(
+                "the TensorBoard sink needs tensorboard: pip install 'offbeat[tensorboard]'"
+            ) from error
+        self._writer = SummaryWriter(str(directory))
+
+    def write(self, record: Record) -> None:
+        """Add one point to each curve."""
+        step = int(record["step"])
+        for name, value in record.items():
+            number = _number(value)
+            if name == "decision":
+                number = float(number == "sync")
+            if name != "step" and isinstance(number, bool | int | float):
+                self._writer.add_scalar(f"offbeat/{name}", float(number), step)
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()
+
+
+def open_sinks(log: object, *, rank: int) -> list[Sink]:
+    """The sinks meant by the ``log`` option of ``attach``.
+
+    A path becomes ``JsonLines``; a path without ``{rank}`` gets ``.rankN`` before its suffix, so
+    that workers never write into one file.
+
+    Raises:
+        TypeError: something that is neither a path nor a sink.
+    """
+    if log is None:
+        return []
+    if isinstance(log, str | os.PathLike):
+        path = Path(log)
+        if "{rank}" not in str(path):
+            path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+        return [JsonLines(path, rank=rank)]
+    if isinstance(log, Sequence):
+        return [sink for one in log for sink in open_sinks(one, rank=rank)]
+    if callable(getattr(log, "write", None)) and callable(getattr(log, "close", None)):
+        return [log]  # type: ignore[list-item]
+    raise TypeError(
+        f"log must be a path, a sink with write(record) and close(), or a list of them; got {log!r}"
+    )

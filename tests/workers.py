@@ -1,0 +1,92 @@
+"""Real worker processes for tests: gloo over loopback, finite time-outs, no ports to collide.
+
+``run(function, workers=3)`` starts processes that each call ``function(rank, size)`` inside an
+initialised process group and returns their results in rank order.
+"""
+
+import faulthandler
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+class WorkerFailedError(AssertionError):
+    """A worker raised; the message holds its traceback."""
+
+
+def _main(
+    rank: int, size: int, function: Callable[..., Any], args: tuple[Any, ...], folder: str
+) -> None:
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/rendezvous",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=30),
+        )
+        result = (True, function(rank, size, *args))
+    except BaseException:
+        result = (False, traceback.format_exc())
+    torch.save(result, f"{folder}/partial{rank}")
+    os.rename(f"{folder}/partial{rank}", f"{folder}/result{rank}")
+    os._exit(0)  # after a failure on purpose, gloo must not wait for the dead
+
+
+def run(
+    function: Callable[..., Any],
+    *args: Any,
+    workers: int,
+    seconds: float = 60,
+    may_die: tuple[int, ...] = (),
+) -> list[Any]:
+    """Run ``function(rank, size, *args)`` on ``workers`` processes; None for one that died.
+
+    Raises:
+        WorkerFailedError: a worker raised, or died without being in ``may_die``, or the time ran
+            out.
+    """
+    context = mp.get_context("fork")  # torch is imported once; no threads have been started yet
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(target=_main, args=(rank, workers, function, args, folder), daemon=True)
+            for rank in range(workers)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + seconds
+        try:
+            for process in processes:
+                process.join(max(0.1, deadline - time.monotonic()))
+            stuck = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        finally:
+            for process in processes:
+                process.kill()
+        results: list[Any] = []
+        errors = [f"ranks {stuck} did not end within {seconds} s"] if stuck else []
+        for rank in range(workers):
+            path = Path(folder, f"result{rank}")
+            if not path.exists():
+                results.append(None)
+                if rank not in may_die and rank not in stuck:
+                    errors.append(f"rank {rank} died")
+                continue
+            ok, value = torch.load(path, weights_only=False)
+            results.append(value)
+            if not ok:
+                errors.append(f"rank {rank} raised:\n{value}")
+        if errors:
+            raise WorkerFailedError("\n".join(errors))
+        return results
