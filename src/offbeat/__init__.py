@@ -9,17 +9,20 @@ from offbeat.errors import (
     MismatchError,
     OffbeatError,
 )
-from offbeat.strategies import BSP, LocalSGD, SelSync, Strategy, parse_strategy
+from offbeat.schedule import LinearScalingWarmup
+from offbeat.strategies import BSP, AsyncAveraging, LocalSGD, SelSync, Strategy, parse_strategy
 from offbeat.telemetry import JsonLines, Stats, TensorBoard
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BSP",
+    "AsyncAveraging",
     "AttachError",
     "CommunicationError",
     "CommunicationTimeout",
     "JsonLines",
+    "LinearScalingWarmup",
     "LocalSGD",
     "MismatchError",
     "OffbeatError",

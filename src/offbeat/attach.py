@@ -1,6 +1,7 @@
 """The front door: ``attach`` puts a synchronization strategy on an ordinary training loop."""
 
 import contextlib
+import copy
 import dataclasses
 import hashlib
 import logging
@@ -167,7 +168,7 @@ class Synchronizer:
         trainable = [p for p in model.parameters() if p.requires_grad or id(p) in moved]
         replica = Replica(model, trainable)
         self._worker = Worker(self._fabric, replica, parts)
-        self._stats = Stats()
+        self._stats = Stats(details=self._worker.details)
         self._hooks: list[RemovableHandle] = []
         self._prepared: set[int] = set()  # parts whose before_step has run
         self._stepped: set[int] = set()  # parts that have stepped in this iteration
@@ -417,7 +418,7 @@ class Synchronizer:
         worker = self._worker
         own = worker.replica.snapshot()
         steps, news = worker.steps_since_sync, worker.has_news
-        self.strategy.drain(worker, roll)
+        self.strategy.consensus(worker, roll)
         worker.steps_since_sync, worker.has_news = steps, news
         return own
 
@@ -483,10 +484,11 @@ class Synchronizer:
     def state_dict(self) -> dict[str, Any]:
         """Counters, totals and the strategy's state, as plain values for ``torch.save``.
 
-        Every worker saves its own, between two steps. The model and the optimizer are saved by
-        their own ``state_dict``.
+        Every worker saves its own, between two steps, all at the same step. The model and the
+        optimizer are saved by their own ``state_dict``.
         """
         worker = self._worker
+        self.strategy.settle(worker)
         return {
             "strategy": repr(self.strategy),
             "step": worker.step,
@@ -510,7 +512,9 @@ class Synchronizer:
         worker.step = state["step"]
         worker.steps_since_sync = state["steps_since_sync"]
         worker.has_news = state["has_news"]
-        self._stats = Stats(**state["stats"])
+        totals = dict(state["stats"])
+        worker.details.update(totals.pop("details"))
+        self._stats = Stats(**totals, details=worker.details)
         _load(worker.state, state["state"])
 
 
@@ -524,11 +528,11 @@ def _save(state: Any) -> Any:
         }
     if isinstance(state, list):
         return [_save(one) for one in state]
-    return state.clone() if isinstance(state, Tensor) else state
+    return state.clone() if isinstance(state, Tensor) else copy.deepcopy(state)
 
 
 def _load(state: Any, saved: dict[str, Any]) -> None:
-    """Put plain values back into a dataclass of the same shape."""
+    """Put plain values back into a dataclass of the same shape; tensors in place."""
     for name, value in saved.items():
         present = getattr(state, name)
         if dataclasses.is_dataclass(present):
@@ -536,5 +540,8 @@ def _load(state: Any, saved: dict[str, Any]) -> None:
         elif isinstance(present, list) and present and dataclasses.is_dataclass(present[0]):
             for one, old in zip(present, value, strict=True):
                 _load(one, old)
+        elif isinstance(present, list) and present and isinstance(present[0], Tensor):
+            for one, old in zip(present, value, strict=True):
+                one.copy_(old)
         else:
-            setattr(state, name, value)
+            setattr(state, name, copy.deepcopy(value))

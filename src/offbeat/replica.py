@@ -200,3 +200,34 @@ class Replica:
             targets = [*self.averaged(), *self.integer_buffers()]
             for target, value in zip(targets, snapshot, strict=True):
                 target.detach().copy_(value)
+
+
+def add_to(tensors: Sequence[Tensor], flat: Tensor, scale: float) -> None:
+    """Tensors ← tensors + scale · flat, in place, half types computed in float32."""
+    with torch.no_grad():
+        offset = 0
+        for tensor in tensors:
+            target = as_real(tensor.detach())
+            part = flat[offset : offset + target.numel()].view(target.shape)
+            if target.dtype == part.dtype:
+                target.add_(part, alpha=scale)
+            else:
+                target.copy_(target.to(part.dtype).add_(part, alpha=scale))
+            offset += target.numel()
+
+
+def add_clamped(bucket: Bucket, own: Tensor, weight: float) -> None:
+    """Tensors ← tensors + (mean − own), kept between the tensors and the mean, elementwise.
+
+    ``bucket.flat`` holds ``weight`` times the mean. A shifted variance could become negative;
+    between two variances it cannot.
+    """
+    with torch.no_grad():
+        mean = bucket.flat / weight
+        now = torch.empty_like(mean)
+        pack(bucket.tensors, now)
+        shifted = now + (mean - own)
+        clamped = torch.minimum(
+            torch.maximum(shifted, torch.minimum(now, mean)), torch.maximum(now, mean)
+        )
+        unpack(clamped, bucket.tensors)

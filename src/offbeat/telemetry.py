@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Protocol
@@ -23,6 +23,7 @@ class Stats:
             compression. Set-up and evaluation (``attach``, ``consensus``) do not count.
         wait_seconds: Time blocked in communication.
         compute_seconds: All other time between the first and the last step, without ``consensus``.
+        details: Totals that only this strategy has; its documentation explains them.
     """
 
     steps: int = 0
@@ -31,6 +32,7 @@ class Stats:
     payload_bytes: int = 0
     wait_seconds: float = 0.0
     compute_seconds: float = 0.0
+    details: dict[str, Any] = field(default_factory=dict)
 
     @property
     def local_steps(self) -> int:
@@ -48,7 +50,7 @@ class Stats:
         total = self.wait_seconds + self.compute_seconds
         return self.wait_seconds / total if total else 0.0
 
-    def to_dict(self) -> dict[str, float]:
+    def to_dict(self) -> dict[str, Any]:
         """All numbers, the derived ones too."""
         derived = {"local_steps": self.local_steps, "lssr": self.lssr, "idle": self.idle}
         return {**asdict(self), **derived}

@@ -6,7 +6,8 @@ A strategy is a frozen set of hyper-parameters with four methods that ``attach``
     before_step(worker)  gradients are ready, parameters have not moved (once per optimizer)
     after_step(worker)   every optimizer has stepped; returns whether workers synchronized
     answer(worker, …)    this worker takes no step, the others still may: take part with weight 0
-    drain(worker, roll)  everybody has finished: leave all workers with the same model
+    consensus(worker, roll) everybody is here: show the mean of all models
+    drain(worker, roll)     everybody has finished: leave all workers with the same model
 
 Rounds. Every synchronization begins with a *roll*: a sum over a few numbers of every worker. It
 tells how many workers are still stepping, so a worker that has run out of data keeps answering
@@ -35,6 +36,7 @@ class Roll:
         stepping: Workers that take a step in this round; 0 once all have arrived.
         finishing: Workers inside ``finish``.
         flag: Workers that ask for a synchronization.
+        measure: Sum of a number of the strategy's own.
         own_weight: What this worker put into ``weight``.
     """
 
@@ -42,15 +44,16 @@ class Roll:
     stepping: int
     finishing: int
     flag: int
+    measure: float
     own_weight: float
 
-    SLOTS: ClassVar[int] = 4
+    SLOTS: ClassVar[int] = 5
 
     @classmethod
     def read(cls, sums: Sequence[float], own_weight: float) -> "Roll":
         """A roll from the summed numbers of ``Worker.roll_values``."""
-        weight, stepping, finishing, flag = sums
-        return cls(weight, round(stepping), round(finishing), round(flag), own_weight)
+        weight, stepping, finishing, flag, measure = sums
+        return cls(weight, round(stepping), round(finishing), round(flag), measure, own_weight)
 
 
 @dataclass
@@ -78,6 +81,7 @@ class Worker:
         steps_since_sync: Own iterations since the models were last averaged.
         has_news: Whether this worker's model holds steps that no mean of models has seen.
         record: Numbers for this iteration's telemetry record.
+        details: Totals of the strategy's own, shown as ``Stats.details``.
         state: What the strategy's ``start`` returned.
     """
 
@@ -90,6 +94,7 @@ class Worker:
         self.has_news = False
         self.norm_squared: float | None = None  # of this iteration's gradients, if measured
         self.record: dict[str, Any] = {}
+        self.details: dict[str, Any] = {}
         self.state: Any = None
 
     @property
@@ -103,16 +108,28 @@ class Worker:
         return self.fabric.size
 
     def roll_values(
-        self, *, stepping: bool, finishing: bool = False, flag: bool = False
+        self,
+        *,
+        stepping: bool,
+        finishing: bool = False,
+        flag: bool = False,
+        measure: float = 0.0,
     ) -> list[float]:
-        """This worker's numbers for a roll: weight, stepping, finishing, flag."""
-        return [float(stepping or self.has_news), stepping, finishing, flag]
+        """This worker's numbers for a roll: weight, stepping, finishing, flag, measure."""
+        return [float(stepping or self.has_news), stepping, finishing, flag, measure]
 
     def call_roll(
-        self, *, stepping: bool, finishing: bool = False, flag: bool = False
+        self,
+        *,
+        stepping: bool,
+        finishing: bool = False,
+        flag: bool = False,
+        measure: float = 0.0,
     ) -> Handle[Roll]:
         """Start a roll."""
-        values = self.roll_values(stepping=stepping, finishing=finishing, flag=flag)
+        values = self.roll_values(
+            stepping=stepping, finishing=finishing, flag=flag, measure=measure
+        )
         if self.size == 1:
             return Completed(Roll.read(values, values[0]))
         tensor = torch.tensor(values, dtype=torch.float64, device=self.fabric.control_device)
@@ -185,9 +202,19 @@ class Strategy(ABC):
             The roll that says whether anyone still steps; None when it is not known yet.
         """
 
+    def consensus(self, worker: Worker, roll: Roll) -> None:
+        """Everyone has arrived (``roll.stepping == 0``): put the mean of all into the model.
+
+        The front door puts the worker's own model back afterwards.
+        """
+        worker.average(roll, what="consensus")
+
     def drain(self, worker: Worker, roll: Roll) -> None:
-        """Everyone has arrived (``roll.stepping == 0``): make all models equal."""
-        worker.average(roll, what="final mean")
+        """Everyone has finished: settle what is in flight and leave all models equal."""
+        self.consensus(worker, roll)
+
+    def settle(self, worker: Worker) -> None:  # noqa: B027 - most keep nothing in flight
+        """Wait until what is in flight has arrived, so that the state can be saved."""
 
     def stop(self, worker: Worker) -> None:  # noqa: B027 - most strategies hold nothing
         """Release hooks. Not a collective; also called after a failure."""

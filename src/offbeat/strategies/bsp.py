@@ -84,9 +84,9 @@ class BSP(Strategy):
             worker.has_news = stepping  # who took part in the last step has the newest model
         return roll
 
-    def drain(self, worker: Worker, roll: Roll) -> None:
+    def consensus(self, worker: Worker, roll: Roll) -> None:
         """The parameters are equal; the statistics in the buffers become their mean."""
-        worker.average(roll, buffers_only=True, what="final mean of the buffers")
+        worker.average(roll, buffers_only=True, what="consensus")
 
     def stop(self, worker: Worker) -> None:
         """Unhook the gradients."""

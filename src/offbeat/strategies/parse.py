@@ -2,12 +2,15 @@
 
 import dataclasses
 
+from offbeat.strategies.async_averaging import AsyncAveraging
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.bsp import BSP
 from offbeat.strategies.local_sgd import LocalSGD
 from offbeat.strategies.selsync import SelSync
 
-STRATEGIES: dict[str, type[Strategy]] = {s.name: s for s in (BSP, LocalSGD, SelSync)}
+STRATEGIES: dict[str, type[Strategy]] = {
+    s.name: s for s in (BSP, LocalSGD, SelSync, AsyncAveraging)
+}
 
 _CONSTANTS: dict[str, bool | None] = {"none": None, "true": True, "false": False}
 

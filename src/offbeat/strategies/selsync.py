@@ -1,10 +1,10 @@
 """SelSync: synchronize when the gradient changes, go on locally when it does not."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
 from typing import ClassVar, Literal
 
-from offbeat.fabric import Handle
+from offbeat.fabric import Completed, Handle
 from offbeat.significance import RelativeChange, ThresholdController, squared_norm
 from offbeat.strategies.base import (
     Roll,
@@ -30,6 +30,7 @@ class SelSyncState:
     synced: bool = transient(default=False)  # gradients were averaged in this iteration
     roll: Handle[Roll] | None = transient(default=None)  # called in this round
     pending: Handle[Roll] | None = transient(default=None)  # with deferred flags: the round before
+    late: list[float] = field(default_factory=list)  # the pending roll, once a checkpoint asked
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -186,11 +187,18 @@ class SelSync(Strategy):
         state: SelSyncState = worker.state
         handle, state.roll = state.roll, None
         if self.flags == "deferred":
-            state.pending, handle = handle, state.pending
+            if state.pending is None and state.late:  # loaded from a checkpoint
+                state.pending = Completed(Roll.read(state.late[:-1], state.late[-1]))
+            state.pending, handle, state.late = handle, state.pending, []
         roll = None if handle is None else handle.wait()
         if roll is not None and roll.stepping and state.controller is not None:
             state.controller.update(roll.flag > 0)
         return roll
+
+    def settle(self, worker: Worker) -> None:
+        """Keep the deferred roll, which the next step will act on."""
+        if worker.state.pending is not None:
+            worker.state.late = list(astuple(worker.state.pending.wait()))
 
     def _average_models(self, worker: Worker, roll: Roll | None) -> bool:
         """x ← mean(x), if any flag is set."""

@@ -1,0 +1,55 @@
+"""Learning rates for many workers."""
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+
+class LinearScalingWarmup(LRScheduler):
+    """Raise the learning rate linearly from η to n·η, then leave it there.
+
+    **Update**, at scheduler step t::
+
+        lr_t = lr_{t−1} · f(t) / f(t−1),   f(t) = 1 + (n − 1)·min(1, t / warmup_steps)
+
+    n workers take n times fewer steps for the same number of samples; with a mean of n gradients
+    (or of n models) the noise is n times smaller, so the step may be n times longer. Use it with a
+    learning rate tuned for one worker, where the paper does: SGD on large data with small batches.
+    Leave it out with Adam (scale by √n at most), with a rate already tuned at n workers, and for
+    short runs, in which the warm-up would take most of the time.
+
+    The form is chainable: put it into ``ChainedScheduler`` with the schedule of the run. Call
+    ``step`` once an iteration.
+
+    Args:
+        optimizer: The optimizer, whose rates are those for one worker.
+        workers: n ≥ 1.
+        warmup_steps: Iterations until n·η is reached (≥ 0; the paper uses 50,000).
+        last_epoch: As in every ``LRScheduler``.
+
+    Raises:
+        ValueError: ``workers`` < 1 or ``warmup_steps`` < 0.
+
+    Source: Goyal et al., arXiv 1706.02677, §2.1-2.2; the setting of "Asynchronous SGD without
+    gradient delay", ICLR 2019 submission, §5.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, *, workers: int, warmup_steps: int, last_epoch: int = -1
+    ) -> None:
+        if workers < 1:
+            raise ValueError(f"workers must be at least 1, got {workers}")
+        if warmup_steps < 0:
+            raise ValueError(f"warmup_steps must be at least 0, got {warmup_steps}")
+        self.workers, self.warmup_steps = workers, warmup_steps
+        super().__init__(optimizer, last_epoch)
+
+    def _factor(self, t: int) -> float:
+        done = 1.0 if t >= self.warmup_steps else t / self.warmup_steps
+        return 1 + (self.workers - 1) * done
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The rates of step ``last_epoch``, from those of the step before."""
+        t = self.last_epoch
+        ratio = self._factor(t) / (self._factor(t - 1) if t > 0 else 1.0)
+        return [group["lr"] * ratio for group in self.optimizer.param_groups]
