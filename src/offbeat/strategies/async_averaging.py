@@ -52,6 +52,7 @@ class AsyncState:
     distances: list[float] = field(default_factory=list)  # means of it over the workers
     staleness: dict[int, int] = field(default_factory=dict)  # own steps past P: how often
     called: Handle[Roll] | None = transient(default=None)  # eager: "I have a new step"
+    own_weight: float = transient(default=1.0)  # what this worker put into the roll called last
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -154,7 +155,7 @@ class AsyncAveraging(Strategy):
             self._eager(worker)
         elif 2 * state.steps_in_cycle >= self.staleness:
             self._land(worker)
-            self._launch(worker, worker.call_roll(stepping=True, measure=state.distance))
+            self._launch(worker, self._call(worker, stepping=True))
         self._report(worker, merged=state.merges > merges)
         return state.merges > merges
 
@@ -165,7 +166,7 @@ class AsyncAveraging(Strategy):
             if state.merge.flying and (bound or state.merge.arrived_seconds is not None):
                 self._land(worker)
             elif not state.merge.flying and state.called is None and state.steps_in_cycle:
-                state.called = worker.call_roll(stepping=True, measure=state.distance)
+                state.called = self._call(worker, stepping=True)
             elif state.called is not None and (bound or state.called.done()):
                 called, state.called = state.called, None
                 called.wait()
@@ -173,16 +174,26 @@ class AsyncAveraging(Strategy):
             else:
                 return
 
+    def _call(self, worker: Worker, *, stepping: bool, finishing: bool = False) -> Handle[Roll]:
+        """Start a roll. A finished worker weighs nothing once all its steps are merged."""
+        state: AsyncState = worker.state
+        state.own_weight = 1.0 if worker.has_news or not finishing else 0.0
+        return worker.call_roll(
+            stepping=stepping,
+            finishing=finishing,
+            measure=state.distance,
+            weight=state.own_weight,
+        )
+
     def _launch(self, worker: Worker, roll: Handle[Roll]) -> None:
         """Take a snapshot and start its mean."""
         state: AsyncState = worker.state
         merge = state.merge
-        weight = 1.0 if worker.has_news else 0.0
         what = f"merge {state.merges + 1} of the models"
         merge.handles = []
         for bucket, own in zip(state.buckets, merge.own, strict=True):
             own.copy_(bucket.pack())
-            if weight == 0:
+            if state.own_weight == 0:
                 bucket.flat.zero_()
             merge.handles.append(worker.fabric.sum(bucket.flat, what=what))
         merge.roll, merge.flying = roll, True
@@ -295,7 +306,7 @@ class AsyncAveraging(Strategy):
         state: AsyncState = worker.state
         called, state.called = state.called, None
         if called is None:
-            called = worker.call_roll(stepping=False, finishing=finishing, measure=state.distance)
+            called = self._call(worker, stepping=False, finishing=finishing)
         roll = called.wait()
         if roll.stepping:
             self._land(worker)
@@ -312,17 +323,16 @@ class AsyncAveraging(Strategy):
             self._await(worker)
             if merge.weight:
                 self._shift(worker, keep=True)
-        self._average_news(worker, roll)
+        worker.average(_all(worker), what="consensus")
 
     def drain(self, worker: Worker, roll: Roll) -> None:
-        """Apply the merge in flight, then average what came after it."""
+        """Apply the merge in flight, then take the mean of what all workers have."""
         merges = worker.state.merges
         self._land(worker)
-        self._average_news(worker, roll)
+        worker.average(_all(worker), what="final mean")
         self._report(worker, merged=worker.state.merges > merges)
 
-    def _average_news(self, worker: Worker, roll: Roll) -> None:
-        """The mean over the workers with steps past the last snapshot; over all, if none has."""
-        if roll.weight == 0:  # the models are equal up to rounding; make them equal in all bits
-            roll = Roll(worker.size, 0, 0, 0, 0.0, 1.0)
-        worker.average(roll, what="final mean")
+
+def _all(worker: Worker) -> Roll:
+    """Every worker's model counts once: a reset keeps their mean, whoever is ahead."""
+    return Roll(worker.size, 0, 0, 0, 0.0, 1.0)

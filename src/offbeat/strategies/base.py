@@ -114,9 +114,15 @@ class Worker:
         finishing: bool = False,
         flag: bool = False,
         measure: float = 0.0,
+        weight: float | None = None,
     ) -> list[float]:
-        """This worker's numbers for a roll: weight, stepping, finishing, flag, measure."""
-        return [float(stepping or self.has_news), stepping, finishing, flag, measure]
+        """This worker's numbers for a roll: weight, stepping, finishing, flag, measure.
+
+        Unless given, the weight is 1 for a worker that steps or has news, else 0.
+        """
+        if weight is None:
+            weight = float(stepping or self.has_news)
+        return [weight, stepping, finishing, flag, measure]
 
     def call_roll(
         self,
@@ -125,10 +131,11 @@ class Worker:
         finishing: bool = False,
         flag: bool = False,
         measure: float = 0.0,
+        weight: float | None = None,
     ) -> Handle[Roll]:
-        """Start a roll."""
+        """Start a roll; the arguments are those of ``roll_values``."""
         values = self.roll_values(
-            stepping=stepping, finishing=finishing, flag=flag, measure=measure
+            stepping=stepping, finishing=finishing, flag=flag, measure=measure, weight=weight
         )
         if self.size == 1:
             return Completed(Roll.read(values, values[0]))
