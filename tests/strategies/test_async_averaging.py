@@ -276,11 +276,11 @@ def count_steps(
 @pytest.mark.parametrize("schedule", BOTH)
 @pytest.mark.parametrize("staleness", [2, 8])
 def test_staleness_is_never_exceeded(schedule: str, staleness: int, tmp_path: Path) -> None:
-    """Own steps past the last merged model stay below τ at every boundary, one worker 5× slower."""
+    """Own steps past the last merged model never exceed τ, with one worker 5× slower."""
     strategy = offbeat.AsyncAveraging(staleness=staleness, schedule=schedule)  # type: ignore[arg-type]
     for past in run(count_steps, strategy, 60, tmp_path / "finished", workers=3):
         # At a boundary, before the next step: fewer than τ, so the next gradient makes at most τ.
-        assert max(past) < staleness + 1e-9
+        assert max(past) <= staleness - 1 + 1e-9
         assert max(past) >= min(staleness, 2) / 2 - 1e-9  # and it does run ahead
 
 
