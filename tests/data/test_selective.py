@@ -1,0 +1,136 @@
+"""SelDPSampler: the structure the paper asks for, as properties."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from offbeat.data import SelDPSampler
+from workers import run
+
+sizes = st.integers(1, 60)
+workers = st.integers(1, 8)
+
+
+def epoch(size: int, n: int, number: int = 0, **options: Any) -> list[list[int]]:
+    """What each of n workers reads in one epoch."""
+    read = []
+    for rank in range(n):
+        sampler = SelDPSampler(range(size), n, rank, **options)
+        sampler.set_epoch(number)
+        read.append(list(sampler))
+    return read
+
+
+@settings(deadline=None)
+@given(sizes, workers, st.booleans(), st.integers(0, 3))
+def test_every_epoch_is_a_permutation_of_all_indices(
+    size: int, n: int, drop: bool, number: int
+) -> None:
+    """Every worker reads all indices once: the list DistributedSampler divides, padded or cut."""
+    if drop and size < n:
+        return
+    read = epoch(size, n, number, drop_last=drop)
+    divided: list[int] = []
+    for rank in range(n):
+        plain = DistributedSampler(range(size), n, rank, drop_last=drop)  # type: ignore[arg-type]
+        plain.set_epoch(number)
+        divided += list(plain)
+    for own in read:
+        assert sorted(own) == sorted(divided)
+    if not drop:
+        assert set(read[0]) == set(range(size))
+
+
+@settings(deadline=None)
+@given(sizes, workers, st.booleans())
+def test_workers_read_disjoint_samples_at_each_position(size: int, n: int, drop: bool) -> None:
+    """At every position the N workers are at N different samples (of the padded list)."""
+    if drop and size < n:
+        return
+    read = epoch(size, n, drop_last=drop)
+    whole = len(read[0])
+    padded = whole - len(set(read[0]))  # samples that stand twice because of the padding
+    for position in range(whole):
+        assert len({own[position] for own in read}) >= n - padded
+
+
+def test_chunks_rotate() -> None:
+    """Worker n reads D_n, D_{n+1}, …, written out for 3 workers and 6 samples."""
+    assert epoch(6, 3, shuffle=False) == [
+        [0, 1, 2, 3, 4, 5],
+        [2, 3, 4, 5, 0, 1],
+        [4, 5, 0, 1, 2, 3],
+    ]
+
+
+def test_each_epoch_has_a_new_shuffle_of_the_same_structure() -> None:
+    """Epochs differ; in each, worker 1 is worker 0 rotated by one chunk."""
+    first, second = epoch(12, 3, 0), epoch(12, 3, 1)
+    assert first[0] != second[0]
+    for read in (first, second):
+        assert read[1] == read[0][4:] + read[0][:4]
+    assert epoch(12, 3, 0, seed=1)[0] != first[0]
+
+
+@settings(deadline=None)
+@given(sizes, workers, st.data())
+def test_resumable_at_any_position(size: int, n: int, data: st.DataObject) -> None:
+    """A state taken after k samples continues with sample k+1; later epochs are whole."""
+    rank = data.draw(st.integers(0, n - 1))
+    sampler = SelDPSampler(range(size), n, rank)
+    sampler.set_epoch(2)
+    whole = list(sampler)
+    stop = data.draw(st.integers(0, len(whole) - 1))
+    iterator = iter(sampler)
+    read = [next(iterator) for _ in range(stop)]
+    other = SelDPSampler(range(size), n, rank)
+    other.load_state_dict(sampler.state_dict())
+    assert read + list(other) == whole
+    assert list(other) == whole  # the same epoch again, from the start
+    assert list(sampler) == whole  # one that was left in the middle starts anew
+    exact = SelDPSampler(range(size), n, rank)
+    exact.load_state_dict(sampler.state_dict(consumed=stop))
+    exact.set_epoch(2)  # training loops call it at the start of each epoch
+    assert read + list(exact) == whole
+    exact.set_epoch(3)
+    assert len(list(exact)) == len(whole)
+
+
+def test_a_state_of_other_workers_is_refused() -> None:
+    sampler = SelDPSampler(range(10), 2, 0)
+    with pytest.raises(ValueError, match="num_replicas=2, this sampler has num_replicas=3"):
+        SelDPSampler(range(10), 3, 0).load_state_dict(sampler.state_dict())
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ValueError, match=r"rank must be in \[0, 2\), got 2"):
+        SelDPSampler(range(10), 2, 2)
+    with pytest.raises(ValueError, match="3 samples leave nothing for each of 4 workers"):
+        SelDPSampler(range(3), 4, 0, drop_last=True)
+    with pytest.raises(RuntimeError, match="num_replicas and rank"):
+        SelDPSampler(range(10))
+
+
+def gather(rank: int, size: int) -> tuple[list[list[int]], int]:
+    dataset = TensorDataset(torch.arange(17))
+    sampler = SelDPSampler(dataset)  # rank and size from torch.distributed
+    loader = DataLoader(dataset, batch_size=3, sampler=sampler)
+    own = torch.cat([batch for (batch,) in loader])
+    all_read = [torch.empty_like(own) for _ in range(size)]
+    dist.all_gather(all_read, own)
+    return [t.tolist() for t in all_read], len(loader)
+
+
+def test_real_workers_with_a_data_loader() -> None:
+    """Three processes read all samples each, in different chunks, through a DataLoader."""
+    (read, batches), *_ = run(gather, workers=3)
+    assert batches == 6
+    for own in read:
+        assert set(own) == set(range(17))
+    assert read[1] == read[0][6:] + read[0][:6]
+    assert read[2] == read[0][12:] + read[0][:12]
