@@ -77,7 +77,7 @@ class SelDPSampler(Sampler[int]):
         return self._chunk * self.num_replicas
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the shuffle of the next iteration. Another epoch than now starts at its beginning."""
+        """Choose the shuffle. Another epoch than the present one starts at its beginning."""
         if epoch != self.epoch:
             self._resume = 0
         self.epoch = epoch

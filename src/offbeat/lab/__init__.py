@@ -1,0 +1,1 @@
+"""EVIDENCE: recipes, real workers on shaped links, comparisons and reports."""
