@@ -72,12 +72,11 @@ class TensorData(torch.utils.data.Dataset[tuple[Tensor, ...]]):
     def __len__(self) -> int:
         return len(self.tensors[0])
 
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        return tuple(t[0] for t in self.batch([index]))
-
-    def batch(self, indices: list[int]) -> tuple[Tensor, ...]:
-        """The samples of ``indices``, stacked."""
-        chosen = tuple(t[indices] for t in self.tensors)
+    def __getitem__(self, index: int | list[int]) -> tuple[Tensor, ...]:
+        """One sample, or the samples of a list of indices, stacked."""
+        if isinstance(index, int):
+            return tuple(t[0] for t in self[[index]])
+        chosen = tuple(t[index] for t in self.tensors)
         return chosen if self._change is None else self._change(chosen)
 
 

@@ -1,0 +1,150 @@
+"""Real slow networks on one Linux machine: network namespaces behind a switch with shaped links."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+
+from offbeat.errors import OffbeatError
+from offbeat.units import show_bandwidth
+
+_PREFIX = "offbeat"
+
+
+class Cluster:
+    """N nodes on one machine, each behind a link of ``bits_per_second`` in both directions.
+
+    Every node is a network namespace; a bridge in a namespace of its own joins them. Both ends of
+    each link are shaped by a token bucket (``tc … tbf``). Traffic never leaves these namespaces.
+    Needs root and iproute2. Use it as a context manager: leaving it removes everything.
+
+    Args:
+        workers: Number of nodes (1 to 200).
+        bits_per_second: Rate of each link, each way.
+
+    Raises:
+        OffbeatError: namespaces cannot be made here; the message says why.
+    """
+
+    interface = "link0"
+    """Name of the network interface inside each node, for ``GLOO_SOCKET_IFNAME``."""
+
+    def __init__(self, workers: int, bits_per_second: float) -> None:
+        if not 1 <= workers <= 200:
+            raise ValueError(f"workers must be between 1 and 200, got {workers}")
+        self.workers, self.bits_per_second = workers, bits_per_second
+        self._name = f"{_PREFIX}-{os.getpid()}"
+
+    @staticmethod
+    def why_not() -> str | None:
+        """Why shaped links are not available here; None if they are."""
+        if sys.platform != "linux":
+            return "network namespaces need Linux"
+        if os.geteuid() != 0:
+            return "network namespaces need root"
+        missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+        if missing:
+            return f"{' and '.join(missing)} not found: install iproute2"
+        return None
+
+    def _node(self, rank: int) -> str:
+        return f"{self._name}-{rank}"
+
+    @property
+    def _switch(self) -> str:
+        return f"{self._name}-switch"
+
+    def __str__(self) -> str:
+        return f"{show_bandwidth(self.bits_per_second)} shaped links"
+
+    def __enter__(self) -> "Cluster":
+        reason = self.why_not()
+        if reason is not None:
+            raise OffbeatError(f"no shaped links here: {reason}")
+        remove_leftovers()
+        try:
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _build(self) -> None:
+        switch = self._switch
+        _run("ip", "netns", "add", switch)
+        _run("ip", "-n", switch, "link", "add", "bridge0", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "bridge0", "up")
+        for rank in range(self.workers):
+            node, port = self._node(rank), f"port{rank}"
+            _run("ip", "netns", "add", node)
+            _run(
+                *("ip", "link", "add", self.interface, "netns", node, "type", "veth"),
+                *("peer", "name", port, "netns", switch),
+            )
+            _run("ip", "-n", switch, "link", "set", port, "master", "bridge0", "up")
+            _run(
+                "ip", "-n", node, "address", "add", f"10.111.0.{rank + 1}/24", "dev", self.interface
+            )
+            _run("ip", "-n", node, "link", "set", self.interface, "up")
+            _run("ip", "-n", node, "link", "set", "lo", "up")
+            self._shape(node, self.interface)
+            self._shape(switch, port)
+
+    def _shape(self, namespace: str, device: str) -> None:
+        # A bucket of 4 ms covers the scheduler's tick; 128 kB hold two segments as the stack
+        # hands them down. The queue behind it is what a small switch has.
+        burst = max(131072, int(self.bits_per_second / 8 * 0.004))
+        _run(
+            *("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf"),
+            *("rate", f"{int(self.bits_per_second)}bit", "burst", str(burst), "latency", "100ms"),
+        )
+
+    def command(self, rank: int, argv: Sequence[str]) -> list[str]:
+        """The command that runs ``argv`` on node ``rank``."""
+        return ["ip", "netns", "exec", self._node(rank), *argv]
+
+    def bytes_sent(self, rank: int) -> int:
+        """Bytes node ``rank`` has sent, by the counter of its interface (with headers)."""
+        shown = _run("ip", "-n", self._node(rank), "-s", "-j", "link", "show", self.interface)
+        return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
+
+    def close(self) -> None:
+        """Remove the namespaces, and with them links and qdiscs. May be called again."""
+        _remove(f"{self._name}-")
+
+
+def remove_leftovers() -> None:
+    """Remove the namespaces of clusters whose process has died."""
+    for name in _namespaces():
+        match = re.fullmatch(rf"{_PREFIX}-(\d+)-\w+", name)
+        if match and not os.path.exists(f"/proc/{match[1]}"):
+            _run("ip", "netns", "delete", name, check=False)
+
+
+def _remove(prefix: str) -> None:
+    for name in _namespaces():
+        if name.startswith(prefix):
+            _run("ip", "netns", "delete", name, check=False)
+
+
+def _namespaces() -> list[str]:
+    return [line.split()[0] for line in _run("ip", "netns", "list").splitlines() if line.strip()]
+
+
+def _run(*argv: str, check: bool = True) -> str:
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
+    if check and done.returncode:
+        raise OffbeatError(f"{' '.join(argv)} failed: {done.stderr.strip() or done.returncode}")
+    return done.stdout

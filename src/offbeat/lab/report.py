@@ -1,0 +1,193 @@
+"""Tables and plots, made from results only."""
+
+import base64
+import html
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from offbeat.lab.compare import Result
+from offbeat.units import show_bytes
+
+HEADINGS = (
+    "strategy",
+    "time to target",
+    "speed-up",
+    "final",
+    "training time",
+    "LSSR",
+    "sent per worker",
+    "idle",
+)
+
+
+def groups(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """Results by strategy, each over its seeds, in order of first appearance."""
+    found: dict[str, list[Result]] = {}
+    for result in results:
+        found.setdefault(result["strategy"], []).append(result)
+    return found
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    """The median, and with several values the range."""
+    text = format(statistics.median(values), form)
+    if len(values) > 1:
+        text += f" ({format(min(values), form)}-{format(max(values), form)})"
+    return text
+
+
+def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
+    """One row a strategy, in the order of ``HEADINGS``; medians over seeds, with their range."""
+    table: list[tuple[str, ...]] = []
+    first: float | None = None
+    for number, (strategy, runs) in enumerate(groups(results).items()):
+        times = [run["time_to_target_seconds"] for run in runs]
+        reached = None if None in times else statistics.median(times)
+        if number == 0:
+            first = reached
+        speedup = f"{first / reached:.2f}x" if first and reached else "-"
+        table.append(
+            (
+                strategy,
+                "not reached" if reached is None else _spread(times, ".1f") + " s",
+                speedup,
+                _spread([run["final"] for run in runs], ".4f"),
+                _spread([run["seconds"] for run in runs], ".1f") + " s",
+                _spread([run["lssr"] for run in runs], ".2f"),
+                show_bytes(statistics.median(run["payload_bytes"] for run in runs)),
+                _spread([100 * run["idle"] for run in runs], ".0f") + " %",
+            )
+        )
+    return table
+
+
+def caption(results: Sequence[Result]) -> str:
+    """What was compared: recipe, target, workers, link, machine; simulated or real."""
+    one = results[0]
+    job = one["job"]
+    seeds = len({run["job"]["seed"] for run in results})
+    kind = "simulated" if one["simulated"] else "real processes"
+    return (
+        f"{job['recipe']}, target {one['metric']} {one['target']:g}, {job['workers']} workers "
+        f"({kind}), {one['link']}, {one['machine']}, {seeds} seed{'s' if seeds > 1 else ''}"
+    )
+
+
+def markdown(results: Sequence[Result]) -> str:
+    """The table as Markdown, with its caption."""
+    lines = [f"| {' | '.join(HEADINGS)} |", f"|{'---|' * len(HEADINGS)}"]
+    lines += [f"| {' | '.join((f'`{row[0]}`', *row[1:]))} |" for row in rows(results)]
+    return f"{caption(results)}\n\n" + "\n".join(lines) + "\n"
+
+
+def plot(results: Sequence[Result], path: Path) -> None:
+    """Metric against training seconds, a line a strategy (thin ones for further seeds), as PNG.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib as mpl
+
+        mpl.use("Agg")
+        from matplotlib import pyplot as plt
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'offbeat[plot]'") from error
+    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=150, layout="constrained")
+    colours = plt.get_cmap("tab10").colors  # type: ignore[attr-defined]
+    one = results[0]
+    for number, (strategy, runs) in enumerate(groups(results).items()):
+        for seed, run in enumerate(runs):
+            axes.plot(
+                [point["seconds"] for point in run["points"]],
+                [point["metric"] for point in run["points"]],
+                color=colours[number % len(colours)],
+                linewidth=2 if seed == 0 else 0.8,
+                alpha=1 if seed == 0 else 0.6,
+                marker="o" if seed == 0 else None,
+                markersize=3,
+                label=strategy if seed == 0 else None,
+            )
+    axes.axhline(one["target"], color="0.5", linewidth=1, linestyle=":")
+    axes.annotate(
+        f"target {one['target']:g}",
+        (1, one["target"]),
+        xycoords=("axes fraction", "data"),
+        xytext=(-4, 3),
+        textcoords="offset points",
+        ha="right",
+        fontsize=8,
+        color="0.4",
+    )
+    if one["higher_is_better"]:  # the interesting part is near the target
+        worst = min(run["points"][0]["metric"] for run in results)
+        axes.set_ylim(bottom=max(worst - 0.02, one["target"] - 0.25))
+    axes.set_xlim(left=0)
+    axes.set_xlabel("training seconds" + (" (simulated)" if one["simulated"] else ""))
+    axes.set_ylabel(one["metric"])
+    axes.set_title(caption(results), fontsize=8, color="0.3", loc="left", wrap=True)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9, loc="lower right" if one["higher_is_better"] else "best")
+    figure.savefig(path)
+    plt.close(figure)
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Offbeat: {title}</title>
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
+        color: #222; }}
+table {{ border-collapse: collapse; font-size: .9rem; }}
+th, td {{ padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #ddd; }}
+th:first-child, td:first-child {{ text-align: left; font-family: ui-monospace, monospace; }}
+img {{ max-width: 100%; }} pre {{ background: #f6f6f6; padding: 1rem; overflow-x: auto; }}
+p.caption {{ color: #666; }}
+</style></head><body>
+<h1>{title}</h1><p class="caption">{caption}</p>
+{image}
+<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>
+<p>Training time is computing and waiting, without evaluation. Time to target is that of the first
+evaluation at the target. Speed-up is against the first row. LSSR is the share of steps without
+synchronization. Idle is the share of training time spent waiting for other workers.</p>
+<h2>Configuration</h2><pre>{configuration}</pre>
+</body></html>
+"""
+
+
+def page(results: Sequence[Result], image: Path | None) -> str:
+    """A self-contained HTML page: plot, table, configuration."""
+    cells: Any = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows(results)]
+    picture = ""
+    if image is not None:
+        data = base64.b64encode(image.read_bytes()).decode()
+        picture = f'<img alt="metric against time" src="data:image/png;base64,{data}">'
+    kept = ("job", "link", "machine", "versions", "simulated", "target", "metric")
+    return _PAGE.format(
+        title=html.escape(f"{results[0]['job']['recipe']}: strategies compared"),
+        caption=html.escape(caption(results)),
+        image=picture,
+        head="".join(f"<th>{heading}</th>" for heading in HEADINGS),
+        body="".join(f"<tr>{row}</tr>" for row in cells),
+        configuration=html.escape(json.dumps({k: results[0][k] for k in kept}, indent=2)),
+    )
+
+
+def write_report(results: Sequence[Result], output: Path) -> dict[str, Path]:
+    """Write ``table.md``, ``plot.png`` and ``report.html`` into ``output``.
+
+    Without matplotlib there is no plot. Returns the paths written, by what they are.
+    """
+    paths = {"table": output / "table.md"}
+    paths["table"].write_text(markdown(results), encoding="utf-8")
+    try:
+        plot(results, output / "plot.png")
+        paths["plot"] = output / "plot.png"
+    except ImportError:
+        pass
+    paths["report"] = output / "report.html"
+    paths["report"].write_text(page(results, paths.get("plot")), encoding="utf-8")
+    return paths

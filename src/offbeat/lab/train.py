@@ -1,0 +1,177 @@
+"""Train one recipe under one strategy on one worker, and tell what happens as events.
+
+``python -m offbeat.lab.train JSON`` is what ``launch`` starts; ``train_worker`` is the same inside
+a process group that exists already.
+"""
+
+import json
+import logging
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader
+
+from offbeat.attach import attach
+from offbeat.data import SelDPSampler
+from offbeat.errors import OffbeatError
+from offbeat.lab.recipes import Setup, Task, find_recipe
+from offbeat.strategies import parse_strategy
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run.
+
+    Attributes:
+        recipe: Name of the recipe.
+        strategy: Text form of the strategy.
+        workers: Number of workers.
+        epochs: Passes over the data by all workers together; None is the recipe's own.
+        seed: Seed of the model, the data's order and the augmentation.
+        data: Directory of the data.
+        evaluations: How often the consensus is evaluated, evenly spread, the end included.
+        log: Where each worker's records go; see ``offbeat.attach``.
+        timeout_seconds: See ``offbeat.attach``.
+    """
+
+    recipe: str
+    strategy: str
+    workers: int
+    epochs: float | None = None
+    seed: int = 0
+    data: str | None = None
+    evaluations: int = 24
+    log: str | None = None
+    timeout_seconds: float = 120.0
+
+    def setup(self) -> Setup:
+        """The recipe's part of it."""
+        recipe = find_recipe(self.recipe)
+        epochs = recipe.epochs if self.epochs is None else self.epochs
+        return Setup(self.workers, epochs, self.seed, Path(self.data) if self.data else None)
+
+    def check(self) -> Task:
+        """Build everything once, so that mistakes show before any worker starts.
+
+        Raises:
+            ValueError, TypeError: an unknown recipe or strategy, or an impossible setting.
+            FileNotFoundError: the data are not there.
+        """
+        if self.workers < 1:
+            raise ValueError(f"workers must be at least 1, got {self.workers}")
+        if self.epochs is not None and not self.epochs > 0:
+            raise ValueError(f"epochs must be positive, got {self.epochs}")
+        parse_strategy(self.strategy)
+        return find_recipe(self.recipe).build(self.setup())
+
+
+def batches(task: Task, workers: int, rank: int, seed: int) -> Iterator[tuple[Tensor, ...]]:
+    """``task.steps`` batches: SelDP order, epoch after epoch."""
+    sampler = SelDPSampler(task.dataset, workers, rank, seed=seed)
+    grouped = BatchSampler(sampler, task.batch_size, drop_last=len(sampler) > task.batch_size)
+    loader = DataLoader(task.dataset, batch_size=None, sampler=grouped)
+    given, epoch = 0, 0
+    while True:
+        sampler.set_epoch(epoch)
+        for batch in loader:
+            if given == task.steps:
+                return
+            given += 1
+            yield batch
+        epoch += 1
+
+
+def train_worker(job: Job, emit: Callable[[Event], None]) -> None:
+    """Train on this worker. Rank 0 calls ``emit`` with the events; the others are silent.
+
+    Events: ``start`` (steps), ``step`` (step, training seconds, loss), ``evaluation`` (the same and
+    the metric) and ``end`` (the totals of every rank). Training seconds are the time rank 0 spent
+    computing and waiting; evaluation does not count.
+    """
+    rank, workers = dist.get_rank(), dist.get_world_size()
+    tell = emit if rank == 0 else (lambda event: None)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+    task = find_recipe(job.recipe).build(job.setup())
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(job.seed * 1000 + rank)  # augmentation differs between workers, the model does not
+    sync = attach(
+        task.model,
+        task.optimizer,
+        parse_strategy(job.strategy),
+        log=job.log,
+        timeout_seconds=job.timeout_seconds,
+    )
+    tell({"event": "start", "steps": task.steps, "model_bytes": _bytes(task.model)})
+    looks = {round(task.steps * (i + 1) / job.evaluations) for i in range(job.evaluations)}
+    for batch in batches(task, workers, rank, job.seed):
+        loss = task.loss(task.model, batch)
+        loss.backward()
+        sync.record(loss=loss.detach())
+        task.optimizer.step()
+        task.optimizer.zero_grad()
+        task.scheduler.step()
+        stats = sync.stats
+        now = {"step": sync.step, "seconds": stats.compute_seconds + stats.wait_seconds}
+        if sync.step in looks and sync.step < task.steps:
+            with sync.consensus():
+                metric = task.evaluate(task.model) if rank == 0 else None
+                dist.barrier()  # the others wait here, where the clock stands still
+            tell({"event": "evaluation", **now, "metric": metric})
+        else:
+            tell({"event": "step", **now})
+    sync.finish()
+    totals: list[Any] = [None] * workers
+    dist.all_gather_object(totals, sync.stats.to_dict())
+    if rank == 0:
+        seconds = sync.stats.compute_seconds + sync.stats.wait_seconds
+        metric = task.evaluate(task.model)
+        emit({"event": "evaluation", "step": sync.step, "seconds": seconds, "metric": metric})
+        emit({"event": "end", "stats": totals})
+
+
+def _bytes(model: torch.nn.Module) -> int:
+    return sum(p.nbytes for p in model.parameters())
+
+
+def encode(job: Job, rank: int, rendezvous: str) -> str:
+    """The argument of ``python -m offbeat.lab.train`` for one worker."""
+    return json.dumps({"job": asdict(job), "rank": rank, "rendezvous": rendezvous})
+
+
+def main() -> None:
+    """Run one worker as told by the JSON argument; errors are one line on standard error."""
+    told = json.loads(sys.argv[1])
+    job = Job(**told["job"])
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s", stream=sys.stderr)
+    code = 0
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{told['rendezvous']}",
+            rank=told["rank"],
+            world_size=job.workers,
+            timeout=timedelta(seconds=job.timeout_seconds),
+        )
+        train_worker(job, lambda event: print(json.dumps(event), flush=True))  # noqa: T201 - the pipe
+    except (OffbeatError, ValueError, TypeError, OSError, ImportError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # gloo's destructors would wait for workers that have died
+
+
+if __name__ == "__main__":
+    main()
