@@ -174,6 +174,7 @@ class Synchronizer:
         self._stepped: set[int] = set()  # parts that have stepped in this iteration
         self._extra: dict[str, Any] = {}  # what the user gave to record()
         self._active = True
+        self._looking = False  # inside consensus()
         with self._fabric.paused():
             self._agree()
             self._copy_rank_0()
@@ -295,6 +296,7 @@ class Synchronizer:
         """
         if not self._active or index in self._prepared:
             return
+        self._require_own_model("a training step")
         worker = self._worker
         if len(worker.parts[index].optimizer.param_groups) != self._groups[index]:
             raise AttachError(
@@ -361,7 +363,7 @@ class Synchronizer:
         worker.record.clear()
         self._extra.clear()
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
         """Scale the gradients so that their total L2 norm is at most ``max_norm``.
 
         Use it in place of ``torch.nn.utils.clip_grad_norm_``: the strategy sees the gradients
@@ -369,17 +371,39 @@ class Synchronizer:
         measured once for both. With a GradScaler call ``scaler.unscale_(optimizer)`` before, as
         always.
 
+        Args:
+            max_norm: The largest norm that stays as it is.
+            optimizer: Clip the gradients of this optimizer alone, by their own norm. Needed where
+                optimizers step in turn, each after a backward pass of its own, as in a GAN.
+
         Returns:
             The total norm before clipping, a 0-dimensional tensor.
+
+        Raises:
+            AttachError: without ``optimizer``, when one has stepped and others have not yet.
         """
         worker = self._worker
-        for index in range(len(worker.parts)):
+        indices = range(len(worker.parts))
+        if optimizer is not None:
+            index = self.index_of(optimizer)
+            if index is None:
+                raise AttachError("clip_grad_norm_() was given an optimizer that is not attached")
+            indices = range(index, index + 1)
+        elif self._stepped:
+            raise AttachError(
+                "one optimizer has stepped already in this iteration, so its gradients are spent: "
+                "use clip_grad_norm_(max_norm, optimizer) with the one that is about to step"
+            )
+        for index in indices:
             self.prepare(index)
+        parts = [worker.parts[index] for index in indices]
         squared = worker.norm_squared
-        if squared is None:
-            squared = squared_norm(g for part in worker.parts for g in part.gradients())
-        parameters = [p for part in worker.parts for p in part.parameters if p.grad is not None]
-        norm = torch.tensor(squared).sqrt()
+        if squared is None or len(parts) < len(worker.parts):
+            squared = squared_norm(g for part in parts for g in part.gradients())
+        parameters = [p for part in parts for p in part.parameters if p.grad is not None]
+        double = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
+        norm = torch.tensor(squared, dtype=torch.float64).sqrt()
+        norm = norm if double else norm.float()
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
@@ -400,16 +424,19 @@ class Synchronizer:
         inside. Its time and bytes do not count in ``stats``. Needs one model copy of memory.
 
         Raises:
-            OffbeatError: after ``finish`` or ``detach``.
+            AttachError: after ``finish`` or ``detach``, or inside another ``consensus``.
         """
         self._require_active("consensus()")
+        self._require_own_model("consensus()")
         start = self._fabric.now()
         with self._fabric.paused():
             roll = self._arrive(finishing=False)
             own = self._meet(roll)
+        self._looking = True
         try:
             yield
         finally:
+            self._looking = False
             self._worker.replica.restore(own)
             self._clock += self._fabric.now() - start
 
@@ -418,7 +445,11 @@ class Synchronizer:
         worker = self._worker
         own = worker.replica.snapshot()
         steps, news = worker.steps_since_sync, worker.has_news
-        self.strategy.consensus(worker, roll)
+        try:
+            self.strategy.consensus(worker, roll)
+        except BaseException:
+            worker.replica.restore(own)
+            raise
         worker.steps_since_sync, worker.has_news = steps, news
         return own
 
@@ -430,6 +461,7 @@ class Synchronizer:
         """
         if not self._active:
             return
+        self._require_own_model("finish()")
         worker = self._worker
         while True:
             roll = self._arrive(finishing=True)
@@ -463,6 +495,13 @@ class Synchronizer:
     def _require_active(self, what: str) -> None:
         if not self._active:
             raise AttachError(f"{what} after finish() or detach(): attach again first")
+
+    def _require_own_model(self, what: str) -> None:
+        if self._looking:
+            raise AttachError(
+                f"{what} inside consensus(): there the model holds the mean of all workers for "
+                "evaluation; leave the block first"
+            )
 
     def __enter__(self) -> "Synchronizer":
         return self

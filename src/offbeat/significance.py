@@ -44,7 +44,8 @@ def _norm(values: Tensor) -> Tensor:
     count = values.numel()
     if count >= _LARGE and not count % _ROWS and values.is_cpu and values.is_contiguous():
         values = torch.linalg.vector_norm(values.view(_ROWS, -1), dim=1, dtype=dtype)
-    return torch.linalg.vector_norm(values, dtype=dtype)
+    norm: Tensor = torch.linalg.vector_norm(values, dtype=dtype)
+    return norm
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""Benchmarks: what Offbeat costs, each figure a ratio measured in one run."""

@@ -1,0 +1,93 @@
+"""Worker processes for benchmarks: gloo over loopback or over shaped links, one thread each."""
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from offbeat.lab.cluster import Cluster
+from offbeat.units import parse_bandwidth
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(
+    function: Callable[..., Any],
+    *,
+    workers: int,
+    bandwidth: str | None = None,
+    seconds: float = 180,
+    **arguments: Any,
+) -> list[Any]:
+    """Results of ``function(**arguments)`` on every worker, in rank order, all plain JSON values.
+
+    ``function`` is a module's own function; it runs in a process inside an initialised gloo group.
+
+    Args:
+        function: What to run.
+        workers: How many processes.
+        bandwidth: Shape the links to this rate (root, Linux); None is loopback.
+        seconds: Time limit.
+        arguments: Plain JSON values.
+    """
+    module = importlib.import_module(function.__module__)
+    name = function.__module__ if module.__spec__ is None else module.__spec__.name
+    with contextlib.ExitStack() as stack:
+        cluster = bandwidth and stack.enter_context(Cluster(workers, parse_bandwidth(bandwidth)))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="offbeat-bench-"))
+        processes: list[subprocess.Popen[bytes]] = []
+        stack.callback(_end, processes)
+        for rank in range(workers):
+            job = [name, function.__name__, json.dumps(arguments), folder, str(rank), str(workers)]
+            argv, interface = [sys.executable, "-m", "benchmarks.processes", *job], "lo"
+            if cluster:
+                argv, interface = cluster.command(rank, argv), cluster.interface
+            environment = {
+                **os.environ,
+                "GLOO_SOCKET_IFNAME": interface,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(ROOT),
+            }
+            processes.append(subprocess.Popen(argv, env=environment, start_new_session=True))
+        codes = [process.wait(timeout=seconds) for process in processes]
+        if any(codes):
+            raise RuntimeError(f"workers of {name} ended with {codes}")
+        return [json.loads(Path(folder, f"result{r}").read_text()) for r in range(workers)]
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _main(module: str, function: str, arguments: str, folder: str, rank: str, size: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=int(rank),
+        world_size=int(size),
+        timeout=timedelta(seconds=60),
+    )
+    result = getattr(importlib.import_module(module), function)(**json.loads(arguments))
+    Path(folder, f"result{rank}").write_text(json.dumps(result))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads need no farewell
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,90 @@
+"""Shaped links: they carry what they say, and nothing is left behind."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offbeat.errors import OffbeatError
+from offbeat.lab import cluster as lab
+from offbeat.lab.cluster import Cluster
+
+needs_namespaces = pytest.mark.skipif(Cluster.why_not() is not None, reason=f"{Cluster.why_not()}")
+
+WORKER = """
+import json, sys, time, torch, torch.distributed as dist
+rank, size, folder, elements = json.loads(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{folder}/r", rank=rank, world_size=size)
+tensor = torch.ones(elements)
+dist.all_reduce(tensor)
+dist.barrier()
+start = time.perf_counter()
+dist.all_reduce(tensor)
+print(time.perf_counter() - start)
+"""
+
+
+def namespaces() -> set[str]:
+    shown = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    return {line.split()[0] for line in shown.stdout.splitlines() if line}
+
+
+@needs_namespaces
+def test_an_all_reduce_runs_at_the_shaped_rate(tmp_path: Path) -> None:
+    """A gloo all-reduce among 3 nodes takes what the ring formula says for 200 Mbit/s."""
+    elements = 2_000_000
+    with Cluster(3, 200e6) as cluster:
+        before = cluster.bytes_sent(0)
+        processes = [
+            subprocess.Popen(
+                cluster.command(
+                    rank,
+                    [sys.executable, "-c", WORKER, json.dumps([rank, 3, str(tmp_path), elements])],
+                ),
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "GLOO_SOCKET_IFNAME": cluster.interface},
+            )
+            for rank in range(3)
+        ]
+        seconds = [float(process.communicate(timeout=60)[0]) for process in processes]
+        sent = cluster.bytes_sent(0) - before
+    ring = 2 * (2 / 3) * 4 * elements * 8 / 200e6
+    assert 0.9 * ring < max(seconds) < 1.35 * ring
+    assert 1.0 < sent / (2 * 2 * (2 / 3) * 4 * elements) < 1.15  # two of them, and headers
+
+
+@needs_namespaces
+def test_everything_is_removed() -> None:
+    """After leaving, after an exception, and after a process that died: no namespace remains."""
+    before = namespaces()
+    with Cluster(2, 1e9) as cluster:
+        assert len(namespaces() - before) == 3
+        assert "1 Gbit/s" in str(cluster)
+    assert namespaces() == before
+    with pytest.raises(ZeroDivisionError), Cluster(2, 1e9):
+        _ = 1 / 0
+    assert namespaces() == before
+    code = (
+        "import os; from offbeat.lab.cluster import Cluster; "
+        "Cluster(1, 1e9).__enter__(); os._exit(0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert namespaces() != before
+    lab.remove_leftovers()
+    assert namespaces() == before
+
+
+def test_why_not_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without root the error says so."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(OffbeatError, match="no shaped links here: network namespaces need root"):
+        Cluster(2, 1e9).__enter__()
+
+
+def test_number_of_workers_is_checked() -> None:
+    with pytest.raises(ValueError, match="workers must be between 1 and 200"):
+        Cluster(0, 1e9)

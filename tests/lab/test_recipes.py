@@ -1,0 +1,182 @@
+"""Recipes: the same everywhere, honest splits, clear errors."""
+
+import gzip
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from offbeat.lab.recipes import RECIPES, Setup, digits, find_recipe, mnist, stdlib_lm
+
+REAL_MNIST = Path(__file__).parents[3] / "shared" / "data" / "mnist"
+
+
+def write_idx(path: Path, values: Tensor) -> None:
+    header = b"\0\0\x08" + bytes([values.dim()]) + struct.pack(f">{values.dim()}I", *values.shape)
+    data = header + values.to(torch.uint8).numpy().tobytes()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+
+
+@pytest.fixture
+def idx(tmp_path: Path) -> Path:
+    """A tiny data set in the format of MNIST: half of the files gzipped."""
+    generator = torch.Generator().manual_seed(0)
+    for kind, count, end in (("train", 640, ".gz"), ("t10k", 100, "")):
+        labels = torch.randint(10, (count,), generator=generator)
+        images = 25 * labels[:, None, None].expand(count, 28, 28)
+        write_idx(tmp_path / f"{kind}-images-idx3-ubyte{end}", images)
+        write_idx(tmp_path / f"{kind}-labels-idx1-ubyte{end}", labels)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["digits", "stdlib-lm"])
+def test_built_twice_is_built_alike(name: str) -> None:
+    """Model, data and order of a recipe depend on the setup alone."""
+    one, two = (find_recipe(name).build(Setup(4, 1, seed=3)) for _ in range(2))
+    for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    for x, y in zip(one.dataset.tensors, two.dataset.tensors, strict=True):
+        assert torch.equal(x, y)
+    other = find_recipe(name).build(Setup(4, 1, seed=4))
+    pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
+    assert any(not torch.equal(a, b) for a, b in pairs)
+
+
+def test_all_workers_together_read_the_epochs() -> None:
+    """Steps × workers × batch covers the asked-for samples, whatever the number of workers."""
+    for workers in (1, 3, 4):
+        task = find_recipe("digits").build(Setup(workers, 5))
+        read = task.steps * workers * task.batch_size
+        assert 5 * len(task.dataset) <= read < 5 * len(task.dataset) + workers * task.batch_size
+
+
+def test_digits_are_split() -> None:
+    """No test image is a training image; every digit is in both."""
+    train_x, train_y, test_x, test_y = digits.load()
+    assert len(train_x) + len(test_x) == 1797
+    assert set(train_y.tolist()) == set(test_y.tolist()) == set(range(10))
+    seen = {x.numpy().tobytes() for x in train_x}
+    assert sum(x.numpy().tobytes() in seen for x in test_x) == 0
+
+
+def test_shifts_move_by_at_most_one_pixel() -> None:
+    """An augmented image is the image moved by −1, 0 or 1 pixels in each direction."""
+    task = find_recipe("digits").build(Setup(1, 1))
+    torch.manual_seed(0)
+    images = task.dataset.tensors[0]
+    moved = set()
+    for index in range(30):
+        (image, label) = task.dataset[index]
+        assert label == task.dataset.tensors[1][index]
+        padded = torch.nn.functional.pad(images[index], (1, 1, 1, 1))
+        matches = [
+            (dy, dx)
+            for dy in range(3)
+            for dx in range(3)
+            if torch.equal(image, padded[:, dy : dy + 8, dx : dx + 8])
+        ]
+        assert matches
+        moved.update(matches)
+    assert len(moved) > 4
+
+
+def test_digits_are_learnt() -> None:
+    """One worker by itself gets past 90 % in a few epochs."""
+    torch.manual_seed(0)
+    task = find_recipe("digits").build(Setup(1, 4))
+    assert task.evaluate(task.model) < 0.3
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(task.steps):
+        chosen = torch.randint(len(task.dataset), (task.batch_size,), generator=generator)
+        task.loss(task.model, task.dataset[chosen.tolist()]).backward()
+        task.optimizer.step()
+        task.optimizer.zero_grad()
+        task.scheduler.step()
+    assert task.evaluate(task.model) > 0.9
+    assert task.model.training
+
+
+def test_language_model_starts_at_eight_bits() -> None:
+    """An untrained model needs about 8 bits a byte; one step on a batch lowers its loss."""
+    task = find_recipe("stdlib-lm").build(Setup(4, 1))
+    assert 7.8 < task.evaluate(task.model) < 8.5
+    batch = task.dataset[list(range(8))]
+    before = task.loss(task.model, batch)
+    before.backward()
+    task.optimizer.step()
+    assert task.loss(task.model, batch) < before
+
+
+def test_language_model_is_causal() -> None:
+    """A byte changes no prediction before its own place."""
+    model = stdlib_lm.ByteTransformer().eval()
+    text = torch.randint(256, (1, 40), dtype=torch.uint8)
+    other = text.clone()
+    other[0, 25] ^= 1
+    same = (model(text) - model(other)).abs().amax(-1)[0]
+    assert same[:25].max() < 1e-5
+    assert same[25:].max() > 1e-3
+
+
+def test_language_model_splits_by_file() -> None:
+    """Test windows are not training windows."""
+    train, test = stdlib_lm.load()
+    seen = {window.numpy().tobytes() for window in train}
+    shared = sum(window.numpy().tobytes() in seen for window in test)
+    assert shared < 0.02 * len(test)  # a few windows are white space or licence text
+
+
+def test_mnist_reads_idx_files(idx: Path) -> None:
+    """Plain and gzipped files are read; the task trains on them."""
+    task = find_recipe("mnist").build(Setup(2, 1, data=idx))
+    assert len(task.dataset) == 640
+    image, label = task.dataset[0]
+    assert image.shape == (1, 28, 28)
+    assert torch.allclose(image, (25 * label / 255 - 0.1307) / 0.3081)
+    assert 0 <= task.evaluate(task.model) <= 1
+
+
+def test_mnist_names_what_it_looked_for(idx: Path, tmp_path: Path) -> None:
+    """No directory, a missing file: the error names the file and the place."""
+    with pytest.raises(FileNotFoundError, match=r"needs --data DIR with train-images-idx3-ubyte"):
+        find_recipe("mnist").build(Setup(2, 1))
+    nowhere = tmp_path / "nowhere"
+    with pytest.raises(FileNotFoundError, match=rf"{nowhere}, which does not exist"):
+        find_recipe("mnist").build(Setup(2, 1, data=nowhere))
+    (idx / "t10k-labels-idx1-ubyte").unlink()
+    with pytest.raises(FileNotFoundError, match=r"t10k-labels-idx1-ubyte\.gz in .* not there"):
+        find_recipe("mnist").build(Setup(2, 1, data=idx))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"PK\x03\x04", "not an IDX file"),
+        (b"\0\0\x08\x03\0\0", "ends inside its header"),
+        (b"\0\0\x08\x01\0\0\0\x05abc", "says 5 but holds 3 bytes"),
+    ],
+)
+def test_corrupt_idx_files_are_refused(tmp_path: Path, data: bytes, message: str) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=message):
+        mnist.read_idx(path)
+    (tmp_path / "y.gz").write_bytes(b"no gzip")
+    with pytest.raises(ValueError, match="not a gzip file"):
+        mnist.read_idx(tmp_path / "y.gz")
+
+
+@pytest.mark.skipif(not REAL_MNIST.is_dir(), reason=f"no MNIST files in {REAL_MNIST}")
+def test_real_mnist_is_read() -> None:
+    """The official files hold 60,000 and 10,000 images of 28 × 28."""
+    images = mnist.read_idx(mnist.find(REAL_MNIST, "train-images-idx3-ubyte"))
+    labels = mnist.read_idx(mnist.find(REAL_MNIST, "t10k-labels-idx1-ubyte"))
+    assert images.shape == (60000, 28, 28)
+    assert labels.bincount().tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+
+
+def test_unknown_recipe() -> None:
+    with pytest.raises(ValueError, match=f"unknown recipe 'digit'; there are {', '.join(RECIPES)}"):
+        find_recipe("digit")

@@ -1,0 +1,314 @@
+"""BSP against one worker that computes the mean of all gradients itself."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offbeat
+from offbeat.strategies import bsp
+from offbeat.strategies.gradient_mean import GradientMean
+from problems import (
+    OPTIMIZERS,
+    PARAMETERS,
+    bsp_reference,
+    flat,
+    loss_of,
+    make_batch,
+    make_model,
+    train_step,
+)
+from workers import run
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def train(rank: int, size: int, kind: str, steps: int, max_norm: float | None) -> dict[str, Any]:
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    sync = offbeat.attach(model, optimizer, offbeat.BSP(), timeout_seconds=20)
+    trace = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, make_batch(rank, step)).backward()
+        if max_norm is not None:
+            sync.clip_grad_norm_(max_norm)
+        optimizer.step()
+        trace.append(flat(model))
+    sync.finish()
+    return {"trace": trace, "end": flat(model), "stats": sync.stats}
+
+
+@pytest.mark.parametrize(
+    ("kind", "max_norm"),
+    [("momentum", None), ("adamw", None), ("fused", None), ("momentum", 0.5)],
+)
+def test_bsp_is_the_mean_gradient(kind: str, max_norm: float | None) -> None:
+    """g ← mean(g), then T: the trajectory of one worker with N times the batch; clip after mean."""
+    expected = bsp_reference(3, kind, 12, max_norm)
+    for result in run(train, kind, 12, max_norm, workers=3):
+        for got, want in zip(result["trace"], expected, strict=True):
+            close(got, want)
+        stats = result["stats"]
+        assert (stats.steps, stats.syncs, stats.local_steps, stats.lssr) == (12, 12, 0, 0.0)
+        # gradients, then 5 numbers of the roll, 2 of the bucket and one a parameter, as float64;
+        # finish: one more such round, no model
+        assert stats.payload_bytes == 13 * 8 * (PARAMETERS + 5 + 2 + 6)
+
+
+class Wide(nn.Module):
+    """Eight tensors of three dtypes, one larger than a bucket, one that is never used."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+
+        def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+            return nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+
+        self.large = parameter(40, 10)  # 1600 bytes
+        self.a = parameter(10)
+        self.low = parameter(30, dtype=torch.bfloat16)
+        self.unused = parameter(9)
+        self.wide = parameter(3, 3, dtype=torch.float64)
+        self.b = parameter(50)
+        self.scalar = parameter()
+        self.constant = parameter()  # its gradient tells nothing about the batch
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (x @ self.large * self.a).sum() + (self.low.float() * x[0, :30]).sum()
+        y = y * self.wide.float().sum() * self.scalar
+        return y + self.b.square().sum() * x.mean() + self.constant
+
+
+def wide_step(rank: int, step: int) -> Tensor:
+    return torch.randn(2, 40, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def small_buckets(parameters: Any, **options: Any) -> GradientMean:
+    made = GradientMean(parameters=parameters, **{**options, "bucket_bytes": 256})
+    assert len(made._buckets) >= 3
+    return made
+
+
+def train_wide(rank: int, size: int, passes: list[int], how: str) -> list[list[Tensor | None]]:
+    """The gradients the optimizer sees in each step, with ``passes`` backward passes."""
+    bsp.GradientMean = lambda fabric, parameters, **o: small_buckets(  # type: ignore[assignment,misc]
+        parameters, fabric=fabric, **o
+    )
+    model = Wide(seed=rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    sync = offbeat.attach(model, optimizer, offbeat.BSP(), timeout_seconds=20)
+    seen: list[list[Tensor | None]] = []
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.append(
+            [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        )
+    )
+    for step, count in enumerate(passes):
+        optimizer.zero_grad()
+        for micro in range(count):
+            model(wide_step(rank, 10 * step + micro)).backward()
+            if how == "discard" and micro < count - 1:
+                optimizer.zero_grad()
+        if how == "clip":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        if how == "value":
+            nn.utils.clip_grad_value_(model.parameters(), 0.1)
+        optimizer.step()
+    sync.finish()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("passes", "how"),
+    [
+        ([1, 1, 1, 1], ""),
+        ([1, 3, 3, 2, 1, 1, 1], ""),  # accumulation, also in windows of unequal length
+        ([1, 1, 1, 1, 1, 1], "clip"),
+        ([1, 1, 1], "value"),
+        ([2, 2, 1, 2], "discard"),
+    ],
+)
+def test_every_bucket_is_reduced(passes: list[int], how: str) -> None:
+    """Pitfall 1, 6: ≥ 3 buckets, a tensor over the bucket size, mixed dtypes, early buckets.
+
+    Whatever the user does to the gradients between backward and step counts.
+    """
+    results = run(train_wide, passes, how, workers=3)
+    model = Wide(seed=0)
+    for step, count in enumerate(passes):
+        each = []
+        for rank in range(3):
+            model.zero_grad()
+            for micro in range(count):
+                if how == "discard":
+                    model.zero_grad()
+                model(wide_step(rank, 10 * step + micro)).backward()
+            if how == "clip":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            if how == "value":
+                nn.utils.clip_grad_value_(model.parameters(), 0.1)
+            each.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+        for i, p in enumerate(model.parameters()):
+            parts = [e[i] for e in each]
+            for result in results:
+                got = result[step][i]
+                if parts[0] is None:
+                    assert got is None
+                    continue
+                wide = torch.float64 if p.dtype == torch.float64 else torch.float32
+                want = (sum(g.to(wide) for g in parts) / 3).to(p.dtype)  # type: ignore[union-attr]
+                assert got.dtype == p.dtype
+                rtol = 8e-3 if p.dtype == torch.bfloat16 else 2e-5
+                torch.testing.assert_close(got, want, rtol=rtol, atol=2e-5)
+                assert torch.equal(got, results[0][step][i]), "all workers have the same bits"
+            p.grad = None if parts[0] is None else results[0][step][i]
+        torch.optim.SGD(model.parameters(), lr=1e-4).step()
+
+
+class Branches(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.shared = nn.Linear(3, 3, bias=False).double()
+        self.branches = nn.ModuleList(nn.Linear(3, 1, bias=False).double() for _ in range(3))
+
+    def forward(self, x: Tensor, branch: int) -> Tensor:
+        return self.branches[branch](self.shared(x)).square().sum()
+
+
+def train_branches(rank: int, size: int) -> list[list[Tensor | None]]:
+    model = Branches(seed=rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = offbeat.attach(model, optimizer, offbeat.BSP(), timeout_seconds=20)
+    model(torch.ones(1, 3, dtype=torch.float64) + rank, branch=min(rank, 1)).backward()
+    optimizer.step()
+    sync.finish()
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def test_unused_layers_differ_by_worker() -> None:
+    """Pitfall 2: a gradient that a worker lacks counts as zero; one nobody has stays None."""
+    results = run(train_branches, workers=3)
+    model = Branches(seed=0)
+    for rank in range(3):
+        model(torch.ones(1, 3, dtype=torch.float64) + rank, branch=min(rank, 1)).backward()
+    for grads in results:
+        for got, p in zip(grads, model.parameters(), strict=True):
+            if p.grad is None:
+                assert got is None
+            else:
+                close(got, p.grad / 3)
+
+
+def half_mean(rank: int, size: int) -> dict[str, Tensor]:
+    out = {}
+    for dtype, value in ((torch.float16, 30000.0), (torch.bfloat16, 256.0)):
+        p = nn.Parameter(torch.zeros(2, dtype=dtype))
+        model = nn.Module()
+        model.p = p
+        optimizer = torch.optim.SGD([p], lr=1.0)
+        sync = offbeat.attach(model, optimizer, offbeat.BSP(), timeout_seconds=20)
+        # float16: the sum 90000 overflows. bfloat16: 256 + 1 + 1 is 256; 1e-7/3 keeps its bits
+        small = {torch.float16: 6e-8, torch.bfloat16: 1.0}[dtype]
+        first = value if dtype == torch.float16 or rank == 0 else small
+        second = small if dtype == torch.float16 else [256.0, 1.0, 1.0][rank]
+        p.grad = torch.tensor([first, second], dtype=dtype)
+        optimizer.step()
+        sync.finish()
+        out[str(dtype)] = p.grad
+    return out
+
+
+def test_half_gradients_are_summed_in_float32_then_divided() -> None:
+    """Pitfall 10: no overflow in the sum, no underflow from dividing first, no bf16 swamping."""
+    for result in run(half_mean, workers=3):
+        half = result["torch.float16"]
+        assert half[0] == 30000
+        # the smallest subnormal: divided by 3 first it would be zero
+        assert half[1] == torch.tensor(6e-8, dtype=torch.float16)
+        expected = torch.tensor((256 + 1 + 1) / 3).to(torch.bfloat16)
+        assert torch.equal(result["torch.bfloat16"], expected.expand(2))
+
+
+def accumulate(rank: int, size: int) -> tuple[Tensor, int]:
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    sync = offbeat.attach(model, optimizer, offbeat.BSP(), timeout_seconds=20)
+    for step in range(5):
+        optimizer.zero_grad()
+        for half in range(2):
+            x, y = make_batch(rank, step)
+            (loss_of(model, (x[half::2], y[half::2])) / 2).backward()
+        optimizer.step()
+    sync.finish()
+    return flat(model), sync.step
+
+
+def test_accumulation_is_the_big_batch() -> None:
+    """Pitfall 6: two half batches a step give the whole batch, and count as one step."""
+    expected = bsp_reference(2, "momentum", 5)[-1]
+    for end, steps in run(accumulate, workers=2):
+        close(end, expected)
+        assert steps == 5
+
+
+def interrupt(rank: int, size: int) -> Tensor:
+    """Rank 0 looks at the consensus between backward and step; others at other moments."""
+    bsp.GradientMean = lambda fabric, parameters, **o: GradientMean(  # type: ignore[assignment,misc]
+        fabric, parameters, **{**o, "bucket_bytes": 64}
+    )
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    sync = offbeat.attach(model, optimizer, offbeat.BSP(), timeout_seconds=20)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(model, make_batch(rank, step)).backward()
+        if step == 3:
+            with sync.consensus():
+                pass
+        optimizer.step()
+    sync.finish()
+    return flat(model)
+
+
+def test_early_buckets_survive_a_meeting() -> None:
+    """Buckets that left during backward before a consensus() are sent again by the step."""
+    expected = bsp_reference(2, "momentum", 6)[-1]
+    for end in run(interrupt, workers=2):
+        close(end, expected)
+
+
+def uneven(rank: int, size: int) -> dict[str, Any]:
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    sync = offbeat.attach(model, optimizer, offbeat.BSP(), timeout_seconds=20)
+    for step in range([3, 7, 5][rank]):
+        train_step(model, optimizer, make_batch(rank, step))
+    sync.finish()
+    return {"end": flat(model), "steps": sync.stats.steps}
+
+
+def test_uneven_counts_average_those_still_stepping() -> None:
+    """A finished worker has weight 0: the mean is over those that step, and all end alike."""
+    model = make_model(0)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    counts = [3, 7, 5]
+    for step in range(7):
+        each = [gradients_of(model, rank, step) for rank in range(3) if step < counts[rank]]
+        for p, *parts in zip(model.parameters(), *each, strict=True):
+            p.grad = sum(parts) / len(parts)  # type: ignore[assignment]
+        optimizer.step()
+    results = run(uneven, workers=3)
+    for result, count in zip(results, counts, strict=True):
+        close(result["end"], flat(model))
+        assert torch.equal(result["end"], results[0]["end"])
+        assert result["steps"] == count
+
+
+def gradients_of(model: nn.Module, rank: int, step: int) -> list[Tensor]:
+    return list(torch.autograd.grad(loss_of(model, make_batch(rank, step)), model.parameters()))
