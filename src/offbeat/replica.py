@@ -102,19 +102,23 @@ class Bucket:
 
 
 def group_tensors(
-    tensors: Iterable[Tensor], bucket_bytes: int = BUCKET_BYTES
+    tensors: Iterable[Tensor],
+    bucket_bytes: int = BUCKET_BYTES,
+    first_bucket_bytes: int | None = None,
 ) -> list[list[Tensor]]:
-    """Tensors in order, grouped by (dtype, device) into lists of about ``bucket_bytes``.
+    """Tensors in order, grouped by (dtype, device) into lists of at most ``bucket_bytes``.
 
-    A tensor larger than ``bucket_bytes`` gets a list of its own.
+    A tensor larger than ``bucket_bytes`` gets a list of its own. The first list of all may have
+    another limit.
     """
+    limit = bucket_bytes if first_bucket_bytes is None else first_bucket_bytes
     groups: list[list[Tensor]] = []
     open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
     for tensor in tensors:
         key = (tensor.dtype, tensor.device)
         size = as_real(tensor.detach()).numel() * staging_dtype(tensor).itemsize
         group, filled = open_groups.get(key, (None, 0))
-        if group is None or filled + size > bucket_bytes:
+        if group is None or filled + size > (limit if group is groups[0] else bucket_bytes):
             group, filled = [], 0
             groups.append(group)
         group.append(tensor)

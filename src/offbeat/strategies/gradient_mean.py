@@ -1,9 +1,11 @@
 """The mean of gradients over the workers, in buckets, optionally overlapped with backward.
 
 Buckets follow the reverse order of the parameters, in which backward fills them. All but the last
-may start while backward still runs; the last one starts when the optimizer is about to step and
-carries in its tail what the workers must agree on: their roll, whether a gradient changed after
-its bucket had left (accumulation, clipping, unscaling), and which parameters have a gradient.
+may start while backward still runs; the last one starts when the optimizer is about to step. Just
+before it leaves what the workers must agree on: their roll, whether a gradient changed after its
+bucket had left (accumulation, clipping, unscaling), and which parameters have a gradient. So the
+first means are put in place while the last bucket is under way. A single bucket carries these
+numbers in its tail.
 """
 
 from collections.abc import Sequence
@@ -12,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from offbeat.fabric import Communicator, Handle
+from offbeat.fabric import Communicator, Completed, Handle
 from offbeat.replica import BUCKET_BYTES, Bucket, group_tensors, pack, unpack
 
+_FIRST_BUCKET_BYTES = 2**20  # small, so that the network gets to work early in backward
 _STRIKES = 2  # windows in a row that may start too early before the overlap is given up
 
 
@@ -25,7 +28,7 @@ class _GradientBucket(Bucket):
         super().__init__(parameters, tail)
         self.parameters = list(parameters)
         self.waiting = 0  # parameters whose gradient has not come yet
-        self.handle: Handle[Tensor] | None = None
+        self.handle: Handle[Tensor] = Completed(torch.empty(0))
         self._versions: list[tuple[int, int] | None] = []
         self._sample: tuple[nn.Parameter, Tensor] | None = None
 
@@ -55,6 +58,10 @@ class _GradientBucket(Bucket):
         gradient = parameter.grad
         # NaN differs from itself: an overflow counts as a change, which costs a second round only
         return gradient is None or not torch.equal(gradient.detach(), value)
+
+    def wait(self) -> None:
+        """Wait until the sum over the workers has arrived."""
+        self.handle.wait()
 
     def distribute(self, divisor: float, present: list[bool]) -> None:
         """Write the mean into the gradients; a gradient nobody has stays None."""
@@ -100,17 +107,15 @@ class GradientMean:
     ) -> None:
         self._fabric, self._slots = fabric, slots
         order = [p for p in reversed(parameters) if p.numel()]
-        groups: list[list[Tensor]] = group_tensors(order, bucket_bytes)
+        groups = group_tensors(order, bucket_bytes, min(bucket_bytes, _FIRST_BUCKET_BYTES))
         # Backward completes first the bucket whose last parameter comes first in `order`.
         place = {id(p): i for i, p in enumerate(order)}
         groups.sort(key=lambda group: place[id(group[-1])])
-        tail = slots + 2 + len(order)  # the caller's, changed, contributing, has a gradient
+        agreed = slots + 2 + len(order)  # the caller's, changed, contributing, has a gradient
+        tail = agreed if len(groups) == 1 else 0
         self._buckets = [
-            _GradientBucket(
-                [p for p in group if isinstance(p, nn.Parameter)],
-                tail if i == len(groups) - 1 else 0,
-            )
-            for i, group in enumerate(groups)
+            _GradientBucket([p for p in group if isinstance(p, nn.Parameter)], tail)
+            for group in groups
         ]
         self._bucket_of = {id(p): b for b in self._buckets for p in b.parameters}
         self._passes = 1  # backward passes per step, learned
@@ -134,7 +139,6 @@ class GradientMean:
         self._next = 0
         for bucket in self._buckets:
             bucket.waiting = len(bucket.parameters)
-            bucket.handle = None
 
     def _ready(self, parameter: Tensor) -> None:
         """Autograd has added to ``parameter.grad``."""
@@ -166,37 +170,42 @@ class GradientMean:
         weight = float(contribute)
         early = self._buckets[: self._next]
         stale = any(b.changed() for b in early) if contribute else bool(early)
-        for bucket in self._buckets[self._next :]:
-            if bucket is self._buckets[-1]:
-                parameters = [p for b in self._buckets for p in b.parameters]
-                has = [float(contribute and p.grad is not None) for p in parameters]
-                numbers = [*slots, float(stale), weight, *has]
-                bucket.tail.copy_(torch.tensor(numbers, dtype=bucket.flat.dtype))
+        parameters = [p for b in self._buckets for p in b.parameters]
+        has = [float(contribute and p.grad is not None) for p in parameters]
+        others = self._buckets[:-1]
+        for bucket in others[self._next :]:
             self._launch(bucket, weight)
-        handle = self._buckets[-1].handle
-        assert handle is not None
-        handle.wait()
-        sums = self._buckets[-1].tail.tolist()
+        agreed = self._agree([*slots, float(stale), weight, *has], weight)
+        sums = agreed.wait().tolist()
         changed, contributing = sums[self._slots : self._slots + 2]
         present = [count > 0 for count in sums[self._slots + 2 :]]
-        for bucket in self._buckets[:-1]:
-            if bucket.handle is not None:
-                bucket.handle.wait()
         if changed:  # somewhere a bucket left too early: all workers send all of them again
-            for bucket in self._buckets[:-1]:
+            for bucket in others:
+                bucket.wait()
+            for bucket in others:
                 self._launch(bucket, weight)
-            for bucket in self._buckets[:-1]:
-                if bucket.handle is not None:
-                    bucket.handle.wait()
-        if contribute:
-            offset = 0
-            for bucket in self._buckets:
-                count = len(bucket.parameters)
+        offset = 0
+        for bucket in self._buckets:
+            bucket.wait()
+            count = len(bucket.parameters)
+            if contribute:
                 bucket.distribute(contributing, present[offset : offset + count])
-                offset += count
+            offset += count
         self._learn(bool(changed))
         self._begin()
         return sums[: self._slots]
+
+    def _agree(self, numbers: list[float], weight: float) -> Handle[Tensor]:
+        """Send ``numbers``, then the last bucket; or with it, if it is the only one."""
+        last = self._buckets[-1]
+        if len(self._buckets) == 1:
+            last.tail.copy_(torch.tensor(numbers, dtype=last.flat.dtype))
+            self._launch(last, weight)
+            return last.handle.then(lambda _: last.tail)
+        flat = torch.tensor(numbers, dtype=torch.float64, device=self._fabric.control_device)
+        handle = self._fabric.sum(flat, what="agreement on the gradients")
+        self._launch(last, weight)
+        return handle
 
     def _learn(self, changed: bool) -> None:
         """Expect as many backward passes as this step had; stop overlapping where it misleads.

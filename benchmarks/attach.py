@@ -1,0 +1,85 @@
+"""What ``attach`` costs a step when the strategy does nothing: hooks, accounting, ``Stats``.
+
+Two models of one small parameter, with SGD, step in turn: one attached, one not. The figure is the
+difference of the medians.
+"""
+
+import argparse
+import statistics
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+import offbeat
+from benchmarks.harness import HEADER, Result, interleave, report
+from benchmarks.processes import run
+from offbeat.strategies.base import Roll, Strategy, Worker
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Nothing(Strategy):
+    """Never communicates."""
+
+    name: ClassVar[str] = "nothing"
+
+    def start(self, worker: Worker) -> None:
+        return None
+
+    def before_step(self, worker: Worker) -> None:
+        return None
+
+    def after_step(self, worker: Worker) -> bool:
+        return False
+
+    def answer(self, worker: Worker, *, finishing: bool) -> Roll | None:
+        return worker.call_roll(stepping=False, finishing=finishing).wait()
+
+
+def measure(repetitions: int) -> dict[str, list[float]]:
+    """Runs on both workers: seconds of ten optimizer steps, attached and plain."""
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(1, 1, bias=False)
+        model.weight.grad = torch.zeros_like(model.weight)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    _, plain = make()
+    model, optimizer = make()
+    sync = offbeat.attach(model, optimizer, Nothing())
+
+    def ten(one: torch.optim.Optimizer) -> Any:
+        for _ in range(10):
+            one.step()
+
+    functions = {"attached": lambda: ten(optimizer), "plain": lambda: ten(plain)}
+    seconds = interleave(functions, repetitions)
+    sync.finish()
+    return seconds
+
+
+def results(*, quick: bool = False) -> list[Result]:
+    """All figures of this benchmark."""
+    repetitions = 200 if quick else 2000
+    seconds = run(measure, workers=2, repetitions=repetitions)[0]
+    median = {name: statistics.median(times) / 10 * 1e6 for name, times in seconds.items()}
+    return [
+        Result(
+            "attach",
+            "attach with a strategy that does nothing, per step",
+            median["attached"] - median["plain"],
+            20,
+            "µs",
+            config={"repetitions": repetitions},
+            details={f"{name}_microseconds": value for name, value in median.items()},
+        )
+    ]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions, nothing saved")
+    quick = parser.parse_args().quick
+    print(HEADER)
+    report(results(quick=quick), save=not quick)
