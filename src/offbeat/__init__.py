@@ -1,7 +1,7 @@
 """Offbeat trains PyTorch models data-parallel on slow networks without waiting for them."""
 
 from offbeat import data
-from offbeat.attach import Synchronizer, attach
+from offbeat.attach import attach
 from offbeat.errors import (
     AttachError,
     CommunicationError,
@@ -11,6 +11,7 @@ from offbeat.errors import (
 )
 from offbeat.schedule import LinearScalingWarmup
 from offbeat.strategies import BSP, AsyncAveraging, LocalSGD, SelSync, Strategy, parse_strategy
+from offbeat.synchronizer import Synchronizer
 from offbeat.telemetry import JsonLines, Stats, TensorBoard
 
 __version__ = "0.1.0"

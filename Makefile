@@ -1,0 +1,48 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO := runs/demo
+
+.PHONY: help demo test lint bench docs clean
+help:  ## show this list
+	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# Everything a user of the library and the command line needs.
+$(VENV)/.demo: pyproject.toml constraints.txt
+	.ci/prerequisites $(PYTHON)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all]'
+	touch $@
+
+# The same, and the tools of the checks.
+$(VENV)/.dev: $(VENV)/.demo
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.demo
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
+demo: $(VENV)/.demo  ## train digits under four strategies on 4 workers, about 3 minutes
+	@link="$$($(BIN)/python -m offbeat.lab.cluster 100Mbit/s)"; \
+	set -- $(BIN)/offbeat compare digits --workers 4 --output $(DEMO) $$link \
+	  -s bsp -s local:period=8 -s selsync:target_lssr=0.9 -s async:staleness=16; \
+	echo "$$*"; "$$@"
+
+test: $(VENV)/.dev lint  ## all checks: lint, types, tests
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.dev  ## every benchmark, as ratios; appends to benchmarks/results
+	$(BIN)/python -m benchmarks
+
+docs: $(VENV)/.docs  ## build the documentation into site/
+	$(BIN)/mkdocs build --strict
+
+clean:  ## remove what the other targets made, results of runs excepted
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis

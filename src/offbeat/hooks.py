@@ -1,0 +1,93 @@
+"""Hooks on the user's own objects: optimizers, which stay what they are, and a GradScaler."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from offbeat.errors import AttachError
+
+if TYPE_CHECKING:
+    from offbeat.synchronizer import Synchronizer
+
+
+def hook_optimizer(
+    optimizer: Optimizer, index: int, synchronizer: "Synchronizer"
+) -> list[RemovableHandle]:
+    """Call ``synchronizer.prepare(index)`` and ``complete(index)`` around every step."""
+
+    def before(_: Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]] | None:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            synchronizer.prepare(index)
+            return None
+        calls: list[bool] = []
+
+        def counted() -> Any:
+            if calls:
+                raise AttachError(
+                    f"{type(optimizer).__name__} calls its closure more than once a step, "
+                    "which cannot be synchronized; call it outside of step()"
+                )
+            calls.append(True)
+            loss = closure()
+            synchronizer.record(loss=loss)
+            synchronizer.prepare(index)
+            return loss
+
+        if len(args) > 1:
+            return (args[0], counted, *args[2:]), kwargs
+        return args, {**kwargs, "closure": counted}
+
+    def after(_: Optimizer, args: Any, kwargs: Any) -> None:
+        synchronizer.complete(index)
+
+    return [
+        optimizer.register_step_pre_hook(before),
+        optimizer.register_step_post_hook(after),
+    ]
+
+
+class ScalerHooks:
+    """Watches ``scaler.unscale_`` and ``scaler.step`` of one scaler until ``remove``.
+
+    Iterations count even where a GradScaler skips a step. It skips ``optimizer.step`` on a worker
+    whose gradients overflowed, and only there: the optimizer's hooks do not fire, and that worker
+    would average its next iteration with the others' current one.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler, synchronizer: "Synchronizer") -> None:
+        self._scaler = scaler
+        self._synchronizer = synchronizer
+        self._unscaled: set[Optimizer] = set()
+        self._unscale, self._step = scaler.unscale_, scaler.step
+        scaler.unscale_ = self._watched_unscale  # type: ignore[method-assign]
+        scaler.step = self._watched_step  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Give the scaler its own methods back."""
+        del self._scaler.unscale_
+        del self._scaler.step
+
+    def _watched_unscale(self, optimizer: Optimizer) -> None:
+        index = self._synchronizer.index_of(optimizer)
+        if index is not None:
+            if not self._synchronizer.strategy.needs_unscaled:
+                # The mean of scaled gradients, so that all workers see the same overflow.
+                self._synchronizer.prepare(index)
+            self._unscaled.add(optimizer)
+        self._unscale(optimizer)
+
+    def _watched_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        index = self._synchronizer.index_of(optimizer)
+        if index is None or not self._scaler.is_enabled():
+            return self._step(optimizer, *args, **kwargs)
+        if optimizer not in self._unscaled:  # fused optimizers would unscale inside of step()
+            self._scaler.unscale_(optimizer)
+        self._unscaled.discard(optimizer)
+        self._synchronizer.prepare(index)
+        result = self._step(optimizer, *args, **kwargs)
+        if self._synchronizer.awaits_step(index):
+            self._synchronizer.complete(index)
+        return result

@@ -1,0 +1,251 @@
+"""Table, plot and page from results written by hand: they say what the events say, no more."""
+
+import base64
+import html
+import re
+import sys
+from collections.abc import Callable, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offbeat.lab import compare, report
+from offbeat.lab.train import Event, Job
+
+PNG = b"\x89PNG\r\n\x1a\n"
+Metrics = Sequence[tuple[float, float]]  # (seconds, metric) of each evaluation
+Make = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Makes the result of a run whose events are written here."""
+
+    def result(
+        strategy: str,
+        curve: Metrics,
+        *,
+        recipe: str = "digits",
+        seed: int = 0,
+        sent: tuple[float, float] = (1_000_000, 3_000_000),
+    ) -> dict[str, Any]:
+        def run_job(job: Job, on_event: Callable[[Event], None], cluster: object) -> None:
+            on_event({"event": "start", "steps": len(curve), "model_bytes": 8})
+            for step, (seconds, metric) in enumerate(curve, start=1):
+                on_event({"event": "step", "step": step, "seconds": seconds})
+                on_event(
+                    {"event": "evaluation", "step": step, "seconds": seconds, "metric": metric}
+                )
+            workers = [
+                {
+                    **{"steps": len(curve), "flags": 1, "lssr": lssr, "idle": idle},
+                    **{"payload_bytes": payload, "details": {}},
+                }
+                for lssr, idle, payload in zip((0.25, 0.75), (0.1, 0.3), sent, strict=True)
+            ]
+            on_event({"event": "end", "stats": workers})
+
+        monkeypatch.setattr(compare, "run_job", run_job)
+        monkeypatch.setattr(compare, "describe_machine", lambda: "Abacus, 2 cores")
+        return compare.run_and_record(Job(recipe, strategy, 2, seed=seed), lambda event: None)
+
+    return result
+
+
+def cell(results: Sequence[dict[str, Any]], heading: str, row: int = 0) -> str:
+    return report.rows(results)[row][report.HEADINGS.index(heading)]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "curve", "seconds"),
+    [
+        ("digits", [(1, 0.9), (2, 0.99), (3, 0.995)], 2),
+        ("digits", [(1, 0.9), (2, 0.985), (3, 0.9)], 2),  # at the target; falling back is no matter
+        ("digits", [(1, 0.99)], 1),
+        ("digits", [(1, 0.5), (2, 0.9849), (3, 0.98)], None),
+        ("stdlib-lm", [(1, 8.0), (2, 2.4), (3, 2.1)], 2),  # lower is better
+        ("stdlib-lm", [(1, 3.0), (2, 2.41)], None),
+    ],
+)
+def test_time_to_target_is_the_first_evaluation_there(
+    make: Make, recipe: str, curve: Metrics, seconds: float | None
+) -> None:
+    """The time is that of the first evaluation at or past the target, never in between."""
+    one = make("bsp", curve, recipe=recipe)
+    assert one["time_to_target_seconds"] == seconds
+    assert cell([one], "time to target") == ("not reached" if seconds is None else f"{seconds}.0 s")
+    assert cell([one], "final") == f"{curve[-1][1]:.4f}"
+    assert cell([one], "training time") == f"{curve[-1][0]}.0 s"
+
+
+def test_columns_are_means_over_the_workers(make: Make) -> None:
+    """LSSR, bytes and idle share of a row are the means of what the workers told."""
+    one = make("bsp", [(1, 0.9)])
+    assert cell([one], "LSSR") == "0.50"
+    assert cell([one], "idle") == "20 %"
+    assert cell([one], "sent per worker") == "2.0 MB"
+    assert one["flag_rate"] == 1
+
+
+def test_speed_up_is_against_the_first_row(make: Make) -> None:
+    """The first row is 1; without a time there, or in a row, there is no speed-up."""
+    slow = make("bsp", [(8, 0.99)])
+    fast = make("async", [(2, 0.99), (9, 0.99)])
+    never = make("local:period=8", [(9, 0.5)])
+    assert [row[2] for row in report.rows([slow, fast, never])] == ["1.00x", "4.00x", "-"]
+    assert [row[2] for row in report.rows([fast, slow])] == ["1.00x", "0.25x"]
+    assert [row[2] for row in report.rows([never, slow])] == ["-", "-"]
+
+
+def test_seeds_are_one_row_with_median_and_range(make: Make) -> None:
+    """Runs of one strategy share a row: median (least-most); one that never arrives decides it."""
+    runs = [make("bsp", [(t, 0.99)], seed=t) for t in (6, 2, 3)]
+    other = make("async", [(1, 0.5)])
+    table = report.rows([runs[0], other, *runs[1:]])
+    assert [row[0] for row in table] == ["bsp", "async"]
+    assert cell(runs, "time to target") == "3.0 (2.0-6.0) s"
+    assert cell(runs, "training time") == "3.0 (2.0-6.0) s"
+    assert cell(runs, "final") == "0.9900 (0.9900-0.9900)"
+    assert "3 seeds" in report.caption(runs)
+    missed = make("bsp", [(9, 0.5)], seed=9)
+    assert cell([*runs, missed], "time to target") == "not reached"
+
+
+def test_caption_says_what_was_compared(make: Make) -> None:
+    """Recipe, target, workers, link, machine, seeds; and a simulation is called one."""
+    one = make("bsp", [(1, 0.5)])
+    said = report.caption([one])
+    assert said == (
+        "digits, target test accuracy 0.985, 2 workers (real processes), loopback, "
+        "Abacus, 2 cores, 1 seed"
+    )
+    assert "(simulated)" in report.caption([{**one, "simulated": True}])
+    assert "real" not in report.caption([{**one, "simulated": True}])
+
+
+def test_markdown_is_a_table(make: Make) -> None:
+    """One line a row, as many cells as headings, after the caption and an empty line."""
+    results = [make("bsp", [(1, 0.5)]), make("selsync:delta=0.3,window=5", [(1, 0.99)])]
+    caption, empty, *lines = report.markdown(results).splitlines()
+    assert (caption, empty) == (report.caption(results), "")
+    assert len(lines) == 4
+    assert {line.count("|") for line in lines} == {len(report.HEADINGS) + 1}
+    assert lines[1] == "|" + "---|" * len(report.HEADINGS)
+    assert lines[3].startswith("| `selsync:delta=0.3,window=5` | 1.0 s |")
+
+
+class Elements(HTMLParser):
+    """The tags and the cells of a page, read as a browser does."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.cells: list[str] = []
+        self.sources: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag == "td":
+            self.cells.append("")
+        self.sources += [value or "" for name, value in attributes if name in ("src", "href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        self.tags.append(f"/{tag}")
+
+    def handle_data(self, data: str) -> None:
+        if self.tags and self.tags[-1] == "td":
+            self.cells[-1] += data
+
+
+def test_page_holds_the_same_table(make: Make) -> None:
+    """The cells of report.html are those of the table, in order."""
+    results = [make("bsp", [(1, 0.5)]), make("async", [(1, 0.99)])]
+    page = Elements(report.page(results, None))
+    assert page.cells == [text for row in report.rows(results) for text in row]
+    assert "img" not in page.tags
+
+
+def test_page_escapes_names(make: Make) -> None:
+    """A name with markup is shown as it is and makes no element, in table and configuration."""
+    evil = '<script>alert("1")</script>&amp;'
+    one = make("bsp", [(1, 0.5)])
+    one = {
+        **one,
+        **{"strategy": evil, "link": evil, "machine": evil, "metric": evil},
+        **{"job": {**one["job"], "strategy": evil, "recipe": evil}},
+    }
+    text = report.page([one], None)
+    page = Elements(text)
+    assert "script" not in page.tags
+    assert page.cells[0] == evil
+    assert "<script>" not in text
+    assert html.escape(evil) in text
+
+
+def test_page_needs_no_other_file(make: Make, tmp_path: Path) -> None:
+    """The plot is inside the page, byte for byte; nothing else is loaded."""
+    paths = report.write_report([make("bsp", [(1, 0.5), (2, 0.99)])], tmp_path)
+    (source,) = Elements(paths["report"].read_text(encoding="utf-8")).sources
+    kind, _, data = source.partition(",")
+    assert kind == "data:image/png;base64"
+    assert base64.b64decode(data) == paths["plot"].read_bytes()
+    assert not re.search(r"https?://", paths["report"].read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("recipe", ["digits", "stdlib-lm"])
+def test_plot_draws_every_run(make: Make, tmp_path: Path, recipe: str) -> None:
+    """A line for each run at its points, one legend entry a strategy, the target across."""
+    from matplotlib import pyplot as plt
+
+    runs = [
+        make("bsp", [(1, 0.95), (2, 0.99)], recipe=recipe),
+        make("async", [(1, 0.96), (3, 0.97)], recipe=recipe),
+        make("bsp", [(1, 0.94), (2, 0.98)], recipe=recipe, seed=1),
+    ]
+    drawn: list[Any] = []
+    keep = plt.close
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plt, "close", drawn.append)
+        report.plot(runs, tmp_path / "plot.png")
+    (figure,) = drawn
+    (axes,) = figure.axes
+    *lines, target = axes.get_lines()
+    got = sorted(tuple(zip(*line.get_data(), strict=True)) for line in lines)
+    want = sorted(tuple((p["seconds"], p["metric"]) for p in run["points"]) for run in runs)
+    assert got == want
+    assert set(target.get_ydata()) == {runs[0]["target"]}
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["bsp", "async"]
+    assert axes.get_ylabel() == runs[0]["metric"]
+    keep(figure)
+    assert (tmp_path / "plot.png").read_bytes().startswith(PNG)
+
+
+def test_plot_of_a_simulation_says_so(make: Make, tmp_path: Path) -> None:
+    """A simulated time axis is never shown as a measured one."""
+    from matplotlib import pyplot as plt
+
+    drawn: list[Any] = []
+    keep = plt.close
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plt, "close", drawn.append)
+        report.plot([{**make("bsp", [(1, 0.5)]), "simulated": True}], tmp_path / "plot.png")
+    assert drawn[0].axes[0].get_xlabel() == "training seconds (simulated)"
+    keep(drawn[0])
+
+
+def test_without_matplotlib_there_is_no_plot(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Table and report are written all the same, and the plot is not named."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    results = [make("bsp", [(1, 0.5)])]
+    with pytest.raises(ImportError, match=r"plots need matplotlib: pip install 'offbeat\[plot\]'"):
+        report.plot(results, tmp_path / "plot.png")
+    paths = report.write_report(results, tmp_path)
+    assert set(paths) == {"table", "report"}
+    assert {path.name for path in tmp_path.iterdir()} == {"table.md", "report.html"}
+    assert "<img" not in paths["report"].read_text(encoding="utf-8")

@@ -1,0 +1,150 @@
+"""The short text form of strategies, there and back."""
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import offbeat
+from offbeat import BSP, AsyncAveraging, LocalSGD, SelSync, parse_strategy
+from offbeat.strategies import STRATEGIES, Strategy
+
+positive = st.floats(1e-9, 1e9)
+some = st.none() | st.integers(1, 10**6)
+unit = st.floats(0.001, 0.999)
+
+
+def build(kind: type[Strategy], **options: st.SearchStrategy[Any]) -> st.SearchStrategy[Strategy]:
+    return st.builds(kind, **options)
+
+
+MADE: dict[str, st.SearchStrategy[Strategy]] = {
+    "bsp": build(BSP),
+    "local": build(LocalSGD, period=st.integers(1, 10**6), warmup_steps=st.integers(0, 10**6)),
+    "selsync": build(
+        SelSync,
+        delta=positive | st.integers(1, 9),
+        target_lssr=st.none() | unit,
+        aggregate=st.sampled_from(["parameters", "gradients"]),
+        smoothing=st.none() | unit | st.just(1),
+        window=some,
+        max_interval=some,
+        warmup_steps=st.integers(0, 10**6),
+        flags=st.sampled_from(["blocking", "deferred"]),
+    )
+    | build(SelSync, delta=st.sampled_from([0, 0.0, math.inf])),
+    "async": build(
+        AsyncAveraging,
+        staleness=st.integers(1, 500).map(lambda half: 2 * half),
+        schedule=st.sampled_from(["cyclic", "eager"]),
+        outer_lr=positive,
+        outer_momentum=st.just(0.0) | unit,
+        discrepancy_every=some,
+    ),
+}
+
+
+def test_every_strategy_is_covered() -> None:
+    """The text form knows each strategy by its name, and so do these tests."""
+    assert set(STRATEGIES) == set(MADE)
+    assert all(kind.name == name for name, kind in STRATEGIES.items())
+    assert {kind.__name__ for kind in STRATEGIES.values()} <= set(dir(offbeat))
+
+
+@settings(deadline=None, max_examples=150, derandomize=True, database=None)
+@given(st.sampled_from(sorted(MADE)).flatmap(MADE.__getitem__))
+def test_text_and_repr_make_the_strategy_again(strategy: Strategy) -> None:
+    """parse_strategy(str(s)) == s, of the same type; eval(repr(s)) likewise."""
+    for again in (
+        parse_strategy(str(strategy)),
+        parse_strategy(f"  {strategy}\n"),
+        eval(repr(strategy), {**vars(offbeat), "inf": math.inf}),
+    ):
+        assert type(again) is type(strategy)
+        assert again == strategy
+        assert (str(again), repr(again)) == (str(strategy), repr(strategy))
+
+
+@pytest.mark.parametrize(
+    ("text", "strategy"),
+    [
+        ("bsp", BSP()),
+        ("bsp:", BSP()),
+        ("local:period=8", LocalSGD(period=8)),
+        ("local: period = 8 , warmup_steps = 100", LocalSGD(period=8, warmup_steps=100)),
+        ("selsync", SelSync(delta=0.3)),
+        ("selsync:delta=inf,max_interval=50", SelSync(delta=math.inf, max_interval=50)),
+        ("selsync:target_lssr=0.9,window=none", SelSync(target_lssr=0.9)),
+        ("selsync:aggregate=gradients", SelSync(aggregate="gradients")),
+        ("selsync:delta=1e-3,flags=deferred", SelSync(delta=0.001, flags="deferred")),
+        ("async:staleness=8,schedule=eager", AsyncAveraging(staleness=8, schedule="eager")),
+    ],
+)
+def test_text_is_the_constructor_call(text: str, strategy: Strategy) -> None:
+    """Names and settings are those of the classes; spaces and ``none`` are allowed."""
+    assert parse_strategy(text) == strategy
+
+
+@pytest.mark.parametrize(
+    ("strategy", "text", "call"),
+    [
+        (BSP(), "bsp", "BSP()"),
+        (LocalSGD(period=8), "local:period=8", "LocalSGD(period=8)"),
+        (
+            LocalSGD(period=8, warmup_steps=2),
+            "local:period=8,warmup_steps=2",
+            "LocalSGD(period=8, warmup_steps=2)",
+        ),
+        (SelSync(), "selsync", "SelSync()"),
+        (
+            SelSync(delta=0.5, aggregate="gradients"),
+            "selsync:delta=0.5,aggregate=gradients",
+            "SelSync(delta=0.5, aggregate='gradients')",
+        ),
+        (AsyncAveraging(staleness=4), "async:staleness=4", "AsyncAveraging(staleness=4)"),
+    ],
+)
+def test_only_what_differs_from_the_defaults_is_shown(
+    strategy: Strategy, text: str, call: str
+) -> None:
+    """str is the text form, repr the constructor call, both without the defaults."""
+    assert (str(strategy), repr(strategy)) == (text, call)
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "words"),
+    [
+        ("", ValueError, "unknown strategy ''; there are async, bsp, local, selsync"),
+        ("bps", ValueError, "unknown strategy 'bps'; there are async, bsp, local, selsync"),
+        ("SelSync", ValueError, "unknown strategy 'SelSync'; there are async, bsp, local"),
+        ("selsync:detla=1", ValueError, "selsync has no setting 'detla'; it has delta, target_lss"),
+        ("bsp:delta=1", ValueError, "bsp has no setting 'delta'; it has no settings"),
+        ("local", ValueError, "local needs period, as in local:period=8"),
+        ("local:warmup_steps=3", ValueError, "local needs period, as in local:period=8"),
+        ("local:8", ValueError, "in 'local:8': '8' is not of the form setting=value"),
+        ("local:period=", ValueError, "'period=' is not of the form setting=value"),
+        ("local:period=4,period=4", ValueError, "period is given twice"),
+        ("local:period=0", ValueError, "period must be at least 1, got 0"),
+        ("local:period=eight", TypeError, "period must be an integer of at least 1, got 'eight'"),
+        ("local:period=none", TypeError, "period must be an integer of at least 1, got None"),
+        ("local:period=true", TypeError, "period must be an integer of at least 1, got True"),
+        ("selsync:delta=-1", ValueError, "delta must be at least 0"),
+        ("selsync:delta=nan", ValueError, "delta must be at least 0"),
+        ("selsync:flags=none", ValueError, 'flags must be "blocking" or "deferred", got None'),
+        ("async:schedule=x", ValueError, 'schedule must be "cyclic" or "eager", got \'x\''),
+    ],
+)
+def test_errors_say_what_is_allowed(text: str, error: type[Exception], words: str) -> None:
+    """An unknown name, setting or value is a one-line error that lists what there is."""
+    with pytest.raises(error) as caught:
+        parse_strategy(text)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_strategy_that_was_changed_is_unlike() -> None:
+    """Strategies compare and hash by their settings."""
+    assert LocalSGD(period=8) == LocalSGD(period=8) != LocalSGD(period=9)
+    assert len({SelSync(), SelSync(delta=0.3), SelSync(delta=0.4), BSP()}) == 3

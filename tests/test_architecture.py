@@ -1,0 +1,271 @@
+"""The rules of the design that no type checker knows: layers, imports, names, docstrings."""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import offbeat
+
+ROOT = Path(offbeat.__file__).parent
+MODULES = sorted(ROOT.rglob("*.py"))
+every_module = pytest.mark.parametrize(
+    "path", MODULES, ids=lambda path: path.relative_to(ROOT).as_posix()
+)
+
+# From the bottom up. A module imports only from below, or from its own package. What is not named
+# is part of the front door (attach and its helpers), whose modules may import each other.
+LEVELS = [
+    {"errors", "units"},
+    {"fabric", "replica", "significance", "telemetry", "schedule", "data"},
+    {"strategies"},
+    {"attach", "synchronizer"},
+    {"__init__"},
+    {"lab", "simulate", "plan"},
+    {"cli", "__main__"},
+]
+FRONT_DOOR = 3
+NETWORKS_THREADS_AND_CLOCKS = {
+    "torch.distributed",
+    "torch.multiprocessing",
+    "asyncio",
+    "concurrent",
+    "datetime",
+    "multiprocessing",
+    "queue",
+    "socket",
+    "threading",
+    "time",
+}
+PRIVATE_ALLOWED = {"simulate/process_group.py"}  # the default process group needs one
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def unit_of(path: Path) -> str:
+    """The file or package of the design that ``path`` belongs to."""
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def level_of(unit: str) -> int:
+    return next((i for i, units in enumerate(LEVELS) if unit in units), FRONT_DOOR)
+
+
+def walk(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes, without what is there for the type checker alone."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from walk(child)
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Every imported name in full: ``from torch import nn`` gives ``torch.nn``."""
+    for node in walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def aliases(tree: ast.AST) -> dict[str, str]:
+    """What the names at the start of a dotted expression stand for."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                name = alias.name if alias.asname else alias.name.split(".")[0]
+                found[alias.asname or name] = name
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return found
+
+
+def dotted(tree: ast.AST) -> Iterator[str]:
+    """Every dotted expression on an imported name, in full: ``dist.group`` and so on."""
+    known = aliases(tree)
+    for node in ast.walk(tree):
+        parts: list[str] = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if parts and isinstance(node, ast.Name) and node.id in known:
+            yield ".".join([known[node.id], *reversed(parts)])
+
+
+def uses(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text())
+    return {*imports(tree), *dotted(tree)}
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def units_imported(path: Path) -> set[str]:
+    """Files and packages of the design that ``path`` imports."""
+    found = set()
+    for name in imports(ast.parse(path.read_text())):
+        if within(name, "offbeat"):
+            first = name.split(".")[1] if "." in name else "__init__"
+            inside = (ROOT / first).is_dir() or (ROOT / f"{first}.py").is_file()
+            found.add(first if inside else "__init__")
+    return found
+
+
+@every_module
+def test_imports_point_only_downward(path: Path) -> None:
+    """Four layers: fabric, replica and the like below strategies below attach below lab and cli."""
+    unit = unit_of(path)
+    for other in units_imported(path) - {unit}:
+        here, there = level_of(unit), level_of(other)
+        beside = here == there == FRONT_DOOR
+        assert there < here or beside, f"{relative(path)} must not import offbeat.{other}"
+
+
+def test_the_layers_are_the_ones_of_the_design() -> None:
+    """A renamed module must not slip out of its layer, and the reader of imports sees them."""
+    for name in ("fabric", "strategies", "data", "lab"):
+        assert (ROOT / name / "__init__.py").is_file()
+    for name in ("errors", "replica", "significance", "telemetry", "attach", "cli"):
+        assert (ROOT / f"{name}.py").is_file()
+    assert {"fabric", "replica"} <= units_imported(ROOT / "strategies" / "base.py")
+    assert "strategies" in units_imported(ROOT / "attach.py")
+    assert units_imported(ROOT / "replica.py") == set()
+    assert "torch.distributed.all_reduce" in uses(ROOT / "fabric" / "torch_distributed.py")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p for p in MODULES if unit_of(p) in {"strategies", "replica", "significance"}],
+    ids=relative,
+)
+def test_strategies_know_no_network_thread_or_clock(path: Path) -> None:
+    """A strategy cannot tell a cluster from the simulator; the replica knows only tensors."""
+    for name in uses(path):
+        for banned in NETWORKS_THREADS_AND_CLOCKS:
+            assert not within(name, banned), f"{relative(path)} uses {name}"
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in MODULES if relative(p) not in PRIVATE_ALLOWED], ids=relative
+)
+def test_no_private_part_of_torch(path: Path) -> None:
+    """Pitfall 22: nothing that the next torch release may take away."""
+    for name in uses(path):
+        first, *rest = name.split(".")
+        if first in {"torch", "numpy"}:
+            private = [part for part in rest if part.startswith("_") and not part.endswith("__")]
+            assert not private, f"{relative(path)} uses {name}"
+
+
+def test_the_command_line_and_the_lab_are_optional() -> None:
+    """Importing offbeat needs torch and numpy alone: extras are imported where they are used."""
+    extras = {"typer", "rich", "matplotlib", "tensorboard", "lightning", "sklearn", "torchvision"}
+    for path in MODULES:
+        if level_of(unit_of(path)) <= level_of("__init__"):
+            top = {
+                name.split(".")[0]
+                for node in ast.parse(path.read_text()).body
+                for name in imports(ast.Module([node], []))
+                if isinstance(node, ast.Import | ast.ImportFrom)
+            }
+            assert not top & extras, relative(path)
+
+
+def test_all_is_every_public_name() -> None:
+    """``offbeat.__all__`` equals what a user sees; submodules count only if they are meant."""
+    seen = {
+        name
+        for name, value in vars(offbeat).items()
+        if not name.startswith("_")
+        and not (isinstance(value, types.ModuleType) and name not in offbeat.__all__)
+    }
+    assert set(offbeat.__all__) == seen
+    assert len(offbeat.__all__) == len(set(offbeat.__all__))
+    assert set(offbeat.data.__all__) == {
+        name
+        for name, value in vars(offbeat.data).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
+    submodules = {module.name for module in pkgutil.iter_modules(offbeat.__path__)}
+    assert submodules & set(offbeat.__all__) == {"attach", "data"}
+    assert callable(offbeat.attach), "the function hides the module of the same name"
+
+
+PUBLIC = {
+    **{name: getattr(offbeat, name) for name in offbeat.__all__ if name != "data"},
+    **{f"data.{name}": getattr(offbeat.data, name) for name in offbeat.data.__all__},
+}
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_public_things_have_docstrings(name: str) -> None:
+    """Every public class and function, and every public method and property of such a class."""
+    thing = PUBLIC[name]
+    text = thing.__doc__ or ""
+    assert text.strip(), name
+    assert not text.startswith(f"{thing.__name__}("), "a dataclass's own docstring says nothing"
+    if inspect.isclass(thing):
+        for attribute, value in vars(thing).items():
+            is_code = callable(value) or isinstance(value, property | classmethod | staticmethod)
+            if is_code and not attribute.startswith("_"):
+                assert (value.__doc__ or "").strip(), f"{name}.{attribute}"
+
+
+def settings_of(name: str) -> list[str]:
+    thing = PUBLIC[name]
+    if inspect.isclass(thing) and issubclass(thing, BaseException):
+        return []
+    return [p for p in inspect.signature(thing).parameters if p not in ("args", "kwargs")]
+
+
+@pytest.mark.parametrize("name", sorted(set(PUBLIC) - {"Synchronizer", "Stats", "Strategy"}))
+def test_every_parameter_is_explained(name: str) -> None:
+    """The docstring's Args name each parameter of a public function or class."""
+    parameters = settings_of(name)
+    text = inspect.getdoc(PUBLIC[name]) or ""
+    if len(parameters) > 1 or "Args:" in text:
+        explained = text.partition("Args:")[2]
+        for parameter in parameters:
+            assert f"{parameter}: " in explained, f"{name} does not explain {parameter}"
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_no_constructor_swallows_typos(name: str) -> None:
+    """Pitfall 18: no ``**kwargs`` at the front door."""
+    thing = PUBLIC[name]
+    if inspect.isclass(thing) and issubclass(thing, BaseException | offbeat.Strategy):
+        if issubclass(thing, offbeat.Strategy) and not inspect.isabstract(thing):
+            with pytest.raises(TypeError):
+                thing(no_such_setting=1)
+        return
+    kinds = {p.kind for p in inspect.signature(thing).parameters.values()}
+    assert inspect.Parameter.VAR_KEYWORD not in kinds
+
+
+@every_module
+def test_modules_stay_short(path: Path) -> None:
+    """At most 400 lines, unless the module's docstring says why it is longer than 400 lines."""
+    lines = len(path.read_text().splitlines())
+    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+    assert docstring, "a module begins with a sentence about itself"
+    assert lines <= 400 or "400 lines" in docstring, f"{relative(path)} has {lines} lines"
+
+
+def test_all_modules_import() -> None:
+    """Nothing is broken that no test touches."""
+    pytest.importorskip("typer")
+    for path in MODULES:
+        name = ".".join(path.relative_to(ROOT.parent).with_suffix("").parts)
+        importlib.import_module(name.removesuffix(".__init__"))

@@ -1,0 +1,309 @@
+"""Totals, records and sinks: what a user reads about a run."""
+
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from offbeat.telemetry import JsonLines, Stats, open_sinks
+from problems import PARAMETERS, changes, gradients, loss_of, make_batch, make_model, squared
+from workers import run
+
+torch.optim.SGD([torch.zeros(1)], lr=0.1)  # loads what optimizers need before workers are forked
+
+
+def refuse(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All lines, each of which must be an object in strict JSON."""
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+class Kept:
+    """A sink that keeps records in memory."""
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+        self.closed = 0
+
+    def write(self, record: dict[str, Any]) -> None:
+        assert not self.closed
+        self.records.append(dict(record))
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+# -- totals ---------------------------------------------------------------------------------------
+
+
+def test_stats_arithmetic() -> None:
+    """LSSR = local / all steps, idle = waiting / (waiting + computing)."""
+    stats = Stats(steps=10, syncs=4, flags=3, wait_seconds=1.0, compute_seconds=3.0)
+    assert (stats.local_steps, stats.lssr, stats.idle) == (6, 0.6, 0.25)
+    assert Stats(steps=5, syncs=5).lssr == 0.0
+    assert Stats(steps=5).lssr == 1.0
+    assert Stats(wait_seconds=2.0).idle == 1.0
+
+
+def test_stats_of_nothing_are_0() -> None:
+    """Before the first step no ratio divides by zero."""
+    stats = Stats()
+    assert (stats.local_steps, stats.lssr, stats.idle) == (0, 0.0, 0.0)
+    assert stats.details == {}
+    assert stats.details is not Stats().details
+
+
+def test_stats_to_dict_has_all_numbers() -> None:
+    """The fields and the derived numbers, ready for JSON."""
+    stats = Stats(steps=4, syncs=1, wait_seconds=1.0, compute_seconds=1.0, details={"merges": 2})
+    shown = json.loads(json.dumps(stats.to_dict()))
+    assert shown.keys() == {f.name for f in dataclasses.fields(Stats)} | {
+        "local_steps",
+        "lssr",
+        "idle",
+    }
+    assert (shown["local_steps"], shown["lssr"], shown["idle"]) == (3, 0.75, 0.5)
+    assert shown["details"] == {"merges": 2}
+
+
+def count(rank: int, size: int, steps: int) -> Any:
+    model = make_model(seed=rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    sink = Kept()
+    sync = offbeat.attach(
+        model, optimizer, offbeat.LocalSGD(period=3), log=sink, timeout_seconds=20
+    )
+    start = sync.stats.payload_bytes
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, make_batch(rank, step)).backward()
+        optimizer.step()
+        with sync.consensus():
+            pass
+    running = sync.stats.payload_bytes
+    sync.finish()
+    return start, [r["payload_bytes"] for r in sink.records], running, sync.stats, sink.closed
+
+
+@pytest.mark.parametrize(("steps", "rest"), [(7, 1), (6, 0)])
+def test_payload_bytes_of_local_sgd_are_exact(steps: int, rest: int) -> None:
+    """A mean is 5 float64 of the roll and the model; attach and consensus do not count."""
+    mean = 8 * 5 + 8 * 40
+    assert PARAMETERS == 40
+    for start, each, running, stats, closed in run(count, steps, workers=2):
+        assert start == 0
+        assert each == [0, 0, mean, 0, 0, mean, 0][:steps]
+        assert running == 2 * mean
+        # finish: a roll, and the model only if there were steps since the last mean
+        assert stats.payload_bytes == 2 * mean + 8 * 5 + rest * 8 * 40
+        assert (stats.steps, stats.syncs, stats.flags) == (steps, 2, 0)
+        assert stats.lssr == (steps - 2) / steps
+        assert 0 < stats.idle < 1
+        assert closed == 1
+
+
+# -- records --------------------------------------------------------------------------------------
+
+
+def write(rank: int, size: int, folder: str) -> Any:
+    model = make_model(seed=rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    sink = Kept()
+    log = [f"{folder}/run.jsonl", Path(folder) / "of-{rank}" / "log.json", sink]
+    sync = offbeat.attach(
+        model, optimizer, offbeat.SelSync(delta=0.05), log=log, timeout_seconds=20
+    )
+    norms, losses = [], []
+    for step in range(8):
+        optimizer.zero_grad()
+        batch = make_batch(rank, step)
+        norms.append(squared(gradients(model, batch)))
+        loss = loss_of(model, batch)
+        losses.append(loss.item())
+        if step % 2 == 0:
+            sync.record(loss=loss, epoch=np.int64(step // 4), good=torch.tensor(True))
+        loss.backward()
+        optimizer.step()
+        readable = read(Path(folder, f"run.rank{rank}.jsonl"))
+        assert len(readable) == step + 1, "a line is there as soon as its step is over"
+    payload = sync.stats.payload_bytes
+    waited, computed = sync.stats.wait_seconds, sync.stats.compute_seconds
+    sync.finish()
+    assert sink.closed == 1
+    return norms, losses, (payload, waited, computed), sync.stats, sink.records
+
+
+def test_one_line_a_step_with_what_was_decided(tmp_path: Path) -> None:
+    """step, rank, decision, seconds, bytes; SelSync's change, threshold and flag; record()'s."""
+    results = run(write, str(tmp_path), workers=2)
+    assert sorted(p.name for p in tmp_path.rglob("*.json*")) == [
+        "log.json",
+        "log.json",
+        "run.rank0.jsonl",
+        "run.rank1.jsonl",
+    ]
+    flags = []
+    for rank, (norms, losses, totals, stats, kept) in enumerate(results):
+        lines = read(tmp_path / f"run.rank{rank}.jsonl")
+        assert lines == read(tmp_path / f"of-{rank}" / "log.json")
+        assert [line["step"] for line in lines] == list(range(1, 9))
+        assert {line["rank"] for line in lines} == {rank}
+        assert lines[0]["change"] == "inf", "infinity is text, so that the line is JSON"
+        want = changes(norms, smoothing=0.02)
+        assert [line["change"] for line in lines[1:]] == pytest.approx(want[1:], rel=1e-9)
+        assert {line["threshold"] for line in lines} == {0.05}
+        assert [line["flag"] for line in lines] == [change >= 0.05 for change in want]
+        flags.append([line["flag"] for line in lines])
+        for step, line in enumerate(lines):
+            given = {"loss", "epoch", "good"} & line.keys()
+            assert given == ({"loss", "epoch", "good"} if step % 2 == 0 else set())
+            if given:
+                assert line["loss"] == losses[step]
+                assert (line["epoch"], line["good"]) == (step // 4, True)
+        assert sum(line["payload_bytes"] for line in lines) == totals[0]
+        assert sum(line["wait_seconds"] for line in lines) == pytest.approx(totals[1])
+        assert sum(line["compute_seconds"] for line in lines) == pytest.approx(totals[2])
+        assert min(line["wait_seconds"] for line in lines) >= 0
+        assert stats.flags == sum(line["flag"] for line in lines)
+        assert stats.syncs == sum(line["decision"] == "sync" for line in lines)
+        assert [record["step"] for record in kept] == list(range(1, 9))
+    for line0, line1, *asked in zip(
+        read(tmp_path / "run.rank0.jsonl"), read(tmp_path / "run.rank1.jsonl"), *flags, strict=True
+    ):
+        assert line0["decision"] == line1["decision"] == ("sync" if any(asked) else "local")
+        assert line0["payload_bytes"] == 8 * 5 + any(asked) * 8 * 40
+    assert any(not any(asked) for asked in zip(*flags, strict=True)), "some steps are local"
+
+
+def closes(rank: int, size: int) -> Any:
+    closed = []
+    for how in ("finish", "detach", "exception"):
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sink = Kept()
+        sync = offbeat.attach(model, optimizer, offbeat.BSP(), log=sink)
+        loss = model(torch.ones(1, 1)).sum()
+        optimizer.step(lambda loss=loss: loss.backward() or loss)
+        if how == "exception":
+            try:
+                with sync:
+                    raise KeyError
+            except KeyError:
+                pass
+        else:
+            getattr(sync, how)()
+        optimizer.step()
+        sync.finish()
+        closed.append((sink.closed, len(sink.records), float(sink.records[0]["loss"].detach())))
+    return closed
+
+
+def test_sinks_are_closed_once_and_closures_record_their_loss() -> None:
+    """After finish, detach or an exception nothing is written; a closure's loss is recorded."""
+    ((first, second, third),) = run(closes, workers=1)
+    for closed, records, loss in (first, second, third):
+        assert (closed, records) == (1, 1)
+        assert math.isfinite(loss)
+
+
+# -- sinks ----------------------------------------------------------------------------------------
+
+
+def test_json_lines_writes_plain_valid_json(tmp_path: Path) -> None:
+    """NaN is null, infinities are text, tensors and numpy scalars are numbers."""
+    path = tmp_path / "deep" / "log.{rank}.jsonl"
+    with JsonLines(path, rank=3) as sink:
+        sink.write({"a": math.nan, "b": -math.inf, "c": torch.tensor(1.5), "d": np.float32(0.25)})
+        sink.write({"a": np.nan, "b": torch.tensor(math.inf), "c": None, "d": [1, 2], "e": "x"})
+        sink.write({"a": True, "b": 0, "c": {"1": 2}})
+    assert read(tmp_path / "deep" / "log.3.jsonl") == [
+        {"a": None, "b": "-inf", "c": 1.5, "d": 0.25},
+        {"a": None, "b": "inf", "c": None, "d": [1, 2], "e": "x"},
+        {"a": True, "b": 0, "c": {"1": 2}},
+    ]
+
+
+def test_json_lines_overwrites(tmp_path: Path) -> None:
+    """A new run starts a new file."""
+    for value in (1, 2):
+        with JsonLines(tmp_path / "log.jsonl") as sink:
+            sink.write({"value": value})
+    assert read(tmp_path / "log.jsonl") == [{"value": 2}]
+
+
+@pytest.mark.parametrize(
+    ("log", "want"),
+    [
+        ("log.jsonl", "log.rank2.jsonl"),
+        ("log", "log.rank2"),
+        ("a.b.jsonl", "a.b.rank2.jsonl"),
+        ("sub/log.jsonl", "sub/log.rank2.jsonl"),
+        ("{rank}.jsonl", "2.jsonl"),
+        ("of-{rank}/log.jsonl", "of-2/log.jsonl"),
+    ],
+)
+def test_a_path_becomes_one_file_a_rank(log: str, want: str, tmp_path: Path) -> None:
+    """.rankN goes before the suffix unless the path says {rank}."""
+    for given in (str(tmp_path / log), tmp_path / log):
+        for sink in open_sinks(given, rank=2):
+            sink.write({})
+            sink.close()
+        assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()] == [want]
+
+
+def test_log_takes_none_sinks_and_lists() -> None:
+    """Nothing, one sink, or a nested list of them."""
+    first, second = Kept(), Kept()
+    assert open_sinks(None, rank=0) == []
+    assert open_sinks(first, rank=0) == [first]
+    assert open_sinks([first, (second, None)], rank=0) == [first, second]
+
+
+@pytest.mark.parametrize("log", [3, object(), [3.5], b"bytes"])
+def test_log_refuses_what_is_no_sink(log: object) -> None:
+    """The error says what is allowed and what was given."""
+    with pytest.raises(TypeError, match=r"a path, a sink with write\(record\) and close\(\)"):
+        open_sinks(log, rank=0)
+
+
+def curves(rank: int, size: int, folder: str) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = offbeat.TensorBoard(folder)
+    sink.write({"step": 1, "decision": "local", "loss": torch.tensor(2.5), "flag": True, "t": [1]})
+    sink.write({"step": 2, "decision": "sync", "loss": np.float64(1.5), "flag": False, "note": "x"})
+    sink.close()
+    events = EventAccumulator(folder)
+    events.Reload()
+    return {
+        tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+    }
+
+
+def test_tensorboard_gets_one_curve_a_number(tmp_path: Path) -> None:
+    """Numbers become scalars under offbeat/, a decision 0 or 1, all else is left out."""
+    pytest.importorskip("tensorboard")
+    (seen,) = run(curves, str(tmp_path), workers=1)  # in a worker: the writer starts a thread
+    assert seen == {
+        "offbeat/decision": [(1, 0.0), (2, 1.0)],
+        "offbeat/loss": [(1, 2.5), (2, 1.5)],
+        "offbeat/flag": [(1, 1.0), (2, 0.0)],
+    }
+
+
+def test_tensorboard_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without tensorboard the error names the extra."""
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match=r"pip install 'offbeat\[tensorboard\]'"):
+        offbeat.TensorBoard("unused")
