@@ -82,7 +82,7 @@ def workers_writing(log: Path) -> dict[int, int]:
 
 
 @contextlib.contextmanager
-def started(*argv: str) -> Iterator[subprocess.Popen[str]]:
+def started(*argv: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
     """A process, killed at the end of the block."""
     process = subprocess.Popen(
         argv,
@@ -90,7 +90,7 @@ def started(*argv: str) -> Iterator[subprocess.Popen[str]]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         encoding="utf-8",
-        env=ENVIRONMENT,
+        env={**ENVIRONMENT, **environment},
     )
     try:
         yield process
@@ -115,7 +115,8 @@ def training(log: Path) -> Iterator[tuple[subprocess.Popen[str], dict[int, int]]
         assert process.poll() is None, process.communicate()
         return all(path.exists() and path.read_bytes().count(b"\n") >= 5 for path in ranks)
 
-    with started(*COMMAND, *LONG, "--log", str(log)) as process:
+    scratch = str(log.parent)  # a killed process cannot remove its temporary folder
+    with started(*COMMAND, *LONG, "--records", str(log), TMPDIR=scratch) as process:
         try:
             until(under_way, "5 steps of every worker")
             pids = workers_writing(log)
@@ -234,11 +235,11 @@ def test_examples_of_the_help_are_accepted(
         ("train mnist", "the mnist recipe needs --data DIR with .*"),
         ("train mnist --data /no/where", "looked for .* in /no/where, which does not exist"),
         ("train digits --workers 0", "workers must be at least 1, got 0"),
-        ("train digits --epochs 0", "epochs must be positive, got 0.0"),
-        ("train digits --epochs nan", "epochs must be positive, got nan"),
+        ("train digits --epochs 0", "epochs must be positive and finite, got 0.0"),
+        ("train digits --epochs nan", "epochs must be positive and finite, got nan"),
         ("train digits --epochs inf", "epochs must be .*, got inf"),
-        ("train digits --timeout 0", "timeout.* must be positive, got 0.*"),
-        ("train digits --timeout -1", "timeout.* must be positive, got -1.*"),
+        ("train digits --timeout 0", "timeout.* must be positive.*, got 0.*"),
+        ("train digits --timeout -1", "timeout.* must be positive.*, got -1.*"),
         ("train digits --bandwidth fast", "'fast' is not a bandwidth; write a number and a .*"),
         ("train digits --bandwidth 0Mbit/s", ".*0Mbit/s.*"),
         ("compare nope -s bsp", "unknown recipe 'nope'; there are digits, stdlib-lm, mnist"),
@@ -331,7 +332,7 @@ def test_train(tmp_path: Path) -> None:
     """A short run ends with 0, a row of totals, and the records of both workers."""
     log = tmp_path / "deep" / "run.jsonl"
     argv = ("train", "digits", "-n", "2", "--epochs", "0.5", "-s", "local:period=4")
-    code, out, err = ended(*COMMAND, *argv, "--log", str(log))
+    code, out, err = ended(*COMMAND, *argv, "--records", str(log))
     assert (code, err) == (0, "")
     assert "digits, target test accuracy 0.985, 2 workers (real processes), loopback" in re.sub(
         r"\s+", " ", out

@@ -5,6 +5,8 @@ import dataclasses
 import inspect
 import os
 import sys
+import time
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,6 +40,7 @@ app = typer.Typer(
     help="Train PyTorch models data-parallel on slow networks without waiting for them.",
 )
 console = Console()
+INTERRUPTED = "interrupted; all workers have been ended"
 
 RecipeName = Annotated[str, typer.Argument(help="A recipe; `offbeat recipes` lists them.")]
 Workers = Annotated[int, typer.Option("--workers", "-n", help="Worker processes to start.")]
@@ -78,7 +81,7 @@ class _Bar:
             TimeElapsedColumn(),
             console=console,
         )
-        self._metric = ""
+        self._metric = self._name = ""
         self._task: Any = None
 
     def __enter__(self) -> "_Bar":
@@ -91,17 +94,24 @@ class _Bar:
     def start(self, job: Job) -> None:
         """A run begins."""
         self._metric = find_recipe(job.recipe).metric
-        seed = f" seed {job.seed}" if job.seed else ""
-        self._task = self._progress.add_task(f"{job.strategy}{seed}", total=None, metric="")
+        self._name = f"{job.strategy} seed {job.seed}" if job.seed else job.strategy
+        self._task = self._progress.add_task(self._name, total=None, metric="starting")
 
     def event(self, event: Event) -> None:
-        """An event of the run."""
+        """An event of the run; a line for each evaluation where no bar can be drawn."""
         if event["event"] == "start":
             self._progress.update(self._task, total=event["steps"])
         elif event["event"] in ("step", "evaluation"):
             self._progress.update(self._task, completed=event["step"])
         if event["event"] == "evaluation":
-            self._progress.update(self._task, metric=f"{self._metric} {event['metric']:.4f}")
+            metric = f"{self._metric} {event['metric']:.4f}"
+            self._progress.update(self._task, metric=metric)
+            if not console.is_terminal:
+                console.print(f"{self._name}  {_line(event, metric)}", soft_wrap=True)
+
+
+def _line(event: Event, metric: str) -> str:
+    return f"step {event['step']}  {event['seconds']:.1f} s  {metric}"
 
 
 @contextlib.contextmanager
@@ -136,7 +146,7 @@ def train(
     seed: Seed = 0,
     data: Data = None,
     bandwidth: Bandwidth = None,
-    log: Annotated[
+    records: Annotated[  # torchrun has options of its own that begin with --log
         Path | None, typer.Option(help="JSON lines of every step, one file a worker.")
     ] = None,
     timeout: Timeout = 120.0,
@@ -147,7 +157,7 @@ def train(
 
     offbeat train digits --strategy selsync:delta=0.3 --workers 4
 
-    offbeat train mnist -s local:period=8 --data ~/mnist --log runs/mnist.jsonl
+    offbeat train mnist -s local:period=8 --data ~/mnist --records runs/mnist.jsonl
 
     torchrun --nproc-per-node 4 -m offbeat.cli train digits -s async:staleness=16
     """
@@ -158,7 +168,7 @@ def train(
         epochs,
         seed,
         None if data is None else str(data),
-        log=None if log is None else str(log),
+        log=None if records is None else str(records),
         timeout_seconds=timeout,
     )
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -177,13 +187,13 @@ def _join(job: Job, bandwidth: str | None) -> None:
         raise ValueError("--bandwidth shapes the links of processes that offbeat starts itself")
     job.check()
     dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        console.print(f"joined the {dist.get_world_size()} processes that torchrun has started")
     metric = find_recipe(job.recipe).metric
 
     def tell(event: Event) -> None:
         if event["event"] == "evaluation":
-            console.print(
-                f"step {event['step']}  {event['seconds']:.1f} s  {metric} {event['metric']:.4f}"
-            )
+            console.print(_line(event, f"{metric} {event['metric']:.4f}"), soft_wrap=True)
         elif event["event"] == "end":
             one = event["stats"][0]
             console.print(
@@ -210,8 +220,14 @@ def compare(
     data: Data = None,
     bandwidth: Bandwidth = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Directory of results, table, plot and report.")
-    ] = Path("runs"),
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Directory of results, table, plot and report.",
+            show_default="runs/RECIPE-TIME",
+        ),
+    ] = None,
     timeout: Timeout = 120.0,
 ) -> None:
     """Run strategies one after the other under the same seeds; write table, plot and report.
@@ -235,6 +251,8 @@ def compare(
     )
     for one in strategy:
         dataclasses.replace(job, strategy=one).check()
+    if output is None:
+        output = Path("runs", f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
     with _link(bandwidth, workers) as cluster, _Bar() as bar:
         results = comparison.compare(
             job,
@@ -252,7 +270,12 @@ def compare(
 
 @app.command()
 def recipes() -> None:
-    """List the recipes."""
+    """List the recipes.
+
+    [bold]Example[/bold]
+
+    offbeat recipes
+    """
     table = Table(box=None)
     for heading in ("recipe", "what", "target", "needs"):
         table.add_column(heading)
@@ -264,37 +287,63 @@ def recipes() -> None:
 
 @app.command()
 def strategies() -> None:
-    """List the strategies and their settings."""
+    """List the strategies and their settings.
+
+    [bold]Example[/bold]
+
+    offbeat strategies
+    """
     table = Table(box=None)
     for heading in ("strategy", "what", "settings"):
         table.add_column(heading)
     for name, kind in STRATEGIES.items():
-        table.add_row(name, (inspect.getdoc(kind) or "").partition("\n\n")[0], _settings(kind))
+        table.add_row(name, _summary(kind), _settings(kind))
     console.print(table)
     console.print("\nAs text: name:setting=value,setting=value")
 
 
+def _summary(kind: type[Strategy]) -> str:
+    return (inspect.getdoc(kind) or "").partition("\n\n")[0].replace("``", "")
+
+
 def _settings(kind: type[Strategy]) -> str:
+    """As in ``period (required), warmup_steps=0, flags=blocking|deferred``."""
     shown = []
+    hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
-        needed = field.default is dataclasses.MISSING
-        shown.append(field.name if needed else f"{field.name}={field.default}")
+        choices = typing.get_args(hints[field.name])
+        if field.default is dataclasses.MISSING:
+            shown.append(f"{field.name} (required)")
+        elif typing.get_origin(hints[field.name]) is typing.Literal:
+            shown.append(f"{field.name}={'|'.join(choices)}")
+        else:
+            shown.append(f"{field.name}={field.default}")
     return ", ".join(shown)
 
 
 def main() -> None:
     """The ``offbeat`` command. Exit status 2: a user's mistake, 1: a failed run, 130: Ctrl-C."""
     try:
-        app()
-    except KeyboardInterrupt:
-        typer.echo("interrupted; all workers have been ended", err=True)
-        raise SystemExit(130) from None
+        status = app(standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        _fail(INTERRUPTED, 130)
     except OffbeatError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise SystemExit(1) from None
+        _fail(f"error: {error}", 1)
     except (ValueError, TypeError, FileNotFoundError, ImportError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise SystemExit(2) from None
+        _fail(f"error: {error}", 2)
+    except Exception as error:
+        show = getattr(error, "format_message", None)  # a usage error of the parser
+        if show is None:
+            raise
+        _fail(f"error: {show()}", 2)
+    if status == 130:  # the parser's way to tell of Ctrl-C
+        _fail(INTERRUPTED, 130)
+    raise SystemExit(status)
+
+
+def _fail(message: str, status: int) -> typing.NoReturn:
+    typer.echo(message, err=True)
+    raise SystemExit(status) from None
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Run-time errors of Offbeat.
 
-Wrong arguments raise ``ValueError`` or ``TypeError``. What can only go wrong while running raises::
+Wrong arguments raise ``ValueError`` or ``TypeError``. What can only go wrong while running raises:
 
     OffbeatError
     ├── AttachError              the model, optimizer or process group cannot be used as given

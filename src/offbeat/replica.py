@@ -100,6 +100,10 @@ class Bucket:
         """Replace the tensors by the staged values divided by ``divisor``."""
         unpack(self.body, self.tensors, divisor)
 
+    def release(self) -> None:
+        """Free the staging tensor until it is needed again."""
+        self._flat = None
+
 
 def group_tensors(
     tensors: Iterable[Tensor],

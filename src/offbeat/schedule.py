@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import LRScheduler
 class LinearScalingWarmup(LRScheduler):
     """Raise the learning rate linearly from η to n·η, then leave it there.
 
-    **Update**, at scheduler step t::
+    **Update**, at scheduler step t:
 
         lr_t = lr_{t−1} · f(t) / f(t−1),   f(t) = 1 + (n − 1)·min(1, t / warmup_steps)
 

@@ -35,7 +35,7 @@ def squared_norm(gradients: Iterable[Tensor]) -> float:
         return 0.0
     devices = {part.device for part in parts}
     if len(devices) > 1 or parts[0].device.type == "cpu":
-        return math.fsum(part.item() ** 2 for part in parts)
+        return sum(value * value for value in (part.item() for part in parts))  # may be ∞
     return float(torch.stack([part.double() for part in parts]).square().sum().item())
 
 
@@ -52,7 +52,7 @@ def _norm(values: Tensor) -> Tensor:
 class RelativeChange:
     """Δ of the smoothed squared gradient norm, from one step to the next.
 
-    **Update**, for the squared norm s of step i::
+    **Update**, for the squared norm s of step i:
 
         m_i = (1 − a)·m_{i−1} + a·s_i          m_0 = s_0      (recursion)
         m_i = Σ_k (1−a)^k s_{i−k} / Σ_k (1−a)^k,  k < window   (finite window)
@@ -99,11 +99,13 @@ class RelativeChange:
 class ThresholdController:
     """Moves the threshold δ so that a wanted share of the steps stays local.
 
-    **Update** after each step, with ``synced`` ∈ {0, 1} the decision that all workers share::
+    **Update** after each step, with ``synced`` ∈ {0, 1} the decision that all workers share:
 
-        log δ ← log δ + γ_i·(synced − (1 − target_lssr)),   γ_i = max(0.1, 2/√i)
+        δ ← mean Δ                                               at the first finite Δ
+        log δ ← log δ + γ_i·(synced − (1 − target_lssr))         from then on
+        γ_i = max(0.1, 2/√i)
 
-    This is the Robbins–Monro recursion for the quantile of the largest Δ among the workers, so it
+    This is the Robbins-Monro recursion for the quantile of the largest Δ among the workers, so it
     needs no knowledge of their number. Because δ stays bounded, the share of local steps
     converges to ``target_lssr`` at a rate 1/steps. δ is the same on all workers.
 
@@ -111,16 +113,20 @@ class ThresholdController:
 
     Args:
         target_lssr: Wanted local steps / all steps, in (0, 1).
-        delta: δ, the threshold to start from, > 0.
-        steps: i, how many decisions it has seen.
+        delta: δ, the threshold until a finite Δ is known, > 0.
+        steps: i, how many decisions it has followed; 0 until a finite Δ is known.
     """
 
     target_lssr: float
     delta: float
     steps: int = 0
 
-    def update(self, synced: bool) -> None:
-        """Take in this step's common decision."""
+    def update(self, synced: bool, change: float) -> None:
+        """Take in this step's common decision and the mean Δ of the workers, 0 if none is known."""
+        if self.steps == 0:
+            if change > 0:
+                self.delta, self.steps = change, 1
+            return
         self.steps += 1
         gain = max(0.1, 2 / math.sqrt(self.steps))
         self.delta *= math.exp(gain * (float(synced) - (1 - self.target_lssr)))

@@ -267,6 +267,30 @@ def test_done_is_false_while_others_have_not_come(world: World) -> None:
 
 
 @every_world
+def test_a_message_that_has_arrived_is_done(world: World) -> None:
+    """done() of send and receive becomes true without wait(), as a server that polls needs it."""
+
+    def work(fabric: Communicator) -> list[bool]:
+        if fabric.size == 1:
+            return [True]
+        after, before = (fabric.rank + 1) % fabric.size, (fabric.rank - 1) % fabric.size
+        handles = [
+            fabric.receive(torch.zeros(3), source=before, what="test"),
+            fabric.send(torch.ones(3), destination=after, what="test"),
+        ]
+        deadline = fabric.now() + 2
+        while not all(handle.done() for handle in handles) and fabric.now() < deadline:
+            pass
+        seen = [handle.done() for handle in handles]
+        for handle in handles:
+            handle.wait()
+        return seen
+
+    for seen in world(work):
+        assert all(seen)
+
+
+@every_world
 def test_then_applies_the_function_once(world: World) -> None:
     """then() chains, calls its function at the first wait() only, and keeps done()."""
 

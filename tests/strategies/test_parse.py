@@ -25,8 +25,7 @@ MADE: dict[str, st.SearchStrategy[Strategy]] = {
     "local": build(LocalSGD, period=st.integers(1, 10**6), warmup_steps=st.integers(0, 10**6)),
     "selsync": build(
         SelSync,
-        delta=positive | st.integers(1, 9),
-        target_lssr=st.none() | unit,
+        delta=positive | st.sampled_from([0, 0.0, 1, math.inf]),
         aggregate=st.sampled_from(["parameters", "gradients"]),
         smoothing=st.none() | unit | st.just(1),
         window=some,
@@ -34,7 +33,7 @@ MADE: dict[str, st.SearchStrategy[Strategy]] = {
         warmup_steps=st.integers(0, 10**6),
         flags=st.sampled_from(["blocking", "deferred"]),
     )
-    | build(SelSync, delta=st.sampled_from([0, 0.0, math.inf])),
+    | build(SelSync, target_lssr=unit, window=some, max_interval=some),
     "async": build(
         AsyncAveraging,
         staleness=st.integers(1, 500).map(lambda half: 2 * half),
@@ -133,6 +132,7 @@ def test_only_what_differs_from_the_defaults_is_shown(
         ("selsync:delta=-1", ValueError, "delta must be at least 0"),
         ("selsync:delta=nan", ValueError, "delta must be at least 0"),
         ("selsync:flags=none", ValueError, 'flags must be "blocking" or "deferred", got None'),
+        ("selsync:delta=1,target_lssr=0.9", ValueError, "give delta or target_lssr, not both"),
         ("async:schedule=x", ValueError, 'schedule must be "cyclic" or "eager", got \'x\''),
     ],
 )

@@ -405,9 +405,10 @@ def test_max_interval_is_never_exceeded(aggregate: str, flags: str) -> None:
         assert result["stats"].flags == sum(result["flags"]), "a forced flag is not the trigger's"
 
 
-def test_max_interval_binds_an_infinite_threshold() -> None:
+@pytest.mark.parametrize("flags", ["blocking", "deferred"])
+def test_max_interval_binds_an_infinite_threshold(flags: str) -> None:
     """δ = ∞ with max_interval=H is local SGD with period H."""
-    strategy = offbeat.SelSync(delta=math.inf, max_interval=5)
+    strategy = offbeat.SelSync(delta=math.inf, max_interval=5, flags=flags)  # type: ignore[arg-type]
     expected = reference([18] * 2, "momentum", delta=math.inf, max_interval=5)
     for result in run(train, strategy, "momentum", [18] * 2, workers=2):
         assert result["synced"] == [step % 5 == 0 for step in range(1, 19)]
@@ -429,7 +430,7 @@ def test_warmup_steps_all_synchronize(aggregate: str) -> None:
 def targets(rank: int, size: int) -> list[Any]:
     strategies = [
         offbeat.SelSync(target_lssr=0.5),
-        offbeat.SelSync(target_lssr=0.9, delta=1e-3),
+        offbeat.SelSync(target_lssr=0.9),
         offbeat.SelSync(target_lssr=0.8, aggregate="gradients", window=5),
         offbeat.SelSync(target_lssr=0.7, flags="deferred", smoothing=0.3),
     ]
@@ -445,10 +446,14 @@ def test_target_share_of_local_steps_is_reached() -> None:
             assert result["synced"] == results[0][i]["synced"]
             assert result["thresholds"] == results[0][i]["thresholds"]
         thresholds, synced = results[0][i]["thresholds"], results[0][i]["synced"]
-        deferred = i == 3
-        for k in range(1 + deferred, 299):
-            decided = k - deferred  # decisions so far: a deferred first step has none
-            gain = max(0.1, 2 / math.sqrt(decided))
+        # δ becomes the workers' mean Δ once there is a finite one, in step 2, and then follows the
+        # decisions; with deferred flags all of this one step later.
+        late = int(i == 3)
+        assert set(thresholds[: 2 + late]) == {0.3}
+        mean = sum(r[i]["changes"][1] for r in results) / 3
+        assert thresholds[2 + late] == pytest.approx(mean, rel=1e-9)
+        for k in range(3 + late, 300):
+            gain = max(0.1, 2 / math.sqrt(k - 1 - late))
             ratio = math.exp(gain * (synced[k - 1] - (1 - target)))
             assert thresholds[k] == pytest.approx(thresholds[k - 1] * ratio, rel=1e-9)
 
@@ -627,8 +632,7 @@ def test_consensus_is_the_mean_of_all(flags: str) -> None:
         ({"target_lssr": 1.0}, ValueError, "target_lssr must be between 0 and 1, got 1.0"),
         ({"target_lssr": 0}, ValueError, "target_lssr must be between 0 and 1, got 0"),
         ({"target_lssr": "x"}, TypeError, "target_lssr must be a number, got 'x'"),
-        ({"target_lssr": 0.5, "delta": 0}, ValueError, "must be positive and finite, got 0"),
-        ({"target_lssr": 0.5, "delta": math.inf}, ValueError, "must be positive and finite"),
+        ({"target_lssr": 0.5, "delta": 0.2}, ValueError, "give delta or target_lssr, not both"),
     ],
 )
 def test_bad_arguments_name_what_is_allowed(

@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 class SelDPSampler(Sampler[int]):
     """Divide a dataset among workers by rotation; a drop-in for ``DistributedSampler``.
 
-    The indices, shuffled anew in every epoch, are cut into N chunks D_0 … D_{N−1}. Worker n reads::
+    The indices, shuffled anew in every epoch, are cut into N chunks D_0 … D_{N−1}. Worker n reads:
 
         D_n, D_{n+1}, …, D_{(n+N−1) mod N}
 

@@ -149,7 +149,7 @@ class TorchCommunicator(Communicator):
             gone, silent = self._roll_of_the_living()
             text = f"rank {self.rank}: {what} failed after {elapsed:.1f} s"
             if gone:
-                text += f": lost the connection to {_ranks(gone)}, which probably died"
+                text += f": lost the connection to {_ranks(gone)}, which died or gave up first"
             elif silent:
                 text += (
                     f": no answer from {_ranks(silent)}, busy elsewhere or stuck "

@@ -49,6 +49,12 @@ class Cluster:
         missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
         if missing:
             return f"{' and '.join(missing)} not found: install iproute2"
+        probe = f"{_PREFIX}-{os.getpid()}-probe"
+        try:
+            _run("ip", "netns", "add", probe)
+            _run("ip", "netns", "delete", probe)
+        except OffbeatError as error:  # root of a container without its capabilities
+            return str(error)
         return None
 
     def _node(self, rank: int) -> str:
@@ -148,3 +154,11 @@ def _run(*argv: str, check: bool = True) -> str:
     if check and done.returncode:
         raise OffbeatError(f"{' '.join(argv)} failed: {done.stderr.strip() or done.returncode}")
     return done.stdout
+
+
+if __name__ == "__main__":
+    # For `make demo`: the option that shapes links to the given rate, where that is possible.
+    reason = Cluster.why_not()
+    if reason is not None:
+        sys.stderr.write(f"no shaped links here ({reason}): running over loopback\n")
+    sys.stdout.write(f"--bandwidth {sys.argv[1]}\n" if reason is None else "")

@@ -99,7 +99,7 @@ def compare(
     on_start: Callable[[Job], None],
     on_event: Callable[[Event], None],
 ) -> list[Result]:
-    """Run ``job`` under each strategy and seed; append each result to ``output/results.jsonl``.
+    """Run ``job`` under each strategy and seed; write the results to ``output/results.jsonl``.
 
     Seeds are the outer loop, so that a machine that slows down slows all strategies down.
 

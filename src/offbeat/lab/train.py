@@ -6,6 +6,7 @@ a process group that exists already.
 
 import json
 import logging
+import math
 import os
 import random
 import sys
@@ -71,8 +72,10 @@ class Job:
         """
         if self.workers < 1:
             raise ValueError(f"workers must be at least 1, got {self.workers}")
-        if self.epochs is not None and not self.epochs > 0:
-            raise ValueError(f"epochs must be positive, got {self.epochs}")
+        if self.epochs is not None and not 0 < self.epochs < math.inf:
+            raise ValueError(f"epochs must be positive and finite, got {self.epochs}")
+        if not 0 < self.timeout_seconds < math.inf:
+            raise ValueError(f"timeout must be positive and finite, got {self.timeout_seconds}")
         parse_strategy(self.strategy)
         return find_recipe(self.recipe).build(self.setup())
 

@@ -60,7 +60,7 @@ class AsyncAveraging(Strategy):
     """Workers go on computing while their models are averaged; nobody waits for the network.
 
     **Update**. P is the last merged model, u a worker's own update since. At a snapshot s = P + u;
-    when the mean of all workers' s has arrived, some own steps later::
+    when the mean of all workers' s has arrived, some own steps later:
 
         M = Σ w·s / Σ w                       = P + mean(u): the paper's next P (Lemma 3.1)
         P ← M                                 plain, outer_lr=1 and outer_momentum=0
@@ -82,8 +82,8 @@ class AsyncAveraging(Strategy):
             in the records (``discrepancy``) and in ``Stats.details``. None: never.
 
     *Communication*: one mean of the model a merge, and five numbers; overlapped with τ/2 steps.
-    *Memory*: two flat copies (the snapshot, the sum in flight), a third while ``consensus`` or
-    ``finish`` averages; two more with outer momentum. *State*: all of these, counters; kept in
+    *Memory*: two flat copies (the snapshot, the sum in flight), and a third inside ``consensus``;
+    two more with outer momentum. *State*: all of these, counters; kept in
     checkpoints. The optimizer's state stays as it is.
 
     *Differs from the paper*: models are sent instead of updates, which is the same in exact
@@ -323,13 +323,13 @@ class AsyncAveraging(Strategy):
             self._await(worker)
             if merge.weight:
                 self._shift(worker, keep=True)
-        worker.average(_all(worker), what="consensus")
+        worker.average(_all(worker), lean=True, what="consensus")
 
     def drain(self, worker: Worker, roll: Roll) -> None:
         """Apply the merge in flight, then take the mean of what all workers have."""
         merges = worker.state.merges
         self._land(worker)
-        worker.average(_all(worker), what="final mean")
+        worker.average(_all(worker), lean=True, what="final mean")
         self._report(worker, merged=worker.state.merges > merges)
 
 

@@ -1,6 +1,6 @@
 """The contract between a strategy and the front door, and the round protocol they share.
 
-A strategy is a frozen set of hyper-parameters with four methods that ``attach`` calls::
+A strategy is a frozen set of hyper-parameters with four methods that ``attach`` calls:
 
     start(worker)        once; returns the strategy's mutable state, kept in ``worker.state``
     before_step(worker)  gradients are ready, parameters have not moved (once per optimizer)
@@ -143,23 +143,32 @@ class Worker:
         handle = self.fabric.sum(tensor, what=f"flag exchange at step {self.step}")
         return handle.then(lambda sums: Roll.read(sums.tolist(), values[0]))
 
-    def average(self, roll: Roll, *, buffers_only: bool = False, what: str = "mean") -> None:
+    def average(
+        self, roll: Roll, *, buffers_only: bool = False, lean: bool = False, what: str = "mean"
+    ) -> None:
         """x ← Σ w·x / Σ w over the workers, with the weights of ``roll``.
 
         Parameters and floating-point buffers are averaged (half types in float32), integer
         buffers take the maximum. Afterwards all workers hold the same bits. When nobody has news
-        nothing is sent: the models are already the same.
+        nothing is sent: the models are already the same. ``lean`` stages few buckets at a time and
+        keeps no staging memory afterwards.
         """
         if roll.weight == 0:
             return
         if self.size > 1:
             what = f"{what} of the model at step {self.step}"
             buckets = self.replica.buckets(buffers_only=buffers_only)
-            started = [self.fabric.sum(b.pack(roll.own_weight), what=what) for b in buckets]
+            ahead = 2 if lean else len(buckets)
+            handles: list[Handle[Tensor]] = []
+            for i in range(len(buckets) + ahead):
+                if i >= ahead:
+                    handles[i - ahead].wait()
+                    buckets[i - ahead].unpack(roll.weight)
+                    if lean:
+                        buckets[i - ahead].release()
+                if i < len(buckets):
+                    handles.append(self.fabric.sum(buckets[i].pack(roll.own_weight), what=what))
             self._maximum_of_integers(what)
-            for bucket, handle in zip(buckets, started, strict=True):
-                handle.wait()
-                bucket.unpack(roll.weight)
         self.steps_since_sync = 0
         self.has_news = False
 

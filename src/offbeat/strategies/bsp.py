@@ -21,7 +21,7 @@ class BSPState:
 class BSP(Strategy):
     """Average the gradients of all workers in every step, like DistributedDataParallel.
 
-    **Update**::
+    **Update**:
 
         g ← mean(g)
         x ← T(x, g)

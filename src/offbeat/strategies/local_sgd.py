@@ -18,7 +18,7 @@ class LocalSGDState:
 class LocalSGD(Strategy):
     """Each worker takes ``period`` steps by itself, then all take the mean of the models.
 
-    **Update**::
+    **Update**:
 
         x ← T(x, g)
         if steps since the last mean = H:  x ← mean(x)      H = 1 in the first warmup_steps steps

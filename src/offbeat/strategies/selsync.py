@@ -22,6 +22,7 @@ class SelSyncState:
     """The trigger (one an optimizer with ``aggregate="gradients"``) and the rolls under way."""
 
     changes: list[RelativeChange]
+    rounds: list[int]  # since the last synchronization; the same on all workers
     controller: ThresholdController | None
     means: list[GradientMean] = transient()  # one an optimizer, with aggregate="gradients"
     order: list[int] = transient()  # optimizers as they stepped last
@@ -29,15 +30,16 @@ class SelSyncState:
     squared: float = transient(default=0.0)  # ‖g‖² of this iteration so far
     synced: bool = transient(default=False)  # gradients were averaged in this iteration
     roll: Handle[Roll] | None = transient(default=None)  # called in this round
-    pending: Handle[Roll] | None = transient(default=None)  # with deferred flags: the round before
-    late: list[float] = field(default_factory=list)  # the pending roll, once a checkpoint asked
+    # With deferred flags the rolls of the round before, by optimizer; `late` once checkpointed.
+    pending: dict[int, Handle[Roll]] = transient(default_factory=dict)
+    late: dict[int, list[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SelSync(Strategy):
     """Selective synchronization by the relative change of the gradient.
 
-    **Update**, on each worker, N workers::
+    **Update**, on each worker, N workers:
 
         s = ‖g‖²                                    before clipping, after AMP unscaling
         m_i = (1 − a)·m_{i−1} + a·s,  m_0 = s       a = N/100 unless ``smoothing`` is given
@@ -49,18 +51,19 @@ class SelSync(Strategy):
     Args:
         delta: δ ≥ 0. 0 synchronizes every step (BSP), ``inf`` never. Not portable between models,
             batch sizes and smoothings: prefer ``target_lssr``.
-        target_lssr: Wanted share of local steps in (0, 1). δ then starts at ``delta`` and follows
-            the decisions, the same on all workers.
+        target_lssr: Wanted share of local steps in (0, 1). δ is then set to the workers' mean Δ as
+            soon as one is known, and follows the decisions from there, the same on all workers.
         aggregate: What a synchronization averages. The paper found parameters better: gradients
             leave the workers' models apart.
         smoothing: a in (0, 1]; None is N/100, at most 1.
         window: Smooth over this many last steps only, instead of all (the paper uses 25).
-        max_interval: Never more than this many steps without synchronization (≥ 1).
+        max_interval: Synchronize at the latest in every so manieth step (≥ 1).
         warmup_steps: Synchronize each of the first steps.
         flags: "blocking" waits for the others' flags, exchanged while the optimizer steps;
-            "deferred" acts one step later on flags that have had a whole step to arrive.
+            "deferred" acts one step later on flags that have had a whole step to arrive; its first
+            step never synchronizes.
 
-    *Communication*: four numbers a step, and the model (or gradient) when any worker's flag is
+    *Communication*: five numbers a step, and the model (or gradient) when any worker's flag is
     set; 1/(1 − LSSR) times less than BSP. *Memory*: one flat copy of the model. *State*: m, the
     threshold, the steps since the last synchronization; kept in checkpoints.
 
@@ -91,10 +94,9 @@ class SelSync(Strategy):
             require_number("target_lssr", self.target_lssr)
             if not 0 < self.target_lssr < 1:
                 raise ValueError(f"target_lssr must be between 0 and 1, got {self.target_lssr}")
-            if not 0 < self.delta < math.inf:
+            if self.delta != type(self).delta:
                 raise ValueError(
-                    "with target_lssr, delta is where the threshold starts and must be positive "
-                    f"and finite, got {self.delta}"
+                    "target_lssr finds the threshold itself: give delta or target_lssr, not both"
                 )
         if self.aggregate not in ("parameters", "gradients"):
             raise ValueError(
@@ -116,9 +118,10 @@ class SelSync(Strategy):
         """A fresh trigger."""
         a = min(1.0, worker.size / 100) if self.smoothing is None else self.smoothing
         averaged = worker.parts if self.aggregate == "gradients" else []
-        target = self.target_lssr
+        target, count = self.target_lssr, len(averaged) or 1
         return SelSyncState(
-            changes=[RelativeChange(a, self.window) for _ in range(len(averaged) or 1)],
+            changes=[RelativeChange(a, self.window) for _ in range(count)],
+            rounds=[int(self.flags == "deferred")] * count,  # its first step acts on no round
             controller=None if target is None else ThresholdController(target, self.delta),
             means=[GradientMean(worker.fabric, p.parameters, overlap=False) for p in averaged],
             order=list(range(len(worker.parts))),
@@ -130,35 +133,33 @@ class SelSync(Strategy):
         squared = squared_norm(worker.parts[worker.part].gradients())
         state.squared += squared
         if self.aggregate == "gradients":
-            flag = self._flag(worker, state.changes[worker.part].update(squared))
-            state.roll = worker.call_roll(stepping=True, flag=flag)
+            self._send_flag(worker, state.changes[worker.part].update(squared))
             self._average_gradients(worker, worker.part, contribute=math.isfinite(squared))
             state.stepped.append(worker.part)
         elif worker.completes_iteration:
             worker.norm_squared = state.squared
-            flag = self._flag(worker, state.changes[0].update(state.squared))
-            state.roll = worker.call_roll(stepping=True, flag=flag)
+            self._send_flag(worker, state.changes[0].update(state.squared))
         if worker.completes_iteration:
             state.squared = 0.0
 
-    def _flag(self, worker: Worker, change: float) -> bool:
-        """Whether this worker asks for a synchronization."""
+    def _send_flag(self, worker: Worker, change: float) -> None:
+        """Call the roll: whether this worker asks for a synchronization, and its Δ."""
         state: SelSyncState = worker.state
         delta = self.delta if state.controller is None else state.controller.delta
         # Δ is ∞ at the first step, and ∞ ≥ ∞: a threshold that nothing reaches must stay so.
         flag = change >= delta and delta != math.inf
         worker.record.update(change=change, threshold=delta, flag=flag)
-        forced = worker.step < self.warmup_steps
-        if self.max_interval is not None:
-            forced |= worker.steps_since_sync + 1 >= self.max_interval
-        return flag or forced
+        state.roll = worker.call_roll(
+            stepping=True,
+            flag=flag or worker.step < self.warmup_steps,
+            measure=change if math.isfinite(change) else 0.0,
+        )
 
     def after_step(self, worker: Worker) -> bool:
         """With parameters: take the mean if any flag is set."""
         state: SelSyncState = worker.state
         if self.aggregate == "parameters":
-            roll = self._decision(worker)
-            return self._average_models(worker, roll)
+            return self._average_models(worker)[1]
         state.order, state.stepped = list(dict.fromkeys(state.stepped)), []
         synced, state.synced = state.synced, False
         if synced:
@@ -174,43 +175,57 @@ class SelSync(Strategy):
             if self.aggregate == "gradients":
                 roll = self._average_gradients(worker, part, contribute=False)
             else:
-                roll = self._decision(worker)
-                self._average_models(worker, roll)
+                roll, _ = self._average_models(worker)
             if roll is not None and roll.stepping == 0:
                 # Everyone has arrived; a deferred roll called since says the same, more recently.
-                newest, state.pending = state.pending, None
+                newest = state.pending.pop(part, None)
                 return roll if newest is None else newest.wait()
         return roll
 
-    def _decision(self, worker: Worker) -> Roll | None:
-        """The roll to act on in this round; None in the first one with deferred flags."""
+    def _decide(self, worker: Worker, part: int) -> tuple[Roll | None, bool]:
+        """The roll to act on, None in the first round with deferred flags; whether to synchronize.
+
+        Every worker takes part in every round, so all decide alike.
+        """
         state: SelSyncState = worker.state
         handle, state.roll = state.roll, None
-        if self.flags == "deferred":
-            if state.pending is None and state.late:  # loaded from a checkpoint
-                state.pending = Completed(Roll.read(state.late[:-1], state.late[-1]))
-            state.pending, handle, state.late = handle, state.pending, []
+        if self.flags == "deferred" and handle is not None:
+            if part in state.late:  # loaded from a checkpoint
+                late = state.late.pop(part)
+                state.pending.setdefault(part, Completed(Roll.read(late[:-1], late[-1])))
+            before = state.pending.get(part)
+            state.pending[part], handle = handle, before
         roll = None if handle is None else handle.wait()
-        if roll is not None and roll.stepping and state.controller is not None:
-            state.controller.update(roll.flag > 0)
-        return roll
+        if roll is None or roll.stepping == 0:
+            return roll, False
+        state.rounds[part] += 1
+        due = self.max_interval is not None and state.rounds[part] >= self.max_interval
+        synced = roll.flag > 0 or due
+        if synced:
+            state.rounds[part] = 0
+        if state.controller is not None:
+            state.controller.update(synced, roll.measure / roll.stepping)
+        return roll, synced
 
     def settle(self, worker: Worker) -> None:
-        """Keep the deferred roll, which the next step will act on."""
-        if worker.state.pending is not None:
-            worker.state.late = list(astuple(worker.state.pending.wait()))
+        """Keep the deferred rolls, which the next step will act on."""
+        state: SelSyncState = worker.state
+        state.late |= {part: list(astuple(p.wait())) for part, p in state.pending.items()}
 
-    def _average_models(self, worker: Worker, roll: Roll | None) -> bool:
+    def _average_models(self, worker: Worker) -> tuple[Roll | None, bool]:
         """x ← mean(x), if any flag is set."""
-        if roll is None or roll.flag == 0:
-            return False
-        worker.average(roll)
-        return True
+        roll, synced = self._decide(worker, 0)
+        if synced and roll is not None:
+            # Deferred flags are a step old: since then a worker that has finished may have been
+            # averaged, and must not count again.
+            now = worker.call_roll(stepping=False).wait() if self.flags == "deferred" else roll
+            worker.average(now)
+        return roll, synced
 
     def _average_gradients(self, worker: Worker, part: int, *, contribute: bool) -> Roll | None:
         """g ← mean(g) over the workers whose gradient is finite, if any flag is set."""
-        roll = self._decision(worker)
-        if roll is not None and roll.flag:
+        roll, synced = self._decide(worker, part)
+        if synced:
             worker.state.means[part].reduce([], contribute=contribute)
             worker.state.synced = True
         return roll

@@ -1,0 +1,21 @@
+"""Every benchmark that has a target, one after the other: ``python -m benchmarks [NAME …]``."""
+
+import argparse
+import importlib
+
+from benchmarks.harness import HEADER, report
+
+NAMES = ("trigger", "attach", "average", "bsp", "idle", "memory", "discrepancy")
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", default=NAMES, help=f"of {', '.join(NAMES)}")
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions, nothing saved")
+    options = parser.parse_args()
+    unknown = set(options.names) - set(NAMES)
+    if unknown:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
+    print(HEADER)
+    for name in options.names:
+        module = importlib.import_module(f"benchmarks.{name}")
+        report(module.results(quick=options.quick), save=not options.quick)
