@@ -34,8 +34,6 @@ from problems import (
 )
 from workers import run
 
-torch.optim.SGD([torch.zeros(1)], lr=0.1)  # loads what optimizers need before workers are forked
-
 EVERY = [
     offbeat.BSP(),
     offbeat.LocalSGD(period=2),

@@ -20,8 +20,6 @@ from offbeat.strategies.base import Strategy
 from problems import PARAMETERS, flat, loss_of, make_batch, make_model, train_step
 from workers import run
 
-torch.optim.SGD([torch.zeros(1)], lr=0.1)  # loads what optimizers need before workers are forked
-
 EVERY = [
     offbeat.BSP(),
     offbeat.LocalSGD(period=1),
@@ -143,7 +141,7 @@ def test_a_dead_worker_is_named_by_every_survivor_within_seconds(
         assert kinds[0] == "CommunicationError", text
         assert re.match(rf"rank {rank}: .+ failed after \d+\.\d s: ", text), text
         assert re.search(r"flag exchange at step|mean of the|merge \d+ of the models", text), text
-        assert "lost the connection to rank 1, which died or gave up first" in text
+        assert "lost the connection to rank 1, which" in text
         assert seconds < 10, "far below timeout_seconds=15"
         assert 2 <= steps <= 6
         assert finite
@@ -171,6 +169,7 @@ def test_survivors_that_are_no_neighbours_of_the_dead_learn_soon_too(tmp_path: P
     for rank in (0, 2, 3, 4):
         kinds, text, seconds = results[rank]
         assert kinds[0] == "CommunicationError", text
+        assert "lost the connection to rank 1, which" in text, "and nobody else"
         assert seconds < 9, text
 
 

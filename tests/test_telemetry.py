@@ -17,8 +17,6 @@ from offbeat.telemetry import JsonLines, Stats, open_sinks
 from problems import PARAMETERS, changes, gradients, loss_of, make_batch, make_model, squared
 from workers import run
 
-torch.optim.SGD([torch.zeros(1)], lr=0.1)  # loads what optimizers need before workers are forked
-
 
 def refuse(name: str) -> None:
     raise ValueError(f"{name} is not JSON")

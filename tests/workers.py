@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports, once, what optimizers need in every child
+
 
 class WorkerFailedError(AssertionError):
     """A worker raised; the message holds its traceback."""

@@ -123,10 +123,11 @@ class Synchronizer:
                 "a parameter group was added to the optimizer after attach(): detach() and attach "
                 "again so that all workers agree on what is averaged"
             )
-        self._prepared.add(index)
         worker.part = index
-        worker.completes_iteration = len(self._stepped | self._prepared) == len(worker.parts)
+        coming = self._stepped | self._prepared | {index}
+        worker.completes_iteration = len(coming) == len(worker.parts)
         self.strategy.before_step(worker)
+        self._prepared.add(index)  # not before: a step after a failure must fail, too
 
     def complete(self, index: int) -> None:
         """Optimizer ``index`` has stepped, or a GradScaler has skipped its step."""
@@ -294,6 +295,7 @@ class Synchronizer:
         stats.wait_seconds += fabric.wait_seconds - self._seen[0]
         stats.payload_bytes += fabric.payload_bytes - self._seen[1]
         self.detach()
+        fabric.close()  # not in detach(): after a failure a group may never come to rest
 
     def detach(self) -> None:
         """Remove all hooks and leave this worker's model as it is. Not a collective."""
@@ -310,7 +312,6 @@ class Synchronizer:
             attached.discard(thing)
         for sink in self._sinks:
             sink.close()
-        self._fabric.close()
 
     def _require_active(self, what: str) -> None:
         if not self._active:

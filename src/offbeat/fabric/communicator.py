@@ -20,7 +20,11 @@ class Handle(ABC, Generic[T]):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether ``wait`` would return at once. Never blocks."""
+        """Whether ``wait`` would return at once. Never blocks.
+
+        Of a message (``send``, ``receive``) a backend may know only once it was waited for; gloo
+        is one.
+        """
 
     @abstractmethod
     def wait(self) -> T:

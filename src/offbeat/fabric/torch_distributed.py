@@ -14,8 +14,7 @@ from torch import Tensor
 
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout
 from offbeat.fabric.communicator import Communicator, Handle
-
-_PROBE_SECONDS = 3.0  # how long a failed worker waits for the others to say that they are alive
+from offbeat.fabric.health import Health, hang_up
 
 
 class _Work(Handle[Tensor]):
@@ -69,12 +68,7 @@ class TorchCommunicator(Communicator):
         self._group = dist.new_group(
             members, timeout=limit, backend=self.backend, use_local_synchronization=True
         )
-        self._health = dist.new_group(
-            members,
-            timeout=timedelta(seconds=_PROBE_SECONDS),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
+        self._health = Health(members)
         self._failed: CommunicationError | None = None
 
     @property
@@ -87,6 +81,11 @@ class TorchCommunicator(Communicator):
     def now(self) -> float:
         """Seconds of the monotonic clock."""
         return time.perf_counter()
+
+    def close(self) -> None:
+        """Give up the process groups; nothing may be under way."""
+        dist.destroy_process_group(self._group)
+        self._health.close()
 
     def sum(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
         """All-reduce by addition."""
@@ -146,7 +145,9 @@ class TorchCommunicator(Communicator):
         elapsed = time.perf_counter() - started
         if self._failed is None:
             timed_out = elapsed >= 0.95 * self.timeout_seconds
-            gone, silent = self._roll_of_the_living()
+            if self.backend == "gloo":
+                hang_up(self._group)
+            gone, silent = self._health.missing()
             text = f"rank {self.rank}: {what} failed after {elapsed:.1f} s"
             if gone:
                 text += f": lost the connection to {_ranks(gone)}, which died or gave up first"
@@ -163,29 +164,6 @@ class TorchCommunicator(Communicator):
             kind = CommunicationTimeout if timed_out else CommunicationError
             self._failed = kind(f"{text}. {self.backend} said: {_first_line(error)}")
         return self._failed
-
-    def _roll_of_the_living(self) -> tuple[list[int], list[int]]:
-        """Ranks whose connection is gone, and ranks that did not answer in time."""
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        gone: list[int] = []
-        silent: list[int] = []
-        answers: list[tuple[int, dist.Work]] = []
-        for other in others:
-            try:
-                dist.isend(torch.ones(1), group=self._health, group_dst=other)
-                answer = dist.irecv(torch.zeros(1), group=self._health, group_src=other)
-                if answer is not None:
-                    answers.append((other, answer))
-            except RuntimeError:
-                gone.append(other)
-        deadline = time.perf_counter() + _PROBE_SECONDS
-        for other, answer in answers:
-            try:
-                answer.wait(timedelta(seconds=max(0.01, deadline - time.perf_counter())))
-            except RuntimeError as error:
-                lost = "imed out" not in str(error)
-                (gone if lost else silent).append(other)
-        return gone, silent
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -1,0 +1,87 @@
+"""Memory that a strategy adds, in copies of the model: peak resident size of a worker process.
+
+Each case runs in fresh processes: some steps without Offbeat, then steps under the strategy, each
+with its own peak (the kernel's VmHWM, reset in between). The difference is divided by the bytes of
+the model. What the network library stages on the way counts too.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import offbeat
+from benchmarks.average import make_model
+from benchmarks.harness import HEADER, Result, report
+from benchmarks.processes import run
+
+MILLIONS = 50
+CASES: list[tuple[str, bool, float]] = [  # strategy, with consensus(), most copies
+    ("bsp", False, 1.0),
+    ("local:period=2", False, 1.0),
+    ("selsync:delta=0", False, 1.0),
+    ("async:staleness=4", False, 3.0),
+    ("async:staleness=4,schedule=eager", False, 3.0),
+    ("async:staleness=4", True, 3.0),
+]
+
+
+def _peak() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("no VmHWM in /proc/self/status")
+
+
+def _reset() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def measure(strategy: str, consensus: bool) -> dict[str, float]:
+    """Runs on every worker: peaks in bytes without and with the strategy, and the model's bytes."""
+    model = make_model(MILLIONS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    x = torch.randn(4, 1024)
+
+    def steps() -> int:
+        _reset()
+        for _ in range(9):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        return _peak()
+
+    warm = torch.zeros(1_000_000)  # the network library's own buffers
+    dist.all_reduce(warm)
+    steps()
+    without = steps()
+    sync = offbeat.attach(model, optimizer, offbeat.parse_strategy(strategy))
+    attached = steps()
+    if consensus:
+        with sync.consensus():
+            pass
+        attached = max(attached, _peak())
+    sync.finish()
+    size = sum(p.nbytes for p in model.parameters())
+    return {"without": without, "attached": attached, "model": size}
+
+
+def results(*, quick: bool = False) -> list[Result]:
+    """All figures of this benchmark."""
+    found = []
+    for strategy, consensus, target in CASES[:3] if quick else CASES:
+        each = run(measure, workers=2, strategy=strategy, consensus=consensus)
+        value = max((one["attached"] - one["without"]) / one["model"] for one in each)
+        what = f"{strategy}{' with consensus()' if consensus else ''}, {MILLIONS} M parameters"
+        config = {"strategy": strategy, "workers": 2, "consensus": consensus}
+        found.append(Result("memory", what, value, target, "copies", config, each[0]))
+    return found
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions, nothing saved")
+    quick = parser.parse_args().quick
+    print(HEADER)
+    report(results(quick=quick), save=not quick)
