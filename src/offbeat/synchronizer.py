@@ -295,7 +295,6 @@ class Synchronizer:
         stats.wait_seconds += fabric.wait_seconds - self._seen[0]
         stats.payload_bytes += fabric.payload_bytes - self._seen[1]
         self.detach()
-        fabric.close()  # not in detach(): after a failure a group may never come to rest
 
     def detach(self) -> None:
         """Remove all hooks and leave this worker's model as it is. Not a collective."""

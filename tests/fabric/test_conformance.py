@@ -411,16 +411,12 @@ class Clocked(SingleCommunicator):
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.closed = False
 
     def now(self) -> float:
         return self.seconds
 
     def sum(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
         return _Slow(self, tensor)
-
-    def close(self) -> None:
-        self.closed = True
 
 
 class _Slow(Handle[Tensor]):
@@ -453,5 +449,3 @@ def test_wait_seconds_are_those_blocked_in_wait() -> None:
         failing.wait()
     assert account.wait_seconds == 4.5
     assert account.now() == clock.seconds == 14.5
-    account.close()
-    assert clock.closed

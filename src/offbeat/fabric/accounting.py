@@ -100,7 +100,3 @@ class Accounting(Communicator):
         return self._count(
             tensor[:0], lambda: self._inner.receive(tensor, source=source, tag=tag, what=what)
         )
-
-    def close(self) -> None:
-        """Close the wrapped communicator."""
-        self._inner.close()

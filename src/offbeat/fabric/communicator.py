@@ -112,9 +112,6 @@ class Communicator(ABC):
     def receive(self, tensor: Tensor, *, source: int, tag: int = 0, what: str) -> Handle[Tensor]:
         """Start filling ``tensor`` with what worker ``source`` sends under the same ``tag``."""
 
-    def close(self) -> None:  # noqa: B027 - most communicators hold nothing to release
-        """Release what the communicator holds. Not a collective."""
-
     def any(self, flag: bool, *, what: str) -> Handle[bool]:
         """Start deciding whether ``flag`` is true on at least one worker."""
         tensor = torch.tensor([float(flag)], device=self.control_device)

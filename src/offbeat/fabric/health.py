@@ -29,10 +29,6 @@ class Health:
         )
         self._messages: list[dist.Work | None] = []  # gloo may lose one that nobody holds
 
-    def close(self) -> None:
-        """Give up the group."""
-        dist.destroy_process_group(self._group)
-
     def missing(self) -> tuple[list[int], list[int]]:
         """Ranks whose connection is gone, and ranks that do not answer. Takes up to 3 s."""
         rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)

@@ -82,11 +82,6 @@ class TorchCommunicator(Communicator):
         """Seconds of the monotonic clock."""
         return time.perf_counter()
 
-    def close(self) -> None:
-        """Give up the process groups; nothing may be under way."""
-        dist.destroy_process_group(self._group)
-        self._health.close()
-
     def sum(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
         """All-reduce by addition."""
         return _Work(
