@@ -162,7 +162,7 @@ class Worker:
             handles: list[Handle[Tensor]] = []
             for i in range(len(buckets) + ahead):
                 if i >= ahead:
-                    handles[i - ahead].wait()
+                    handles.pop(0).wait()
                     buckets[i - ahead].unpack(roll.weight)
                     if lean:
                         buckets[i - ahead].release()
