@@ -124,15 +124,16 @@ def _link(bandwidth: str | None, workers: int) -> Iterator[Cluster | None]:
 
 
 def _show(results: list[comparison.Result]) -> None:
-    table = Table(
-        title=report.caption(results), title_justify="left", title_style="dim", padding=(0, 0)
-    )
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in report.HEADINGS:
         first = heading == "strategy"
         table.add_column(heading, justify="left" if first else "right", no_wrap=first)
-    for row in report.rows(results):
+    for row in report.rows(results, ranges=False):  # there is no room for them
         table.add_row(*row)
+    console.print()
+    console.print(report.caption(results), style="dim", highlight=False)
     console.print(table)
+    console.print()
 
 
 @app.command()

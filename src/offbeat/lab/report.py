@@ -31,15 +31,15 @@ def groups(results: Sequence[Result]) -> dict[str, list[Result]]:
     return found
 
 
-def _spread(values: Sequence[float], form: str) -> str:
+def _spread(values: Sequence[float], form: str, ranges: bool) -> str:
     """The median, and with several values the range."""
     text = format(statistics.median(values), form)
-    if len(values) > 1:
+    if ranges and len(values) > 1:
         text += f" ({format(min(values), form)}-{format(max(values), form)})"
     return text
 
 
-def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
+def rows(results: Sequence[Result], *, ranges: bool = True) -> list[tuple[str, ...]]:
     """One row a strategy, in the order of ``HEADINGS``; medians over seeds, with their range."""
     table: list[tuple[str, ...]] = []
     first: float | None = None
@@ -52,13 +52,13 @@ def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
         table.append(
             (
                 strategy,
-                "not reached" if reached is None else _spread(times, ".1f") + " s",
+                "not reached" if reached is None else _spread(times, ".1f", ranges) + " s",
                 speedup,
-                _spread([run["final"] for run in runs], ".4f"),
-                _spread([run["seconds"] for run in runs], ".1f") + " s",
-                _spread([run["lssr"] for run in runs], ".2f"),
+                _spread([run["final"] for run in runs], ".4f", ranges),
+                _spread([run["seconds"] for run in runs], ".1f", ranges) + " s",
+                _spread([run["lssr"] for run in runs], ".2f", ranges),
                 show_bytes(statistics.median(run["payload_bytes"] for run in runs)),
-                _spread([100 * run["idle"] for run in runs], ".0f") + " %",
+                _spread([100 * run["idle"] for run in runs], ".0f", ranges) + " %",
             )
         )
     return table
