@@ -1,26 +1,198 @@
-"""Bandwidths and bytes as people write them."""
+"""Quantities with units as people write them."""
 
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from offbeat.units import parse_bandwidth, show_bandwidth, show_bytes
+from offbeat.units import (
+    parse_bandwidth,
+    parse_bytes,
+    parse_count,
+    parse_seconds,
+    show_bandwidth,
+    show_bytes,
+    show_seconds,
+    to_bandwidth,
+    to_bytes,
+    to_seconds,
+)
+
+READERS = [
+    (to_bandwidth, "1Gbit/s", 1e9),
+    (to_seconds, "50ms", 0.05),
+    (to_bytes, "25MB", 25e6),
+]
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("1Gbit/s", 1e9), ("200mbit", 2e8), ("25 Gbps", 25e9), ("1.5Mbit/s", 1.5e6), ("9bit/s", 9)],
+    [
+        ("1Gbit/s", 1e9),
+        ("200mbit", 2e8),
+        ("200mbit/s", 2e8),
+        ("5gbit", 5e9),
+        ("25 Gbps", 25e9),
+        ("1.5Mbit/s", 1.5e6),
+        ("9bit/s", 9),
+        (" 2 kbits/s ", 2e3),
+        ("1e3 GBIT/S", 1e12),
+    ],
 )
 def test_bandwidth_is_read(text: str, value: float) -> None:
     assert parse_bandwidth(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "fast", "1", "1GB/s", "-1Gbit/s", "0Gbit/s", "1.2.3Gbit/s"])
-def test_other_forms_are_refused(text: str) -> None:
-    """The error shows the right form."""
-    with pytest.raises(ValueError, match="write a number and a unit, like 1Gbit/s"):
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "fast", "1", "-1Gbit/s", "0Gbit/s", "1.2.3Gbit/s", "1e999Gbit/s", "inf Gbit/s"),
+        *("1GB/s", "1GBps", "1 GBPS", "1Gb/s", "1Gbit/s 2Gbit/s"),
+    ],
+)
+def test_other_bandwidths_are_refused(text: str) -> None:
+    """The error shows the right form, and that bytes a second are not meant."""
+    form = r"write a number and a unit, like 1Gbit/s or 200Mbit/s \(bits, not bytes\)"
+    with pytest.raises(ValueError, match=form):
         parse_bandwidth(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("100us", 1e-4),
+        ("100 µs", 1e-4),
+        ("100μs", 1e-4),
+        ("50ms", 0.05),
+        ("1.5 s", 1.5),
+        ("2min", 120.0),
+        ("1h", 3600.0),
+        ("3ns", 3e-9),
+        ("1e-3s", 1e-3),
+    ],
+)
+def test_seconds_are_read(text: str, value: float) -> None:
+    """To the last bit: both the micro sign and the Greek letter, no 9.999999999999999e-05."""
+    assert parse_seconds(text) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1", "1 minute", "5MS", "-1s", "0s", "1:30", "1..5s", "nan s"]
+)
+def test_other_durations_are_refused(text: str) -> None:
+    """The error shows the right form; a megasecond is not a millisecond."""
+    with pytest.raises(ValueError, match="write a number and a unit, like 100us, 50ms"):
+        parse_seconds(text)
+
+
+def test_zero_seconds_are_read_where_allowed() -> None:
+    """A latency may be nothing, a step may not."""
+    assert parse_seconds("0us", allow_zero=True) == 0
+    assert to_seconds("0s", allow_zero=True) == to_seconds(0, allow_zero=True) == 0
+    with pytest.raises(ValueError, match="at least 0"):
+        to_seconds(-1, allow_zero=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("25MB", 25e6),
+        ("1.5 GB", 1.5e9),
+        ("64 KiB", 65536),
+        ("2GiB", 2 * 2**30),
+        ("1kB", 1e3),
+        ("1KB", 1e3),
+        ("7B", 7),
+        ("1TB", 1e12),
+        ("1TiB", 2**40),
+    ],
+)
+def test_bytes_are_read(text: str, value: float) -> None:
+    assert parse_bytes(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "25", "25Mb", "25mb", "25Mbit", "25M", "0B", "-1MB"])
+def test_other_sizes_are_refused(text: str) -> None:
+    """The error shows the right form; Mb would be bits."""
+    with pytest.raises(ValueError, match="write a number and a unit, like 25MB or 64KiB"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("25M", 25e6), ("1.2B", 1.2e9), ("7e6", 7e6), ("110 m", 110e6), ("1T", 1e12), ("12", 12)],
+)
+def test_counts_are_read(text: str, value: float) -> None:
+    assert parse_count(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "many", "25MB", "0", "-5M", "1e999"])
+def test_other_counts_are_refused(text: str) -> None:
+    """The error shows the right form."""
+    with pytest.raises(ValueError, match="write a number with k, M, B, T or nothing behind it"):
+        parse_count(text)
+
+
+@pytest.mark.parametrize(("read", "text", "value"), READERS)
+def test_text_and_numbers_are_taken(read: Callable[[Any], float], text: str, value: float) -> None:
+    """A number is in base units already; numpy's are numbers too."""
+    assert read(text) == read(value) == read(np.float64(value)) == value
+    assert read(7) == read(np.int64(7)) == 7
+    assert type(read(np.float32(1))) is float
+
+
+@pytest.mark.parametrize(("read", "text", "_"), READERS)
+@pytest.mark.parametrize("number", [0, -1, math.inf, math.nan, 10**400])
+def test_other_numbers_are_refused(
+    read: Callable[[Any], float], text: str, _: float, number: float
+) -> None:
+    """Positive and finite; the error shows the right form."""
+    with pytest.raises(ValueError, match=f"finite and positive.*{text}"):
+        read(number)
+
+
+@pytest.mark.parametrize(("read", "text", "_"), READERS)
+@pytest.mark.parametrize("value", [None, True, [1], b"1s", 1j])
+def test_other_types_are_refused(
+    read: Callable[[Any], float], text: str, _: float, value: object
+) -> None:
+    """Neither text nor a real number is a TypeError that shows the right form."""
+    with pytest.raises(TypeError, match=text):
+        read(value)
 
 
 def test_numbers_are_shown() -> None:
     assert show_bandwidth(2e8) == "200 Mbit/s"
     assert show_bandwidth(12) == "12 bit/s"
     assert [show_bytes(n) for n in (12, 1300, 2.5e6, 4e9)] == ["12 B", "1.3 kB", "2.5 MB", "4.0 GB"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.12, "120 ms"),
+        (1e-4, "100 us"),
+        (2.5e-9, "2.5 ns"),
+        (1.5, "1.5 s"),
+        (59, "59 s"),
+        (90, "1.5 min"),
+        (7200, "2 h"),
+        (0.00099996, "1000 us"),
+        (0, "0 s"),
+        (-0.12, "-120 ms"),
+        (math.inf, "inf s"),
+    ],
+)
+def test_seconds_are_shown(seconds: float, text: str) -> None:
+    assert show_seconds(seconds) == text
+
+
+@settings(deadline=None, max_examples=100, derandomize=True, database=None)
+@given(st.floats(1e-12, 1e9))
+def test_shown_seconds_are_read(seconds: float) -> None:
+    """What is shown can be typed; it has four digits."""
+    assert parse_seconds(show_seconds(seconds)) == pytest.approx(seconds, rel=5.01e-4)

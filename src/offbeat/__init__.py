@@ -10,6 +10,7 @@ from offbeat.errors import (
     OffbeatError,
 )
 from offbeat.schedule import LinearScalingWarmup
+from offbeat.simulate import Compute, Network, Simulation, simulate
 from offbeat.strategies import BSP, AsyncAveraging, LocalSGD, SelSync, Strategy, parse_strategy
 from offbeat.synchronizer import Synchronizer
 from offbeat.telemetry import JsonLines, Stats, TensorBoard
@@ -22,12 +23,15 @@ __all__ = [
     "AttachError",
     "CommunicationError",
     "CommunicationTimeout",
+    "Compute",
     "JsonLines",
     "LinearScalingWarmup",
     "LocalSGD",
     "MismatchError",
+    "Network",
     "OffbeatError",
     "SelSync",
+    "Simulation",
     "Stats",
     "Strategy",
     "Synchronizer",
@@ -35,4 +39,5 @@ __all__ = [
     "attach",
     "data",
     "parse_strategy",
+    "simulate",
 ]

@@ -81,6 +81,10 @@ def _communicator(group: dist.ProcessGroup | None, timeout_seconds: float) -> Co
             "torch.distributed is not initialised: call torch.distributed.init_process_group() "
             "before offbeat.attach(), and start the script with torchrun"
         )
+    make = getattr(group or dist.group.WORLD, "make_communicator", None)
+    if make is not None:  # a simulated group
+        made: Communicator = make()
+        return made
     if dist.get_world_size(group) == 1:
         return SingleCommunicator()
     communicator = TorchCommunicator(group, timeout_seconds=timeout_seconds)

@@ -28,7 +28,7 @@ from offbeat.lab import compare as comparison
 from offbeat.lab import report
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.recipes import RECIPES, find_recipe
-from offbeat.lab.train import Event, Job, train_worker
+from offbeat.lab.train import Event, Job, share_cores, train_worker
 from offbeat.strategies import STRATEGIES, Strategy
 from offbeat.units import parse_bandwidth, show_bytes
 
@@ -203,6 +203,7 @@ def _join(job: Job, bandwidth: str | None) -> None:
             )
 
     try:
+        share_cores(job.workers)
         train_worker(job, tell)
     finally:
         dist.destroy_process_group()
@@ -259,7 +260,7 @@ def compare(
             job,
             strategy,
             seeds=seeds,
-            cluster=cluster,
+            place=cluster,
             output=output,
             on_start=bar.start,
             on_event=bar.event,

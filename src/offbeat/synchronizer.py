@@ -63,6 +63,7 @@ class Synchronizer:
         self._scaler = None if scaler is None else ScalerHooks(scaler, self)
         self._things = (model, *(part.optimizer for part in parts))
         attached.update(self._things)
+        self._fabric.watch(lambda: self._stats)
         self._clock = self._fabric.now()
         self._seen = (self._fabric.wait_seconds, self._fabric.payload_bytes)
 
@@ -123,6 +124,8 @@ class Synchronizer:
                 "a parameter group was added to the optimizer after attach(): detach() and attach "
                 "again so that all workers agree on what is averaged"
             )
+        if not self._stepped and not self._prepared:
+            self._fabric.computed()
         worker.part = index
         coming = self._stepped | self._prepared | {index}
         worker.completes_iteration = len(coming) == len(worker.parts)

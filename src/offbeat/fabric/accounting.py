@@ -40,6 +40,7 @@ class Accounting(Communicator):
     def __init__(self, inner: Communicator) -> None:
         self._inner = inner
         self.rank, self.size = inner.rank, inner.size
+        self.overlaps_backward = inner.overlaps_backward
         self.payload_bytes = 0
         self.wait_seconds = 0.0
         self._paused = False
@@ -67,6 +68,14 @@ class Accounting(Communicator):
         if not self._paused:
             self.payload_bytes += tensor.nbytes
         return _Timed(start(), self)
+
+    def computed(self) -> None:
+        """As the wrapped communicator; computing is not waiting."""
+        self._inner.computed()
+
+    def watch(self, totals: Callable[[], object]) -> None:
+        """As the wrapped communicator."""
+        self._inner.watch(totals)
 
     def now(self) -> float:
         """Seconds on the wrapped communicator's clock."""

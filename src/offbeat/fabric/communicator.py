@@ -78,6 +78,14 @@ class Communicator(ABC):
 
     rank: int
     size: int
+    overlaps_backward: bool = True
+    """Whether an operation started during backward proceeds while backward goes on."""
+
+    def computed(self) -> None:  # noqa: B027 - only virtual time must be told
+        """This worker has computed the gradients of a step."""
+
+    def watch(self, totals: Callable[[], object]) -> None:  # noqa: B027 - likewise
+        """``totals`` gives, at any time, the totals of the training that uses this communicator."""
 
     @property
     def control_device(self) -> torch.device:

@@ -15,7 +15,9 @@ from offbeat.lab.cluster import Cluster
 from offbeat.lab.launch import run_job
 from offbeat.lab.recipes import find_recipe
 from offbeat.lab.train import Event, Job
+from offbeat.lab.virtual import VirtualCluster
 
+Place = Cluster | VirtualCluster | None  # None: loopback
 Result = dict[str, Any]
 
 
@@ -34,9 +36,7 @@ class Point:
     metric: float
 
 
-def run_and_record(
-    job: Job, on_event: Callable[[Event], None], cluster: Cluster | None = None
-) -> Result:
+def run_and_record(job: Job, on_event: Callable[[Event], None], place: Place = None) -> Result:
     """Run ``job`` and return its result: configuration, machine, curve and totals.
 
     Keys: ``job``, ``strategy``, ``metric``, ``target``, ``link``, ``machine``, ``versions``,
@@ -56,7 +56,11 @@ def run_and_record(
             stats.extend(event["stats"])
         on_event(event)
 
-    run_job(job, listen, cluster)
+    simulated = isinstance(place, VirtualCluster)
+    if isinstance(place, VirtualCluster):
+        place.run(job, listen)
+    else:
+        run_job(job, listen, place)
     arrived = [point.seconds for point in points if recipe.reached(point.metric)]
 
     def mean(key: str) -> float:
@@ -68,14 +72,14 @@ def run_and_record(
         "metric": recipe.metric,
         "higher_is_better": recipe.higher_is_better,
         "target": recipe.target,
-        "link": "loopback" if cluster is None else str(cluster),
-        "machine": describe_machine(),
+        "link": "loopback" if place is None else str(place),
+        "machine": "virtual time" if simulated else describe_machine(),
         "versions": {
             "offbeat": offbeat.__version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
-        "simulated": False,
+        "simulated": simulated,
         "points": [asdict(point) for point in points],
         "final": points[-1].metric,
         "seconds": points[-1].seconds,
@@ -94,7 +98,7 @@ def compare(
     strategies: Sequence[str],
     *,
     seeds: int = 1,
-    cluster: Cluster | None = None,
+    place: Place = None,
     output: Path,
     on_start: Callable[[Job], None],
     on_event: Callable[[Event], None],
@@ -113,7 +117,7 @@ def compare(
             for strategy in strategies:
                 one = replace(job, strategy=strategy, seed=seed)
                 on_start(one)
-                result = run_and_record(one, on_event, cluster)
+                result = run_and_record(one, on_event, place)
                 results.append(result)
                 file.write(json.dumps(result) + "\n")
                 file.flush()

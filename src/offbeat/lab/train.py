@@ -105,7 +105,6 @@ def train_worker(job: Job, emit: Callable[[Event], None]) -> None:
     """
     rank, workers = dist.get_rank(), dist.get_world_size()
     tell = emit if rank == 0 else (lambda event: None)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
     task = find_recipe(job.recipe).build(job.setup())
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(job.seed * 1000 + rank)  # augmentation differs between workers, the model does not
@@ -135,13 +134,31 @@ def train_worker(job: Job, emit: Callable[[Event], None]) -> None:
         else:
             tell({"event": "step", **now})
     sync.finish()
-    totals: list[Any] = [None] * workers
-    dist.all_gather_object(totals, sync.stats.to_dict())
+    totals = _gather(sync.stats.to_dict())
     if rank == 0:
         seconds = sync.stats.compute_seconds + sync.stats.wait_seconds
         metric = task.evaluate(task.model)
         emit({"event": "evaluation", "step": sync.step, "seconds": seconds, "metric": metric})
         emit({"event": "end", "stats": totals})
+
+
+def _gather(value: Any) -> list[Any]:
+    """Every worker's plain value, in rank order."""
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, torch.tensor([len(text)]))
+    longest = max(int(length) for length in lengths)
+    texts = [torch.zeros(longest, dtype=torch.uint8) for _ in lengths]
+    dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))))
+    return [
+        json.loads(text[: int(length)].numpy().tobytes())
+        for text, length in zip(texts, lengths, strict=True)
+    ]
+
+
+def share_cores(workers: int) -> None:
+    """Let each of the ``workers`` processes of this machine use its share of the cores."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 
 def _bytes(model: torch.nn.Module) -> int:
@@ -167,6 +184,7 @@ def main() -> None:
             world_size=job.workers,
             timeout=timedelta(seconds=job.timeout_seconds),
         )
+        share_cores(job.workers)
         train_worker(job, lambda event: print(json.dumps(event), flush=True))  # noqa: T201 - the pipe
     except (OffbeatError, ValueError, TypeError, OSError, ImportError) as error:
         sys.stderr.write(f"error: {error}\n")

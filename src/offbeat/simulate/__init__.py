@@ -1,0 +1,18 @@
+"""Virtual time: train really, on a cluster that is not there."""
+
+from offbeat.simulate.communicator import Span
+from offbeat.simulate.compute import Compute, Straggler
+from offbeat.simulate.network import Network
+from offbeat.simulate.run import simulate
+from offbeat.simulate.simulation import Simulation
+from offbeat.simulate.workers import DeadlockError
+
+__all__ = [
+    "Compute",
+    "DeadlockError",
+    "Network",
+    "Simulation",
+    "Span",
+    "Straggler",
+    "simulate",
+]

@@ -1,0 +1,306 @@
+"""The seam over virtual time: what an operation costs, and what it gives."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from offbeat.errors import OffbeatError
+from offbeat.fabric import Communicator, Handle
+from offbeat.simulate.compute import Compute
+from offbeat.simulate.kernel import Signal
+from offbeat.simulate.network import (
+    Network,
+    all_gather_bytes,
+    all_reduce_bytes,
+    broadcast_bytes,
+)
+from offbeat.simulate.workers import Workers
+
+Kind = Literal["reduce", "broadcast", "gather"]
+_POLLS = 1_000_000  # without virtual time passing: a loop that waits for done() would never end
+
+
+@dataclass(frozen=True)
+class Span:
+    """What one worker did from ``start`` to ``end`` (virtual seconds).
+
+    ``kind`` is ``compute``, ``wait`` (blocked, outside of which it computes), or ``transfer`` (its
+    network card was busy; overlaps the others). ``sent`` and ``received`` are bytes.
+    """
+
+    rank: int
+    kind: Literal["compute", "wait", "transfer"]
+    start: float
+    end: float
+    what: str
+    sent: float = 0.0
+    received: float = 0.0
+
+
+class _Collective:
+    """One operation of all workers, from the first that joins to the last that has its result."""
+
+    def __init__(self, kind: Kind, what: str) -> None:
+        self.kind, self.what = kind, what
+        self.signal = Signal()
+        self.tensors: dict[int, Tensor] = {}
+        self.finishers: dict[int, Callable[[Sequence[Tensor]], object]] = {}
+
+
+@dataclass
+class _Message:
+    tensor: Tensor
+    arrived: Signal
+
+
+@dataclass
+class _Nic:
+    """When each direction of a full-duplex network card is free again, virtual seconds."""
+
+    up: float = 0.0
+    down: float = 0.0
+
+
+@dataclass
+class SimulatedCluster:
+    """Everything the communicators of one simulation share."""
+
+    workers: Workers
+    network: Network
+    compute: Compute
+    seed: int
+    spans: list[Span] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.size = len(self.workers.all)
+        self._nics = [_Nic() for _ in range(self.size)]
+        self._joined: dict[tuple[int, int], int] = {}  # collectives so far, by group and rank
+        self._collectives: dict[tuple[int, int], _Collective] = {}
+        self._mail: dict[tuple[int, int, int], deque[_Message]] = {}
+        self._wanted: dict[tuple[int, int, int], deque[tuple[Tensor, Signal]]] = {}
+        self._steps = [0] * self.size
+
+    def compute_step(self, rank: int) -> None:
+        """Charge the compute time of the worker's next step."""
+        seconds = self.compute.seconds(rank, self._steps[rank], self.seed)
+        self._steps[rank] += 1
+        start = self.workers.kernel.now
+        self.workers.sleep(seconds, f"computing step {self._steps[rank]}")
+        self.spans.append(Span(rank, "compute", start, self.workers.kernel.now, "step"))
+
+    def wait(self, rank: int, signal: Signal, what: str) -> None:
+        """Block the worker, and remember that it waited."""
+        start = self.workers.kernel.now
+        self.workers.wait(signal, what)
+        if self.workers.kernel.now > start:
+            self.spans.append(Span(rank, "wait", start, self.workers.kernel.now, what))
+
+    def join(
+        self,
+        group: int,
+        rank: int,
+        kind: Kind,
+        tensor: Tensor,
+        what: str,
+        finish: Callable[[Sequence[Tensor]], object],
+    ) -> Signal:
+        """Take part in the group's next collective; ``finish`` gets all tensors in rank order."""
+        number = self._joined.get((group, rank), 0)
+        self._joined[group, rank] = number + 1
+        operation = self._collectives.setdefault((group, number), _Collective(kind, what))
+        first = next(iter(operation.tensors.items()), (rank, tensor))
+        if (operation.kind, first[1].shape, first[1].dtype) != (kind, tensor.shape, tensor.dtype):
+            raise OffbeatError(
+                f"collective {number}: rank {rank} starts {what} ({kind}, {_show(tensor)}), but "
+                f"rank {first[0]} started {operation.what} ({operation.kind}, {_show(first[1])})"
+            )
+        operation.tensors[rank] = tensor
+        operation.finishers[rank] = finish
+        if len(operation.tensors) == self.size:
+            del self._collectives[group, number]
+            self._transfer(operation, tensor.nbytes)
+        return operation.signal
+
+    def _transfer(self, operation: _Collective, size_bytes: int) -> None:
+        """All are there: occupy every network card, and deliver at the end."""
+        kernel, network, n = self.workers.kernel, self.network, self.size
+        ranks = range(n)
+        seconds, sent = {
+            "reduce": (network.all_reduce_seconds, all_reduce_bytes),
+            "broadcast": (network.broadcast_seconds, broadcast_bytes),
+            "gather": (network.all_gather_seconds, all_gather_bytes),
+        }[operation.kind]
+        duration, each = seconds(size_bytes, ranks), sent(size_bytes, n)
+        start = max(kernel.now, *(max(nic.up, nic.down) for nic in self._nics))
+        for rank, nic in enumerate(self._nics):
+            nic.up = nic.down = start + duration
+            span = Span(rank, "transfer", start, start + duration, operation.what, each, each)
+            self.spans.append(span)
+
+        def deliver() -> None:
+            tensors = [operation.tensors[rank].clone() for rank in ranks]
+            for rank in ranks:
+                operation.finishers[rank](tensors)
+            operation.signal.fire()
+
+        kernel.at(start + duration, deliver, f"{operation.what} ends")
+
+    def send(self, source: int, destination: int, tag: int, tensor: Tensor, what: str) -> Signal:
+        """Start a message; it needs no receiver yet. Ends when the last byte is there."""
+        kernel = self.workers.kernel
+        up, down = self._nics[source], self._nics[destination]
+        duration = self.network.message_seconds(tensor.nbytes, source, destination)
+        start = max(kernel.now, up.up, down.down)
+        up.up = down.down = start + duration
+        size = float(tensor.nbytes)
+        self.spans += [
+            Span(source, "transfer", start, start + duration, what, sent=size),
+            Span(destination, "transfer", start, start + duration, what, received=size),
+        ]
+        key = (source, destination, tag)
+        message = _Message(tensor.detach().clone(), Signal())
+
+        def arrive() -> None:
+            message.arrived.fire()
+            self._mail.setdefault(key, deque()).append(message)
+            self._deliver(key)
+
+        kernel.at(start + duration, arrive, f"{what} arrives at rank {destination}")
+        return message.arrived
+
+    def receive(self, source: int, destination: int, tag: int, tensor: Tensor) -> Signal:
+        """Want the next message from ``source`` under ``tag``."""
+        key, signal = (source, destination, tag), Signal()
+        self._wanted.setdefault(key, deque()).append((tensor, signal))
+        self._deliver(key)
+        return signal
+
+    def _deliver(self, key: tuple[int, int, int]) -> None:
+        mail, wanted = self._mail.get(key), self._wanted.get(key)
+        while mail and wanted:
+            tensor, signal = wanted.popleft()
+            tensor.copy_(mail.popleft().tensor)
+            signal.fire()
+
+
+def _show(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype}"
+
+
+class _SimulatedHandle(Handle[Any]):
+    def __init__(
+        self, communicator: "SimulatedCommunicator", signal: Signal, result: Any, what: str
+    ):
+        self._communicator, self._signal, self._result = communicator, signal, result
+        self._what = what
+
+    def done(self) -> bool:
+        if self._signal.happened:
+            return True
+        self._communicator.count_poll(self._what)
+        return False
+
+    def wait(self) -> Any:
+        cluster = self._communicator.cluster
+        cluster.wait(self._communicator.rank, self._signal, self._what)
+        return self._result
+
+
+class SimulatedCommunicator(Communicator):
+    """One worker's end of the simulated cluster. Sums are taken in rank order.
+
+    Args:
+        cluster: What the workers share.
+        rank: This worker.
+        group: Collectives meet within a group of this number, in the order of their start.
+    """
+
+    overlaps_backward = False  # a step's compute time is charged as a whole, when it has ended
+
+    def __init__(self, cluster: SimulatedCluster, rank: int, group: int = 0) -> None:
+        self.cluster, self.rank, self.size, self._group = cluster, rank, cluster.size, group
+        self.totals: list[Callable[[], object]] = []
+        self._polls = (0.0, 0)
+
+    def now(self) -> float:
+        """Virtual seconds."""
+        return self.cluster.workers.kernel.now
+
+    def computed(self) -> None:
+        """Charge the compute time of a step."""
+        self.cluster.compute_step(self.rank)
+
+    def watch(self, totals: Callable[[], object]) -> None:
+        """Keep it for ``Simulation.stats``."""
+        self.totals.append(totals)
+
+    def count_poll(self, what: str) -> None:
+        """Refuse to be polled for ever: asking takes no virtual time."""
+        seconds, count = self._polls
+        self._polls = (self.now(), count + 1 if seconds == self.now() else 1)
+        if self._polls[1] > _POLLS:
+            raise OffbeatError(
+                f"rank {self.rank} asked {_POLLS} times whether {what} is done without letting "
+                "virtual time pass; use wait()"
+            )
+
+    def collective(
+        self,
+        kind: Kind,
+        tensor: Tensor,
+        what: str,
+        finish: Callable[[Sequence[Tensor]], object],
+        result: Any = None,
+    ) -> Handle[Any]:
+        """Start a collective of any kind."""
+        signal = self.cluster.join(self._group, self.rank, kind, tensor, what, finish)
+        return _SimulatedHandle(self, signal, tensor if result is None else result, what)
+
+    def reduce(
+        self, tensor: Tensor, combine: Callable[[Tensor, Tensor], Tensor], what: str
+    ) -> Handle[Tensor]:
+        """Start replacing ``tensor`` by the combination over the workers, in rank order."""
+
+        def finish(tensors: Sequence[Tensor]) -> None:
+            total = tensors[0].clone()
+            for one in tensors[1:]:
+                total = combine(total, one)
+            tensor.copy_(total)
+
+        return self.collective("reduce", tensor, what, finish)
+
+    def sum(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
+        """Ring all-reduce by addition."""
+        return self.reduce(tensor, torch.add, what)
+
+    def maximum(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
+        """Ring all-reduce by maximum."""
+        return self.reduce(tensor, torch.maximum, what)
+
+    def broadcast(self, tensor: Tensor, *, source: int = 0, what: str) -> Handle[Tensor]:
+        """Broadcast along a binomial tree."""
+        return self.collective("broadcast", tensor, what, lambda all_: tensor.copy_(all_[source]))
+
+    def gather(self, tensor: Tensor, *, what: str) -> Handle[list[Tensor]]:
+        """Ring all-gather."""
+        parts: list[Tensor] = [torch.empty_like(tensor) for _ in range(self.size)]
+
+        def finish(tensors: Sequence[Tensor]) -> None:
+            for part, one in zip(parts, tensors, strict=True):
+                part.copy_(one)
+
+        return self.collective("gather", tensor, what, finish, parts)
+
+    def send(self, tensor: Tensor, *, destination: int, tag: int = 0, what: str) -> Handle[Tensor]:
+        """A message."""
+        signal = self.cluster.send(self.rank, destination, tag, tensor, what)
+        return _SimulatedHandle(self, signal, tensor, what)
+
+    def receive(self, tensor: Tensor, *, source: int, tag: int = 0, what: str) -> Handle[Tensor]:
+        """A message."""
+        signal = self.cluster.receive(source, self.rank, tag, tensor)
+        return _SimulatedHandle(self, signal, tensor, what)

@@ -1,0 +1,189 @@
+"""How long a worker computes for one step: a pure function of (rank, step, seed)."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+from offbeat.strategies.base import require_integer, require_number
+from offbeat.units import show_seconds, to_seconds
+
+_JITTER = 0x6A697474  # the purpose in (seed, purpose, rank, step): no other draw shares the stream
+
+
+def _require_factor(name: str, value: float) -> None:
+    require_number(name, value)
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be finite and positive (2: twice as slow), got {value}")
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """One worker is slow for a while.
+
+    Args:
+        rank: The worker (≥ 0).
+        first_step: The first slow step, counted from 0 (≥ 0).
+        steps: How many steps are slow (≥ 1).
+        factor: Their seconds are multiplied by it (> 0; 2 is twice as slow).
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: one out of its range.
+    """
+
+    rank: int
+    first_step: int
+    steps: int
+    factor: float
+
+    def __post_init__(self) -> None:
+        require_integer("rank", self.rank, least=0)
+        require_integer("first_step", self.first_step, least=0)
+        require_integer("steps", self.steps, least=1)
+        _require_factor("factor", self.factor)
+
+    def covers(self, rank: int, step: int) -> bool:
+        """Whether this worker is slow in this step."""
+        return rank == self.rank and 0 <= step - self.first_step < self.steps
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Compute:
+    """The seconds of every step of every worker, from forward to gradients ready.
+
+    ``Compute("50ms", jitter=0.1, slowdown={3: 2.0})``. The attributes hold plain numbers.
+
+        seconds = trace or step · slowdown of the rank · stragglers of (rank, step) · jitter
+
+    The jitter is drawn from a log-normal distribution of mean 1 and standard deviation c:
+    exp(σz − σ²/2) with σ² = ln(1 + c²), z standard normal, independent for every (rank, step).
+
+    Args:
+        step: Text or seconds (> 0).
+        jitter: c, the standard deviation relative to the step (≥ 0; 0 draws nothing).
+        slowdown: Rank → factor (> 0; 2 is twice as slow), for the whole run.
+        stragglers: Temporary slowdowns; where several cover a step, they multiply.
+        trace: Measured seconds, one a step, taken in turn and over again instead of ``step``; or
+            rank → such seconds, where ranks without a trace take ``step``.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: a wrong unit, a number out of its range, a trace without a step.
+    """
+
+    step: float
+    jitter: float
+    slowdown: dict[int, float] = field(hash=False)
+    stragglers: tuple[Straggler, ...]
+    trace: tuple[float, ...] | dict[int, tuple[float, ...]] | None = field(hash=False)
+
+    def __init__(
+        self,
+        step: str | float = "50ms",
+        *,
+        jitter: float = 0.0,
+        slowdown: Mapping[int, float] = {},
+        stragglers: Iterable[Straggler] = (),
+        trace: Iterable[float] | Mapping[int, Iterable[float]] | None = None,
+    ) -> None:
+        require_number("jitter", jitter)
+        if not 0 <= jitter < math.inf:
+            raise ValueError(f"jitter must be finite and at least 0, got {jitter}")
+        for rank, factor in slowdown.items():
+            require_integer("a rank in slowdown", rank, least=0)
+            _require_factor(f"slowdown[{rank}]", factor)
+        stragglers = tuple(stragglers)
+        for straggler in stragglers:
+            if not isinstance(straggler, Straggler):
+                raise TypeError(
+                    "stragglers must be a sequence of Straggler(rank, first_step, steps, factor), "
+                    f"got {straggler!r}"
+                )
+        values = {
+            "step": to_seconds(step),
+            "jitter": float(jitter),
+            "slowdown": {rank: float(slowdown[rank]) for rank in sorted(slowdown)},
+            "stragglers": stragglers,
+            "trace": _read_trace(trace),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def seconds(self, rank: int, step: int, seed: int) -> float:
+        """What worker ``rank`` computes in step ``step`` (from 0) of a run seeded by ``seed``.
+
+        The same arguments give the same seconds in every process.
+
+        Raises:
+            TypeError: an argument that is no int.
+            ValueError: a negative one.
+        """
+        require_integer("rank", rank, least=0)
+        require_integer("step", step, least=0)
+        require_integer("seed", seed, least=0)
+        trace = self.trace.get(rank) if isinstance(self.trace, dict) else self.trace
+        seconds = trace[step % len(trace)] if trace else self.step
+        seconds *= self.slowdown.get(rank, 1.0)
+        for straggler in self.stragglers:
+            if straggler.covers(rank, step):
+                seconds *= straggler.factor
+        return seconds * self._jitter_factor(rank, step, seed)
+
+    def _jitter_factor(self, rank: int, step: int, seed: int) -> float:
+        if self.jitter == 0:
+            return 1.0
+        normal = float(np.random.default_rng([seed, _JITTER, rank, step]).standard_normal())
+        variance = math.log1p(self.jitter**2)
+        return math.exp(math.sqrt(variance) * normal - variance / 2)
+
+    def to_dict(self) -> dict[str, object]:
+        """The arguments as plain JSON values: seconds, ranks as text, stragglers as objects."""
+        trace: object = None if self.trace is None else list(self.trace)
+        if isinstance(self.trace, dict):
+            trace = {str(rank): list(seconds) for rank, seconds in self.trace.items()}
+        return {
+            "step": self.step,
+            "jitter": self.jitter,
+            "slowdown": {str(rank): factor for rank, factor in self.slowdown.items()},
+            "stragglers": [asdict(straggler) for straggler in self.stragglers],
+            "trace": trace,
+        }
+
+    def __repr__(self) -> str:
+        parts = [repr(show_seconds(self.step))]
+        if self.jitter:
+            parts.append(f"jitter={self.jitter:g}")
+        if self.slowdown:
+            parts.append(f"slowdown={self.slowdown}")
+        if self.stragglers:
+            parts.append(f"stragglers={self.stragglers}")
+        if isinstance(self.trace, dict):
+            parts.append(f"trace=<of ranks {', '.join(map(str, self.trace))}>")
+        elif self.trace is not None:
+            parts.append(f"trace=<{len(self.trace)} steps>")
+        return f"Compute({', '.join(parts)})"
+
+
+def _read_trace(
+    trace: Iterable[float] | Mapping[int, Iterable[float]] | None,
+) -> tuple[float, ...] | dict[int, tuple[float, ...]] | None:
+    if trace is None:
+        return None
+    if not isinstance(trace, Mapping):
+        return _read_steps("trace", trace)
+    if not trace:
+        raise ValueError("trace must hold at least one rank; leave it out to take step")
+    for rank in trace:
+        require_integer("a rank in trace", rank, least=0)
+    return {rank: _read_steps(f"trace[{rank}]", trace[rank]) for rank in sorted(trace)}
+
+
+def _read_steps(name: str, measured: Iterable[float]) -> tuple[float, ...]:
+    if isinstance(measured, str) or not isinstance(measured, Iterable):
+        raise TypeError(f"{name} must be a sequence of seconds, got {measured!r}")
+    steps = tuple(to_seconds(seconds) for seconds in measured)
+    if not steps:
+        raise ValueError(f"{name} must hold at least one step")
+    return steps

@@ -1,0 +1,152 @@
+"""The user's own ``torch.distributed`` calls, answered by the simulated cluster.
+
+Inside ``worker()`` the default process group is that of the simulated worker whose thread calls.
+torch keeps its default group in a private object; ``installed`` puts one in its place whose default
+group depends on the thread. This is the only use of private names of torch, tested on torch 2.13.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor
+
+from offbeat.fabric import Handle
+from offbeat.simulate.communicator import SimulatedCommunicator
+
+_REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.AVG: torch.add,
+    dist.ReduceOp.MAX: torch.maximum,
+    dist.ReduceOp.MIN: torch.minimum,
+    dist.ReduceOp.PRODUCT: torch.mul,
+}
+
+
+class _Work(dist.Work):
+    def __init__(self, handle: Handle[Any], after: Callable[[], Any] | None = None) -> None:
+        super().__init__()
+        self._handle, self._after = handle, after
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._handle.wait()
+        if self._after is not None:
+            self._after()
+            self._after = None
+        return True
+
+    def is_completed(self) -> bool:
+        return self._handle.done()
+
+
+class SimulatedGroup(dist.ProcessGroup):
+    """A process group whose operations cost virtual time.
+
+    Args:
+        communicator: This worker's end, for the user's own operations.
+        make: Makes a communicator of a group of its own, for each ``offbeat.attach``.
+    """
+
+    def __init__(
+        self, communicator: SimulatedCommunicator, make: Callable[[], SimulatedCommunicator]
+    ) -> None:
+        super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
+        self._communicator, self.make_communicator = communicator, make
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """For ``torch.distributed.get_backend``."""
+        return "simulated"
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        """``dist.all_reduce``."""
+        operation = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        combine = next((c for op, c in _REDUCTIONS.items() if operation == op), None)
+        if combine is None:
+            raise NotImplementedError(f"{operation} is not simulated")
+        (tensor,) = tensors
+        handle = self._communicator.reduce(tensor, combine, "dist.all_reduce")
+        if operation == dist.ReduceOp.AVG:
+            return _Work(handle, lambda: tensor.div_(self._communicator.size))
+        return _Work(handle)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
+        """``dist.broadcast``."""
+        (tensor,) = tensors
+        handle = self._communicator.broadcast(tensor, source=opts.rootRank, what="dist.broadcast")
+        return _Work(handle)
+
+    def allgather(  # type: ignore[override]
+        self, output_tensors: list[list[Tensor]], input_tensor: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """``dist.all_gather``."""
+        handle = self._communicator.gather(input_tensor[0], what="dist.all_gather")
+
+        def copy() -> None:
+            for target, value in zip(output_tensors[0], handle.wait(), strict=True):
+                target.copy_(value)
+
+        return _Work(handle, copy)
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """``dist.barrier``."""
+        token = torch.zeros(0)
+        return _Work(
+            self._communicator.collective("reduce", token, "dist.barrier", lambda _: None)
+        )
+
+
+class _World(c10d._World):
+    """torch's record of process groups, with a default group that belongs to the thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.local = threading.local()
+
+    @property
+    def default_pg(self) -> Any:
+        return getattr(self.local, "group", None)
+
+    @default_pg.setter
+    def default_pg(self, value: Any) -> None:
+        self.local.group = value
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[Callable[[SimulatedGroup], None]]:
+    """Inside, ``torch.distributed`` answers per thread; gives a function that sets the own group.
+
+    ``init_process_group`` and ``destroy_process_group`` do nothing there, so that a training
+    function that calls them runs as it is.
+    """
+    before, world = c10d._world, _World()
+    saved = {
+        (module, name): getattr(module, name)
+        for module in (dist, c10d)
+        for name in ("init_process_group", "destroy_process_group")
+    }
+    groups: list[SimulatedGroup] = []
+
+    def use(group: SimulatedGroup) -> None:
+        world.default_pg = group
+        world.pg_map[group] = ("simulated", None)  # type: ignore[assignment]
+        world.pg_names[group] = f"simulated {group.rank()}"  # type: ignore[assignment]
+        world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
+        groups.append(group)
+
+    c10d._world = world
+    for module, name in saved:
+        setattr(module, name, lambda *args, **kwargs: None)
+    try:
+        yield use
+    finally:
+        for group in groups:
+            for record in (world.pg_map, world.pg_names, world.pg_group_ranks):
+                record.pop(group, None)
+        c10d._world = before
+        for (module, name), value in saved.items():
+            setattr(module, name, value)

@@ -1,0 +1,75 @@
+"""Run an ordinary training function on simulated workers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from offbeat.simulate.communicator import SimulatedCluster, SimulatedCommunicator
+from offbeat.simulate.compute import Compute
+from offbeat.simulate.kernel import Kernel
+from offbeat.simulate.network import Network
+from offbeat.simulate.process_group import SimulatedGroup, installed
+from offbeat.simulate.simulation import Simulation
+from offbeat.simulate.workers import SimulatedWorker, Workers
+
+
+def simulate(
+    worker: Callable[[], Any],
+    *,
+    workers: int,
+    network: Network | None = None,
+    compute: Compute | None = None,
+    seed: int = 0,
+    shuffle_ties: int | None = None,
+) -> Simulation:
+    """Run ``worker()`` once per worker, really training, in virtual time.
+
+    Inside, ``torch.distributed`` is initialised: ``get_rank``, ``get_world_size``,
+    ``is_initialized``, ``barrier``, ``all_reduce``, ``broadcast`` and ``all_gather`` are answered
+    by the simulated cluster, and ``offbeat.attach`` works as it does on a real one. Virtual time
+    passes when a worker waits, and when an attached optimizer steps: then ``compute`` says how long
+    the step took, whatever it took here. The workers take turns in one process, so two runs of one
+    configuration are the same to the last bit.
+
+    Args:
+        worker: The training function, without arguments. What it returns is in ``results``.
+        workers: How many (≥ 1).
+        network: The links; default ``Network("1Gbit/s", latency="100us")``.
+        compute: The time of a step; default ``Compute("50ms")``.
+        seed: Seed of the random state each worker starts with and of the compute jitter.
+        shuffle_ties: Shuffle simultaneous events by this seed, to see whether a result depends on
+            their order. None keeps them first in, first out.
+
+    Returns:
+        What it took and what it gave.
+
+    Raises:
+        DeadlockError: the workers wait for each other, with what each waits in.
+        Exception: what a worker raised, with a note that names its rank.
+    """
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        raise ValueError(f"workers must be an integer of at least 1, got {workers!r}")
+    network = Network("1Gbit/s") if network is None else network
+    compute = Compute() if compute is None else compute
+    if dist.is_initialized():
+        raise RuntimeError("simulate() needs a process without a torch.distributed process group")
+    kernel = Kernel(shuffle_ties)
+    crew = Workers(kernel, workers, seed)
+    cluster = SimulatedCluster(crew, network, compute, seed)
+    attached: list[list[SimulatedCommunicator]] = [[] for _ in range(workers)]
+
+    with installed() as use:
+
+        def live(one: SimulatedWorker) -> Any:
+            mine = attached[one.rank]
+
+            def make() -> SimulatedCommunicator:
+                mine.append(SimulatedCommunicator(cluster, one.rank, group=len(mine) + 1))
+                return mine[-1]
+
+            use(SimulatedGroup(SimulatedCommunicator(cluster, one.rank), make))
+            return worker()
+
+        crew.run(live)
+    return Simulation.of(cluster, attached)

@@ -1,0 +1,202 @@
+"""Simulated workers: one thread each, of which exactly one runs at a time.
+
+A worker runs until it waits for something in virtual time. Then the kernel goes on, and resumes
+whoever is next. Random state (torch, numpy, random) belongs to the worker, as in a process.
+"""
+
+import random
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from offbeat.errors import OffbeatError
+from offbeat.simulate.kernel import Kernel, Signal
+
+_PACKAGE = str(Path(__file__).parent.parent)
+
+
+class DeadlockError(OffbeatError):
+    """Simulated workers wait for something that can never happen."""
+
+
+class _StoppedError(BaseException):
+    """Ends the thread of a worker whose simulation is over. No ``Exception``: nobody catches it."""
+
+
+class SimulatedWorker:
+    """One worker and its thread.
+
+    Attributes:
+        rank: Its number.
+        result: What its function returned.
+        error: What its function raised.
+        finished_seconds: Virtual time at its end; None while it runs.
+        waits_in: The operation it waits in.
+        where: The user's source line that waits.
+    """
+
+    def __init__(self, rank: int, seed: int) -> None:
+        self.rank = rank
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.finished_seconds: float | None = None
+        self.waits_in = ""
+        self.where = ""
+        self.thread: threading.Thread | None = None
+        self.turn = threading.Semaphore(0)
+        fresh = np.random.SeedSequence((seed, rank)).generate_state(3)
+        self.random = (
+            torch.Generator().manual_seed(int(fresh[0])).get_state(),
+            np.random.RandomState(int(fresh[1])).get_state(),
+            random.Random(int(fresh[2])).getstate(),
+        )
+
+
+class Workers:
+    """Runs one function per worker in virtual time.
+
+    Args:
+        kernel: The clock.
+        size: How many workers.
+        seed: Seed of their random states.
+    """
+
+    def __init__(self, kernel: Kernel, size: int, seed: int) -> None:
+        self.kernel, self._seed = kernel, seed
+        self.all = [SimulatedWorker(rank, seed) for rank in range(size)]
+        self._current: SimulatedWorker | None = None
+        self._loaded: SimulatedWorker | None = None  # whose random state torch holds
+        self._back = threading.Semaphore(0)
+        self._stopping = False
+
+    # -- called by the simulation, outside of the workers ----------------------------------------
+
+    def run(self, function: Callable[[SimulatedWorker], Any]) -> None:
+        """Run ``function`` on every worker to the end of all.
+
+        Raises:
+            DeadlockError: nobody can go on.
+            Exception: what a worker raised, with a note that names its rank.
+        """
+        outside = _random_state()
+        for worker in self.all:
+            worker.thread = threading.Thread(
+                target=self._live,
+                args=(worker, function),
+                name=f"simulated worker {worker.rank}",
+                daemon=True,
+            )
+            self._resume_at(worker, 0.0, "starts")
+        try:
+            while self.kernel.step():
+                failed = next((worker for worker in self.all if worker.error), None)
+                if failed is not None and failed.error is not None:
+                    failed.error.add_note(
+                        f"in simulated worker {failed.rank} at {self.kernel.now:.6f} virtual s"
+                    )
+                    raise failed.error
+            if any(worker.finished_seconds is None for worker in self.all):
+                raise DeadlockError(self._describe_deadlock())
+        finally:
+            self._stop()
+            _set_random_state(outside)
+
+    def _resume_at(self, worker: SimulatedWorker, seconds: float, label: str) -> None:
+        self.kernel.at(seconds, lambda: self._resume(worker), f"rank {worker.rank} {label}")
+
+    def _resume(self, worker: SimulatedWorker) -> None:
+        if self._loaded is not worker:
+            if self._loaded is not None:
+                self._loaded.random = _random_state()
+            _set_random_state(worker.random)
+            self._loaded = worker
+        self._current = worker
+        assert worker.thread is not None
+        if worker.thread.ident is None:
+            worker.thread.start()
+        else:
+            worker.turn.release()
+        self._back.acquire()
+        self._current = None
+
+    def _stop(self) -> None:
+        """End the threads that still wait."""
+        self._stopping = True
+        for worker in self.all:
+            if worker.thread is not None and worker.thread.is_alive():
+                worker.turn.release()
+                worker.thread.join(timeout=10)
+
+    def _describe_deadlock(self) -> str:
+        lines = [f"deadlock at {self.kernel.now:.6f} virtual s (seed {self._seed}):"]
+        for worker in self.all:
+            if worker.finished_seconds is not None:
+                lines.append(f"  rank {worker.rank} finished at {worker.finished_seconds:.6f} s")
+            else:
+                lines.append(f"  rank {worker.rank} waits in {worker.waits_in} at {worker.where}")
+        lines.append("the last events:")
+        lines += [f"  {seconds:.6f} s  {label}" for seconds, label in self.kernel.recent]
+        return "\n".join(lines)
+
+    # -- called on a worker's own thread ---------------------------------------------------------
+
+    def _live(self, worker: SimulatedWorker, function: Callable[[SimulatedWorker], Any]) -> None:
+        try:
+            worker.result = function(worker)
+            worker.finished_seconds = self.kernel.now
+        except _StoppedError:
+            pass
+        except BaseException as error:
+            worker.error = error
+        if not self._stopping:
+            self._back.release()
+
+    @property
+    def current(self) -> SimulatedWorker:
+        """The worker whose thread runs now."""
+        assert self._current is not None
+        return self._current
+
+    def wait(self, signal: Signal, what: str) -> None:
+        """Block the running worker until ``signal``; virtual time passes."""
+        if signal.happened:
+            return
+        worker = self.current
+        worker.waits_in, worker.where = what, _user_line()
+        signal.then(lambda: self._resume_at(worker, self.kernel.now, f"goes on after {what}"))
+        self._back.release()
+        worker.turn.acquire()
+        if self._stopping:
+            raise _StoppedError
+        worker.waits_in = worker.where = ""
+
+    def sleep(self, seconds: float, what: str) -> None:
+        """Let virtual ``seconds`` pass for the running worker."""
+        signal = Signal()
+        rank = self.current.rank
+        self.kernel.at(self.kernel.now + seconds, signal.fire, f"rank {rank} ends {what}")
+        self.wait(signal, what)
+
+
+def _random_state() -> tuple[Any, ...]:
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+def _set_random_state(state: tuple[Any, ...]) -> None:
+    torch.set_rng_state(state[0])
+    np.random.set_state(state[1])
+    random.setstate(state[2])
+
+
+def _user_line() -> str:
+    """The innermost source line outside of Offbeat and torch."""
+    for frame in reversed(traceback.extract_stack(sys._getframe(1))):
+        if not frame.filename.startswith(_PACKAGE) and "/torch/" not in frame.filename:
+            return f"{frame.filename}:{frame.lineno} ({frame.line})"
+    return "an unknown line"

@@ -1,0 +1,189 @@
+"""How long a worker computes for a step."""
+
+import copy
+import dataclasses
+import json
+import math
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat.simulate.compute import Compute, Straggler
+
+
+def test_a_step_takes_its_time() -> None:
+    """Text or seconds; the default is 50 ms, without jitter, for everyone."""
+    assert Compute().seconds(3, 100, seed=5) == 0.05
+    assert Compute("2ms").seconds(0, 0, seed=0) == Compute(0.002).seconds(0, 0, seed=0) == 0.002
+    assert Compute("2ms") == Compute(0.002)
+    assert hash(Compute("2ms")) == hash(Compute(0.002))
+
+
+def test_slow_workers_take_longer() -> None:
+    """A slowdown lasts for the whole run; a factor below 1 is a faster worker."""
+    compute = Compute(0.1, slowdown={1: 2, 2: 0.5})
+    assert [compute.seconds(rank, 9, seed=0) for rank in range(4)] == [0.1, 0.2, 0.05, 0.1]
+
+
+def test_stragglers_are_slow_for_a_while() -> None:
+    """Only their rank, only their steps; those that overlap multiply, with a slowdown too."""
+    compute = Compute(
+        1.0, stragglers=[Straggler(0, 2, 3, 10.0), Straggler(0, 4, 2, 3.0)], slowdown={0: 2.0}
+    )
+    assert [compute.seconds(0, s, seed=0) for s in range(7)] == [2, 2, 20, 20, 60, 6, 2]
+    assert {compute.seconds(1, s, seed=0) for s in range(7)} == {1}
+
+
+def test_a_trace_is_taken_in_turn_and_over_again() -> None:
+    """Instead of the step; slowdowns apply to it."""
+    compute = Compute(trace=np.array([0.1, 0.2, 0.3]), slowdown={1: 2.0})
+    assert [compute.seconds(0, s, seed=0) for s in range(5)] == [0.1, 0.2, 0.3, 0.1, 0.2]
+    assert compute.seconds(1, 4, seed=0) == 0.4
+
+
+def test_a_trace_may_be_per_worker() -> None:
+    """Ranks without one take the step."""
+    compute = Compute(1.0, trace={0: [0.1, 0.2], 2: (0.5,)})
+    assert [compute.seconds(0, s, seed=0) for s in range(3)] == [0.1, 0.2, 0.1]
+    assert [compute.seconds(rank, 7, seed=0) for rank in (1, 2)] == [1.0, 0.5]
+
+
+@pytest.mark.parametrize("jitter", [0.05, 0.3, 1.0])
+def test_jitter_has_mean_one_and_its_deviation(jitter: float) -> None:
+    """Over 8000 draws: within five standard errors of the mean, and near the deviation."""
+    compute = Compute(1.0, jitter=jitter)
+    draws = np.array([compute.seconds(rank, step, 3) for rank in range(8) for step in range(1000)])
+    assert abs(draws.mean() - 1) < 5 * jitter / math.sqrt(draws.size)
+    assert draws.std() == pytest.approx(jitter, rel=0.2)
+    assert draws.min() > 0
+
+
+def test_jitter_is_log_normal() -> None:
+    """Mean −σ²/2 and deviation σ of the logarithm, σ² = ln(1 + c²); unrelated over the ranks."""
+    compute = Compute(1.0, jitter=0.5)
+    logs = np.log([[compute.seconds(rank, step, 1) for step in range(3000)] for rank in (0, 1)])
+    sigma = math.sqrt(math.log(1.25))
+    assert logs.mean() == pytest.approx(-(sigma**2) / 2, abs=5 * sigma / math.sqrt(logs.size))
+    assert logs.std() == pytest.approx(sigma, rel=0.05)
+    assert abs(np.corrcoef(logs)[0, 1]) < 0.1
+
+
+@settings(deadline=None, max_examples=100, derandomize=True, database=None)
+@given(
+    rank=st.integers(0, 1000),
+    step=st.integers(0, 10**9),
+    seed=st.integers(0, 2**64),
+    c=st.floats(0, 2),
+)
+def test_seconds_are_a_pure_function(rank: int, step: int, seed: int, c: float) -> None:
+    """Whatever was asked before, and of whichever equal object."""
+    first = Compute(jitter=c).seconds(rank, step, seed)
+    other = Compute(jitter=c)
+    other.seconds(rank + 1, step, seed)
+    assert other.seconds(rank, step, seed) == first
+    assert 0 < first < math.inf
+
+
+def test_rank_step_and_seed_all_choose_the_jitter() -> None:
+    """Any of them changed is another draw; the step's length is not."""
+    compute = Compute(1.0, jitter=0.1)
+    arguments = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
+    assert len({compute.seconds(*each) for each in arguments}) == 4
+    assert Compute(2.0, jitter=0.1).seconds(1, 2, 3) == 2 * compute.seconds(1, 2, 3)
+
+
+def test_two_processes_agree() -> None:
+    """The same arguments give the same seconds, to the last bit, in another process."""
+    script = (
+        "from offbeat.simulate.compute import Compute\n"
+        "import sys\n"
+        "c = Compute('10ms', jitter=0.3)\n"
+        "sys.stdout.write(' '.join(c.seconds(r, s, 7).hex() for r in range(3) for s in range(20)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    compute = Compute("10ms", jitter=0.3)
+    here = [compute.seconds(rank, step, 7).hex() for rank in range(3) for step in range(20)]
+    assert result.stdout.split() == here
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Compute("50"), ValueError, "like 100us, 50ms"),
+        (lambda: Compute(0), ValueError, "finite and positive"),
+        (lambda: Compute(jitter=-0.1), ValueError, "jitter must be finite and at least 0"),
+        (lambda: Compute(jitter=math.nan), ValueError, "jitter must be finite"),
+        (lambda: Compute(jitter="10%"), TypeError, "jitter must be a number"),
+        (lambda: Compute(slowdown={0: 0.0}), ValueError, r"slowdown\[0\] must be finite and pos"),
+        (lambda: Compute(slowdown={0: math.inf}), ValueError, r"slowdown\[0\]"),
+        (lambda: Compute(slowdown={-1: 2.0}), ValueError, "a rank in slowdown"),
+        (lambda: Compute(slowdown={"0": 2.0}), TypeError, "a rank in slowdown"),
+        (lambda: Compute(stragglers=[(0, 1, 2, 3.0)]), TypeError, r"Straggler\(rank, first_step"),
+        (lambda: Compute(trace=[]), ValueError, "trace must hold at least one step"),
+        (lambda: Compute(trace={}), ValueError, "trace must hold at least one rank"),
+        (lambda: Compute(trace={0: []}), ValueError, r"trace\[0\] must hold"),
+        (lambda: Compute(trace={-1: [1.0]}), ValueError, "a rank in trace"),
+        (lambda: Compute(trace=[0.1, -1.0]), ValueError, "-1.0 is not a duration"),
+        (lambda: Compute(trace="50ms"), TypeError, "trace must be a sequence"),
+        (lambda: Compute(trace=0.05), TypeError, "trace must be a sequence"),
+        (lambda: Compute("1s", 0.1), TypeError, "positional"),
+        (lambda: Compute(jiter=0.1), TypeError, "jiter"),
+        (lambda: Straggler(-1, 0, 1, 2.0), ValueError, "rank must be at least 0"),
+        (lambda: Straggler(0, -1, 1, 2.0), ValueError, "first_step must be at least 0"),
+        (lambda: Straggler(0, 0, 0, 2.0), ValueError, "steps must be at least 1"),
+        (lambda: Straggler(0, 0, 1, 0.0), ValueError, "factor must be finite and positive"),
+        (lambda: Straggler(0, 0.5, 1, 2.0), TypeError, "first_step must be an integer"),
+        (lambda: Compute().seconds(-1, 0, 0), ValueError, "rank must be at least 0"),
+        (lambda: Compute().seconds(0, -1, 0), ValueError, "step must be at least 0"),
+        (lambda: Compute().seconds(0, 0, -1), ValueError, "seed must be at least 0"),
+    ],
+)
+def test_impossible_computes_are_refused(
+    make: Callable[[], object], error: type[Exception], message: str
+) -> None:
+    """The error names the argument and what is allowed."""
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_compute_does_not_change() -> None:
+    """Frozen, and the caller's containers are copied; replace, copy and pickle work."""
+    slowdown, trace = {0: 2.0}, [1.0]
+    compute = Compute(slowdown=slowdown, trace=trace)
+    slowdown[0], trace[0] = 9.0, 9.0
+    assert compute.seconds(0, 0, seed=0) == 2.0
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        compute.step = 1.0  # type: ignore[misc]
+    assert dataclasses.replace(compute, trace=None).seconds(0, 0, seed=0) == 0.1
+    assert copy.deepcopy(compute) == pickle.loads(pickle.dumps(compute)) == compute
+
+
+def test_a_compute_shows_and_saves_itself() -> None:
+    """The repr reads like the call; the dictionary survives JSON."""
+    assert repr(Compute()) == "Compute('50 ms')"
+    straggler = Straggler(0, 10, 5, 4.0)
+    full = Compute("20ms", jitter=0.1, slowdown={1: 2}, stragglers=[straggler], trace={0: [1, 2]})
+    assert repr(full) == (
+        "Compute('20 ms', jitter=0.1, slowdown={1: 2.0}, "
+        "stragglers=(Straggler(rank=0, first_step=10, steps=5, factor=4.0),), "
+        "trace=<of ranks 0>)"
+    )
+    assert repr(Compute(trace=[1, 2])) == "Compute('50 ms', trace=<2 steps>)"
+    assert full.to_dict() == {
+        "step": 0.02,
+        "jitter": 0.1,
+        "slowdown": {"1": 2.0},
+        "stragglers": [{"rank": 0, "first_step": 10, "steps": 5, "factor": 4.0}],
+        "trace": {"0": [1.0, 2.0]},
+    }
+    assert json.loads(json.dumps(full.to_dict())) == full.to_dict()
+    assert Compute().to_dict()["trace"] is None
+    assert Compute(trace=[1]).to_dict()["trace"] == [1.0]

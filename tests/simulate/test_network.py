@@ -1,0 +1,301 @@
+"""The formulas of communication and the network they are applied to."""
+
+import copy
+import dataclasses
+import json
+import pickle
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat.simulate import network
+from offbeat.simulate.network import Network
+
+Formula = Callable[[float, int, float, float], float]
+COLLECTIVES: list[Formula] = [
+    network.all_reduce_seconds,
+    network.broadcast_seconds,
+    network.reduce_seconds,
+    network.all_gather_seconds,
+]
+NAMES = [formula.__name__ for formula in COLLECTIVES]
+TRAFFIC = [
+    network.all_reduce_bytes,
+    network.broadcast_bytes,
+    network.reduce_bytes,
+    network.all_gather_bytes,
+]
+every_collective = pytest.mark.parametrize("formula", COLLECTIVES, ids=NAMES)
+
+sizes = st.floats(0, 1e12)
+rates = st.floats(1e3, 1e12)
+latencies = st.floats(0, 1.0)
+counts = st.integers(1, 1000)
+
+
+def test_a_message_costs_latency_and_transfer() -> None:
+    """α + M/B: 1 MB at 125 MB/s is 8 ms, after 100 µs."""
+    assert network.message_seconds(1e6, 125e6, 1e-4) == pytest.approx(8.1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "seconds"),
+    [  # 1 MB at 125 MB/s: M/B = 8 ms; α = 0.1 ms
+        ("all_reduce_seconds", 2, 2 * 1 * (0.1e-3 + 4e-3)),
+        ("all_reduce_seconds", 4, 2 * 3 * (0.1e-3 + 2e-3)),
+        ("broadcast_seconds", 2, 8.1e-3),
+        ("broadcast_seconds", 4, 16.2e-3),
+        ("broadcast_seconds", 5, 24.3e-3),
+        ("broadcast_seconds", 8, 24.3e-3),
+        ("broadcast_seconds", 9, 32.4e-3),
+        ("reduce_seconds", 4, 16.2e-3),
+        ("reduce_seconds", 5, 24.3e-3),
+        ("all_gather_seconds", 2, 8.1e-3),
+        ("all_gather_seconds", 4, 24.3e-3),
+    ],
+)
+def test_collectives_cost_what_the_formulas_say(name: str, workers: int, seconds: float) -> None:
+    assert getattr(network, name)(1e6, workers, 125e6, 1e-4) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("name", "sent"),
+    [
+        ("all_reduce_bytes", 1500.0),
+        ("broadcast_bytes", 750.0),
+        ("reduce_bytes", 750.0),
+        ("all_gather_bytes", 3000.0),
+    ],
+)
+def test_workers_send_what_the_formulas_say(name: str, sent: float) -> None:
+    """1000 bytes among 4 workers."""
+    assert getattr(network, name)(1000, 4) == sent
+
+
+def test_bytes_agree_with_counting_messages() -> None:
+    """Rings and trees played message by message give the bytes of the formulas."""
+    for workers in range(1, 18):
+        has, sent, rounds = {0}, [0] * workers, 0  # a binomial tree from rank 0
+        while len(has) < workers:
+            rounds += 1
+            for source in sorted(has):
+                target = source + 2 ** (rounds - 1)
+                if target < workers:
+                    has.add(target)
+                    sent[source] += 1
+        assert sum(sent) / workers == pytest.approx(network.broadcast_bytes(1, workers))
+        assert rounds == network.broadcast_seconds(0, workers, 1.0, 1.0) == sent[0]
+        parts = [{rank} for rank in range(workers)]  # a ring all-gather
+        rounds = 0
+        last = list(range(workers))
+        while any(len(part) < workers for part in parts):
+            rounds += 1
+            last = [last[rank - 1] for rank in range(workers)]
+            for rank, piece in enumerate(last):
+                parts[rank].add(piece)
+        assert rounds == network.all_gather_bytes(1, workers)
+
+
+@every_collective
+@settings(deadline=None, max_examples=100, derandomize=True, database=None)
+@given(size=sizes, rate=rates, latency=latencies)
+def test_one_worker_costs_nothing(
+    formula: Formula, size: float, rate: float, latency: float
+) -> None:
+    assert formula(size, 1, rate, latency) == 0
+    assert all(traffic(size, 1) == 0 for traffic in TRAFFIC)
+
+
+@every_collective
+@settings(deadline=None, max_examples=100, derandomize=True, database=None)
+@given(a=sizes, b=sizes, c=latencies, d=latencies, rate=rates, workers=counts)
+def test_more_bytes_or_latency_never_cost_less(
+    formula: Formula, a: float, b: float, c: float, d: float, rate: float, workers: int
+) -> None:
+    """Monotone in size and in latency; so is a message."""
+    (less, more), (sooner, later) = sorted((a, b)), sorted((c, d))
+    assert formula(less, workers, rate, sooner) <= formula(more, workers, rate, later)
+    assert network.message_seconds(less, rate, sooner) <= network.message_seconds(more, rate, later)
+
+
+@every_collective
+@settings(deadline=None, max_examples=100, derandomize=True, database=None)
+@given(size=sizes, latency=latencies, a=rates, b=rates, workers=counts)
+def test_more_bandwidth_never_costs_more(
+    formula: Formula, size: float, latency: float, a: float, b: float, workers: int
+) -> None:
+    slow, fast = sorted((a, b))
+    assert formula(size, workers, fast, latency) <= formula(size, workers, slow, latency)
+
+
+@settings(deadline=None, max_examples=100, derandomize=True, database=None)
+@given(size=st.floats(1, 1e12), rate=rates)
+def test_a_large_all_reduce_costs_two_transfers(size: float, rate: float) -> None:
+    """2M/B without latency as N grows, from below; and its time is its bytes over B."""
+    limit = 2 * size / rate
+    assert network.all_reduce_seconds(size, 10**6, rate, 0.0) == pytest.approx(limit, rel=1e-5)
+    for workers in (2, 3, 64):
+        seconds = network.all_reduce_seconds(size, workers, rate, 0.0)
+        assert seconds < limit
+        assert seconds == pytest.approx(network.all_reduce_bytes(size, workers) / rate)
+
+
+@every_collective
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((-1.0, 2, 1.0, 0.0), "size_bytes"),
+        ((float("inf"), 2, 1.0, 0.0), "size_bytes"),
+        ((1.0, 0, 1.0, 0.0), "workers"),
+        ((1.0, 2, 0.0, 0.0), "bytes_per_second"),
+        ((1.0, 2, float("nan"), 0.0), "bytes_per_second"),
+        ((1.0, 2, 1.0, -1.0), "latency_seconds"),
+    ],
+)
+def test_impossible_costs_are_refused(
+    formula: Formula, arguments: tuple[float, int, float, float], message: str
+) -> None:
+    """The error names the argument."""
+    with pytest.raises(ValueError, match=message):
+        formula(*arguments)
+
+
+def test_text_and_numbers_make_the_same_network() -> None:
+    """Bits a second and seconds, or text; equal networks hash alike."""
+    text = Network("5Gbit/s", latency="50us", upload="1Gbit/s", switch="20Gbit/s")
+    assert text == Network(5e9, 5e-5, upload=1e9, switch=2e10)
+    assert hash(text) == hash(Network(5e9, 5e-5, upload=1e9, switch=2e10))
+    assert Network("1Gbit/s") == Network(1e9, "100us") != Network(2e9)
+    assert Network("1Gbit/s", per_worker={1: "1Mbit/s"}) != Network("1Gbit/s")
+
+
+def test_links_carry_bytes_both_ways() -> None:
+    """1 Gbit/s is 125 MB/s; upload makes a link asymmetric; per_worker replaces both directions."""
+    even = Network("1Gbit/s")
+    assert even.up(0) == even.down(7) == 125e6
+    odd = Network("1Gbit/s", upload="200Mbit/s", per_worker={2: "80Mbit/s", 3: 8e9})
+    assert (odd.up(0), odd.down(0)) == (25e6, 125e6)
+    assert (odd.up(2), odd.down(2)) == (10e6, 10e6)
+    assert (odd.up(3), odd.down(3)) == (1e9, 1e9)
+
+
+def test_a_message_takes_the_slower_end() -> None:
+    """min(up(source), down(destination)): directions differ."""
+    links = Network(
+        "800Mbit/s", latency="1ms", upload="80Mbit/s", per_worker={1: "8Mbit/s", 2: "8Gbit/s"}
+    )
+    assert links.message_seconds(1e6, 0, 3) == pytest.approx(0.101)  # up 10 MB/s
+    assert links.message_seconds(1e6, 2, 0) == pytest.approx(0.011)  # down 100 MB/s
+    assert links.message_seconds(1e6, 0, 1) == pytest.approx(1.001)  # down 1 MB/s
+    assert links.message_seconds(1e6, 1, 0) == pytest.approx(1.001)
+    assert links.message_seconds(1e6, 1, 1) == 0, "no network between a worker and itself"
+
+
+def test_a_collective_takes_the_slowest_link() -> None:
+    """The minimum over those who take part, both directions."""
+    links = Network("800Mbit/s", upload="80Mbit/s", per_worker={1: "8Mbit/s", 2: "8Gbit/s"})
+    assert links.collective_bytes_per_second([0, 3]) == 10e6
+    assert links.collective_bytes_per_second([0, 1, 2]) == 1e6
+    assert links.collective_bytes_per_second([2]) == 1e9
+    assert Network("80Mbit/s", upload="800Mbit/s").collective_bytes_per_second([0, 1]) == 10e6
+
+
+def test_a_switch_is_shared_by_all_flows() -> None:
+    """switch/N for a collective, all of it for a message, and only where it is the narrowest."""
+    links = Network("1Gbit/s", latency=0, switch="2Gbit/s")
+    assert links.collective_bytes_per_second([0, 1]) == 125e6
+    assert links.collective_bytes_per_second(range(4)) == 62.5e6
+    assert links.all_reduce_seconds(1e6, range(4)) == pytest.approx(2 * 0.75 * 1e6 / 62.5e6)
+    assert links.message_seconds(125e6, 0, 1) == 1.0
+    assert Network("1Gbit/s", 0, switch="8Mbit/s").message_seconds(1e6, 0, 1) == 1.0
+
+
+@every_collective
+@settings(deadline=None, max_examples=100, derandomize=True, database=None)
+@given(
+    size=sizes,
+    ranks=st.sets(st.integers(0, 20), min_size=1),
+    slow=st.dictionaries(st.integers(0, 20), st.floats(1e3, 1e12), max_size=5),
+    upload=st.none() | st.floats(1e3, 1e12),
+    switch=st.none() | st.floats(1e3, 1e12),
+)
+def test_the_network_applies_the_formula_at_its_rate(
+    formula: Formula,
+    size: float,
+    ranks: set[int],
+    slow: dict[int, float],
+    upload: float | None,
+    switch: float | None,
+) -> None:
+    """For any links the method is the function at the least of all links and switch/N."""
+    links = Network(1e9, "100us", upload=upload, per_worker=slow, switch=switch)
+    bits = [slow[r] if r in slow else min(1e9, upload or 1e9) for r in ranks]
+    bits += [] if switch is None else [switch / len(ranks)]
+    expected = formula(size, len(ranks), min(bits) / 8, 1e-4)
+    assert getattr(links, formula.__name__)(size, ranks) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("ranks", [[], [1, 1]])
+def test_a_collective_needs_distinct_ranks(ranks: list[int]) -> None:
+    with pytest.raises(ValueError, match="distinct ranks, got"):
+        Network("1Gbit/s").all_reduce_seconds(1.0, ranks)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Network("1GB/s"), ValueError, "like 1Gbit/s"),
+        (lambda: Network(0), ValueError, "finite and positive"),
+        (lambda: Network("1Gbit/s", "100"), ValueError, "like 100us"),
+        (lambda: Network("1Gbit/s", -1e-3), ValueError, "at least 0"),
+        (lambda: Network("1Gbit/s", upload="fast"), ValueError, "'fast' is not a bandwidth"),
+        (lambda: Network("1Gbit/s", switch=-1), ValueError, "-1 is not a bandwidth"),
+        (lambda: Network("1Gbit/s", per_worker={0: "1MB"}), ValueError, "'1MB' is not"),
+        (lambda: Network("1Gbit/s", per_worker={-1: 1e9}), ValueError, "rank in per_worker"),
+        (lambda: Network("1Gbit/s", per_worker={"0": 1e9}), TypeError, "rank in per_worker"),
+        (lambda: Network(None), TypeError, "None is not a bandwidth"),
+        (lambda: Network("1Gbit/s", "1ms", "1Gbit/s"), TypeError, "positional"),
+        (lambda: Network("1Gbit/s", uplaod="1Gbit/s"), TypeError, "uplaod"),
+    ],
+)
+def test_impossible_networks_are_refused(
+    make: Callable[[], Network], error: type[Exception], message: str
+) -> None:
+    """The error says what is wrong and shows the right form."""
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_network_does_not_change() -> None:
+    """Frozen, and the caller's dictionary is copied; replace, copy and pickle work."""
+    slow = {1: "1Mbit/s"}
+    links = Network("1Gbit/s", per_worker=slow)
+    slow[0] = "1Mbit/s"
+    assert links.up(0) == 125e6
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        links.bandwidth = 1.0  # type: ignore[misc]
+    assert dataclasses.replace(links, bandwidth="2Gbit/s").up(0) == 250e6  # type: ignore[arg-type]
+    assert copy.deepcopy(links) == pickle.loads(pickle.dumps(links)) == links
+
+
+def test_a_network_shows_and_saves_itself() -> None:
+    """The repr is the call that makes it; the dictionary survives JSON."""
+    full = Network(
+        "5gbit", 5e-5, upload=1e9, per_worker={3: "200mbit", 1: "1Mbit/s"}, switch="20Gbps"
+    )
+    assert repr(Network(1e9)) == "Network('1 Gbit/s', latency='100 us')"
+    assert repr(full) == (
+        "Network('5 Gbit/s', latency='50 us', upload='1 Gbit/s', "
+        "per_worker={1: '1 Mbit/s', 3: '200 Mbit/s'}, switch='20 Gbit/s')"
+    )
+    assert eval(repr(full)) == full
+    assert full.to_dict() == {
+        "bandwidth": 5e9,
+        "latency": 5e-5,
+        "upload": 1e9,
+        "per_worker": {"1": 1e6, "3": 2e8},
+        "switch": 2e10,
+    }
+    assert json.loads(json.dumps(full.to_dict())) == full.to_dict()

@@ -1,0 +1,367 @@
+"""Simulated runs against values computed by hand."""
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import offbeat
+from offbeat import AsyncAveraging, Compute, LocalSGD, Network, SelSync, simulate
+from offbeat.simulate import DeadlockError, Straggler
+from offbeat.strategies import STRATEGIES, Strategy, parse_strategy
+from problems import OPTIMIZERS, bsp_reference, flat, loss_of, make_batch, make_model, train_step
+
+STEP = 0.05
+ALPHA = 0.001
+BANDWIDTH = 8e6  # bit/s: 1e6 bytes a second
+NETWORK = Network(BANDWIDTH, latency=ALPHA)
+
+
+def ring(size_bytes: float, workers: int) -> float:
+    """2(N−1)(α + M/(N·B)), by hand."""
+    return 2 * (workers - 1) * (ALPHA + size_bytes / (workers * 1e6))
+
+
+class Big(nn.Module):
+    """One parameter whose gradient is 1: a model of ``elements`` float32."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.zeros(elements))
+
+    def forward(self) -> Tensor:
+        return self.p.sum()
+
+
+def training(
+    strategy: Strategy, steps: int, elements: int = 25_000
+) -> Callable[[], dict[str, Any]]:
+    """A training function; 100 kB take ``ring(1e5, N)`` a mean."""
+
+    def worker() -> dict[str, Any]:
+        model = Big(elements)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = offbeat.attach(model, optimizer, strategy)
+        start = sync._fabric.now()
+        times = []
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+            times.append(sync._fabric.now() - start)
+        stats = sync.stats.to_dict()
+        sync.finish()
+        return {"times": times, "stats": stats, "model": model.p[:3].tolist()}
+
+    return worker
+
+
+ROLL = 5 * 8  # the five numbers of a roll, in float64
+
+
+def test_a_bsp_step_is_compute_and_all_reduce() -> None:
+    """Exactly: no overlap with backward, whose time is charged when it has ended."""
+    result = simulate(training(offbeat.BSP(), 10), workers=4, network=NETWORK, compute=Compute(STEP))
+    # one bucket: the gradient, the roll (5), 2 numbers of the bucket, 1 of the parameter, float32
+    step = STEP + ring(4 * (25_000 + 5 + 2 + 1), 4)
+    for one in result.results:
+        assert one["times"] == pytest.approx([step * (i + 1) for i in range(10)], rel=1e-12)
+        assert one["stats"]["idle"] == pytest.approx(1 - STEP / step, rel=1e-9)
+
+
+def test_local_sgd_pays_once_a_period() -> None:
+    result = simulate(training(LocalSGD(period=4), 12), workers=4, network=NETWORK, compute=Compute(STEP))
+    period = 4 * STEP + ring(ROLL, 4) + ring(100_000, 4)
+    for one in result.results:
+        assert one["times"][3::4] == pytest.approx([period * (i + 1) for i in range(3)], rel=1e-12)
+        assert one["times"][0] == pytest.approx(STEP, rel=1e-12)
+
+
+@pytest.mark.parametrize("elements", [25_000, 100_000])
+def test_cyclic_async_waits_for_what_a_merge_exceeds_the_cycle(elements: int) -> None:
+    """A worker waits max(0, merge − β·step) a cycle, and the rest is free."""
+    strategy = AsyncAveraging(staleness=8)
+    result = simulate(
+        training(strategy, 40, elements), workers=4, network=NETWORK, compute=Compute(STEP)
+    )
+    merge = ring(ROLL, 4) + ring(4 * elements, 4)  # the roll goes first over the same cards
+    cycle = max(4 * STEP, merge)
+    assert (merge > 4 * STEP) == (elements == 100_000)
+    for one in result.results:
+        ends = one["times"][3::4]
+        assert ends[0] == pytest.approx(4 * STEP, rel=1e-12)
+        assert np.diff(ends) == pytest.approx([cycle] * 9, rel=1e-9)
+        waited = 9 * max(0.0, merge - 4 * STEP)
+        assert one["stats"]["wait_seconds"] == pytest.approx(waited, abs=1e-9)
+
+
+def test_a_permanent_straggler_sets_the_pace() -> None:
+    """Of BSP in every step, of the cyclic schedule once a cycle."""
+    compute = Compute(STEP, slowdown={2: 3.0})
+    bsp = simulate(training(offbeat.BSP(), 10), workers=4, network=NETWORK, compute=compute)
+    assert bsp.results[0]["times"][-1] == pytest.approx(
+        10 * (3 * STEP + ring(4 * 25_008, 4)), rel=1e-12
+    )
+    cyclic = simulate(
+        training(AsyncAveraging(staleness=8), 40), workers=4, network=NETWORK, compute=compute
+    )
+    fast = cyclic.results[0]["times"]
+    assert np.diff(fast)[:6] == pytest.approx([STEP] * 6), "the first cycles wait for nobody"
+    per_cycle = np.diff(fast[7::4])
+    assert per_cycle[1:] == pytest.approx([12 * STEP] * (len(per_cycle) - 1), rel=1e-9)
+
+
+def test_a_short_straggler_costs_the_cyclic_schedule_nothing() -> None:
+    """One that is late by less than a cycle, less the merge, is made up for; BSP pays it all."""
+    late = Compute(STEP, stragglers=(Straggler(1, first_step=9, steps=1, factor=2.5),))
+
+    def end(strategy: Strategy, compute: Compute, rank: int) -> float:
+        result = simulate(training(strategy, 40), workers=4, network=NETWORK, compute=compute)
+        return float(result.results[rank]["times"][-1])
+
+    even = Compute(STEP)
+    strategy = AsyncAveraging(staleness=16)
+    assert end(strategy, late, 0) == pytest.approx(end(strategy, even, 0), rel=1e-12)
+    bsp = offbeat.BSP()
+    assert end(bsp, late, 0) == pytest.approx(end(bsp, even, 0) + 1.5 * STEP, rel=1e-12)
+
+
+def test_it_really_trains() -> None:
+    """The values are those of one worker with the mean of all gradients."""
+
+    def worker() -> Tensor:
+        model = make_model(seed=dist.get_rank())
+        optimizer = OPTIMIZERS["momentum"](model.parameters())
+        sync = offbeat.attach(model, optimizer, offbeat.BSP())
+        for step in range(8):
+            train_step(model, optimizer, make_batch(dist.get_rank(), step))
+        sync.finish()
+        return flat(model)
+
+    expected = bsp_reference(3, "momentum", 8)[-1]
+    for got in simulate(worker, workers=3).results:
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+TEXTS = [
+    "bsp",
+    "local:period=3",
+    "selsync:delta=0.3",
+    "selsync:target_lssr=0.5,aggregate=gradients",
+    "selsync:delta=0.3,flags=deferred",
+    "async:staleness=4",
+    "async:staleness=4,schedule=eager",
+]
+
+
+def noisy(text: str) -> Callable[[], dict[str, Any]]:
+    """Uneven steps, random data, an evaluation."""
+
+    def worker() -> dict[str, Any]:
+        rank = dist.get_rank()
+        model = make_model(seed=rank)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        sync = offbeat.attach(model, optimizer, parse_strategy(text))
+        for step in range(12 + rank):
+            x = torch.randn(4, 4, dtype=torch.float64)
+            y = torch.tensor(np.random.rand(4, 1)) + random.random()  # noqa: NPY002
+            train_step(model, optimizer, (x, y))
+            if step == 7:
+                with sync.consensus():
+                    seen = loss_of(model, make_batch(0, 0)).item()
+        sync.finish()
+        return {"model": flat(model).tolist(), "seen": seen}
+
+    return worker
+
+
+def trace(text: str, shuffle: int | None = None) -> str:
+    """Everything a run gives, as text."""
+    result = simulate(
+        noisy(text),
+        workers=3,
+        network=NETWORK,
+        compute=Compute(STEP, jitter=0.2, slowdown={1: 1.5}),
+        seed=5,
+        shuffle_ties=shuffle,
+    )
+    return result.to_json() + json.dumps(result.results)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_same_seed_gives_the_same_bytes(text: str) -> None:
+    """Twice in this process, and whatever the random state outside."""
+    torch.manual_seed(1)
+    first = trace(text)
+    before = torch.get_rng_state()
+    torch.manual_seed(2)
+    assert trace(text) == first
+    torch.manual_seed(1)
+    assert torch.equal(torch.get_rng_state(), before), "the outside's random state is left alone"
+
+
+def test_two_processes_give_the_same_bytes() -> None:
+    code = (
+        "import sys, hashlib; sys.path.insert(0, sys.argv[1]);"
+        "from simulate.test_simulate import TEXTS, trace;"
+        "print([hashlib.sha256(trace(t).encode()).hexdigest() for t in TEXTS])"
+    )
+    argv = [sys.executable, "-c", code, str(Path(__file__).parent.parent)]
+    outs = [
+        subprocess.run(argv, capture_output=True, text=True, timeout=100, check=True).stdout
+        for _ in range(2)
+    ]
+    assert outs[0] == outs[1] != ""
+
+
+@pytest.mark.parametrize("text", TEXTS[:5])
+def test_shuffled_ties_do_not_change_synchronous_strategies(text: str) -> None:
+    plain = json.loads(trace(text).rpartition("}[")[0] + "}")
+    for shuffle in (1, 2):
+        other = json.loads(trace(text, shuffle).rpartition("}[")[0] + "}")
+        assert other["seconds"] == plain["seconds"]
+        assert other["stats"] == plain["stats"]
+
+
+def test_every_strategy_is_covered() -> None:
+    """A new strategy gets its row here."""
+    assert {text.partition(":")[0] for text in TEXTS} == set(STRATEGIES)
+
+
+def test_calls_of_torch_distributed_are_answered() -> None:
+    """Those that DESIGN names, of each worker's own, without a group and after the run undone."""
+
+    def worker() -> dict[str, Any]:
+        assert dist.is_initialized()
+        dist.init_process_group("gloo")  # a script may call it: nothing happens
+        rank, size = dist.get_rank(), dist.get_world_size()
+        total = torch.tensor([rank + 1.0])
+        dist.all_reduce(total)
+        largest = torch.tensor([float(rank)])
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        mean = torch.tensor([float(rank)])
+        dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+        one = torch.tensor([float(rank)])
+        dist.broadcast(one, src=2)
+        parts = [torch.zeros(2) for _ in range(size)]
+        work = dist.all_gather(parts, torch.full((2,), float(rank)), async_op=True)
+        work.wait()
+        dist.barrier()
+        dist.destroy_process_group()
+        return {
+            "rank": (rank, size),
+            "values": [t.item() for t in (total, largest, mean, one)],
+            "parts": [part.tolist() for part in parts],
+        }
+
+    result = simulate(worker, workers=4)
+    for rank, one in enumerate(result.results):
+        assert one["rank"] == (rank, 4)
+        assert one["values"] == [10.0, 3.0, 1.5, 2.0]
+        assert one["parts"] == [[float(r)] * 2 for r in range(4)]
+    assert not dist.is_initialized()
+    assert result.seconds > 0
+
+
+def test_a_deadlock_names_everyone() -> None:
+    """Rank, virtual time, operation and source line, the last events and the seed."""
+
+    def worker() -> None:
+        if dist.get_rank() == 1:
+            return
+        dist.all_reduce(torch.ones(3))  # the line that waits
+
+    with pytest.raises(DeadlockError) as caught:
+        simulate(worker, workers=3, seed=77)
+    text = str(caught.value)
+    assert "seed 77" in text
+    assert "rank 1 finished" in text
+    for rank in (0, 2):
+        line = next(one for one in text.splitlines() if one.startswith(f"  rank {rank} "))
+        assert "waits in dist.all_reduce" in line
+        assert "test_simulate.py" in line
+        assert "the line that waits" in line
+    assert "the last events" in text
+
+
+def test_an_exception_ends_the_run_and_names_the_rank() -> None:
+    def worker() -> None:
+        dist.barrier()
+        if dist.get_rank() == 2:
+            raise KeyError("lost")
+        dist.barrier()
+
+    with pytest.raises(KeyError, match="lost") as caught:
+        simulate(worker, workers=4)
+    assert "simulated worker 2" in "".join(caught.value.__notes__)
+    assert simulate(dist.get_rank, workers=2).results == [0, 1], "the next run is not affected"
+
+
+def test_mismatched_collectives_are_named() -> None:
+    def worker() -> None:
+        dist.all_reduce(torch.ones(3 + dist.get_rank()))
+
+    with pytest.raises(offbeat.OffbeatError, match=r"rank 1 starts .* but rank 0 started"):
+        simulate(worker, workers=2)
+
+
+def test_random_state_belongs_to_the_worker() -> None:
+    """Each draws what it would draw alone, however the others interleave."""
+
+    def worker() -> list[float]:
+        torch.manual_seed(3)
+        drawn = []
+        for _ in range(3):
+            drawn += [torch.rand(1).item(), random.random(), float(np.random.rand())]  # noqa: NPY002
+            dist.barrier()
+        return drawn
+
+    alone = simulate(worker, workers=1).results[0]
+    together = simulate(worker, workers=3).results
+    for one in together:
+        assert one[::3] == alone[::3], "torch, seeded alike"
+    assert together[0] == alone
+    assert together[1][1::3] != together[2][1::3], "random, seeded by rank"
+
+
+def test_the_account_is_complete(tmp_path: Path) -> None:
+    """compute + wait = elapsed per worker; bytes sent by the ring formula; JSON and plot."""
+    result = simulate(
+        training(SelSync(delta=0), 5), workers=3, network=NETWORK, compute=Compute(STEP)
+    )
+    for rank in range(3):
+        spans = [s for s in result.timeline if s.rank == rank and s.kind != "transfer"]
+        assert sum(s.end - s.start for s in spans) == pytest.approx(result.seconds, rel=1e-12)
+        stats = result.stats[rank]
+        assert stats is not None
+        assert stats.compute_seconds == pytest.approx(5 * STEP, rel=1e-12)
+    payload = 5 * (100_000 + ROLL)
+    ring_share = 4 / 3  # 2(N−1)/N
+    assert result.sent_bytes[0] >= payload * ring_share
+    assert 0 < result.idle < 1
+    told = json.loads(result.to_json())
+    assert told["simulated"] is True
+    assert told["configuration"]["workers"] == 3
+    result.plot(tmp_path / "lanes.png")
+    assert (tmp_path / "lanes.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_sixty_four_workers_run() -> None:
+    result = simulate(training(AsyncAveraging(staleness=4), 6), workers=64, network=NETWORK)
+    assert len(result.results) == 64
+    assert len({tuple(one["model"]) for one in result.results}) == 1
+
+
+@pytest.mark.parametrize("workers", [0, -1, 2.0, True])
+def test_bad_worker_counts_are_refused(workers: Any) -> None:
+    with pytest.raises(ValueError, match="workers must be an integer of at least 1"):
+        simulate(lambda: None, workers=workers)
