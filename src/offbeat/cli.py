@@ -1,4 +1,4 @@
-"""The command line: ``offbeat train``, ``compare``, ``recipes``, ``strategies``."""
+"""The command line: ``offbeat train``, ``compare``, ``simulate`` and the rest."""
 
 import contextlib
 import dataclasses
@@ -9,12 +9,10 @@ import time
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 try:
     import typer
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Table
 except ImportError:
     sys.stderr.write("the command line needs typer and rich: pip install 'offbeat[cli]'\n")
@@ -23,12 +21,16 @@ except ImportError:
 import torch.distributed as dist
 
 import offbeat
+from offbeat.cli_network import Jitter, Latency, measured_step, plan, probe
+from offbeat.cli_view import Bar, console, line, show
 from offbeat.errors import OffbeatError
 from offbeat.lab import compare as comparison
 from offbeat.lab import report
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.recipes import RECIPES, find_recipe
 from offbeat.lab.train import Event, Job, share_cores, train_worker
+from offbeat.lab.virtual import VirtualCluster
+from offbeat.simulate import Compute, Network
 from offbeat.strategies import STRATEGIES, Strategy
 from offbeat.units import parse_bandwidth, show_bytes
 
@@ -39,7 +41,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train PyTorch models data-parallel on slow networks without waiting for them.",
 )
-console = Console()
 INTERRUPTED = "interrupted; all workers have been ended"
 
 RecipeName = Annotated[str, typer.Argument(help="A recipe; `offbeat recipes` lists them.")]
@@ -50,6 +51,16 @@ Data = Annotated[Path | None, typer.Option(help="Directory of the data, if the r
 Bandwidth = Annotated[
     str | None,
     typer.Option(help="Shape each worker's link, as in 200Mbit/s (Linux, root, iproute2)."),
+]
+StrategyText = Annotated[
+    str, typer.Option("--strategy", "-s", help="A strategy, as in selsync:delta=0.3.")
+]
+StepTime = Annotated[
+    str | None,
+    typer.Option(
+        help="Virtual time of a step, as in 80ms.",
+        show_default="as measured on this machine",
+    ),
 ]
 Timeout = Annotated[float, typer.Option(help="Seconds an operation between workers may take.")]
 
@@ -69,51 +80,6 @@ def _root(
     pass
 
 
-class _Bar:
-    """A progress bar for one run after the other."""
-
-    def __init__(self) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}", table_column=None),
-            BarColumn(),
-            TextColumn("{task.completed}/{task.total} steps"),
-            TextColumn("{task.fields[metric]}"),
-            TimeElapsedColumn(),
-            console=console,
-        )
-        self._metric = self._name = ""
-        self._task: Any = None
-
-    def __enter__(self) -> "_Bar":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def start(self, job: Job) -> None:
-        """A run begins."""
-        self._metric = find_recipe(job.recipe).metric
-        self._name = f"{job.strategy} seed {job.seed}" if job.seed else job.strategy
-        self._task = self._progress.add_task(self._name, total=None, metric="starting")
-
-    def event(self, event: Event) -> None:
-        """An event of the run; a line for each evaluation where no bar can be drawn."""
-        if event["event"] == "start":
-            self._progress.update(self._task, total=event["steps"])
-        elif event["event"] in ("step", "evaluation"):
-            self._progress.update(self._task, completed=event["step"])
-        if event["event"] == "evaluation":
-            metric = f"{self._metric} {event['metric']:.4f}"
-            self._progress.update(self._task, metric=metric)
-            if not console.is_terminal:
-                console.print(f"{self._name}  {_line(event, metric)}", soft_wrap=True)
-
-
-def _line(event: Event, metric: str) -> str:
-    return f"step {event['step']}  {event['seconds']:.1f} s  {metric}"
-
-
 @contextlib.contextmanager
 def _link(bandwidth: str | None, workers: int) -> Iterator[Cluster | None]:
     if bandwidth is None:
@@ -123,25 +89,20 @@ def _link(bandwidth: str | None, workers: int) -> Iterator[Cluster | None]:
         yield cluster
 
 
-def _show(results: list[comparison.Result]) -> None:
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in report.HEADINGS:
-        first = heading == "strategy"
-        table.add_column(heading, justify="left" if first else "right", no_wrap=first)
-    for row in report.rows(results, ranges=False):  # there is no room for them
-        table.add_row(*row)
-    console.print()
-    console.print(report.caption(results), style="dim", highlight=False)
-    console.print(table)
-    console.print()
+def _virtual(
+    job: Job, bandwidth: str | None, latency: str, step_time: str | None, jitter: float
+) -> VirtualCluster:
+    network = Network(bandwidth or "1Gbit/s", latency=latency)
+    if step_time is None:
+        data = None if job.data is None else Path(job.data)
+        return VirtualCluster(network, Compute(measured_step(job.recipe, data), jitter=jitter))
+    return VirtualCluster(network, Compute(step_time, jitter=jitter))
 
 
 @app.command()
 def train(
     recipe: RecipeName,
-    strategy: Annotated[
-        str, typer.Option("--strategy", "-s", help="A strategy, as in selsync:delta=0.3.")
-    ] = "bsp",
+    strategy: StrategyText = "bsp",
     workers: Workers = 4,
     epochs: Epochs = None,
     seed: Seed = 0,
@@ -176,10 +137,51 @@ def train(
         _join(dataclasses.replace(job, workers=int(os.environ["WORLD_SIZE"])), bandwidth)
         return
     job.check()
-    with _link(bandwidth, workers) as cluster, _Bar() as bar:
+    with _link(bandwidth, workers) as cluster, Bar() as bar:
         bar.start(job)
         result = comparison.run_and_record(job, bar.event, cluster)
-    _show([result])
+    show([result])
+
+
+@app.command()
+def simulate(
+    recipe: RecipeName,
+    strategy: StrategyText = "bsp",
+    workers: Workers = 4,
+    epochs: Epochs = None,
+    seed: Seed = 0,
+    data: Data = None,
+    bandwidth: Annotated[str, typer.Option(help="Of each link, as in 5Gbit/s.")] = "1Gbit/s",
+    latency: Latency = "100us",
+    step_time: StepTime = None,
+    jitter: Jitter = 0.0,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Draw who computed and waited when, as PNG.")
+    ] = None,
+    as_json: Annotated[
+        Path | None, typer.Option("--json", help="Write everything, the timeline too, as JSON.")
+    ] = None,
+) -> None:
+    """Train a recipe on simulated workers in this process: real training, virtual seconds.
+
+    [bold]Example[/bold]
+
+    offbeat simulate digits -s bsp --workers 16 --bandwidth 5gbit --latency 50us --step-time 80ms
+    """
+    job = Job(recipe, strategy, workers, epochs, seed, None if data is None else str(data))
+    job.check()
+    place = _virtual(job, bandwidth, latency, step_time, jitter)
+    with Bar() as bar:
+        bar.start(job)
+        result = comparison.run_and_record(job, bar.event, place)
+    show([result])
+    assert place.last is not None
+    if timeline is not None:
+        place.last.plot(timeline)
+        console.print(f"timeline {timeline}", highlight=False, soft_wrap=True)
+    if as_json is not None:
+        as_json.write_text(place.last.to_json(), encoding="utf-8")
+        console.print(f"json     {as_json}", highlight=False, soft_wrap=True)
 
 
 def _join(job: Job, bandwidth: str | None) -> None:
@@ -194,7 +196,7 @@ def _join(job: Job, bandwidth: str | None) -> None:
 
     def tell(event: Event) -> None:
         if event["event"] == "evaluation":
-            console.print(_line(event, f"{metric} {event['metric']:.4f}"), soft_wrap=True)
+            console.print(line(event, f"{metric} {event['metric']:.4f}"), soft_wrap=True)
         elif event["event"] == "end":
             one = event["stats"][0]
             console.print(
@@ -231,6 +233,12 @@ def compare(
         ),
     ] = None,
     timeout: Timeout = 120.0,
+    simulated: Annotated[
+        bool, typer.Option("--simulate", help="On simulated workers, in virtual time.")
+    ] = False,
+    latency: Latency = "100us",
+    step_time: StepTime = None,
+    jitter: Jitter = 0.0,
 ) -> None:
     """Run strategies one after the other under the same seeds; write table, plot and report.
 
@@ -239,6 +247,8 @@ def compare(
     offbeat compare digits -s bsp -s local:period=8 -s selsync:target_lssr=0.9 --workers 4
 
     offbeat compare digits -s bsp -s async:staleness=16 --bandwidth 100Mbit/s --seeds 3
+
+    offbeat compare digits -s bsp -s local:period=8 --simulate --workers 16 --step-time 80ms
     """
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {seeds}")
@@ -255,19 +265,24 @@ def compare(
         dataclasses.replace(job, strategy=one).check()
     if output is None:
         output = Path("runs", f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
-    with _link(bandwidth, workers) as cluster, _Bar() as bar:
+    virtual = _virtual(job, bandwidth, latency, step_time, jitter) if simulated else None
+    with _link(None if simulated else bandwidth, workers) as cluster, Bar() as bar:
         results = comparison.compare(
             job,
             strategy,
             seeds=seeds,
-            place=cluster,
+            place=virtual or cluster,
             output=output,
             on_start=bar.start,
             on_event=bar.event,
         )
-    _show(results)
+    show(results)
     for what, path in report.write_report(results, output).items():
         console.print(f"{what:7} {path}", highlight=False, soft_wrap=True)
+
+
+app.command()(plan)
+app.command()(probe)
 
 
 @app.command()

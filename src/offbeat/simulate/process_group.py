@@ -95,9 +95,7 @@ class SimulatedGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> dist.Work:
         """``dist.barrier``."""
         token = torch.zeros(0)
-        return _Work(
-            self._communicator.collective("reduce", token, "dist.barrier", lambda _: None)
-        )
+        return _Work(self._communicator.collective("reduce", token, "dist.barrier", lambda _: None))
 
 
 class _World(c10d._World):

@@ -39,13 +39,13 @@ class BSP(Strategy):
         """Hook the gradients."""
         # With several optimizers one backward may fill the gradients of another's parameters,
         # and the order in which buckets leave would depend on autograd: no overlap then.
-        alone = len(worker.parts) == 1
+        overlap = len(worker.parts) == 1 and worker.size > 1 and worker.fabric.overlaps_backward
         means = [
             GradientMean(
                 worker.fabric,
                 part.parameters,
                 slots=Roll.SLOTS,
-                overlap=alone and worker.size > 1,
+                overlap=overlap,
             )
             for part in worker.parts
         ]

@@ -1,0 +1,54 @@
+"""How large a recipe's model is and how long one of its steps takes on this machine."""
+
+import statistics
+import time
+from itertools import chain, islice, repeat
+from pathlib import Path
+
+import torch
+
+from offbeat.lab.recipes import Setup, find_recipe
+from offbeat.lab.train import batches
+from offbeat.replica import Replica
+
+
+def measure_recipe(
+    name: str, *, data: Path | None = None, steps: int = 15, warmup_steps: int = 5
+) -> tuple[int, float]:
+    """Train a few steps alone, with as many threads as torch uses now.
+
+    Args:
+        name: Of the recipe.
+        data: Directory of its data, if it needs one.
+        steps: How many steps are timed (≥ 5).
+        warmup_steps: How many come before them.
+
+    Returns:
+        How many numbers a mean of models replaces (parameters and floating-point buffers), and the
+        median of the seconds of a step: reading the batch, forward, backward, the optimizer.
+
+    Raises:
+        ValueError: no such recipe, or too few steps.
+        FileNotFoundError: the data are not there.
+    """
+    if steps < 5:
+        raise ValueError(f"steps must be at least 5, got {steps}")
+    recipe = find_recipe(name)
+    with torch.random.fork_rng(devices=[]):
+        task = recipe.build(Setup(workers=1, epochs=recipe.epochs, data=data))
+        count = sum(t.numel() for t in Replica(task.model, _trainable(task.model)).averaged())
+        again = chain.from_iterable(batches(task, 1, 0, seed=0) for _ in repeat(None))
+        seconds: list[float] = []
+        begin = time.perf_counter()
+        for batch in islice(again, warmup_steps + steps):
+            task.loss(task.model, batch).backward()
+            task.optimizer.step()
+            task.optimizer.zero_grad()
+            task.scheduler.step()
+            begin, before = time.perf_counter(), begin
+            seconds.append(begin - before)
+    return count, statistics.median(seconds[warmup_steps:])
+
+
+def _trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]

@@ -1,0 +1,386 @@
+"""The cost model: hand-computed values, what must hold for any network, and its advice."""
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat import BSP, AsyncAveraging, LocalSGD, SelSync, parse_strategy
+from offbeat.lab.measure import measure_recipe
+from offbeat.plan import HEADINGS, IDLE_LIMIT, Forecast, Plan, expected_maximum, plan, rows
+
+# 4 workers, 100 MB, 1 Gbit/s = 125 MB/s, 100 us, 100 ms a step
+MERGE = 6 * (1e-4 + 100e6 / (4 * 125e6))  # 2(N−1)·(α + M/(N·B)) = 1.2006 s
+ROLL = 6 * (1e-4 + 40 / (4 * 125e6))  # 600.48 us
+CASE: dict[str, Any] = dict(parameters="25M", step_time="100ms", workers=4, bandwidth="1Gbit/s")
+
+
+def one(strategy: str, **changes: Any) -> Forecast:
+    (row,) = plan(**{**CASE, **changes}, strategies=[strategy]).rows
+    return row
+
+
+def text(kind: str, result: Plan) -> list[str]:
+    return [r.strategy for r in result.rows if r.strategy.split(":")[0] == kind]
+
+
+def check(row: Forecast, step: float, payload: float, copies: int, apart: float) -> None:
+    assert row.step_seconds == pytest.approx(step, rel=1e-12)
+    assert row.throughput == pytest.approx(4 * 0.1 / step, rel=1e-12)
+    assert row.idle == pytest.approx(1 - 0.1 / step, abs=1e-12)
+    assert row.payload_bytes == pytest.approx(payload, rel=1e-12)
+    assert row.memory_bytes == copies * 100e6
+    assert row.apart_steps == pytest.approx(apart)
+
+
+def test_bsp_by_hand() -> None:
+    """t + m a step; with all of it overlapped the longer of the two."""
+    row = one("bsp")
+    check(row, 0.1 + 1.2006, 100e6, 1, 0)
+    assert row.overlapped_step_seconds == pytest.approx(1.2006)
+    assert one("bsp", bandwidth="100Gbit/s").overlapped_step_seconds == 0.1
+
+
+def test_local_sgd_by_hand() -> None:
+    """(H·t + r + m)/H a step."""
+    check(one("local:period=8"), 0.1 + (1.2006 + 0.00060048) / 8, (100e6 + 40) / 8, 1, 8)
+    # m + r at most 1/19 of H·t: 1.20120048 ≤ H·0.1/19 from H = 228.2
+    assert text("local", plan(**CASE)) == ["local:period=8", "local:period=229"]
+
+
+def test_selsync_by_hand() -> None:
+    """Flags at each step, a mean at one of ten."""
+    row = one("selsync:target_lssr=0.9")
+    check(row, 0.1 + 0.00060048 + 0.12006, 40 + 10e6, 1, 10)
+    assert one("selsync:delta=0.3", lssr=0.9).step_seconds == pytest.approx(row.step_seconds)
+    check(one("selsync:delta=0"), 0.1 + 0.00060048 + 1.2006, 40 + 100e6, 1, 1)
+    check(one("selsync:delta=inf"), 0.1 + 0.00060048, 40, 1, math.inf)
+    check(one("selsync:target_lssr=0.9,max_interval=5"), 0.1 + ROLL + MERGE / 5, 40 + 20e6, 1, 5)
+    check(  # the flags arrive during the next step; a mean calls the roll once more
+        one("selsync:target_lssr=0.9,flags=deferred"), 0.1 + (ROLL + MERGE) / 10, 44 + 10e6, 1, 10
+    )
+
+
+def test_cyclic_async_by_hand() -> None:
+    """max(β·t, r + m)/β a step: a merge of 12.01 steps is hidden by 13, not by 8."""
+    check(one("async:staleness=26"), 0.1, (100e6 + 40) / 13, 2, 26)
+    check(one("async"), 1.20120048 / 8, (100e6 + 40) / 8, 2, 16)
+    assert one("async:staleness=26,outer_momentum=0.5").memory_bytes == 400e6
+    assert text("async", plan(**CASE))[0] == "async:staleness=26"
+
+
+def test_eager_async_by_hand() -> None:
+    """A roll of 1 step and a merge of 13, so 14 steps a merge and 1 + 2·13 own steps past P."""
+    free = "async:schedule=eager,staleness="
+    check(one(f"{free}27"), 0.1, (100e6 + 40) / 14, 2, 27)
+    # One less: past P there are 13 steps at landing, 1 for the roll, so 12 are left for the merge
+    # of 12.006; next time 13 again, since 12 + 1 + 13 = 26. 14 and 13 steps: two merges in 27.
+    row = one(f"{free}26")
+    assert row.step_seconds == pytest.approx(0.1 + 0.0006 / 27)
+    assert row.payload_bytes == pytest.approx((100e6 + 40) * 2 / 27)
+    # τ = 1: a step, the whole roll, the whole merge.
+    check(one(f"{free}1"), 0.1 + ROLL + MERGE, 100e6 + 40, 2, 1)
+
+
+def test_example_of_the_docstring() -> None:
+    """A merge of 7.2 steps is hidden by staleness 16, twice 8."""
+    result = plan(**{**CASE, "step_time": 1.2006 / 7.2})
+    assert result.recommendation.strategy == "async:staleness=16"
+    assert result.recommendation.idle == 0
+    assert "BSP would wait 88 % of the time" in result.reason
+    assert "a merge takes 7.2 steps, so async:staleness=16 hides it" in result.reason
+
+
+def test_numbers_and_text_mean_the_same() -> None:
+    """Base units: seconds, bits a second."""
+    numbers = plan(parameters=25_000_000, step_time=0.1, workers=4, bandwidth=1e9, latency=1e-4)
+    assert numbers == plan(**CASE)
+    assert numbers.all_reduce_seconds == pytest.approx(MERGE)
+
+
+def test_strategies_are_taken_as_objects_too() -> None:
+    given = [BSP(), LocalSGD(period=8), SelSync(target_lssr=0.9), AsyncAveraging(staleness=8)]
+    result = plan(**CASE, strategies=given)
+    assert [r.strategy for r in result.rows] == [str(s) for s in given]
+    assert result.rows == plan(**CASE, strategies=[str(s) for s in given]).rows
+
+
+networks = st.fixed_dictionaries(
+    {
+        "parameters": st.floats(1, 1e11),
+        "step_time": st.floats(1e-4, 100),
+        "workers": st.integers(1, 300),
+        "bandwidth": st.floats(1e6, 1e12),
+        "latency": st.floats(0, 0.1),
+        "jitter": st.sampled_from([0.0, 0.01, 0.1, 0.5, 1.0]),
+        "lssr": st.floats(0.01, 0.99),
+    }
+)
+FIXED = (
+    "bsp",
+    "local:period=8",
+    "selsync:target_lssr=0.9",
+    "selsync:target_lssr=0.9,flags=deferred",
+    "async:staleness=2",
+    "async:staleness=16",
+)
+
+
+@settings(deadline=None)
+@given(networks)
+def test_what_holds_everywhere(case: dict[str, Any]) -> None:
+    """Text forms parse, idle is a share, nobody is faster than N workers, the advice is a row."""
+    result = plan(**case)
+    for row in result.rows:
+        parse_strategy(row.strategy)
+        assert 0 <= row.idle <= 1
+        assert row.throughput <= case["workers"] * (1 + 1e-12)
+        assert row.overlapped_step_seconds <= row.step_seconds
+        assert row.throughput == pytest.approx(case["workers"] * (1 - row.idle), abs=1e-9)
+    assert result.recommendation in result.rows
+    bsp, *_, cyclic, eager = result.rows
+    assert (result.recommendation == bsp) == (bsp.idle <= IDLE_LIMIT)
+    assert cyclic.idle <= IDLE_LIMIT + 1e-12
+    assert eager.idle == 0, "the suggested bound is not reached"
+    json.dumps(result.to_dict(), allow_nan=False)
+
+
+@settings(deadline=None)
+@given(networks, st.floats(1, 1e3))
+def test_more_bandwidth_is_never_slower(case: dict[str, Any], factor: float) -> None:
+    slow = plan(**case, strategies=FIXED)
+    fast = plan(**{**case, "bandwidth": factor * case["bandwidth"]}, strategies=FIXED)
+    for before, after in zip(slow.rows, fast.rows, strict=True):
+        assert after.step_seconds <= before.step_seconds * (1 + 1e-12)
+
+
+@settings(deadline=None)
+@given(networks, st.floats(0, 1), st.floats(0, 1))
+def test_more_jitter_is_never_faster(case: dict[str, Any], one: float, two: float) -> None:
+    less, more = sorted((one, two))
+    calm = plan(**{**case, "jitter": less}, strategies=FIXED)
+    wild = plan(**{**case, "jitter": more}, strategies=FIXED)
+    for before, after in zip(calm.rows, wild.rows, strict=True):
+        assert before.step_seconds <= after.step_seconds * (1 + 1e-12)
+
+
+@settings(deadline=None)
+@given(networks)
+def test_staleness_is_the_smallest_that_hides(case: dict[str, Any]) -> None:
+    """Two less would wait for the merge, or, with jitter, more than 5 % for the slowest."""
+    result = plan(**case)
+    staleness = int(result.rows[-2].apart_steps)
+    assert result.rows[-2].strategy == f"async:staleness={staleness}"
+    assert staleness % 2 == 0
+    if case["jitter"] == 0:
+        assert result.rows[-2].idle < 1e-8
+    if staleness > 2:
+        (less,) = plan(**case, strategies=[f"async:staleness={staleness - 2}"]).rows
+        roll = plan(**{**case, "parameters": 10}).all_reduce_seconds
+        hides = result.all_reduce_seconds + roll <= (staleness / 2 - 1) * case["step_time"]
+        assert not hides or less.idle > IDLE_LIMIT
+
+
+@settings(deadline=None)
+@given(networks)
+def test_period_is_the_smallest_that_spreads(case: dict[str, Any]) -> None:
+    """One less would wait more than 5 %."""
+    result = plan(**case)
+    local = [r for r in result.rows if r.strategy.startswith("local")]
+    good = min((r for r in local if r.idle <= IDLE_LIMIT), key=lambda r: r.apart_steps)
+    if good.apart_steps > 1 and len(local) == 2:
+        period = int(good.apart_steps) - 1
+        (less,) = plan(**case, strategies=[f"local:period={period}"]).rows
+        assert less.idle > IDLE_LIMIT
+
+
+def test_advice_changes_as_bandwidth_falls() -> None:
+    """BSP, then a short period of LocalSGD, then async with a growing staleness."""
+    names = ["400Gbit/s", "100Gbit/s", "50Gbit/s", "5Gbit/s", "1Gbit/s", "10Mbit/s"]
+    advice = [
+        plan(**{**CASE, "bandwidth": name, "latency": "1us"}).recommendation.strategy
+        for name in names
+    ]
+    assert advice == [
+        "bsp",  # m = 3 ms
+        "local:period=3",  # 12 ms
+        "local:period=5",  # 24 ms
+        "async:staleness=6",  # 240 ms
+        "async:staleness=26",
+        "async:staleness=2402",
+    ]
+
+
+def test_reasons_have_the_figures() -> None:
+    fast = plan(**{**CASE, "bandwidth": "400Gbit/s", "latency": "1us"})
+    assert fast.reason == "BSP waits 2.9 % of the time even without overlap"
+    middle = plan(**{**CASE, "bandwidth": "100Gbit/s", "latency": "1us"})
+    assert middle.reason == (
+        "BSP would wait 11 % of the time (0 % if backward hid all of it, so measure that first); "
+        "local:period=3 waits 3.8 %"
+    )
+    slow = plan(**{**CASE, "bandwidth": "10Mbit/s"})
+    assert "2,402 steps apart: watch the final metric" in slow.reason
+    assert "2,402 steps apart" in slow.rows[-2].note
+
+
+def test_advice_is_among_the_given() -> None:
+    """Without async the least drift within 5 % of the best throughput; BSP if nothing is faster."""
+    some = plan(**CASE, strategies=["bsp", "local:period=300", "local:period=290"])
+    assert some.recommendation.strategy == "local:period=290"
+    assert "local:period=290 waits 4.0 %" in some.reason
+    alone = plan(**CASE, strategies=["bsp"])
+    assert alone.recommendation.strategy == "bsp"
+    assert "no other strategy given is faster" in alone.reason
+    tied = plan(**CASE, strategies=["async:schedule=eager,staleness=30", "async:staleness=30"])
+    assert tied.recommendation.strategy == "async:staleness=30"
+    waits = plan(**CASE, strategies=["async"])
+    assert "a merge takes 12 steps, and with async workers wait 33 %" in waits.reason
+
+
+def test_jitter_alone_is_a_reason() -> None:
+    """On a fast network 8 workers with 10 % jitter wait 12.5 % with BSP; 8 steps halve it twice."""
+    result = plan(
+        parameters="1M", step_time=0.1, workers=8, bandwidth=1e12, latency="1us", jitter=0.1
+    )
+    assert result.rows[0].idle == pytest.approx(0.125, abs=0.001)
+    assert result.recommendation.strategy == "local:period=8"
+
+
+def test_a_single_worker_waits_for_nobody() -> None:
+    result = plan(**{**CASE, "workers": 1}, jitter=0.5)
+    assert result.recommendation.strategy == "bsp"
+    assert result.reason == "a single worker has nobody to wait for"
+    for row in result.rows:
+        assert (row.step_seconds, row.throughput, row.idle, row.payload_bytes) == (0.1, 1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("workers", "value"),
+    [(1, 0.0), (2, 1 / math.sqrt(math.pi)), (3, 1.5 / math.sqrt(math.pi)), (100, 2.5075936)],
+)
+def test_expected_maximum_of_normals(workers: int, value: float) -> None:
+    """The known values (order statistics of the normal distribution)."""
+    assert expected_maximum(workers) == pytest.approx(value, abs=1e-7)
+
+
+@pytest.mark.parametrize("workers", [2, 4, 16, 64])
+@pytest.mark.parametrize("period", [1, 4, 16])
+def test_jitter_agrees_with_a_monte_carlo(workers: int, period: int) -> None:
+    """The mean of the slowest of N sums of H steps, each N(t, 0.1·t)."""
+    random = np.random.default_rng(seed=workers * 100 + period)
+    steps = random.normal(0.1, 0.01, size=(4000, period, workers))
+    slowest = steps.sum(axis=1).max(axis=1)
+    wide = {**CASE, "workers": workers, "jitter": 0.1}
+    row = one(f"local:period={period}", **wide)
+    calm = one(f"local:period={period}", **{**wide, "jitter": 0})
+    predicted = 0.1 + row.step_seconds - calm.step_seconds
+    error = slowest.std() / math.sqrt(4000) / period
+    assert predicted == pytest.approx(slowest.mean() / period, abs=4 * error)
+
+
+@pytest.mark.parametrize("workers", [2, 4, 16, 64])
+@pytest.mark.parametrize("slack", [-4, 0, 1, 2, 4, 8])
+def test_cyclic_jitter_is_near_a_monte_carlo(workers: int, slack: int) -> None:
+    """The recursion of the cyclic schedule: L ← max(L + β steps, the slowest's L + merge)."""
+    random = np.random.default_rng(seed=workers)
+    cycles = 3000
+    work = random.standard_normal((cycles, workers))
+    work -= work.mean(axis=0)
+    launch = np.zeros(workers)  # in σ_C, without the mean of a cycle
+    for worked in work:
+        launch = np.maximum(launch + worked, launch.max() - slack)
+    measured = launch.max() / cycles
+
+    # β = 1, t = 1, σ = 0.1, so a merge of 1 − 0.1·slack
+    merge_seconds, latency = 1 - 0.1 * slack, 1e-9
+    rate = 2 * (workers - 1) / workers * 4e6 / merge_seconds * 8
+    row = one(
+        "async:staleness=2",
+        parameters=1_000_000,
+        step_time=1.0,
+        workers=workers,
+        bandwidth=rate,
+        latency=latency,
+        jitter=0.1,
+    )
+    predicted = (row.step_seconds - 1) / 0.1
+    assert 0.82 * measured - 0.02 <= predicted
+    assert predicted <= (1.15 if slack >= 2 or slack < 0 else 1.9) * measured + 0.02
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parameters": "25 apples"}, "25M"),
+        ({"parameters": 0}, "like 25e6 or 25M"),
+        ({"parameters": math.inf}, "like 25e6 or 25M"),
+        ({"step_time": "fast"}, "50ms"),
+        ({"step_time": -1}, "50ms"),
+        ({"bandwidth": "1GB/s"}, "1Gbit/s"),
+        ({"bandwidth": 0}, "1Gbit/s"),
+        ({"latency": "1"}, "100us"),
+        ({"latency": -1e-6}, "100us"),
+        ({"workers": 0}, "workers must be at least 1"),
+        ({"jitter": 10}, "0.1 for 10 %"),
+        ({"jitter": math.nan}, "0.1 for 10 %"),
+        ({"lssr": 1}, "like 0.9"),
+        ({"bytes_per_parameter": -4}, "like 4"),
+        ({"strategies": []}, "must be a list like"),
+        ({"strategies": "bsp"}, "must be a list like"),
+        ({"strategies": ["nothing"]}, "there are async, bsp"),
+        ({"strategies": ["local"]}, "local:period=8"),
+    ],
+)
+def test_nonsense_is_refused(changes: dict[str, Any], message: str) -> None:
+    """The error shows the right form."""
+    with pytest.raises(ValueError, match=message):
+        plan(**{**CASE, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"parameters": None}, {"workers": 2.5}, {"jitter": "0.1"}, {"strategies": [3]}],
+)
+def test_wrong_types_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(TypeError):
+        plan(**{**CASE, **changes})
+
+
+def test_table_and_dictionary() -> None:
+    """Markdown and rows show the same; the dictionary is JSON and holds the numbers."""
+    result = plan(**CASE, strategies=["bsp", "async:staleness=26", "selsync:delta=inf"])
+    table = rows(result)
+    assert all(len(row) == len(HEADINGS) for row in table)
+    assert table[0][:6] == ("bsp", "1.301 s", "0.31x", "92 %", "100.0 MB", "100.0 MB")
+    lines = result.markdown().splitlines()
+    assert lines[0].startswith("25,000,000 parameters (100.0 MB), 100 ms a step, 4 workers")
+    assert [line for line in lines if line.startswith("| `")] == [
+        f"| {' | '.join((f'`{row[0]}`', *row[1:]))} |" for row in table
+    ]
+    assert lines[-1] == f"Try `{result.recommendation.strategy}` first: {result.reason}."
+    told = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+    assert told["rows"][1]["step_seconds"] == 0.1
+    assert told["rows"][2]["apart_steps"] == "inf"
+    assert told["recommendation"] in told["rows"]
+    assert (told["model_bytes"], told["workers"], told["bandwidth"]) == (100e6, 4, 1e9)
+
+
+def test_a_recipe_is_measured() -> None:
+    """Parameters and BatchNorm's statistics; the random state of the caller stays as it was."""
+    pytest.importorskip("sklearn")
+    before = torch.get_rng_state()
+    parameters, seconds = measure_recipe("digits", steps=5, warmup_steps=1)
+    assert parameters == 151_498 + 2 * (32 + 64)
+    assert 1e-5 < seconds < 10
+    assert torch.equal(before, torch.get_rng_state())
+    assert plan(parameters=parameters, step_time=seconds, workers=4, bandwidth="1Gbit/s").rows
+    with pytest.raises(ValueError, match="at least 5"):
+        measure_recipe("digits", steps=4)
+    with pytest.raises(ValueError, match="there are digits"):
+        measure_recipe("nothing")
