@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import offbeat
@@ -28,7 +29,9 @@ World = Callable[[Function], list[Any]]
 
 
 def _on_gloo(rank: int, size: int, function: Function) -> Any:
-    return function(TorchCommunicator(None, timeout_seconds=20))
+    result = function(TorchCommunicator(None, timeout_seconds=20))
+    dist.barrier()  # who leaves early would end connections that others are still making
+    return result
 
 
 def gloo(function: Function) -> list[Any]:
@@ -39,7 +42,19 @@ def single(function: Function) -> list[Any]:
     return [function(SingleCommunicator())]
 
 
-WORLDS = [pytest.param(gloo, id="gloo"), pytest.param(single, id="single")]
+def simulated(function: Function) -> list[Any]:
+    return offbeat.simulate(
+        lambda: function(dist.group.WORLD.make_communicator()),  # type: ignore[union-attr]
+        workers=3,
+        network=offbeat.Network("100Mbit/s"),
+    ).results
+
+
+WORLDS = [
+    pytest.param(gloo, id="gloo"),
+    pytest.param(single, id="single"),
+    pytest.param(simulated, id="simulated"),
+]
 every_world = pytest.mark.parametrize("world", WORLDS)
 
 DTYPES = [torch.float32, torch.float64, torch.int64, torch.uint8]

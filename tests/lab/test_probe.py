@@ -175,7 +175,9 @@ def test_what_cannot_be_probed_is_said() -> None:
     """Arguments out of range, no process group, one worker alone."""
     with pytest.raises(OffbeatError, match="start it with torchrun"):
         probe()
-    assert run(refusals, workers=1) == ["probe needs at least 2 workers: there is no network with 1"]
+    assert run(refusals, workers=1) == [
+        "probe needs at least 2 workers: there is no network with 1"
+    ]
 
 
 @pytest.mark.parametrize("size", [2, 3, 8, 9, 10, 33])
@@ -239,7 +241,9 @@ def test_a_slow_rank_is_named_with_its_direction(size: int) -> None:
     others = range(1, size)
     up, down = {(0, b): 1.25e6 for b in others}, {(b, 0): 1.25e6 for b in others}
     end = ", less than half of the 100 Mbit/s of the median rank"
-    assert find_warnings(people, all_pairs(size, up, {})) == [f"rank 0 (host0) sends at 10 Mbit/s{end}"]
+    assert find_warnings(people, all_pairs(size, up, {})) == [
+        f"rank 0 (host0) sends at 10 Mbit/s{end}"
+    ]
     assert find_warnings(people, all_pairs(size, {**up, **down}, {})) == [
         f"rank 0 (host0) sends at 10 Mbit/s and receives at 10 Mbit/s{end}"
     ]

@@ -70,7 +70,9 @@ ROLL = 5 * 8  # the five numbers of a roll, in float64
 
 def test_a_bsp_step_is_compute_and_all_reduce() -> None:
     """Exactly: no overlap with backward, whose time is charged when it has ended."""
-    result = simulate(training(offbeat.BSP(), 10), workers=4, network=NETWORK, compute=Compute(STEP))
+    result = simulate(
+        training(offbeat.BSP(), 10), workers=4, network=NETWORK, compute=Compute(STEP)
+    )
     # one bucket: the gradient, the roll (5), 2 numbers of the bucket, 1 of the parameter, float32
     step = STEP + ring(4 * (25_000 + 5 + 2 + 1), 4)
     for one in result.results:
@@ -79,7 +81,9 @@ def test_a_bsp_step_is_compute_and_all_reduce() -> None:
 
 
 def test_local_sgd_pays_once_a_period() -> None:
-    result = simulate(training(LocalSGD(period=4), 12), workers=4, network=NETWORK, compute=Compute(STEP))
+    result = simulate(
+        training(LocalSGD(period=4), 12), workers=4, network=NETWORK, compute=Compute(STEP)
+    )
     period = 4 * STEP + ring(ROLL, 4) + ring(100_000, 4)
     for one in result.results:
         assert one["times"][3::4] == pytest.approx([period * (i + 1) for i in range(3)], rel=1e-12)
@@ -173,7 +177,7 @@ def noisy(text: str) -> Callable[[], dict[str, Any]]:
         sync = offbeat.attach(model, optimizer, parse_strategy(text))
         for step in range(12 + rank):
             x = torch.randn(4, 4, dtype=torch.float64)
-            y = torch.tensor(np.random.rand(4, 1)) + random.random()  # noqa: NPY002
+            y = torch.tensor(np.random.rand(4, 1)) + random.random()
             train_step(model, optimizer, (x, y))
             if step == 7:
                 with sync.consensus():
@@ -321,7 +325,7 @@ def test_random_state_belongs_to_the_worker() -> None:
         torch.manual_seed(3)
         drawn = []
         for _ in range(3):
-            drawn += [torch.rand(1).item(), random.random(), float(np.random.rand())]  # noqa: NPY002
+            drawn += [torch.rand(1).item(), random.random(), float(np.random.rand())]
             dist.barrier()
         return drawn
 

@@ -21,7 +21,9 @@ from offbeat.simulate.network import (
 from offbeat.simulate.workers import Workers
 
 Kind = Literal["reduce", "broadcast", "gather"]
-_POLLS = 1_000_000  # without virtual time passing: a loop that waits for done() would never end
+_POLLS = 100  # in a row, without virtual time passing: a loop that waits for done()
+_SHORTEST_NAP_SECONDS = 1e-6
+_LONGEST_NAP_SECONDS = 1e-3
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,12 @@ class SimulatedCluster:
         self.workers.wait(signal, what)
         if self.workers.kernel.now > start:
             self.spans.append(Span(rank, "wait", start, self.workers.kernel.now, what))
+
+    def nap(self, rank: int, seconds: float, what: str) -> None:
+        """Let ``seconds`` pass for a worker that polls in a loop; it counts as waiting."""
+        start = self.workers.kernel.now
+        self.workers.sleep(seconds, f"polling {what}")
+        self.spans.append(Span(rank, "wait", start, self.workers.kernel.now, what))
 
     def join(
         self,
@@ -201,8 +209,8 @@ class _SimulatedHandle(Handle[Any]):
     def done(self) -> bool:
         if self._signal.happened:
             return True
-        self._communicator.count_poll(self._what)
-        return False
+        self._communicator.polled(self._what)
+        return self._signal.happened
 
     def wait(self) -> Any:
         cluster = self._communicator.cluster
@@ -224,7 +232,7 @@ class SimulatedCommunicator(Communicator):
     def __init__(self, cluster: SimulatedCluster, rank: int, group: int = 0) -> None:
         self.cluster, self.rank, self.size, self._group = cluster, rank, cluster.size, group
         self.totals: list[Callable[[], object]] = []
-        self._polls = (0.0, 0)
+        self._polls, self._asked_seconds, self._nap = 0, 0.0, _SHORTEST_NAP_SECONDS
 
     def now(self) -> float:
         """Virtual seconds."""
@@ -238,15 +246,15 @@ class SimulatedCommunicator(Communicator):
         """Keep it for ``Simulation.stats``."""
         self.totals.append(totals)
 
-    def count_poll(self, what: str) -> None:
-        """Refuse to be polled for ever: asking takes no virtual time."""
-        seconds, count = self._polls
-        self._polls = (self.now(), count + 1 if seconds == self.now() else 1)
-        if self._polls[1] > _POLLS:
-            raise OffbeatError(
-                f"rank {self.rank} asked {_POLLS} times whether {what} is done without letting "
-                "virtual time pass; use wait()"
-            )
+    def polled(self, what: str) -> None:
+        """Somebody asked in vain. Asking takes no time, but who asks on and on lets time pass."""
+        if self.now() > self._asked_seconds:
+            self._polls, self._nap = 0, _SHORTEST_NAP_SECONDS
+        self._polls += 1
+        if self._polls == _POLLS:
+            self.cluster.nap(self.rank, self._nap, what)
+            self._polls, self._nap = 0, min(2 * self._nap, _LONGEST_NAP_SECONDS)
+        self._asked_seconds = self.now()
 
     def collective(
         self,

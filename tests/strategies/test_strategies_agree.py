@@ -1,0 +1,92 @@
+"""Every strategy gives the same on real processes and on simulated workers.
+
+So the simulator is a verified fake. A new strategy is one row.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import offbeat
+from offbeat import Compute, Network, simulate
+from offbeat.strategies import STRATEGIES, parse_strategy
+from problems import OPTIMIZERS, flat, loss_of, make_batch, make_model, train_step
+from workers import run
+
+# The eager schedule is not here: what it merges when depends on how fast the network is.
+TEXTS = [
+    "bsp",
+    "local:period=3",
+    "local:period=4,warmup_steps=5",
+    "selsync:delta=0.3",
+    "selsync:delta=0.2,window=3,max_interval=4",
+    "selsync:target_lssr=0.5",
+    "selsync:delta=0.3,aggregate=gradients",
+    "selsync:delta=0.3,flags=deferred",
+    "async:staleness=4",
+    "async:staleness=4,outer_lr=0.7,outer_momentum=0.5",
+]
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.decisions: list[str] = []
+
+    def write(self, record: dict[str, Any]) -> None:
+        self.decisions.append(record["decision"])
+
+    def close(self) -> None: ...
+
+
+def train(rank: int, size: int, text: str) -> dict[str, Any]:
+    """Unequal replicas, data and numbers of steps, clipping, and a look at the consensus."""
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    sink = Sink()
+    sync = offbeat.attach(model, optimizer, parse_strategy(text), log=sink, timeout_seconds=30)
+    for step in range(11 + 2 * rank):
+        if step % 2:
+            optimizer.zero_grad()
+            loss_of(model, make_batch(rank, step)).backward()
+            sync.clip_grad_norm_(1.0)
+            optimizer.step()
+        else:
+            train_step(model, optimizer, make_batch(rank, step))
+        if step == 6:
+            with sync.consensus():
+                seen = flat(model)
+    own = flat(model)
+    stats = sync.stats
+    before = (stats.steps, stats.syncs, stats.payload_bytes)
+    sync.finish()
+    return {
+        "own": own,
+        "seen": seen,
+        "end": flat(model),
+        "counts": before,
+        "decisions": sink.decisions,
+    }
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_gloo_and_the_simulator_agree(text: str) -> None:
+    """Models, decisions, counts and bytes."""
+    real = run(train, text, workers=3)
+    simulated = simulate(
+        lambda: train(dist.get_rank(), dist.get_world_size(), text),
+        workers=3,
+        network=Network("10Mbit/s", latency="1ms"),
+        compute=Compute("10ms", jitter=0.3),
+    )
+    for a, b in zip(real, simulated.results, strict=True):
+        for key in ("own", "seen", "end"):
+            torch.testing.assert_close(a[key], b[key], rtol=0, atol=1e-10, msg=key)
+        assert a["counts"] == b["counts"]
+        assert a["decisions"] == b["decisions"]
+        assert torch.equal(b["end"], simulated.results[0]["end"])
+
+
+def test_every_strategy_has_a_row() -> None:
+    assert {text.partition(":")[0] for text in TEXTS} == set(STRATEGIES)
