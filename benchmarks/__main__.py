@@ -3,18 +3,33 @@
 import argparse
 import importlib
 
-from benchmarks.harness import HEADER, report
+from benchmarks.harness import HEADER, markdown, report
 
-NAMES = ("trigger", "attach", "average", "bsp", "idle", "memory", "discrepancy")
+NAMES = (
+    "trigger",
+    "attach",
+    "average",
+    "bsp",
+    "memory",
+    "idle",
+    "discrepancy",
+    "overhead",
+    "validation",
+    "papers",
+)
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", default=NAMES, help=f"of {', '.join(NAMES)}")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions, nothing saved")
+    parser.add_argument("--table", action="store_true", help="only print the saved figures")
     options = parser.parse_args()
     unknown = set(options.names) - set(NAMES)
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
+    if options.table:
+        print(markdown(options.names))
+        raise SystemExit
     print(HEADER)
     for name in options.names:
         module = importlib.import_module(f"benchmarks.{name}")

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import random
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -119,3 +120,23 @@ def report(results: Sequence[Result], *, save: bool = True) -> None:
             line = {**asdict(result), "met": result.met, "machine": machine()}
             with (RESULTS / f"{result.benchmark}.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
+
+
+def markdown(names: Sequence[str]) -> str:
+    """The latest saved figure of everything, as a Markdown table."""
+    lines = ["| benchmark | what | measured | target |", "|---|---|---|---|"]
+    for name in names:
+        latest: dict[str, dict[str, Any]] = {}
+        path = RESULTS / f"{name}.jsonl"
+        for line in path.read_text().splitlines() if path.exists() else []:
+            one = json.loads(line)
+            what = re.sub(r" \(measured [0-9.]+\), [0-9]+Mbit/s", "", one["what"])
+            latest[what] = one
+        for what, one in latest.items():
+            shown = (
+                f"{one['value']:.3f}" if not one["unit"] else f"{one['value']:.1f} {one['unit']}"
+            )
+            target = "" if one["target"] is None else f"≤ {one['target']:g}"
+            met = {None: "", True: " ✓", False: " ✗"}[one["met"]]
+            lines.append(f"| {name} | {what} | {shown}{met} | {target} |")
+    return "\n".join(lines)
