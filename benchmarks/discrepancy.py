@@ -27,6 +27,7 @@ from benchmarks.harness import HEADER, RESULTS, Result, machine, report
 from benchmarks.processes import run
 from offbeat.data import SelDPSampler
 from offbeat.lab.recipes import digits
+from offbeat.lab.recipes.base import TensorData
 
 STALENESS = (2, 4, 8, 16, 32)
 WORKERS = (2, 4, 8, 16)
@@ -37,9 +38,10 @@ STEPS = 256
 def batches(workers: int, rank: int, seed: int) -> Any:
     """Batches of 32, epoch after epoch."""
     x, y, *_ = digits.load()
-    data = torch.utils.data.TensorDataset(x, y)
+    data = TensorData(x, y)
     sampler = SelDPSampler(data, workers, rank, seed=seed)
-    loader = DataLoader(data, batch_sampler=BatchSampler(sampler, 32, drop_last=True))
+    grouped = BatchSampler(sampler, 32, drop_last=True)
+    loader = DataLoader(data, batch_size=None, sampler=grouped)
     epoch = 0
     while True:
         sampler.set_epoch(epoch)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-BUCKET_BYTES = 8 * 2**20
+BUCKET_BYTES = 16 * 2**20
 
 
 def as_real(tensor: Tensor) -> Tensor:

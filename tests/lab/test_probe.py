@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from workers import run
 
 from offbeat.errors import CommunicationError, OffbeatError
 from offbeat.lab import probe as module
@@ -29,6 +28,7 @@ from offbeat.lab.probe import (
     rows,
     summary,
 )
+from workers import run
 
 needs_namespaces = pytest.mark.skipif(Cluster.why_not() is not None, reason=f"{Cluster.why_not()}")
 
@@ -122,11 +122,11 @@ def test_a_slow_uplink_is_named(tmp_path: Path) -> None:
     slow = ["tc", "qdisc", "replace", "dev", Cluster.interface, "root", "tbf"]
     with Cluster(3, 50e6) as cluster:
         subprocess.run(
-            cluster.command(2, [*slow, *"rate 5mbit burst 131072 latency 100ms".split()]),
+            cluster.command(2, [*slow, *["rate", "5mbit", "burst", "131072", "latency", "100ms"]]),
             check=True,
             timeout=30,
         )
-        found = probed(cluster, tmp_path, seconds=10)
+        found = probed(cluster, tmp_path, seconds=6)
     rates = bits(found)
     assert {ends: rate for ends, rate in rates.items() if ends[0] != 2} == pytest.approx(
         {ends: 50e6 for ends in rates if ends[0] != 2}, rel=0.25

@@ -77,7 +77,7 @@ def train(
 def test_models_are_averaged_after_exactly_period_steps(
     kind: str, period: int, warmup_steps: int, steps: int
 ) -> None:
-    """Pitfall 14: x ← mean(x) after steps H, 2H, …, each of the first warmup_steps, and once in finish."""
+    """Pitfall 14: x ← mean(x) after steps H, 2H, …, in each of the warm-up, and once in finish."""
     sim = Simulated.start(3, kind)
     trace, synced, since = [], [], 0
     for step in range(steps):
