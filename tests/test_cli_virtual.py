@@ -21,30 +21,9 @@ from test_cli import APP, COMMAND, LIMIT, TORCHRUN, ended, plain, started
 
 Call = Callable[..., tuple[int, str, str]]
 
-SIMULATE = [
-    "simulate",
-    "digits",
-    "--epochs",
-    "1",
-    "--workers",
-    "4",
-    "--step-time",
-    "20ms",
-    "--bandwidth",
-    "200mbit",
-]
-PLACE = ["--workers", "4", "--bandwidth", "200mbit", "--step-time", "20ms"]
-NETWORKED = [
-    "plan",
-    "--parameters",
-    "25M",
-    "--step-time",
-    "120ms",
-    "--workers",
-    "16",
-    "--bandwidth",
-    "5gbit",
-]
+PLACE = shlex.split("--workers 4 --bandwidth 200mbit --step-time 20ms")
+SIMULATE = ("simulate", "digits", "--epochs", "1", *PLACE)
+NETWORKED = shlex.split("plan --parameters 25M --step-time 120ms --workers 16 --bandwidth 5gbit")
 TORCHRUN_2 = (
     *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
     *("-m", "offbeat.cli"),
@@ -105,6 +84,7 @@ def idle_call(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ca
 # simulate
 
 
+@pytest.mark.slow
 def test_simulate_twice(tmp_path: Path) -> None:
     """Two processes: 0, a table that says what it is, the same table and JSON, and a timeline."""
     told = []

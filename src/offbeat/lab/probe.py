@@ -65,7 +65,7 @@ class Pair:
         source: Rank of the sender.
         destination: Rank of the receiver.
         latency_seconds: Half of the median round trip of a message of 8 bytes.
-        bytes_per_second: Bandwidth one way: bytes over the median time less the shortest round trip.
+        bytes_per_second: One way: bytes over the median time less the shortest round trip.
         message_bytes: Size of the messages this was measured with.
         repetitions: Number of those messages.
     """

@@ -50,7 +50,7 @@ class _Collective:
         self.kind, self.what = kind, what
         self.signal = Signal()
         self.tensors: dict[int, Tensor] = {}
-        self.finishers: dict[int, Callable[[Sequence[Tensor]], object]] = {}
+        self.places: dict[int, Callable[[Any], object]] = {}
 
 
 @dataclass
@@ -114,9 +114,14 @@ class SimulatedCluster:
         kind: Kind,
         tensor: Tensor,
         what: str,
-        finish: Callable[[Sequence[Tensor]], object],
+        combine: Callable[[Sequence[Tensor]], Any],
+        place: Callable[[Any], object],
     ) -> Signal:
-        """Take part in the group's next collective; ``finish`` gets all tensors in rank order."""
+        """Take part in the group's next collective.
+
+        At its end ``combine`` makes the result, once, from all tensors in rank order, which it must
+        not change, and every worker's ``place`` takes it over.
+        """
         number = self._joined.get((group, rank), 0)
         self._joined[group, rank] = number + 1
         operation = self._collectives.setdefault((group, number), _Collective(kind, what))
@@ -127,13 +132,15 @@ class SimulatedCluster:
                 f"rank {first[0]} started {operation.what} ({operation.kind}, {_show(first[1])})"
             )
         operation.tensors[rank] = tensor
-        operation.finishers[rank] = finish
+        operation.places[rank] = place
         if len(operation.tensors) == self.size:
             del self._collectives[group, number]
-            self._transfer(operation, tensor.nbytes)
+            self._transfer(operation, tensor.nbytes, combine)
         return operation.signal
 
-    def _transfer(self, operation: _Collective, size_bytes: int) -> None:
+    def _transfer(
+        self, operation: _Collective, size_bytes: int, combine: Callable[[Sequence[Tensor]], Any]
+    ) -> None:
         """All are there: occupy every network card, and deliver at the end."""
         kernel, network, n = self.workers.kernel, self.network, self.size
         ranks = range(n)
@@ -150,9 +157,9 @@ class SimulatedCluster:
             self.spans.append(span)
 
         def deliver() -> None:
-            tensors = [operation.tensors[rank].clone() for rank in ranks]
+            result = combine([operation.tensors[rank] for rank in ranks])
             for rank in ranks:
-                operation.finishers[rank](tensors)
+                operation.places[rank](result)
             operation.signal.fire()
 
         kernel.at(start + duration, deliver, f"{operation.what} ends")
@@ -261,47 +268,48 @@ class SimulatedCommunicator(Communicator):
         kind: Kind,
         tensor: Tensor,
         what: str,
-        finish: Callable[[Sequence[Tensor]], object],
+        combine: Callable[[Sequence[Tensor]], Any],
+        place: Callable[[Any], object],
         result: Any = None,
     ) -> Handle[Any]:
-        """Start a collective of any kind."""
-        signal = self.cluster.join(self._group, self.rank, kind, tensor, what, finish)
+        """Start a collective of any kind; see ``SimulatedCluster.join``."""
+        signal = self.cluster.join(self._group, self.rank, kind, tensor, what, combine, place)
         return _SimulatedHandle(self, signal, tensor if result is None else result, what)
 
     def reduce(
-        self, tensor: Tensor, combine: Callable[[Tensor, Tensor], Tensor], what: str
+        self, tensor: Tensor, add: Callable[[Tensor, Tensor], object], what: str
     ) -> Handle[Tensor]:
-        """Start replacing ``tensor`` by the combination over the workers, in rank order."""
+        """Start replacing ``tensor`` by the total; ``add`` puts one more worker's into it."""
 
-        def finish(tensors: Sequence[Tensor]) -> None:
+        def combine(tensors: Sequence[Tensor]) -> Tensor:
             total = tensors[0].clone()
             for one in tensors[1:]:
-                total = combine(total, one)
-            tensor.copy_(total)
+                add(total, one)
+            return total
 
-        return self.collective("reduce", tensor, what, finish)
+        return self.collective("reduce", tensor, what, combine, tensor.copy_)
 
     def sum(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
         """Ring all-reduce by addition."""
-        return self.reduce(tensor, torch.add, what)
+        return self.reduce(tensor, Tensor.add_, what)
 
     def maximum(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
         """Ring all-reduce by maximum."""
-        return self.reduce(tensor, torch.maximum, what)
+        return self.reduce(tensor, lambda total, one: torch.maximum(total, one, out=total), what)
 
     def broadcast(self, tensor: Tensor, *, source: int = 0, what: str) -> Handle[Tensor]:
         """Broadcast along a binomial tree."""
-        return self.collective("broadcast", tensor, what, lambda all_: tensor.copy_(all_[source]))
+        return self.collective("broadcast", tensor, what, lambda all_: all_[source], tensor.copy_)
 
     def gather(self, tensor: Tensor, *, what: str) -> Handle[list[Tensor]]:
         """Ring all-gather."""
         parts: list[Tensor] = [torch.empty_like(tensor) for _ in range(self.size)]
 
-        def finish(tensors: Sequence[Tensor]) -> None:
+        def place(tensors: Sequence[Tensor]) -> None:
             for part, one in zip(parts, tensors, strict=True):
                 part.copy_(one)
 
-        return self.collective("gather", tensor, what, finish, parts)
+        return self.collective("gather", tensor, what, list, place, parts)
 
     def send(self, tensor: Tensor, *, destination: int, tag: int = 0, what: str) -> Handle[Tensor]:
         """A message."""

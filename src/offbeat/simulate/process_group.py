@@ -19,12 +19,12 @@ from torch import Tensor
 from offbeat.fabric import Handle
 from offbeat.simulate.communicator import SimulatedCommunicator
 
-_REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
-    dist.ReduceOp.SUM: torch.add,
-    dist.ReduceOp.AVG: torch.add,
-    dist.ReduceOp.MAX: torch.maximum,
-    dist.ReduceOp.MIN: torch.minimum,
-    dist.ReduceOp.PRODUCT: torch.mul,
+_REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], object]] = {
+    dist.ReduceOp.SUM: Tensor.add_,
+    dist.ReduceOp.AVG: Tensor.add_,
+    dist.ReduceOp.MAX: lambda total, one: torch.maximum(total, one, out=total),
+    dist.ReduceOp.MIN: lambda total, one: torch.minimum(total, one, out=total),
+    dist.ReduceOp.PRODUCT: Tensor.mul_,
 }
 
 
@@ -94,8 +94,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """``dist.barrier``."""
-        token = torch.zeros(0)
-        return _Work(self._communicator.collective("reduce", token, "dist.barrier", lambda _: None))
+        return _Work(self._communicator.sum(torch.zeros(0), what="dist.barrier"))
 
 
 class _World(c10d._World):
