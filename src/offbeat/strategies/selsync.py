@@ -57,7 +57,7 @@ class SelSync(Strategy):
             leave the workers' models apart.
         smoothing: a in (0, 1]; None is N/100, at most 1.
         window: Smooth over this many last steps only, instead of all (the paper uses 25).
-        max_interval: Synchronize at the latest in every so manieth step (≥ 1).
+        max_interval: Synchronize at the latest this many steps after the last time (≥ 1).
         warmup_steps: Synchronize each of the first steps.
         flags: "blocking" waits for the others' flags, exchanged while the optimizer steps;
             "deferred" acts one step later on flags that have had a whole step to arrive; its first
