@@ -93,10 +93,11 @@ def _virtual(
     job: Job, bandwidth: str | None, latency: str, step_time: str | None, jitter: float
 ) -> VirtualCluster:
     network = Network(bandwidth or "1Gbit/s", latency=latency)
+    compute = Compute("1s" if step_time is None else step_time, jitter=jitter)  # checked first
     if step_time is None:
         data = None if job.data is None else Path(job.data)
         return VirtualCluster(network, Compute(measured_step(job.recipe, data), jitter=jitter))
-    return VirtualCluster(network, Compute(step_time, jitter=jitter))
+    return VirtualCluster(network, compute)
 
 
 @app.command()
@@ -159,7 +160,7 @@ def simulate(
         Path | None, typer.Option(help="Draw who computed and waited when, as PNG.")
     ] = None,
     as_json: Annotated[
-        Path | None, typer.Option("--json", help="Write everything, the timeline too, as JSON.")
+        Path | None, typer.Option("--json", help="Write totals and timeline as JSON.")
     ] = None,
 ) -> None:
     """Train a recipe on simulated workers in this process: real training, virtual seconds.
@@ -176,6 +177,9 @@ def simulate(
         result = comparison.run_and_record(job, bar.event, place)
     show([result])
     assert place.last is not None
+    for path in (timeline, as_json):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
     if timeline is not None:
         place.last.plot(timeline)
         console.print(f"timeline {timeline}", highlight=False, soft_wrap=True)

@@ -55,7 +55,16 @@ def plan(
 
     torchrun --nproc-per-node 2 -m offbeat.cli plan --model digits --probe
     """
-    told: dict[str, Any] = {"jitter": jitter, "lssr": lssr}
+    told: dict[str, Any] = {"jitter": jitter, "lssr": lssr, "workers": workers, "latency": latency}
+    if model is None and (parameters is None or step_time is None):
+        raise ValueError(
+            "plan needs --parameters and --step-time, like 25M and 120ms, or --model RECIPE"
+        )
+    if bandwidth is None and not probe:
+        raise ValueError("plan needs --bandwidth, like 5Gbit/s, or --probe under torchrun")
+    told |= {"parameters": parameters or 1.0, "step_time": step_time or 1.0}
+    told |= {"bandwidth": bandwidth or 1.0}
+    planning.plan(**told)  # mistakes show before anything is measured
     if probe:
         found = _measure_network()
         slowest = min(pair.bytes_per_second for pair in found.pairs)
@@ -63,19 +72,9 @@ def plan(
         told |= {"workers": len(found.ranks), "bandwidth": 8 * slowest, "latency": usual}
         if int(os.environ["RANK"]) != 0:
             return
-    else:
-        if bandwidth is None:
-            raise ValueError("plan needs --bandwidth, like 5Gbit/s, or --probe under torchrun")
-        told |= {"workers": workers, "bandwidth": bandwidth, "latency": latency}
     if model is not None:
         count, seconds = measure_recipe(model, data=data)
         told |= {"parameters": parameters or count, "step_time": step_time or seconds}
-    elif parameters is None or step_time is None:
-        raise ValueError(
-            "plan needs --parameters and --step-time, like 25M and 120ms, or --model RECIPE"
-        )
-    else:
-        told |= {"parameters": parameters, "step_time": step_time}
     answer = planning.plan(**told)
     if as_json:
         console.print_json(json.dumps(answer.to_dict()))

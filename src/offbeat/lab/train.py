@@ -72,6 +72,8 @@ class Job:
         """
         if self.workers < 1:
             raise ValueError(f"workers must be at least 1, got {self.workers}")
+        if self.seed < 0:
+            raise ValueError(f"seed must be at least 0, got {self.seed}")
         if self.epochs is not None and not 0 < self.epochs < math.inf:
             raise ValueError(f"epochs must be positive and finite, got {self.epochs}")
         if not 0 < self.timeout_seconds < math.inf:
