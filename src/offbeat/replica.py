@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-BUCKET_BYTES = 16 * 2**20
+BUCKET_BYTES = 8 * 2**20
 
 
 def as_real(tensor: Tensor) -> Tensor:
@@ -108,21 +108,24 @@ class Bucket:
 def group_tensors(
     tensors: Iterable[Tensor],
     bucket_bytes: int = BUCKET_BYTES,
-    first_bucket_bytes: int | None = None,
+    first_bucket_bytes: int = 0,
 ) -> list[list[Tensor]]:
     """Tensors in order, grouped by (dtype, device) into lists of at most ``bucket_bytes``.
 
-    A tensor larger than ``bucket_bytes`` gets a list of its own. The first list of all may have
-    another limit.
+    A tensor larger than ``bucket_bytes`` gets a list of its own. With ``first_bucket_bytes`` the
+    first list of all ends with the tensor that brings it to so many.
     """
-    limit = bucket_bytes if first_bucket_bytes is None else first_bucket_bytes
     groups: list[list[Tensor]] = []
     open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
     for tensor in tensors:
         key = (tensor.dtype, tensor.device)
         size = as_real(tensor.detach()).numel() * staging_dtype(tensor).itemsize
         group, filled = open_groups.get(key, (None, 0))
-        if group is None or filled + size > (limit if group is groups[0] else bucket_bytes):
+        if first_bucket_bytes and group is not None and group is groups[0]:
+            full = filled >= first_bucket_bytes
+        else:
+            full = filled + size > bucket_bytes
+        if group is None or full:
             group, filled = [], 0
             groups.append(group)
         group.append(tensor)

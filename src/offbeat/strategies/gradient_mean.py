@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.fabric import Communicator, Completed, Handle
-from offbeat.replica import Bucket, group_tensors, pack, unpack
+from offbeat.replica import BUCKET_BYTES, Bucket, group_tensors, pack, unpack
 
-_BUCKET_BYTES = 8 * 2**20  # smaller than a model's, as they leave while backward goes on
 _FIRST_BUCKET_BYTES = 2**20  # small, so that the network gets to work early in backward
 _STRIKES = 2  # windows in a row that may start too early before the overlap is given up
 
@@ -104,7 +103,7 @@ class GradientMean:
         *,
         slots: int = 0,
         overlap: bool,
-        bucket_bytes: int = _BUCKET_BYTES,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._fabric, self._slots = fabric, slots
         order = [p for p in reversed(parameters) if p.numel()]
