@@ -56,12 +56,12 @@ def plan(
     torchrun --nproc-per-node 2 -m offbeat.cli plan --model digits --probe
     """
     told: dict[str, Any] = {"jitter": jitter, "lssr": lssr, "workers": workers, "latency": latency}
+    if bandwidth is None and not probe:
+        raise ValueError("plan needs --bandwidth, like 5Gbit/s, or --probe under torchrun")
     if model is None and (parameters is None or step_time is None):
         raise ValueError(
             "plan needs --parameters and --step-time, like 25M and 120ms, or --model RECIPE"
         )
-    if bandwidth is None and not probe:
-        raise ValueError("plan needs --bandwidth, like 5Gbit/s, or --probe under torchrun")
     told |= {"parameters": parameters or 1.0, "step_time": step_time or 1.0}
     told |= {"bandwidth": bandwidth or 1.0}
     planning.plan(**told)  # mistakes show before anything is measured
