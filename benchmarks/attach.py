@@ -4,7 +4,6 @@ Two models of one small parameter, with SGD, step in turn: one attached, one not
 difference of the medians.
 """
 
-import argparse
 import statistics
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 import offbeat
-from benchmarks.harness import HEADER, Result, interleave, report
+from benchmarks.harness import Result, interleave
 from benchmarks.processes import run
 from offbeat.strategies.base import Roll, Strategy, Worker
 
@@ -75,11 +74,3 @@ def results(*, quick: bool = False) -> list[Result]:
             details={f"{name}_microseconds": value for name, value in median.items()},
         )
     ]
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions, nothing saved")
-    quick = parser.parse_args().quick
-    print(HEADER)
-    report(results(quick=quick), save=not quick)

@@ -5,14 +5,13 @@ bare all-reduce sums one flat tensor in place: it neither collects the model's t
 nor puts anything back.
 """
 
-import argparse
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.harness import HEADER, Result, compare, interleave, report, slowest
+from benchmarks.harness import Result, compare, interleave, slowest
 from benchmarks.processes import run
 from offbeat.fabric import Accounting, TorchCommunicator
 from offbeat.replica import Replica
@@ -69,11 +68,3 @@ def results(*, quick: bool = False) -> list[Result]:
         for workers in (2, 4)
         for millions in ((10,) if quick else (10, 25))
     ]
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions, nothing saved")
-    quick = parser.parse_args().quick
-    print(HEADER)
-    report(results(quick=quick), save=not quick)

@@ -4,7 +4,6 @@ Both train a model of the same size on the same batches in the same processes, i
 forward, backward, SGD step. The time of the slowest worker counts.
 """
 
-import argparse
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 
 import offbeat
 from benchmarks.average import make_model
-from benchmarks.harness import HEADER, Result, compare, interleave, report, slowest
+from benchmarks.harness import Result, compare, interleave, slowest
 from benchmarks.processes import run
 
 
@@ -69,11 +68,3 @@ def results(*, quick: bool = False) -> list[Result]:
         for workers in (2, 4)
         for millions in ((10,) if quick else (4, 10))
     ]
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions, nothing saved")
-    quick = parser.parse_args().quick
-    print(HEADER)
-    report(results(quick=quick), save=not quick)

@@ -11,7 +11,6 @@ the mean distance to the newest. At the same learning rate, along one trajectory
 Writes ``results/discrepancy.json`` and ``results/discrepancy.png``.
 """
 
-import argparse
 import json
 import math
 import statistics
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader
 
 import offbeat
-from benchmarks.harness import HEADER, RESULTS, Result, machine, report
+from benchmarks.harness import RESULTS, Result, machine
 from benchmarks.processes import run
 from offbeat.data import SelDPSampler
 from offbeat.lab.recipes import digits
@@ -160,11 +159,3 @@ def results(*, quick: bool = False) -> list[Result]:
             ("gradient delay against N", delay),
         )
     ]
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions, nothing saved")
-    quick = parser.parse_args().quick
-    print(HEADER)
-    report(results(quick=quick), save=not quick)

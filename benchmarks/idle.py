@@ -8,7 +8,6 @@ Idle should be 0 while a merge takes less than a cycle. Beyond, a worker waits m
 every cycle but the first, with the merge as it was measured.
 """
 
-import argparse
 import statistics
 import time
 from typing import Any
@@ -19,7 +18,7 @@ from torch import nn
 
 import offbeat
 from benchmarks.average import make_model
-from benchmarks.harness import HEADER, Result, report
+from benchmarks.harness import Result
 from benchmarks.processes import run
 
 BETA = 8
@@ -154,11 +153,3 @@ def results(*, quick: bool = False) -> list[Result]:
     text = "CPU a step while a merge of 10 M parameters is in flight"
     found.append(Result("idle", text, value, 100, "µs", {"workers": workers}, worst))
     return found
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions, nothing saved")
-    quick = parser.parse_args().quick
-    print(HEADER)
-    report(results(quick=quick), save=not quick)

@@ -6,7 +6,6 @@ the model. What the network library stages on the way counts too. Large tensors 
 own (MALLOC_MMAP_THRESHOLD_), so that gaps in the heap, which differ from run to run, do not count.
 """
 
-import argparse
 import os
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch.distributed as dist
 
 import offbeat
 from benchmarks.average import make_model
-from benchmarks.harness import HEADER, Result, report
+from benchmarks.harness import Result
 from benchmarks.processes import run
 
 MILLIONS = 50
@@ -80,11 +79,3 @@ def results(*, quick: bool = False) -> list[Result]:
         config = {"strategy": strategy, "workers": 2, "consensus": consensus}
         found.append(Result("memory", what, value, target, "copies", config, each[0]))
     return found
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions, nothing saved")
-    quick = parser.parse_args().quick
-    print(HEADER)
-    report(results(quick=quick), save=not quick)

@@ -5,7 +5,6 @@ given. "Back to back" is the same training function run for each worker in turn,
 simulator and without synchronization.
 """
 
-import argparse
 import resource
 import time
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import offbeat
-from benchmarks.harness import HEADER, Result, report
+from benchmarks.harness import Result
 
 WIDTH = 1024
 
@@ -77,11 +76,3 @@ def results(*, quick: bool = False) -> list[Result]:
                 what = "memory of the process, 64 workers of 8.4 MB models"
                 found.append(Result("overhead", what, value, None, "GB", config, best))
     return found
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions, nothing saved")
-    quick = parser.parse_args().quick
-    print(HEADER)
-    report(results(quick=quick), save=not quick)

@@ -6,12 +6,11 @@ flat tensor of the same size. Before each measurement other memory is read, so t
 finds its data in the cache (gradients larger than the cache come from memory after a backward).
 """
 
-import argparse
 import statistics
 
 import torch
 
-from benchmarks.harness import HEADER, Result, compare, interleave, report
+from benchmarks.harness import Result, compare, interleave
 from offbeat.significance import RelativeChange, squared_norm
 
 
@@ -75,11 +74,3 @@ def results(*, quick: bool = False) -> list[Result]:
         Result("trigger", "trigger, 20 tensors, 41.6 k parameters", value, 200, "µs", config)
     )
     return found
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions, nothing saved")
-    quick = parser.parse_args().quick
-    print(HEADER)
-    report(results(quick=quick), save=not quick)

@@ -9,7 +9,6 @@ The figure is predicted / measured training time, less one.
 Writes ``results/validation.json``.
 """
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import HEADER, RESULTS, Result, interleave, machine, report
+from benchmarks.harness import RESULTS, Result, interleave, machine
 from benchmarks.processes import run
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.compare import run_and_record
@@ -85,11 +84,3 @@ def results(*, quick: bool = False) -> list[Result]:
         text = json.dumps({"rows": data, "machine": machine()}, indent=1)
         (RESULTS / "validation.json").write_text(text + "\n")
     return found
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions, nothing saved")
-    quick = parser.parse_args().quick
-    print(HEADER)
-    report(results(quick=quick), save=not quick)
