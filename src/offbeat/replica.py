@@ -6,11 +6,13 @@ copied into the storage that the optimizer holds.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 BUCKET_BYTES = 8 * 2**20
+Kind = Literal["averaged", "parameters", "buffers"]
 
 
 def as_real(tensor: Tensor) -> Tensor:
@@ -156,7 +158,7 @@ class Replica:
             ((name, p) for name, p in model.named_parameters() if id(p) in chosen),
             key=lambda item: item[0],
         )
-        self._buckets: dict[bool, tuple[list[Tensor], list[Bucket]]] = {}
+        self._buckets: dict[Kind, tuple[list[Tensor], list[Bucket]]] = {}
 
     def describe(self) -> list[str]:
         """One line a tensor of the model, to be compared between workers."""
@@ -189,16 +191,18 @@ class Replica:
         """All tensors that a mean of models replaces."""
         return [*(p for _, p in self.parameters), *self.float_buffers()]
 
-    def buckets(self, *, buffers_only: bool = False) -> list[Bucket]:
-        """Buckets over ``averaged()``, or over the floating-point buffers alone.
+    def buckets(self, kind: Kind = "averaged") -> list[Bucket]:
+        """Buckets over ``averaged()``, or over the parameters or the floating-point buffers alone.
 
         They are kept from call to call, and made anew when a buffer was rebound.
         """
-        tensors = self.float_buffers() if buffers_only else self.averaged()
-        kept, buckets = self._buckets.get(buffers_only, ([], []))
+        tensors: list[Tensor] = [] if kind == "buffers" else [p for _, p in self.parameters]
+        if kind != "parameters":
+            tensors += self.float_buffers()
+        kept, buckets = self._buckets.get(kind, ([], []))
         if len(kept) != len(tensors) or any(a is not b for a, b in zip(kept, tensors, strict=True)):
             buckets = make_buckets(tensors)
-            self._buckets[buffers_only] = (tensors, buckets)
+            self._buckets[kind] = (tensors, buckets)
         return buckets
 
     def snapshot(self) -> list[Tensor]:

@@ -378,3 +378,4 @@ class Synchronizer:
         worker.details.update(totals.pop("details"))
         self._stats = Stats(**totals, details=worker.details)
         load(worker.state, state["state"])
+        self.strategy.resume(worker)

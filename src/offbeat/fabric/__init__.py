@@ -1,7 +1,8 @@
-"""HOW workers exchange bytes: the communicator seam and its implementations."""
+"""HOW workers exchange bytes: the seam, its implementations, what is built on it."""
 
 from offbeat.fabric.accounting import Accounting
-from offbeat.fabric.communicator import Communicator, Completed, Handle
+from offbeat.fabric.communicator import Communicator, Completed, Handle, Promise
+from offbeat.fabric.compression import Wire
 from offbeat.fabric.single import SingleCommunicator
 from offbeat.fabric.torch_distributed import TorchCommunicator
 
@@ -10,6 +11,8 @@ __all__ = [
     "Communicator",
     "Completed",
     "Handle",
+    "Promise",
     "SingleCommunicator",
     "TorchCommunicator",
+    "Wire",
 ]

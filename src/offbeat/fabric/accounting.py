@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from offbeat.fabric.communicator import Communicator, Handle
+from offbeat.fabric.communicator import Communicator, Handle, Promise
 
 T = TypeVar("T")
 
@@ -41,6 +41,7 @@ class Accounting(Communicator):
         self._inner = inner
         self.rank, self.size = inner.rank, inner.size
         self.overlaps_backward = inner.overlaps_backward
+        self.timeout_seconds = inner.timeout_seconds
         self.payload_bytes = 0
         self.wait_seconds = 0.0
         self._paused = False
@@ -49,6 +50,11 @@ class Accounting(Communicator):
     def control_device(self) -> torch.device:
         """That of the wrapped communicator."""
         return self._inner.control_device
+
+    @property
+    def background(self) -> Communicator:
+        """The wrapped communicator: what happens beside the worker is not counted."""
+        return self._inner.background
 
     def waited(self, seconds: float) -> None:
         """Add ``seconds`` of waiting."""
@@ -109,3 +115,53 @@ class Accounting(Communicator):
         return self._count(
             tensor[:0], lambda: self._inner.receive(tensor, source=source, tag=tag, what=what)
         )
+
+    def receive_any(self, tensor: Tensor, *, tag: int, what: str) -> Handle[int]:
+        """As the wrapped communicator; only the wait counts."""
+        return self._count(tensor[:0], lambda: self._inner.receive_any(tensor, tag=tag, what=what))
+
+    def exchange(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
+        """As the wrapped communicator, counted."""
+        return self._count(tensor, lambda: self._inner.exchange(tensor, what=what))
+
+    def twin(self) -> Communicator:
+        """A twin whose operations count here."""
+        return _Twin(self._inner.twin(), self)
+
+    def spawn(self, activity: Callable[[], None], *, what: str) -> None:
+        """As the wrapped communicator."""
+        self._inner.spawn(activity, what=what)
+
+    def promise(self, *, what: str) -> Promise[T]:
+        """As the wrapped communicator, its wait counted."""
+        return _TimedPromise(self._inner.promise(what=what), self)
+
+
+class _TimedPromise(Promise[T]):
+    """A promise whose blocking time is added to the account."""
+
+    def __init__(self, promise: Promise[T], account: Accounting) -> None:
+        self._promise, self._timed = promise, _Timed(promise, account)
+
+    def fulfil(self, result: T) -> None:
+        self._promise.fulfil(result)
+
+    def done(self) -> bool:
+        return self._promise.done()
+
+    def wait(self) -> T:
+        return self._timed.wait()
+
+
+class _Twin(Accounting):
+    """The twin of a communicator: it counts on that one's account."""
+
+    def __init__(self, inner: Communicator, account: Accounting) -> None:
+        self._account = account
+        super().__init__(inner)
+
+    def waited(self, seconds: float) -> None:
+        self._account.waited(seconds)
+
+    def _count(self, tensor: Tensor, start: Callable[[], Handle[T]]) -> Handle[T]:
+        return self._account._count(tensor, start)

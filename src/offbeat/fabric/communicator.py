@@ -4,12 +4,15 @@ Every operation is started by one call and finished by ``Handle.wait``, so that 
 other work in between. All workers start the same operations in the same order.
 """
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+
+from offbeat.errors import CommunicationTimeout
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -69,6 +72,40 @@ class Completed(Handle[T]):
         return self._result
 
 
+class Promise(Handle[T]):
+    """A handle that another activity of this worker fulfils."""
+
+    def __init__(self, what: str, timeout_seconds: float) -> None:
+        self.what, self.timeout_seconds = what, timeout_seconds
+        self._fulfilled = threading.Event()
+        self._results: list[T] = []
+
+    def fulfil(self, result: T) -> None:
+        """Let ``wait`` return ``result``."""
+        self._results.append(result)
+        self._fulfilled.set()
+
+    def done(self) -> bool:
+        """Whether it is fulfilled."""
+        return self._fulfilled.is_set()
+
+    def wait(self) -> T:
+        """Block until it is fulfilled.
+
+        Raises:
+            CommunicationError: it was not within ``timeout_seconds``.
+        """
+        if not self._fulfilled.wait(self.timeout_seconds):
+            raise self.late()
+        return self._results[0]
+
+    def late(self) -> Exception:
+        """What to raise when the time is over."""
+        return CommunicationTimeout(
+            f"{self.what} did not come within timeout_seconds={self.timeout_seconds:g}"
+        )
+
+
 class Communicator(ABC):
     """Operations between ``size`` workers, of which this one is ``rank``.
 
@@ -80,6 +117,8 @@ class Communicator(ABC):
     size: int
     overlaps_backward: bool = True
     """Whether an operation started during backward proceeds while backward goes on."""
+    timeout_seconds: float = 300.0
+    """How long one operation may take."""
 
     def computed(self) -> None:  # noqa: B027 - only virtual time must be told
         """This worker has computed the gradients of a step."""
@@ -119,6 +158,40 @@ class Communicator(ABC):
     @abstractmethod
     def receive(self, tensor: Tensor, *, source: int, tag: int = 0, what: str) -> Handle[Tensor]:
         """Start filling ``tensor`` with what worker ``source`` sends under the same ``tag``."""
+
+    @abstractmethod
+    def receive_any(self, tensor: Tensor, *, tag: int, what: str) -> Handle[int]:
+        """Start filling ``tensor`` with the next message under ``tag``, whoever sends it.
+
+        The result is the sender's rank. For servers, which wait for requests: it has no time-out.
+        """
+
+    @abstractmethod
+    def exchange(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
+        """Start an all-to-all: of ``size`` equal chunks of ``tensor``, the k-th goes to worker k.
+
+        The result is a new tensor of the same size, whose k-th chunk comes from worker k.
+        """
+
+    @abstractmethod
+    def twin(self) -> "Communicator":
+        """Another communicator of the same workers, with an order of operations of its own.
+
+        A collective: all workers call it alike.
+        """
+
+    @property
+    def background(self) -> "Communicator":
+        """For activities started by ``spawn``: their waits are not the worker's."""
+        return self
+
+    def spawn(self, activity: Callable[[], None], *, what: str) -> None:
+        """Run ``activity`` beside the worker, until it returns or the worker ends."""
+        threading.Thread(target=activity, name=what, daemon=True).start()
+
+    def promise(self, *, what: str) -> Promise[T]:
+        """A handle that another activity of this worker fulfils."""
+        return Promise(what, self.timeout_seconds)
 
     def any(self, flag: bool, *, what: str) -> Handle[bool]:
         """Start deciding whether ``flag`` is true on at least one worker."""

@@ -40,3 +40,15 @@ class SingleCommunicator(Communicator):
     def receive(self, tensor: Tensor, *, source: int, tag: int = 0, what: str) -> Handle[Tensor]:
         """Refused: there is nobody else."""
         raise ValueError(f"{what}: a single worker has no rank {source} to receive from")
+
+    def receive_any(self, tensor: Tensor, *, tag: int, what: str) -> Handle[int]:
+        """Refused: there is nobody else."""
+        raise ValueError(f"{what}: a single worker has nobody to receive from")
+
+    def exchange(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
+        """A copy of ``tensor``."""
+        return Completed(tensor.clone())
+
+    def twin(self) -> Communicator:
+        """Another lone worker's."""
+        return SingleCommunicator()

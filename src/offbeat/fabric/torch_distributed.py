@@ -4,17 +4,23 @@ It opens process groups of its own, so that its operations never interleave with
 for the work, one (gloo) that is used only to find out who is missing after a failure.
 """
 
+import copy
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout
-from offbeat.fabric.communicator import Communicator, Handle
+from offbeat.fabric.communicator import Communicator, Handle, Promise
 from offbeat.fabric.health import Health, hang_up
+
+T = TypeVar("T")
+_FOREVER = timedelta(days=365)
 
 
 class _Work(Handle[Tensor]):
@@ -46,6 +52,40 @@ class _Work(Handle[Tensor]):
         return self._result
 
 
+class _Request(Handle[int]):
+    """A message of any sender, that may take as long as it likes."""
+
+    def __init__(self, communicator: "TorchCommunicator", work: dist.Work | None, what: str):
+        self._communicator, self._work, self._what = communicator, work, what
+        self._started = time.perf_counter()
+        self._sender: int | None = None
+
+    def done(self) -> bool:
+        return self._sender is not None
+
+    def wait(self) -> int:
+        if self._sender is None:
+            assert self._work is not None
+            try:
+                self._work.wait(_FOREVER)
+            except RuntimeError as error:
+                raise self._communicator.failure(self._what, self._started, error) from None
+            self._sender = int(self._work.source_rank())
+        return self._sender
+
+
+class _Late(Promise[T]):
+    """A promise that, when it is late, asks who is missing."""
+
+    def __init__(self, communicator: "TorchCommunicator", what: str) -> None:
+        super().__init__(what, communicator.timeout_seconds)
+        self._communicator, self._started = communicator, time.perf_counter()
+
+    def late(self) -> CommunicationError:
+        error = RuntimeError("no answer")
+        return self._communicator.failure(self.what, self._started, error)
+
+
 class TorchCommunicator(Communicator):
     """Operations over a ``torch.distributed`` process group.
 
@@ -64,12 +104,23 @@ class TorchCommunicator(Communicator):
             raise AttachError("this process is not a member of the group given to attach()")
         self.backend = str(dist.get_backend(group))
         members = dist.get_process_group_ranks(group)
-        limit = timedelta(seconds=timeout_seconds)
-        self._group = dist.new_group(
-            members, timeout=limit, backend=self.backend, use_local_synchronization=True
-        )
+        self._members = members
+        self._groups: list[dist.ProcessGroup | None] = []  # shared with twins, as is what follows
+        self._failed: list[CommunicationError] = []
+        self._failing = threading.Lock()
+        self._group = self._new_group(self.backend)
+        # Messages travel between CPUs: NCCL has none from any sender.
+        self._messages = self._group if self.backend == "gloo" else self._new_group("gloo")
         self._health = Health(members)
-        self._failed: CommunicationError | None = None
+
+    def _new_group(self, backend: str) -> dist.ProcessGroup | None:
+        limit = timedelta(seconds=self.timeout_seconds)
+        group: dist.ProcessGroup | None = dist.new_group(
+            self._members, timeout=limit, backend=backend, use_local_synchronization=True
+        )
+        if backend == "gloo":
+            self._groups.append(group)
+        return group
 
     @property
     def control_device(self) -> torch.device:
@@ -121,7 +172,7 @@ class TorchCommunicator(Communicator):
         """Point-to-point send."""
         return _Work(
             self,
-            lambda: dist.isend(tensor, group=self._group, group_dst=destination, tag=tag),
+            lambda: dist.isend(tensor, group=self._messages, group_dst=destination, tag=tag),
             tensor,
             what,
         )
@@ -130,35 +181,63 @@ class TorchCommunicator(Communicator):
         """Point-to-point receive."""
         return _Work(
             self,
-            lambda: dist.irecv(tensor, group=self._group, group_src=source, tag=tag),
+            lambda: dist.irecv(tensor, group=self._messages, group_src=source, tag=tag),
             tensor,
             what,
         )
 
+    def receive_any(self, tensor: Tensor, *, tag: int, what: str) -> Handle[int]:
+        """Point-to-point receive from any worker; waits without a time-out."""
+        return _Request(self, dist.irecv(tensor, group=self._messages, tag=tag), what)
+
+    def exchange(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
+        """All-to-all."""
+        result = torch.empty_like(tensor)
+        return _Work(
+            self,
+            lambda: dist.all_to_all_single(result, tensor, group=self._group, async_op=True),
+            result,
+            what,
+        )
+
+    def twin(self) -> Communicator:
+        """Another process group of the same workers."""
+        twin = copy.copy(self)
+        twin._group = self._new_group(self.backend)
+        return twin
+
+    def promise(self, *, what: str) -> Promise[T]:
+        """One that names who is missing when it is late."""
+        return _Late(self, what)
+
     def failure(self, what: str, started: float, error: RuntimeError) -> CommunicationError:
         """The error to raise when an operation failed. Asks once who is still there."""
         elapsed = time.perf_counter() - started
-        if self._failed is None:
-            timed_out = elapsed >= 0.95 * self.timeout_seconds
-            if self.backend == "gloo":
-                hang_up(self._group)
-            gone, silent = self._health.missing()
-            text = f"rank {self.rank}: {what} failed after {elapsed:.1f} s"
-            if gone:
-                text += f": lost the connection to {_ranks(gone)}, which died or gave up first"
-            elif silent:
-                text += (
-                    f": no answer from {_ranks(silent)}, busy elsewhere or stuck "
-                    "(one that skips a step under a GradScaler needs attach(..., scaler=scaler))"
-                )
-            if timed_out:
-                text += (
-                    f". The time-out is timeout_seconds={self.timeout_seconds:g}: raise it in "
-                    "attach(..., timeout_seconds=...) if a worker may be that much slower"
-                )
-            kind = CommunicationTimeout if timed_out else CommunicationError
-            self._failed = kind(f"{text}. {self.backend} said: {_first_line(error)}")
-        return self._failed
+        with self._failing:
+            if not self._failed:
+                self._failed.append(self._describe(what, elapsed, error))
+        return self._failed[0]
+
+    def _describe(self, what: str, elapsed: float, error: RuntimeError) -> CommunicationError:
+        timed_out = elapsed >= 0.95 * self.timeout_seconds
+        for group in self._groups:
+            hang_up(group)
+        gone, silent = self._health.missing()
+        text = f"rank {self.rank}: {what} failed after {elapsed:.1f} s"
+        if gone:
+            text += f": lost the connection to {_ranks(gone)}, which died or gave up first"
+        elif silent:
+            text += (
+                f": no answer from {_ranks(silent)}, busy elsewhere or stuck "
+                "(one that skips a step under a GradScaler needs attach(..., scaler=scaler))"
+            )
+        if timed_out:
+            text += (
+                f". The time-out is timeout_seconds={self.timeout_seconds:g}: raise it in "
+                "attach(..., timeout_seconds=...) if a worker may be that much slower"
+            )
+        kind = CommunicationTimeout if timed_out else CommunicationError
+        return kind(f"{text}. {self.backend} said: {_first_line(error)}")
 
 
 def _ranks(ranks: list[int]) -> str:

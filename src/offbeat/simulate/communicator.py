@@ -9,18 +9,20 @@ import torch
 from torch import Tensor
 
 from offbeat.errors import OffbeatError
-from offbeat.fabric import Communicator, Handle
+from offbeat.fabric import Communicator, Handle, Promise
 from offbeat.simulate.compute import Compute
 from offbeat.simulate.kernel import Signal
 from offbeat.simulate.network import (
     Network,
     all_gather_bytes,
     all_reduce_bytes,
+    all_to_all_bytes,
     broadcast_bytes,
 )
 from offbeat.simulate.workers import Workers
 
-Kind = Literal["reduce", "broadcast", "gather"]
+Kind = Literal["reduce", "broadcast", "gather", "exchange"]
+Key = tuple[int, int, int]  # of messages: group, destination, tag
 _POLLS = 100  # in a row, without virtual time passing: a loop that waits for done()
 _SHORTEST_NAP_SECONDS = 1e-6
 _LONGEST_NAP_SECONDS = 1e-3
@@ -53,10 +55,18 @@ class _Collective:
         self.places: dict[int, Callable[[Any], object]] = {}
 
 
-@dataclass
+@dataclass(eq=False)
 class _Message:
+    source: int
     tensor: Tensor
-    arrived: Signal
+
+
+@dataclass(eq=False)
+class _Wanted:
+    source: int | None  # None: anyone
+    tensor: Tensor
+    signal: Signal
+    sender: int = -1
 
 
 @dataclass
@@ -82,9 +92,10 @@ class SimulatedCluster:
         self._nics = [_Nic() for _ in range(self.size)]
         self._joined: dict[tuple[int, int], int] = {}  # collectives so far, by group and rank
         self._collectives: dict[tuple[int, int], _Collective] = {}
-        self._mail: dict[tuple[int, int, int], deque[_Message]] = {}
-        self._wanted: dict[tuple[int, int, int], deque[tuple[Tensor, Signal]]] = {}
+        self._mail: dict[Key, deque[_Message]] = {}
+        self._wanted: dict[Key, list[_Wanted]] = {}
         self._steps = [0] * self.size
+        self.twins: dict[tuple[int, int], int] = {}  # numbers of groups made by twin()
 
     def compute_step(self, rank: int) -> None:
         """Charge the compute time of the worker's next step."""
@@ -98,7 +109,7 @@ class SimulatedCluster:
         """Block the worker, and remember that it waited."""
         start = self.workers.kernel.now
         self.workers.wait(signal, what)
-        if self.workers.kernel.now > start:
+        if self.workers.kernel.now > start and not self.workers.current.background:
             self.spans.append(Span(rank, "wait", start, self.workers.kernel.now, what))
 
     def nap(self, rank: int, seconds: float, what: str) -> None:
@@ -148,6 +159,7 @@ class SimulatedCluster:
             "reduce": (network.all_reduce_seconds, all_reduce_bytes),
             "broadcast": (network.broadcast_seconds, broadcast_bytes),
             "gather": (network.all_gather_seconds, all_gather_bytes),
+            "exchange": (network.all_to_all_seconds, all_to_all_bytes),
         }[operation.kind]
         duration, each = seconds(size_bytes, ranks), sent(size_bytes, n)
         start = max(kernel.now, *(max(nic.up, nic.down) for nic in self._nics))
@@ -164,7 +176,9 @@ class SimulatedCluster:
 
         kernel.at(start + duration, deliver, f"{operation.what} ends")
 
-    def send(self, source: int, destination: int, tag: int, tensor: Tensor, what: str) -> Signal:
+    def send(
+        self, group: int, source: int, destination: int, tag: int, tensor: Tensor, what: str
+    ) -> Signal:
         """Start a message; it needs no receiver yet. Ends when the last byte is there."""
         kernel = self.workers.kernel
         up, down = self._nics[source], self._nics[destination]
@@ -176,34 +190,61 @@ class SimulatedCluster:
             Span(source, "transfer", start, start + duration, what, sent=size),
             Span(destination, "transfer", start, start + duration, what, received=size),
         ]
-        key = (source, destination, tag)
-        message = _Message(tensor.detach().clone(), Signal())
+        key, arrived = (group, destination, tag), Signal()
+        message = _Message(source, tensor.detach().clone())
 
         def arrive() -> None:
-            message.arrived.fire()
             self._mail.setdefault(key, deque()).append(message)
+            arrived.fire()
             self._deliver(key)
 
         kernel.at(start + duration, arrive, f"{what} arrives at rank {destination}")
-        return message.arrived
+        return arrived
 
-    def receive(self, source: int, destination: int, tag: int, tensor: Tensor) -> Signal:
-        """Want the next message from ``source`` under ``tag``."""
-        key, signal = (source, destination, tag), Signal()
-        self._wanted.setdefault(key, deque()).append((tensor, signal))
+    def receive(
+        self, group: int, source: int | None, destination: int, tag: int, tensor: Tensor
+    ) -> _Wanted:
+        """Want the next message under ``tag`` from ``source``, or from anyone."""
+        key, wanted = (group, destination, tag), _Wanted(source, tensor, Signal())
+        self._wanted.setdefault(key, []).append(wanted)
         self._deliver(key)
-        return signal
+        return wanted
 
-    def _deliver(self, key: tuple[int, int, int]) -> None:
-        mail, wanted = self._mail.get(key), self._wanted.get(key)
-        while mail and wanted:
-            tensor, signal = wanted.popleft()
-            tensor.copy_(mail.popleft().tensor)
-            signal.fire()
+    def _deliver(self, key: Key) -> None:
+        """Give each waiting receiver, in their order, the oldest message that suits it."""
+        mail = self._mail.get(key, deque())
+        for wanted in list(self._wanted.get(key, [])):
+            suits = (m for m in mail if wanted.source is None or m.source == wanted.source)
+            message = next(suits, None)
+            if message is not None:
+                mail.remove(message)
+                self._wanted[key].remove(wanted)
+                wanted.tensor.copy_(message.tensor)
+                wanted.sender = message.source
+                wanted.signal.fire()
 
 
 def _show(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype}"
+
+
+class _SimulatedPromise(Promise[Any]):
+    """Fulfilled at one virtual moment, after which the worker goes on."""
+
+    def __init__(self, communicator: "SimulatedCommunicator", what: str) -> None:
+        self._communicator, self._signal, self.what = communicator, Signal(), what
+        self._result: Any = None
+
+    def fulfil(self, result: Any) -> None:
+        self._result = result
+        self._signal.fire()
+
+    def done(self) -> bool:
+        return self._signal.happened
+
+    def wait(self) -> Any:
+        self._communicator.cluster.wait(self._communicator.rank, self._signal, self.what)
+        return self._result
 
 
 class _SimulatedHandle(Handle[Any]):
@@ -240,6 +281,7 @@ class SimulatedCommunicator(Communicator):
         self.cluster, self.rank, self.size, self._group = cluster, rank, cluster.size, group
         self.totals: list[Callable[[], object]] = []
         self._polls, self._asked_seconds, self._nap = 0, 0.0, _SHORTEST_NAP_SECONDS
+        self._twins = 0
 
     def now(self) -> float:
         """Virtual seconds."""
@@ -313,10 +355,39 @@ class SimulatedCommunicator(Communicator):
 
     def send(self, tensor: Tensor, *, destination: int, tag: int = 0, what: str) -> Handle[Tensor]:
         """A message."""
-        signal = self.cluster.send(self.rank, destination, tag, tensor, what)
+        signal = self.cluster.send(self._group, self.rank, destination, tag, tensor, what)
         return _SimulatedHandle(self, signal, tensor, what)
 
     def receive(self, tensor: Tensor, *, source: int, tag: int = 0, what: str) -> Handle[Tensor]:
         """A message."""
-        signal = self.cluster.receive(source, self.rank, tag, tensor)
-        return _SimulatedHandle(self, signal, tensor, what)
+        wanted = self.cluster.receive(self._group, source, self.rank, tag, tensor)
+        return _SimulatedHandle(self, wanted.signal, tensor, what)
+
+    def receive_any(self, tensor: Tensor, *, tag: int, what: str) -> Handle[int]:
+        """A message of any sender, in the order of arrival."""
+        wanted = self.cluster.receive(self._group, None, self.rank, tag, tensor)
+        return _SimulatedHandle(self, wanted.signal, wanted, what).then(lambda one: int(one.sender))
+
+    def exchange(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
+        """All-to-all in rounds of pairs."""
+        result, rank = torch.empty_like(tensor), self.rank
+
+        def place(tensors: Sequence[Tensor]) -> None:
+            torch.cat([one.chunk(self.size)[rank] for one in tensors], out=result)
+
+        return self.collective("exchange", tensor, what, list, place, result)
+
+    def twin(self) -> Communicator:
+        """Collectives of another group of the same workers."""
+        twins = self.cluster.twins
+        number = twins.setdefault((self._group, self._twins), -1 - len(twins))
+        self._twins += 1
+        return SimulatedCommunicator(self.cluster, self.rank, number)
+
+    def spawn(self, activity: Callable[[], None], *, what: str) -> None:
+        """Beside this worker, in virtual time."""
+        self.cluster.workers.spawn(activity, what)
+
+    def promise(self, *, what: str) -> Promise[Any]:
+        """One whose waiting takes virtual time."""
+        return _SimulatedPromise(self, what)

@@ -76,6 +76,19 @@ def all_gather_seconds(
     return (workers - 1) * (latency_seconds + size_bytes / bytes_per_second)
 
 
+def all_to_all_seconds(
+    size_bytes: float, workers: int, bytes_per_second: float, latency_seconds: float
+) -> float:
+    """An all-to-all of M bytes from each worker, M/N to each: (N−1)·(α + M/(N·B)).
+
+    In round k every worker sends to the k-th after it and receives from the k-th before it.
+
+    Source: Thakur, Rabenseifner & Gropp 2005 (pairwise exchange).
+    """
+    _require_cost(size_bytes, bytes_per_second, latency_seconds, workers)
+    return (workers - 1) * (latency_seconds + size_bytes / workers / bytes_per_second)
+
+
 def all_reduce_bytes(size_bytes: float, workers: int) -> float:
     """Bytes that each worker sends in a ring all-reduce: 2(N−1)/N·M.
 
@@ -114,6 +127,15 @@ def all_gather_bytes(size_bytes: float, workers: int) -> float:
     """
     _require_size(size_bytes, workers)
     return (workers - 1) * size_bytes
+
+
+def all_to_all_bytes(size_bytes: float, workers: int) -> float:
+    """Bytes that each worker sends in an all-to-all of M bytes from each: (N−1)/N·M.
+
+    Source: Thakur, Rabenseifner & Gropp 2005.
+    """
+    _require_size(size_bytes, workers)
+    return (workers - 1) / workers * size_bytes
 
 
 def _tree_rounds(workers: int) -> int:
@@ -236,6 +258,11 @@ class Network:
         """The function of this name, at the rate; ``size_bytes`` comes from each worker."""
         rate = self.collective_bytes_per_second(ranks)
         return all_gather_seconds(size_bytes, len(ranks), rate, self.latency)
+
+    def all_to_all_seconds(self, size_bytes: float, ranks: Collection[int]) -> float:
+        """The function of this name, at the rate; ``size_bytes`` are sent by each worker."""
+        rate = self.collective_bytes_per_second(ranks)
+        return all_to_all_seconds(size_bytes, len(ranks), rate, self.latency)
 
     def to_dict(self) -> dict[str, object]:
         """The arguments as plain JSON values: bits a second, seconds, ranks as text."""

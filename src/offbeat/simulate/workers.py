@@ -1,7 +1,8 @@
 """Simulated workers: one thread each, of which exactly one runs at a time.
 
 A worker runs until it waits for something in virtual time. Then the kernel goes on, and resumes
-whoever is next. Random state (torch, numpy, random) belongs to the worker, as in a process.
+whoever is next. Random state (torch, numpy, random) belongs to the worker, as in a process. What a
+worker does in the background (a parameter server) has a thread of its own, and ends with the run.
 """
 
 import random
@@ -39,10 +40,13 @@ class SimulatedWorker:
         finished_seconds: Virtual time at its end; None while it runs.
         waits_in: The operation it waits in.
         where: The user's source line that waits.
+        background: Whether it is an activity beside the worker of this rank. It must not use
+            random numbers.
     """
 
-    def __init__(self, rank: int, seed: int) -> None:
+    def __init__(self, rank: int, seed: int, *, background: bool = False) -> None:
         self.rank = rank
+        self.background = background
         self.result: Any = None
         self.error: BaseException | None = None
         self.finished_seconds: float | None = None
@@ -70,6 +74,7 @@ class Workers:
     def __init__(self, kernel: Kernel, size: int, seed: int) -> None:
         self.kernel, self._seed = kernel, seed
         self.all = [SimulatedWorker(rank, seed) for rank in range(size)]
+        self._background: list[SimulatedWorker] = []
         self._current: SimulatedWorker | None = None
         self._loaded: SimulatedWorker | None = None  # whose random state torch holds
         self._back = threading.Semaphore(0)
@@ -86,16 +91,11 @@ class Workers:
         """
         outside = _random_state()
         for worker in self.all:
-            worker.thread = threading.Thread(
-                target=self._live,
-                args=(worker, function),
-                name=f"simulated worker {worker.rank}",
-                daemon=True,
-            )
-            self._resume_at(worker, 0.0, "starts")
+            self._start(worker, function, "starts")
         try:
             while self.kernel.step():
-                failed = next((worker for worker in self.all if worker.error), None)
+                everybody = (*self.all, *self._background)
+                failed = next((worker for worker in everybody if worker.error), None)
                 if failed is not None and failed.error is not None:
                     failed.error.add_note(
                         f"in simulated worker {failed.rank} at {self.kernel.now:.6f} virtual s"
@@ -107,11 +107,22 @@ class Workers:
             self._stop()
             _set_random_state(outside)
 
+    def _start(
+        self, worker: SimulatedWorker, function: Callable[[SimulatedWorker], Any], label: str
+    ) -> None:
+        worker.thread = threading.Thread(
+            target=self._live,
+            args=(worker, function),
+            name=f"simulated worker {worker.rank}",
+            daemon=True,
+        )
+        self._resume_at(worker, self.kernel.now, label)
+
     def _resume_at(self, worker: SimulatedWorker, seconds: float, label: str) -> None:
         self.kernel.at(seconds, lambda: self._resume(worker), f"rank {worker.rank} {label}")
 
     def _resume(self, worker: SimulatedWorker) -> None:
-        if self._loaded is not worker:
+        if self._loaded is not worker and not worker.background:
             if self._loaded is not None:
                 self._loaded.random = _random_state()
             _set_random_state(worker.random)
@@ -128,7 +139,7 @@ class Workers:
     def _stop(self) -> None:
         """End the threads that still wait."""
         self._stopping = True
-        for worker in self.all:
+        for worker in (*self.all, *self._background):
             if worker.thread is not None and worker.thread.is_alive():
                 worker.turn.release()
                 worker.thread.join(timeout=10)
@@ -162,6 +173,12 @@ class Workers:
         """The worker whose thread runs now."""
         assert self._current is not None
         return self._current
+
+    def spawn(self, activity: Callable[[], None], what: str) -> None:
+        """Run ``activity`` beside the running worker, with a thread of its own."""
+        beside = SimulatedWorker(self.current.rank, self._seed, background=True)
+        self._background.append(beside)
+        self._start(beside, lambda _: activity(), f"starts {what}")
 
     def wait(self, signal: Signal, what: str) -> None:
         """Block the running worker until ``signal``; virtual time passes."""

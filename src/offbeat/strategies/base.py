@@ -23,8 +23,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from offbeat.fabric import Communicator, Completed, Handle
-from offbeat.replica import Replica
+from offbeat.fabric import Communicator, Completed, Handle, Wire
+from offbeat.replica import Kind, Replica, unpack
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ class Worker:
 
     Attributes:
         fabric: The communicator.
+        wire: Sums over the workers at the precision of the wire.
         replica: The model's tensors.
         parts: One for each optimizer.
         part: Index of the optimizer that is about to step (in ``before_step``).
@@ -85,8 +86,12 @@ class Worker:
         state: What the strategy's ``start`` returned.
     """
 
-    def __init__(self, fabric: Communicator, replica: Replica, parts: list[Part]) -> None:
+    def __init__(
+        self, fabric: Communicator, replica: Replica, parts: list[Part], wire: Wire | None = None
+    ) -> None:
         self.fabric, self.replica, self.parts = fabric, replica, parts
+        self.wire = Wire(fabric) if wire is None else wire
+        self.references: list[Tensor] = []  # the last mean of the models, with a lossy wire
         self.part = 0
         self.completes_iteration = False
         self.step = 0
@@ -143,42 +148,85 @@ class Worker:
         handle = self.fabric.sum(tensor, what=f"flag exchange at step {self.step}")
         return handle.then(lambda sums: Roll.read(sums.tolist(), values[0]))
 
+    def keep_reference(self) -> None:
+        """Prepare for means over a lossy wire; all workers hold the same model now.
+
+        What then travels is how far the models have moved from the last mean.
+        """
+        if self.size > 1 and not self.wire.exact:
+            self.references = [b.pack().clone() for b in self.replica.buckets("parameters")]
+
     def average(
-        self, roll: Roll, *, buffers_only: bool = False, lean: bool = False, what: str = "mean"
+        self,
+        roll: Roll,
+        *,
+        buffers_only: bool = False,
+        exact: bool = False,
+        lean: bool = False,
+        take: bool = True,
+        what: str = "mean",
     ) -> None:
         """x ← Σ w·x / Σ w over the workers, with the weights of ``roll``.
 
         Parameters and floating-point buffers are averaged (half types in float32), integer
         buffers take the maximum. Afterwards all workers hold the same bits. When nobody has news
-        nothing is sent: the models are already the same. ``lean`` stages few buckets at a time and
-        keeps no staging memory afterwards.
+        nothing is sent: the models are already the same.
+
+        Args:
+            roll: The weights.
+            buffers_only: Leave the parameters alone.
+            exact: Send float32 whatever the wire.
+            lean: Stage few buckets at a time and keep no staging memory afterwards.
+            take: False keeps this worker's own model.
+            what: Names the operation in errors.
         """
         if roll.weight == 0:
             return
         if self.size > 1:
             what = f"{what} of the model at step {self.step}"
-            buckets = self.replica.buckets(buffers_only=buffers_only)
+            lossy = bool(self.references) and not exact and not buffers_only
+            if lossy:
+                self._average_lossy(roll, take=take, what=what)
+            kind: Kind = "buffers" if lossy or buffers_only else "averaged"
+            buckets = self.replica.buckets(kind)
             ahead = 2 if lean else len(buckets)
             handles: list[Handle[Tensor]] = []
             for i in range(len(buckets) + ahead):
                 if i >= ahead:
                     handles.pop(0).wait()
-                    buckets[i - ahead].unpack(roll.weight)
+                    if take:
+                        buckets[i - ahead].unpack(roll.weight)
                     if lean:
                         buckets[i - ahead].release()
                 if i < len(buckets):
                     handles.append(self.fabric.sum(buckets[i].pack(roll.own_weight), what=what))
-            self._maximum_of_integers(what)
-        self.steps_since_sync = 0
-        self.has_news = False
+            self._maximum_of_integers(what, take=take)
+        if take:
+            self.steps_since_sync = 0
+            self.has_news = False
 
-    def _maximum_of_integers(self, what: str) -> None:
+    def _average_lossy(self, roll: Roll, *, take: bool, what: str) -> None:
+        """The parameters' mean by its distance from the last one, r: r ← r + Σ w·(x − r) / Σ w."""
+        buckets, handles = self.replica.buckets("parameters"), []
+        for i, (bucket, reference) in enumerate(zip(buckets, self.references, strict=True)):
+            flat = bucket.pack(roll.own_weight)
+            if roll.own_weight:
+                flat.sub_(reference, alpha=roll.own_weight)
+            handles.append(self.wire.sum(flat, stream=f"model {i}", what=what))
+        for bucket, reference, handle in zip(buckets, self.references, handles, strict=True):
+            reference.add_(handle.wait(), alpha=1 / roll.weight)
+            if take:
+                unpack(reference, bucket.tensors)
+
+    def _maximum_of_integers(self, what: str, *, take: bool) -> None:
         integers = self.replica.integer_buffers()
         if not integers:
             return
         device = self.fabric.control_device
         flat = torch.cat([t.detach().reshape(-1).to(device, torch.int64) for t in integers])
         largest = self.fabric.maximum(flat, what=what).wait()
+        if not take:
+            return
         for tensor, values in zip(
             integers, largest.split([t.numel() for t in integers]), strict=True
         ):
@@ -197,6 +245,8 @@ class Strategy(ABC):
     name: ClassVar[str]
     needs_unscaled: ClassVar[bool] = True
     """Whether ``before_step`` must see gradients after a GradScaler has unscaled them."""
+    averages: ClassVar[bool] = True
+    """Whether workers average anything, so that ``wire`` and ``optimizer_state`` apply."""
 
     @abstractmethod
     def start(self, worker: Worker) -> Any:
@@ -223,7 +273,7 @@ class Strategy(ABC):
 
         The front door puts the worker's own model back afterwards.
         """
-        worker.average(roll, what="consensus")
+        worker.average(roll, exact=True, what="consensus")
 
     def drain(self, worker: Worker, roll: Roll) -> None:
         """Everyone has finished: settle what is in flight and leave all models equal."""
@@ -231,6 +281,9 @@ class Strategy(ABC):
 
     def settle(self, worker: Worker) -> None:  # noqa: B027 - most keep nothing in flight
         """Wait until what is in flight has arrived, so that the state can be saved."""
+
+    def resume(self, worker: Worker) -> None:  # noqa: B027 - likewise
+        """The state was loaded."""
 
     def stop(self, worker: Worker) -> None:  # noqa: B027 - most strategies hold nothing
         """Release hooks. Not a collective; also called after a failure."""

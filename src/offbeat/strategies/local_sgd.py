@@ -43,7 +43,8 @@ class LocalSGD(Strategy):
         require_integer("warmup_steps", self.warmup_steps, least=0)
 
     def start(self, worker: Worker) -> LocalSGDState:
-        """Nothing to prepare."""
+        """Everyone holds the same model."""
+        worker.keep_reference()
         return LocalSGDState()
 
     def before_step(self, worker: Worker) -> None:

@@ -116,6 +116,8 @@ class SelSync(Strategy):
 
     def start(self, worker: Worker) -> SelSyncState:
         """A fresh trigger."""
+        if self.aggregate == "parameters":
+            worker.keep_reference()
         a = min(1.0, worker.size / 100) if self.smoothing is None else self.smoothing
         averaged = worker.parts if self.aggregate == "gradients" else []
         target, count = self.target_lssr, len(averaged) or 1
