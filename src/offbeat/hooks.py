@@ -89,5 +89,5 @@ class ScalerHooks:
         self._synchronizer.prepare(index)
         result = self._step(optimizer, *args, **kwargs)
         if self._synchronizer.awaits_step(index):
-            self._synchronizer.complete(index)
+            self._synchronizer.complete(index, skipped=True)
         return result

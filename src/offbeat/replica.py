@@ -43,6 +43,16 @@ def pack(tensors: Sequence[Tensor], flat: Tensor, weight: float = 1.0) -> None:
             flat.mul_(weight)
 
 
+def read(tensors: Sequence[Tensor], flat: Tensor) -> None:
+    """flat ← tensors, one after the other, whatever their dtypes and devices."""
+    with torch.no_grad():
+        offset = 0
+        for tensor in tensors:
+            source = as_real(tensor.detach()).reshape(-1)
+            flat[offset : offset + source.numel()].copy_(source)
+            offset += source.numel()
+
+
 def unpack(flat: Tensor, tensors: Sequence[Tensor], divisor: float = 1.0) -> None:
     """tensors ← flat / divisor, in place, each cast to its own dtype."""
     with torch.no_grad():
@@ -215,6 +225,18 @@ class Replica:
             targets = [*self.averaged(), *self.integer_buffers()]
             for target, value in zip(targets, snapshot, strict=True):
                 target.detach().copy_(value)
+
+
+def move_towards(tensors: Sequence[Tensor], flat: Tensor, share: float) -> None:
+    """Tensors ← tensors − share · (tensors − flat), in place, in the dtype of ``flat``."""
+    with torch.no_grad():
+        offset = 0
+        for tensor in tensors:
+            target = as_real(tensor.detach())
+            part = flat[offset : offset + target.numel()].view(target.shape)
+            value = target.to(part)
+            target.copy_(value - (value - part).mul_(share))
+            offset += target.numel()
 
 
 def add_to(tensors: Sequence[Tensor], flat: Tensor, scale: float) -> None:

@@ -116,7 +116,7 @@ class Accounting(Communicator):
             tensor[:0], lambda: self._inner.receive(tensor, source=source, tag=tag, what=what)
         )
 
-    def receive_any(self, tensor: Tensor, *, tag: int, what: str) -> Handle[int]:
+    def receive_any(self, tensor: Tensor, *, tag: int, what: str) -> Handle[Tensor]:
         """As the wrapped communicator; only the wait counts."""
         return self._count(tensor[:0], lambda: self._inner.receive_any(tensor, tag=tag, what=what))
 

@@ -160,10 +160,10 @@ class Communicator(ABC):
         """Start filling ``tensor`` with what worker ``source`` sends under the same ``tag``."""
 
     @abstractmethod
-    def receive_any(self, tensor: Tensor, *, tag: int, what: str) -> Handle[int]:
+    def receive_any(self, tensor: Tensor, *, tag: int, what: str) -> Handle[Tensor]:
         """Start filling ``tensor`` with the next message under ``tag``, whoever sends it.
 
-        The result is the sender's rank. For servers, which wait for requests: it has no time-out.
+        It must tell itself who did. For servers, which wait for requests: there is no time-out.
         """
 
     @abstractmethod

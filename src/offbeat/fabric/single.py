@@ -41,7 +41,7 @@ class SingleCommunicator(Communicator):
         """Refused: there is nobody else."""
         raise ValueError(f"{what}: a single worker has no rank {source} to receive from")
 
-    def receive_any(self, tensor: Tensor, *, tag: int, what: str) -> Handle[int]:
+    def receive_any(self, tensor: Tensor, *, tag: int, what: str) -> Handle[Tensor]:
         """Refused: there is nobody else."""
         raise ValueError(f"{what}: a single worker has nobody to receive from")
 

@@ -30,8 +30,11 @@ class _Work(Handle[Tensor]):
         start: Callable[[], dist.Work | None],
         result: Tensor,
         what: str,
+        *,
+        patient: bool = False,
     ) -> None:
         self._communicator, self._result, self._what = communicator, result, what
+        self._patient = patient
         self._started = time.perf_counter()
         self._ended = False
         try:
@@ -45,33 +48,11 @@ class _Work(Handle[Tensor]):
     def wait(self) -> Tensor:
         if not self._ended and self._work is not None:
             try:
-                self._work.wait()
+                self._work.wait(*([_FOREVER] if self._patient else []))
             except RuntimeError as error:
                 raise self._communicator.failure(self._what, self._started, error) from None
         self._ended = True
         return self._result
-
-
-class _Request(Handle[int]):
-    """A message of any sender, that may take as long as it likes."""
-
-    def __init__(self, communicator: "TorchCommunicator", work: dist.Work | None, what: str):
-        self._communicator, self._work, self._what = communicator, work, what
-        self._started = time.perf_counter()
-        self._sender: int | None = None
-
-    def done(self) -> bool:
-        return self._sender is not None
-
-    def wait(self) -> int:
-        if self._sender is None:
-            assert self._work is not None
-            try:
-                self._work.wait(_FOREVER)
-            except RuntimeError as error:
-                raise self._communicator.failure(self._what, self._started, error) from None
-            self._sender = int(self._work.source_rank())
-        return self._sender
 
 
 class _Late(Promise[T]):
@@ -186,9 +167,15 @@ class TorchCommunicator(Communicator):
             what,
         )
 
-    def receive_any(self, tensor: Tensor, *, tag: int, what: str) -> Handle[int]:
+    def receive_any(self, tensor: Tensor, *, tag: int, what: str) -> Handle[Tensor]:
         """Point-to-point receive from any worker; waits without a time-out."""
-        return _Request(self, dist.irecv(tensor, group=self._messages, tag=tag), what)
+        return _Work(
+            self,
+            lambda: dist.irecv(tensor, group=self._messages, tag=tag),
+            tensor,
+            what,
+            patient=True,
+        )
 
     def exchange(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
         """All-to-all."""

@@ -66,7 +66,6 @@ class _Wanted:
     source: int | None  # None: anyone
     tensor: Tensor
     signal: Signal
-    sender: int = -1
 
 
 @dataclass
@@ -203,12 +202,12 @@ class SimulatedCluster:
 
     def receive(
         self, group: int, source: int | None, destination: int, tag: int, tensor: Tensor
-    ) -> _Wanted:
+    ) -> Signal:
         """Want the next message under ``tag`` from ``source``, or from anyone."""
         key, wanted = (group, destination, tag), _Wanted(source, tensor, Signal())
         self._wanted.setdefault(key, []).append(wanted)
         self._deliver(key)
-        return wanted
+        return wanted.signal
 
     def _deliver(self, key: Key) -> None:
         """Give each waiting receiver, in their order, the oldest message that suits it."""
@@ -220,7 +219,6 @@ class SimulatedCluster:
                 mail.remove(message)
                 self._wanted[key].remove(wanted)
                 wanted.tensor.copy_(message.tensor)
-                wanted.sender = message.source
                 wanted.signal.fire()
 
 
@@ -360,13 +358,13 @@ class SimulatedCommunicator(Communicator):
 
     def receive(self, tensor: Tensor, *, source: int, tag: int = 0, what: str) -> Handle[Tensor]:
         """A message."""
-        wanted = self.cluster.receive(self._group, source, self.rank, tag, tensor)
-        return _SimulatedHandle(self, wanted.signal, tensor, what)
+        signal = self.cluster.receive(self._group, source, self.rank, tag, tensor)
+        return _SimulatedHandle(self, signal, tensor, what)
 
-    def receive_any(self, tensor: Tensor, *, tag: int, what: str) -> Handle[int]:
+    def receive_any(self, tensor: Tensor, *, tag: int, what: str) -> Handle[Tensor]:
         """A message of any sender, in the order of arrival."""
-        wanted = self.cluster.receive(self._group, None, self.rank, tag, tensor)
-        return _SimulatedHandle(self, wanted.signal, wanted, what).then(lambda one: int(one.sender))
+        signal = self.cluster.receive(self._group, None, self.rank, tag, tensor)
+        return _SimulatedHandle(self, signal, tensor, what)
 
     def exchange(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
         """All-to-all in rounds of pairs."""

@@ -1,0 +1,493 @@
+"""A parameter server: one flat vector in shards, each kept by one worker, for all to push and pull.
+
+A request is a header of nine numbers, sent to the rank that keeps the shard, and the values it
+pushes, if any. Each serving rank has one thread that takes requests in the order in which they
+arrive; the rank's own requests go to its shard directly. An answer is a header of three numbers and
+the values. Nothing is pickled, and sizes are checked against the shard.
+"""
+
+import itertools
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from offbeat.errors import OffbeatError
+from offbeat.fabric.communicator import Communicator, Completed, Handle, Promise
+
+_REQUEST, _VALUES = 1, 2  # message tags; answers use tags of their own
+_ANSWER = 16
+_ANSWERS = 1024  # answers under way at once have different tags
+_HEADER = 9
+_NEVER = 2**62
+
+Kind = Literal["push", "push_pull", "pull", "arrive", "leave"]
+_KINDS: tuple[Kind, ...] = ("push", "push_pull", "pull", "arrive", "leave")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a worker asks of one shard.
+
+    Attributes:
+        kind: What to do.
+        source: Who asks.
+        number: Numbers this worker's requests for values, to tell the answers apart.
+        elements: How many values follow.
+        clock: Its clock from now on; −1 leaves it.
+        least: Answer only when the slowest worker's clock is at least this.
+        meeting: Of ``arrive``: which meeting; answered when all have come to it.
+        seen: Of ``arrive``: answered, too, when the shard has seen other requests than these many.
+        value: A number for the rule, such as a learning rate.
+    """
+
+    kind: Kind
+    source: int
+    number: int = 0
+    elements: int = 0
+    clock: int = -1
+    least: int = -_NEVER
+    meeting: int = 0
+    seen: int = 0
+    value: float = 0.0
+
+    def encode(self) -> Tensor:
+        """Nine int64 numbers."""
+        (bits,) = struct.unpack("<q", struct.pack("<d", self.value))
+        numbers = [_KINDS.index(self.kind), self.source, self.number, self.elements, self.clock]
+        return torch.tensor([*numbers, self.least, self.meeting, self.seen, bits])
+
+    @classmethod
+    def decode(cls, header: Tensor) -> "Request":
+        """From nine int64 numbers.
+
+        Raises:
+            OffbeatError: they are no request.
+        """
+        kind, source, number, elements, clock, least, meeting, seen, bits = header.tolist()
+        if not 0 <= kind < len(_KINDS):
+            raise OffbeatError(f"a message to the parameter server is no request: {header}")
+        (value,) = struct.unpack("<d", struct.pack("<q", bits))
+        return cls(_KINDS[kind], source, number, elements, clock, least, meeting, seen, value)
+
+
+class Rule:
+    """What a push does to a shard, and what it is answered with. This one adds.
+
+    Called under the shard's lock, elementwise by nature, as each shard has a part of the vector.
+    """
+
+    def push(self, shard: Tensor, values: Tensor, value: float) -> None:
+        """Take in ``values``, of the shard's size; ``value`` is the request's number."""
+        shard.add_(values)
+
+    def advance(self, shard: Tensor) -> None:
+        """The slowest worker's clock has risen, before anyone is answered for it."""
+
+    def answer(self, shard: Tensor) -> Tensor:
+        """The values for a worker that pushed; sent as they are now."""
+        return shard
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the rule remembers."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state_dict()``."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer's header: minimum over the shards.
+
+    Attributes:
+        clock: The slowest worker's clock (of those that have not arrived).
+        met: Whether everyone has come to the meeting.
+        seen: Requests the shard has seen, those of workers that wait at a meeting left out.
+    """
+
+    clock: int
+    met: bool = False
+    seen: int = 0
+
+
+Deliver = Callable[[Answer, Tensor | None], None]
+
+
+@dataclass
+class _Waiting:
+    request: Request
+    deliver: Deliver
+
+
+@dataclass
+class Shard:
+    """One rank's part of the vector, and what it knows of the workers.
+
+    Attributes:
+        values: 1-D.
+        clocks: Each worker's clock.
+        version: Pushes taken in so far.
+        downloaded: Each worker's version when it was last answered with values.
+        staleness: How many pushes of others had come between a worker's download and its push:
+            how often.
+    """
+
+    values: Tensor
+    rule: Rule
+    workers: int
+    clocks: list[int] = field(default_factory=list)
+    version: int = 0
+    downloaded: list[int] = field(default_factory=list)
+    staleness: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.clocks = [0] * self.workers
+        self.downloaded = [0] * self.workers
+        self._own_pushes = [0] * self.workers  # since its last download
+        self._away = [False] * self.workers
+        self._meeting = 0
+        self._seen = 0
+        self._slowest = 0
+        self._waiting: list[_Waiting] = []
+        self._lock = threading.Lock()
+
+    def slowest(self) -> int:
+        """The least clock of the workers that have not arrived."""
+        present = [c for c, away in zip(self.clocks, self._away, strict=True) if not away]
+        return min(present, default=_NEVER)
+
+    def handle(self, request: Request, values: Tensor | None, deliver: Deliver) -> None:
+        """Serve one request, and those that waited for it, in the order of their arrival."""
+        with self._lock:
+            if values is not None:
+                self._take(request, values)
+            if request.clock >= 0:
+                self.clocks[request.source] = request.clock
+            all_came = request.kind == "arrive" and self._arrive(request)
+            self._seen += request.kind != "arrive"
+            if request.kind != "push":
+                self._waiting.append(_Waiting(request, deliver))
+            slowest = self.slowest()
+            if slowest > self._slowest or all_came:
+                self.rule.advance(self.values)
+            self._slowest = slowest
+            self._waiting = [one for one in self._waiting if not self._answer(one, slowest)]
+
+    def _arrive(self, request: Request) -> bool:
+        """Note that a worker is at a meeting; whether it is the last to come."""
+        if request.meeting != self._meeting or self._away[request.source]:
+            return False  # it asks again
+        self._away[request.source] = True
+        self._seen += 1
+        if not all(self._away):
+            return False
+        self._meeting += 1
+        self._away = [False] * self.workers
+        return True
+
+    def _take(self, request: Request, values: Tensor) -> None:
+        source = request.source
+        behind = self.version - self.downloaded[source] - self._own_pushes[source]
+        self.staleness[behind] = self.staleness.get(behind, 0) + 1
+        self.rule.push(self.values, values, request.value)
+        self.version += 1
+        self._own_pushes[source] += 1
+
+    def _answer(self, one: _Waiting, slowest: int) -> bool:
+        """Answer ``one`` if it is due; returns whether it was."""
+        request = one.request
+        if request.kind == "arrive":
+            met = self._meeting > request.meeting
+            due = met or self._seen > request.seen
+            if due:
+                one.deliver(Answer(slowest, met, self._seen), None)
+            return due
+        if slowest < request.least:
+            return False
+        self.downloaded[request.source], self._own_pushes[request.source] = self.version, 0
+        values = self.rule.answer(self.values) if request.kind == "push_pull" else self.values
+        one.deliver(Answer(slowest, False, self._seen), values)
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, while no request is under way."""
+        with self._lock:
+            return {
+                "values": self.values.clone(),
+                "clocks": list(self.clocks),
+                "version": self.version,
+                "downloaded": list(self.downloaded),
+                "staleness": dict(self.staleness),
+                "own_pushes": list(self._own_pushes),
+                "rule": self.rule.state_dict(),
+            }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state_dict()``."""
+        with self._lock:
+            self.values.copy_(state["values"])
+            self.clocks, self.version = list(state["clocks"]), state["version"]
+            self.downloaded, self.staleness = list(state["downloaded"]), dict(state["staleness"])
+            self._own_pushes = list(state["own_pushes"])
+            self._slowest = self.slowest()
+            self.rule.load_state_dict(state["rule"])
+
+
+class ParameterServer:
+    """This worker's end of a vector that is kept in shards by ``servers``.
+
+    A collective: all workers make it alike, with the same ``initial`` values.
+
+    Args:
+        fabric: The communicator.
+        initial: The vector's first value, 1-D, on the CPU; afterwards ``values``, the place where
+            a worker puts what it pushes and finds what it pulled.
+        servers: The ranks that keep a shard; None is all of them, so that no link carries all.
+        rule: Makes the rule of a shard.
+
+    Attributes:
+        values: 1-D; written and read between ``stage`` and the next request.
+        shard: This rank's, if it serves.
+        pulled_bytes: Bytes of the answers this worker has asked other ranks for.
+
+    *Memory*: ``values``; a server has its shard twice (itself, what is being received) and a copy
+    of it for each answer on its way.
+    """
+
+    def __init__(
+        self,
+        fabric: Communicator,
+        initial: Tensor,
+        *,
+        servers: Sequence[int] | None = None,
+        rule: Callable[[], Rule] = Rule,
+    ) -> None:
+        self._fabric = fabric
+        self.servers = list(range(fabric.size)) if servers is None else list(servers)
+        self.values = initial
+        count = len(self.servers)
+        ends = [initial.numel() * i // count for i in range(count + 1)]
+        self._slices = [initial[a:b] for a, b in itertools.pairwise(ends)]
+        self.shard: Shard | None = None
+        self._sent: list[Handle[Tensor]] = []  # of the last push
+        self.pulled_bytes = 0
+        self._requests = 0
+        self._meetings = 0
+        self._left = False
+        self._error: Exception | None = None
+        if fabric.rank in self.servers:
+            own = self._slices[self.servers.index(fabric.rank)]
+            self.shard = Shard(own.clone(), rule(), fabric.size)
+        self._ended: Handle[None] = Completed(None)
+        if self.shard is not None and fabric.size > 1:
+            what = "the end of this rank's parameter server"
+            promise: Promise[None] = fabric.promise(what=what)
+            self._ended = promise
+            fabric.spawn(lambda: self._serve(promise), what=f"parameter server {fabric.rank}")
+
+    # -- the worker's side -----------------------------------------------------------------------
+
+    def stage(self) -> Tensor:
+        """``values``, free to be written: the last push has left."""
+        for handle in self._sent:
+            handle.wait()
+        self._sent = []
+        return self.values
+
+    def push(self, *, clock: int = -1, value: float = 0.0) -> None:
+        """Send ``values`` and go on. They must not be written before ``stage``."""
+        self._start("push", clock=clock, value=value)
+
+    def push_pull(
+        self, *, clock: int = -1, least: int = -_NEVER, value: float = 0.0
+    ) -> Handle[Answer]:
+        """Send ``values`` and start to replace them by what the rule answers.
+
+        Args:
+            clock: This worker's clock from now on.
+            least: Wait until the slowest worker's clock is at least this.
+            value: A number for the rule.
+        """
+        return self._start("push_pull", clock=clock, least=least, value=value)
+
+    def pull(self, *, least: int = -_NEVER) -> Handle[Answer]:
+        """Start to replace ``values`` by the vector."""
+        return self._start("pull", least=least)
+
+    def arrive(self) -> int:
+        """Wait until everyone has arrived. Meanwhile nobody waits for this worker's clock.
+
+        Returns the slowest worker's clock.
+
+        A time-out counts from the last sign of life of any other worker at this server.
+        """
+        meeting, self._meetings = self._meetings, self._meetings + 1
+        self._require_service()
+        first = Request("arrive", self._fabric.rank, meeting=meeting)
+        answers = [self._ask(server, first) for server in self.servers]
+        clocks = []
+        for server, answer in zip(self.servers, answers, strict=True):
+            while True:
+                got = answer.wait()
+                if got.met:
+                    break
+                answer = self._ask(server, replace(first, seen=got.seen))
+            clocks.append(got.clock)
+        return min(clocks)
+
+    def leave(self) -> None:
+        """The last request: the servers' threads end when all workers have left."""
+        if not self._left:
+            self._left = True
+            for server in self.servers:
+                if server != self._fabric.rank:
+                    self._send(Request("leave", self._fabric.rank).encode(), server, _REQUEST)
+            self.stage()
+            self._ended.wait()  # the others' last requests need this rank's connections
+
+    def _start(self, kind: Kind, **settings: Any) -> Handle[Answer]:
+        self._require_service()
+        self.stage()
+        request = Request(kind, self._fabric.rank, **settings)
+        parts = [
+            self._ask(server, replace(request, elements=self._elements(kind, i)), i)
+            for i, server in enumerate(self.servers)
+        ]
+        return _Answers(parts)
+
+    def _require_service(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _elements(self, kind: Kind, index: int) -> int:
+        return self._slices[index].numel() if kind in ("push", "push_pull") else 0
+
+    def _ask(self, server: int, request: Request, index: int = 0) -> Handle[Answer]:
+        """Send one request; ``index`` is the place of ``server`` among the servers."""
+        fabric, part = self._fabric, self._slices[index]
+        if server == fabric.rank:
+            return self._ask_self(request, part)
+        self._requests += 1
+        if request.kind in ("push_pull", "pull"):
+            self.pulled_bytes += part.nbytes
+        number = self._requests % _ANSWERS
+        request = replace(request, number=number)
+        self._send(request.encode(), server, _REQUEST)
+        if request.elements:
+            self._send(part, server, _VALUES)
+        if request.kind == "push":
+            return Completed(Answer(0))
+        what = f"{request.kind} at the parameter server of rank {server}"
+        tag = _ANSWER + 2 * number
+        header = fabric.receive(torch.zeros(3).long(), source=server, tag=tag, what=what)
+        if request.kind == "arrive":
+            return header.then(_read)
+        values = fabric.receive(part, source=server, tag=tag + 1, what=what)
+        return values.then(lambda _: _read(header.wait()))
+
+    def _ask_self(self, request: Request, part: Tensor) -> Handle[Answer]:
+        assert self.shard is not None
+        fabric = self._fabric
+        what = f"{request.kind} at this rank's own parameter server"
+        promise: Promise[Answer] = fabric.promise(what=what)
+
+        def deliver(answer: Answer, values: Tensor | None) -> None:
+            if values is not None:
+                part.copy_(values)
+            promise.fulfil(answer)
+
+        pushed = part if request.elements else None
+        self.shard.handle(request, pushed, deliver)
+        return Completed(Answer(0)) if request.kind == "push" else promise
+
+    def _send(self, tensor: Tensor, server: int, tag: int) -> None:
+        what = f"request to the parameter server of rank {server}"
+        self._sent.append(self._fabric.send(tensor, destination=server, tag=tag, what=what))
+
+    # -- the server's side -----------------------------------------------------------------------
+
+    def _serve(self, ended: Promise[None]) -> None:
+        """Take requests until every other worker has left."""
+        assert self.shard is not None
+        fabric, shard = self._fabric.background, self.shard
+        here = fabric.size - 1
+        inbox = torch.empty_like(shard.values)
+        answers: dict[int, list[Handle[Tensor]]] = {}
+        try:
+            while here:
+                header = torch.zeros(_HEADER, dtype=torch.int64)
+                fabric.receive_any(header, tag=_REQUEST, what="a request").wait()
+                request = Request.decode(header)
+                source = request.source
+                for handle in answers.pop(source, []):
+                    handle.wait()  # it has arrived, or this request would not have been made
+                if request.kind == "leave":
+                    here -= 1
+                    continue
+                values = None
+                if request.elements:
+                    self._check(request)
+                    what = f"values of rank {source} for the parameter server"
+                    values = fabric.receive(inbox, source=source, tag=_VALUES, what=what).wait()
+                deliver = _Sender(fabric, source, request.number, answers)
+                shard.handle(request, values, deliver)
+        except Exception as error:  # the worker's next request raises it
+            self._error = error
+        ended.fulfil(None)
+
+    def _check(self, request: Request) -> None:
+        assert self.shard is not None
+        size = self.shard.values.numel()
+        if request.elements != size:
+            raise OffbeatError(
+                f"rank {request.source} pushes {request.elements} values to a shard of {size}"
+            )
+
+
+class _Sender:
+    """Sends an answer to another rank."""
+
+    def __init__(
+        self,
+        fabric: Communicator,
+        source: int,
+        number: int,
+        answers: dict[int, list[Handle[Tensor]]],
+    ) -> None:
+        self._fabric, self._source, self._number = fabric, source, number
+        self._answers = answers
+
+    def __call__(self, answer: Answer, values: Tensor | None) -> None:
+        header = torch.tensor([answer.clock, int(answer.met), answer.seen])
+        parts = [header] if values is None else [header, values.clone()]
+        what = f"answer to rank {self._source}"
+        tag = _ANSWER + 2 * self._number
+        # Kept until the next request of that worker: gloo may lose a message nobody holds.
+        self._answers.setdefault(self._source, []).extend(
+            self._fabric.send(part, destination=self._source, tag=tag + i, what=what)
+            for i, part in enumerate(parts)
+        )
+
+
+class _Answers(Handle[Answer]):
+    """The answers of all shards to one request."""
+
+    def __init__(self, parts: Sequence[Handle[Answer]]) -> None:
+        self._parts = list(parts)
+
+    def done(self) -> bool:
+        return all(part.done() for part in self._parts)
+
+    def wait(self) -> Answer:
+        answers = [part.wait() for part in self._parts]
+        return Answer(min(answer.clock for answer in answers))
+
+
+def _read(header: Tensor) -> Answer:
+    clock, met, seen = header.tolist()
+    return Answer(clock, bool(met), seen)

@@ -1,0 +1,177 @@
+"""Downpour SGD: workers push gradients to a server with its own optimizer, and fetch its model."""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from offbeat.fabric.parameter_server import Rule
+from offbeat.replica import as_real, unpack
+from offbeat.strategies.base import Worker, require_integer, require_number
+from offbeat.strategies.server import ServerState, ServerStrategy
+
+
+class _Optimize(Rule):
+    """One step of an optimizer on the shard for each push."""
+
+    def __init__(self, kind: str, lr: float) -> None:
+        self._make: Any = torch.optim.Adagrad if kind == "adagrad" else torch.optim.SGD
+        self._lr = lr
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._parameter: nn.Parameter | None = None
+        self._loaded: dict[str, Any] = {}
+
+    def push(self, shard: Tensor, values: Tensor, value: float) -> None:
+        if self._optimizer is None or self._parameter is None:
+            self._parameter = nn.Parameter(shard)  # the same memory
+            self._optimizer = self._make([self._parameter], lr=self._lr)
+            if self._loaded:
+                self._optimizer.load_state_dict(self._loaded)
+        self._parameter.grad = values
+        self._optimizer.step()
+        self._parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._loaded if self._optimizer is None else self._optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loaded = state
+        if self._optimizer is not None and state:
+            self._optimizer.load_state_dict(state)
+
+
+@dataclass
+class DownpourState(ServerState):
+    """Gradients not pushed yet."""
+
+    sum: Tensor = field(default_factory=lambda: torch.empty(0))
+    places: dict[int, int] = field(default_factory=dict)  # of parameters in the vector, by id
+    steps: int = 0
+    unpushed: int = 0  # own steps in ``sum``
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Downpour(ServerStrategy):
+    """Workers train by themselves, push accumulated gradients, and fetch the server's model.
+
+    **Update**, at own step t, z the server's model, N workers, G the gradients since the last push:
+
+        x ← T(x, g);  G ← G + η·(g + λx)/N        with server_lr: G ← G + (g + λx)
+        every n_push steps:   send G;  G ← 0;  the server: z ← z − G
+                                               with server_lr: one step of its optimizer on G
+        every n_fetch steps:  x ← z
+
+    The learning rate is applied once: by the worker, so that schedules and parameter groups keep
+    their meaning (η is divided by N, which makes it mean what it means under BSP), or by the
+    server, if ``server_lr`` is given. λ is the weight decay of the worker's optimizer.
+
+    Args:
+        push_every: n_push ≥ 1.
+        fetch_every: n_fetch ≥ 1.
+        server_optimizer: "sgd", or "adagrad", which needs ``server_lr``.
+        server_lr: > 0, used as it is: N workers push N times as often as one. None: see above.
+        servers: See ``ServerStrategy``; None is every rank.
+
+    *Communication*: G every n_push steps, which nobody waits for unless the one before has not
+    left; the model every n_fetch steps, which is waited for. *Memory*: two flat copies (G, what is
+    sent or fetched), the shard twice, its optimizer's state, and copies of the shard for answers on
+    their way. *State*: G, the counters, the shard and its optimizer.
+
+    ``Stats.details`` tell the staleness of the pushes this rank served: how many pushes of others
+    its server took in between the worker's download and its push.
+
+    *Differs from the paper*: a fetch waits for its answer, so that it is clear which steps follow.
+    A leftover G is pushed by ``finish``.
+
+    Source: Dean et al., "Large scale distributed deep networks", NeurIPS 2012, §4.1 and
+    Algorithm 7.1.
+    """
+
+    name: ClassVar[str] = "downpour"
+    push_every: int = 1
+    fetch_every: int = 1
+    server_optimizer: Literal["sgd", "adagrad"] = "sgd"
+    server_lr: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_integer("push_every", self.push_every, least=1)
+        require_integer("fetch_every", self.fetch_every, least=1)
+        if self.server_optimizer not in ("sgd", "adagrad"):
+            raise ValueError(
+                f'server_optimizer must be "sgd" or "adagrad", got {self.server_optimizer!r}'
+            )
+        if self.server_lr is not None:
+            require_number("server_lr", self.server_lr)
+            if not self.server_lr > 0:
+                raise ValueError(f"server_lr must be positive, got {self.server_lr}")
+        elif self.server_optimizer == "adagrad":
+            raise ValueError(
+                'server_optimizer="adagrad" needs server_lr, usually larger than the learning rate '
+                "of SGD, for example 0.1"
+            )
+
+    def rule(self, worker: Worker) -> Rule:
+        """One step of the server's optimizer."""
+        return _Optimize(self.server_optimizer, 1.0 if self.server_lr is None else self.server_lr)
+
+    def start(self, worker: Worker) -> DownpourState:
+        """Nothing is accumulated."""
+        base = self.serve(worker)
+        places, offset = {}, 0
+        for index, tensor in enumerate(base.tensors):
+            places[index] = offset
+            offset += as_real(tensor.detach()).numel()
+        state = DownpourState(base.server, base.tensors, places=places)
+        state.sum = torch.zeros_like(base.server.values)
+        return state
+
+    def after_part(self, worker: Worker) -> None:
+        """G ← G + the gradients that one optimizer has just used."""
+        state: DownpourState = worker.state
+        number = {id(tensor): index for index, tensor in enumerate(state.tensors)}
+        for group in worker.parts[worker.part].optimizer.param_groups:
+            decay = float(group.get("weight_decay", 0.0))
+            scale = float(group["lr"]) / worker.size if self.server_lr is None else 1.0
+            scale = -scale if group.get("maximize") else scale
+            for parameter in group["params"]:
+                if parameter.grad is None or id(parameter) not in number:
+                    continue
+                gradient = parameter.grad
+                gradient = as_real(gradient.to_dense() if gradient.is_sparse else gradient)
+                offset = state.places[number[id(parameter)]]
+                part = state.sum[offset : offset + gradient.numel()].view(gradient.shape)
+                part.add_(gradient.to(part), alpha=scale)
+                if decay:
+                    part.add_(as_real(parameter.detach()).to(part), alpha=abs(scale) * decay)
+
+    def after_step(self, worker: Worker) -> bool:
+        """Push and fetch when it is time."""
+        state: DownpourState = worker.state
+        state.steps += 1
+        state.unpushed += 1
+        push = state.steps % self.push_every == 0
+        fetch = state.steps % self.fetch_every == 0
+        if push:
+            self._stage(worker)
+        if fetch:
+            (state.server.push_pull() if push else state.server.pull()).wait()
+            unpack(state.server.values, state.tensors)
+            worker.steps_since_sync = 0
+        elif push:
+            state.server.push()
+        self.report(worker)
+        return fetch
+
+    def _stage(self, worker: Worker) -> None:
+        state: DownpourState = worker.state
+        state.server.stage().copy_(state.sum)
+        state.sum.zero_()
+        state.unpushed = 0
+
+    def flush(self, worker: Worker) -> None:
+        """Push a leftover G."""
+        if worker.state.unpushed:
+            self._stage(worker)
+            worker.state.server.push()

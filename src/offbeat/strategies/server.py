@@ -1,0 +1,136 @@
+"""What the strategies with a parameter server share: the model as a vector, meetings, the end."""
+
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from offbeat.fabric.parameter_server import ParameterServer, Rule
+from offbeat.replica import as_real, read, staging_dtype, unpack
+from offbeat.strategies.base import Roll, Strategy, Worker, require_integer, transient
+
+
+@dataclass
+class ServerState:
+    """The worker's end of the server, and what the checkpoint holds of it."""
+
+    server: ParameterServer = transient()
+    tensors: list[Tensor] = transient()  # the model's parameters, in the order of the vector
+    shard: dict[str, Any] = field(default_factory=dict)  # this rank's, as it was when last saved
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ServerStrategy(Strategy):
+    """Workers that never meet in training: each pushes to and pulls from a parameter server.
+
+    The server's model is the one that counts: ``consensus`` shows it, ``finish`` leaves it on all
+    workers. Parameters are served; floating-point buffers stay local and are averaged at
+    ``consensus`` and ``finish``.
+
+    Args:
+        servers: The ranks that keep a shard of the model each, as in ``(0, 1)``, ``0/1`` in the
+            text form; None is all of them, so that no single link carries everything.
+    """
+
+    averages: ClassVar[bool] = False
+    servers: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.servers is None:
+            return
+        if isinstance(self.servers, int) and not isinstance(self.servers, bool):
+            object.__setattr__(self, "servers", (self.servers,))
+        if not isinstance(self.servers, tuple):
+            raise TypeError(f"servers must be a tuple of ranks, got {self.servers!r}")
+        for rank in self.servers:
+            require_integer("a rank in servers", rank, least=0)
+        if not self.servers or len(set(self.servers)) < len(self.servers):
+            raise ValueError(f"servers must be at least one rank, none twice, got {self.servers}")
+
+    @abstractmethod
+    def rule(self, worker: Worker) -> Rule:
+        """A new rule for this rank's shard."""
+
+    def serve(self, worker: Worker) -> ServerState:
+        """Start the server from the model that all workers hold.
+
+        Raises:
+            ValueError: a rank in ``servers`` that there is not.
+        """
+        if self.servers is not None and max(self.servers) >= worker.size:
+            raise ValueError(
+                f"servers={self.servers} needs more workers than the {worker.size} there are: "
+                f"ranks are 0 to {worker.size - 1}"
+            )
+        tensors: list[Tensor] = [p for _, p in worker.replica.parameters]
+        double = any(staging_dtype(t) == torch.float64 for t in tensors)
+        vector = torch.empty(
+            sum(as_real(t.detach()).numel() for t in tensors),
+            dtype=torch.float64 if double else torch.float32,
+        )
+        read(tensors, vector)
+        server = ParameterServer(
+            worker.fabric, vector, servers=self.servers, rule=lambda: self.rule(worker)
+        )
+        return ServerState(server, tensors)
+
+    def flush(self, worker: Worker) -> None:
+        """Push what has not been pushed; training is over."""
+
+    def met(self, worker: Worker, clock: int) -> None:
+        """Everyone has come; ``clock`` is that of the slowest."""
+
+    def report(self, worker: Worker) -> None:
+        """What was pulled, and what this rank's shard saw: into the details of ``Stats``."""
+        shard = worker.state.server.shard
+        worker.details["pulled_bytes"] = worker.state.server.pulled_bytes
+        if shard is not None:
+            worker.details.update(
+                pushes_served=shard.version,
+                staleness_max=max(shard.staleness, default=0),
+                staleness_histogram=dict(shard.staleness),
+            )
+
+    def before_step(self, worker: Worker) -> None:
+        """Nothing: gradients are used where they arise."""
+
+    def answer(self, worker: Worker, *, finishing: bool) -> Roll:
+        """Nobody has rounds to answer: wait until all have come."""
+        if finishing and worker.has_news:
+            self.flush(worker)
+        if finishing:
+            worker.has_news = False
+        self.met(worker, worker.state.server.arrive())
+        return worker.call_roll(stepping=False, finishing=finishing).wait()
+
+    def consensus(self, worker: Worker, roll: Roll) -> None:
+        """The server's model, and the mean of the buffers."""
+        state: ServerState = worker.state
+        state.server.pull().wait()
+        unpack(state.server.values, state.tensors)
+        everyone = Roll(worker.size, 0, 0, 0, 0.0, 1.0)
+        worker.average(everyone, buffers_only=True, what="consensus")
+        worker.call_roll(stepping=False).wait()  # nobody pushes before all have pulled
+
+    def drain(self, worker: Worker, roll: Roll) -> None:
+        """Everyone takes the server's model, and the server ends."""
+        self.consensus(worker, roll)
+        self.report(worker)
+        worker.state.server.leave()
+
+    def settle(self, worker: Worker) -> None:
+        """Keep a copy of the shard when all pushes have arrived. A collective."""
+        state: ServerState = worker.state
+        state.server.stage()
+        state.server.arrive()
+        state.shard = {} if state.server.shard is None else state.server.shard.state_dict()
+        worker.call_roll(stepping=False).wait()  # nobody pushes before all have copied
+
+    def resume(self, worker: Worker) -> None:
+        """Put the shard back. A collective."""
+        state: ServerState = worker.state
+        if state.server.shard is not None:
+            state.server.shard.load_state_dict(state.shard)
+        worker.call_roll(stepping=False).wait()
