@@ -1,7 +1,9 @@
 """SelDPSampler: the structure the paper asks for, as properties."""
 
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from offbeat.data import SelDPSampler
+from offbeat.data import SelDPSampler, partition_by_label, partition_dirichlet
 from workers import run
 
 sizes = st.integers(1, 60)
@@ -107,6 +109,129 @@ def test_a_state_of_other_workers_is_refused() -> None:
         SelDPSampler(range(10), 3, 0).load_state_dict(sampler.state_dict())
 
 
+@st.composite
+def partitions(draw: st.DrawFn) -> tuple[int, list[list[int]]]:
+    """A dataset's size and parts of it, none empty, that may leave samples out."""
+    size = draw(sizes)
+    order = draw(st.permutations(range(size)))
+    cuts = sorted(draw(st.sets(st.integers(1, size), min_size=1, max_size=5)))
+    return size, [order[a:b] for a, b in pairwise([0, *cuts])]
+
+
+@settings(deadline=None, max_examples=50)
+@given(partitions(), st.booleans(), st.integers(0, 3))
+def test_with_a_partition_each_worker_reads_its_part(
+    divided: tuple[int, list[list[int]]], shuffle: bool, number: int
+) -> None:
+    """All of it, each sample once an epoch; in the given order without shuffling."""
+    size, parts = divided
+    read = epoch(size, len(parts), number, partition=parts, shuffle=shuffle)
+    assert [sorted(own) for own in read] == [sorted(part) for part in parts]
+    assert [len(own) for own in read] == [
+        len(SelDPSampler(range(size), len(parts), rank, partition=parts))
+        for rank in range(len(parts))
+    ]
+    assert epoch(size, len(parts), number, partition=parts, shuffle=shuffle) == read
+    assert shuffle or read == parts
+
+
+def test_parts_are_shuffled_by_seed_epoch_and_worker() -> None:
+    """Each of the three changes the order; the same three give it again."""
+    labels = [index % 4 for index in range(400)]
+    parts = partition_by_label(labels, 4, 1)
+    first = epoch(400, 4, 0, partition=parts)
+    assert epoch(400, 4, 0, partition=parts) == first
+    for other in (epoch(400, 4, 1, partition=parts), epoch(400, 4, 0, partition=parts, seed=-1)):
+        assert all(a != b and sorted(a) == sorted(b) for a, b in zip(first, other, strict=True))
+    places = [
+        [part.tolist().index(index) for index in own]
+        for part, own in zip(parts, first, strict=True)
+    ]
+    assert all(a != b for a, b in pairwise(places))
+
+
+@settings(deadline=None, max_examples=50)
+@given(partitions(), st.data())
+def test_resumable_at_any_position_of_a_part(
+    divided: tuple[int, list[list[int]]], data: st.DataObject
+) -> None:
+    """As without a partition, and at the end of the part."""
+    size, parts = divided
+    rank = data.draw(st.integers(0, len(parts) - 1))
+
+    def fresh() -> SelDPSampler:
+        return SelDPSampler(range(size), len(parts), rank, partition=parts)
+
+    sampler = fresh()
+    sampler.set_epoch(2)
+    whole = list(sampler)
+    stop = data.draw(st.integers(0, len(whole) - 1))
+    iterator = iter(sampler)
+    read = [next(iterator) for _ in range(stop)]
+    other = fresh()
+    other.load_state_dict(sampler.state_dict())
+    assert read + list(other) == whole
+    assert list(other) == whole
+    exact = fresh()
+    exact.load_state_dict(sampler.state_dict(consumed=stop))
+    exact.set_epoch(2)
+    assert read + list(exact) == whole
+    assert exact.state_dict()["position"] == 0
+
+
+def test_a_state_of_another_part_is_refused() -> None:
+    """Of another worker, of another partition, and of a sampler without one."""
+    parts, others = ([range(0, 4), range(4, 10)], [range(0, 5), range(5, 10)])
+    state = SelDPSampler(range(10), 2, 0, partition=parts).state_dict()
+    plain = SelDPSampler(range(10), 2, 0)
+    for sampler in (
+        SelDPSampler(range(10), 2, 1, partition=parts),
+        SelDPSampler(range(10), 2, 0, partition=others),
+        plain,
+    ):
+        with pytest.raises(ValueError, match=r"another part .* each worker its own state"):
+            sampler.load_state_dict(state)
+    with pytest.raises(ValueError, match="another part of the data than worker 0"):
+        SelDPSampler(range(10), 2, 0, partition=parts).load_state_dict(plain.state_dict())
+    assert "part" not in plain.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([[0], [1]], "one part for each of 3 workers, got 2"),
+        ([[0], [1], [10]], r"part 2 must hold indices in \[0, 10\), got 10"),
+        ([[0], [-1], [2]], r"part 1 must hold indices in \[0, 10\), got -1"),
+        ([[0], [1, 2], [3, 2]], "index 2 is there 2 times"),
+        ([[0, 0], [1], [2]], "index 0 is there 2 times"),
+        ([[0], [], [2]], "every worker needs samples, part 1 of the partition has none"),
+    ],
+)
+def test_a_wrong_partition_is_refused_by_every_worker(parts: Any, message: str) -> None:
+    """Else one worker would raise and the others wait for it."""
+    for rank in range(3):
+        with pytest.raises(ValueError, match=message):
+            SelDPSampler(range(10), 3, rank, partition=parts)
+
+
+def test_what_does_not_go_with_a_partition() -> None:
+    with pytest.raises(ValueError, match="drop_last cuts chunks to one length"):
+        SelDPSampler(range(10), 1, 0, drop_last=True, partition=[range(10)])
+    with pytest.raises(TypeError, match=r"part 0 must be a list of integer .* got bool"):
+        SelDPSampler(range(10), 1, 0, partition=[np.ones(10, bool)])
+
+
+def test_a_sampler_keeps_its_own_copy_of_a_part() -> None:
+    """Changing the array afterwards changes no epoch; strides do not matter."""
+    part = np.arange(10)[::-1]
+    sampler = SelDPSampler(range(10), 1, 0, shuffle=False, partition=[part])
+    part[:] = 0
+    assert list(sampler) == list(range(9, -1, -1))
+    tensors = SelDPSampler(range(10), 1, 0, shuffle=False, partition=[torch.arange(10).flip(0)])
+    tensors.load_state_dict(sampler.state_dict())
+    assert list(tensors) == list(sampler)
+
+
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match=r"rank must be in \[0, 2\), got 2"):
         SelDPSampler(range(10), 2, 2)
@@ -134,3 +259,17 @@ def test_real_workers_with_a_data_loader() -> None:
         assert set(own) == set(range(17))
     assert read[1] == read[0][6:] + read[0][:6]
     assert read[2] == read[0][12:] + read[0][:12]
+
+
+def gather_parts(rank: int, size: int) -> list[int]:
+    dataset = TensorDataset(torch.arange(60), torch.arange(60) % 6)
+    parts = partition_dirichlet(dataset.tensors[1], size, alpha=0.3)
+    sampler = SelDPSampler(dataset, partition=parts)
+    return [i for batch, _ in DataLoader(dataset, 4, sampler=sampler) for i in batch.tolist()]
+
+
+def test_real_workers_agree_on_a_partition() -> None:
+    """Three processes that each compute the parts read every sample once between them."""
+    read = run(gather_parts, workers=3)
+    assert sorted(index for own in read for index in own) == list(range(60))
+    assert len({len(own) for own in read}) > 1

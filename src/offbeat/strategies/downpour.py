@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from offbeat.fabric.parameter_server import Rule
+from offbeat.fabric.shard import Rule
 from offbeat.replica import as_real, unpack
 from offbeat.strategies.base import Worker, require_integer, require_number
 from offbeat.strategies.server import ServerState, ServerStrategy

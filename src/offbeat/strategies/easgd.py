@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from offbeat.fabric.parameter_server import Rule
+from offbeat.fabric.shard import Rule
 from offbeat.replica import move_towards, read
 from offbeat.strategies.base import Worker, require_integer, require_number
 from offbeat.strategies.server import ServerState, ServerStrategy

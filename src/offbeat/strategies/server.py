@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from offbeat.fabric.parameter_server import ParameterServer, Rule
+from offbeat.fabric.parameter_server import ParameterServer
+from offbeat.fabric.shard import Rule
 from offbeat.replica import as_real, read, staging_dtype, unpack
 from offbeat.strategies.base import Roll, Strategy, Worker, require_integer, transient
 

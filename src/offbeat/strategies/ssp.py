@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from offbeat.fabric.parameter_server import Rule
+from offbeat.fabric.shard import Rule
 from offbeat.replica import read, unpack
 from offbeat.strategies.base import Worker, require_integer
 from offbeat.strategies.server import ServerState, ServerStrategy

@@ -1,0 +1,226 @@
+"""What a rank that serves knows and does: one shard, the requests for it, and the workers' clocks."""
+
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from offbeat.errors import OffbeatError
+
+NEVER = 2**62
+
+Kind = Literal["push", "push_pull", "pull", "arrive", "leave"]
+_KINDS: tuple[Kind, ...] = ("push", "push_pull", "pull", "arrive", "leave")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a worker asks of one shard.
+
+    Attributes:
+        kind: What to do.
+        source: Who asks.
+        number: Numbers this worker's requests for values, to tell the answers apart.
+        elements: How many values follow.
+        clock: Its clock from now on; −1 leaves it.
+        least: Answer only when the slowest worker's clock is at least this.
+        meeting: Of ``arrive``: which meeting; answered when all have come to it.
+        seen: Of ``arrive``: answered, too, when the shard has seen other requests than these many.
+        value: A number for the rule, such as a learning rate.
+    """
+
+    kind: Kind
+    source: int
+    number: int = 0
+    elements: int = 0
+    clock: int = -1
+    least: int = -NEVER
+    meeting: int = 0
+    seen: int = 0
+    value: float = 0.0
+
+    def encode(self) -> Tensor:
+        """Nine int64 numbers."""
+        (bits,) = struct.unpack("<q", struct.pack("<d", self.value))
+        numbers = [_KINDS.index(self.kind), self.source, self.number, self.elements, self.clock]
+        return torch.tensor([*numbers, self.least, self.meeting, self.seen, bits])
+
+    @classmethod
+    def decode(cls, header: Tensor) -> "Request":
+        """From nine int64 numbers.
+
+        Raises:
+            OffbeatError: they are no request.
+        """
+        kind, source, number, elements, clock, least, meeting, seen, bits = header.tolist()
+        if not 0 <= kind < len(_KINDS):
+            raise OffbeatError(f"a message to the parameter server is no request: {header}")
+        (value,) = struct.unpack("<d", struct.pack("<q", bits))
+        return cls(_KINDS[kind], source, number, elements, clock, least, meeting, seen, value)
+
+
+class Rule:
+    """What a push does to a shard, and what it is answered with. This one adds.
+
+    Called under the shard's lock, elementwise by nature, as each shard has a part of the vector.
+    """
+
+    def push(self, shard: Tensor, values: Tensor, value: float) -> None:
+        """Take in ``values``, of the shard's size; ``value`` is the request's number."""
+        shard.add_(values)
+
+    def advance(self, shard: Tensor) -> None:
+        """The slowest worker's clock has risen, before anyone is answered for it."""
+
+    def answer(self, shard: Tensor) -> Tensor:
+        """The values for a worker that pushed; sent as they are now."""
+        return shard
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the rule remembers."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state_dict()``."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer's header: minimum over the shards.
+
+    Attributes:
+        clock: The slowest worker's clock (of those that have not arrived).
+        met: Whether everyone has come to the meeting.
+        seen: Requests the shard has seen, those of workers that wait at a meeting left out.
+    """
+
+    clock: int
+    met: bool = False
+    seen: int = 0
+
+
+Deliver = Callable[[Answer, Tensor | None], None]
+
+
+@dataclass
+class _Waiting:
+    request: Request
+    deliver: Deliver
+
+
+@dataclass
+class Shard:
+    """One rank's part of the vector, and what it knows of the workers.
+
+    Attributes:
+        values: 1-D.
+        clocks: Each worker's clock.
+        version: Pushes taken in so far.
+        downloaded: Each worker's version when it was last answered with values.
+        staleness: How many pushes of others had come between a worker's download and its push:
+            how often.
+    """
+
+    values: Tensor
+    rule: Rule
+    workers: int
+    clocks: list[int] = field(default_factory=list)
+    version: int = 0
+    downloaded: list[int] = field(default_factory=list)
+    staleness: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.clocks = [0] * self.workers
+        self.downloaded = [0] * self.workers
+        self._own_pushes = [0] * self.workers  # since its last download
+        self._away = [False] * self.workers
+        self._meeting = 0
+        self._seen = 0
+        self._slowest = 0
+        self._waiting: list[_Waiting] = []
+        self._lock = threading.Lock()
+
+    def slowest(self) -> int:
+        """The least clock of the workers that have not arrived."""
+        present = [c for c, away in zip(self.clocks, self._away, strict=True) if not away]
+        return min(present, default=NEVER)
+
+    def handle(self, request: Request, values: Tensor | None, deliver: Deliver) -> None:
+        """Serve one request, and those that waited for it, in the order of their arrival."""
+        with self._lock:
+            if values is not None:
+                self._take(request, values)
+            if request.clock >= 0:
+                self.clocks[request.source] = request.clock
+            all_came = request.kind == "arrive" and self._arrive(request)
+            self._seen += request.kind != "arrive"
+            if request.kind != "push":
+                self._waiting.append(_Waiting(request, deliver))
+            slowest = self.slowest()
+            if slowest > self._slowest or all_came:
+                self.rule.advance(self.values)
+            self._slowest = slowest
+            self._waiting = [one for one in self._waiting if not self._answer(one, slowest)]
+
+    def _arrive(self, request: Request) -> bool:
+        """Note that a worker is at a meeting; whether it is the last to come."""
+        if request.meeting != self._meeting or self._away[request.source]:
+            return False  # it asks again
+        self._away[request.source] = True
+        self._seen += 1
+        if not all(self._away):
+            return False
+        self._meeting += 1
+        self._away = [False] * self.workers
+        return True
+
+    def _take(self, request: Request, values: Tensor) -> None:
+        source = request.source
+        behind = self.version - self.downloaded[source] - self._own_pushes[source]
+        self.staleness[behind] = self.staleness.get(behind, 0) + 1
+        self.rule.push(self.values, values, request.value)
+        self.version += 1
+        self._own_pushes[source] += 1
+
+    def _answer(self, one: _Waiting, slowest: int) -> bool:
+        """Answer ``one`` if it is due; returns whether it was."""
+        request = one.request
+        if request.kind == "arrive":
+            met = self._meeting > request.meeting
+            due = met or self._seen > request.seen
+            if due:
+                one.deliver(Answer(slowest, met, self._seen), None)
+            return due
+        if slowest < request.least:
+            return False
+        self.downloaded[request.source], self._own_pushes[request.source] = self.version, 0
+        values = self.rule.answer(self.values) if request.kind == "push_pull" else self.values
+        one.deliver(Answer(slowest, False, self._seen), values)
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, while no request is under way."""
+        with self._lock:
+            return {
+                "values": self.values.clone(),
+                "clocks": list(self.clocks),
+                "version": self.version,
+                "downloaded": list(self.downloaded),
+                "staleness": dict(self.staleness),
+                "own_pushes": list(self._own_pushes),
+                "rule": self.rule.state_dict(),
+            }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state_dict()``."""
+        with self._lock:
+            self.values.copy_(state["values"])
+            self.clocks, self.version = list(state["clocks"]), state["version"]
+            self.downloaded, self.staleness = list(state["downloaded"]), dict(state["staleness"])
+            self._own_pushes = list(state["own_pushes"])
+            self._slowest = self.slowest()
+            self.rule.load_state_dict(state["rule"])
