@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ class _Timed(Handle[T]):
         return self._handle.done()
 
     def wait(self) -> T:
+        self._account.before_waiting(self._handle)
         start = self._account.now()
         try:
             return self._handle.wait()
@@ -35,6 +36,9 @@ class Accounting(Communicator):
     ``payload_bytes`` are the bytes of the tensors handed to operations (a gathered or broadcast
     tensor counts once; what is received does not count). ``wait_seconds`` is the time spent
     blocked in ``Handle.wait``.
+
+    Attributes:
+        before_waiting: Called with each handle that is about to be waited for.
     """
 
     def __init__(self, inner: Communicator) -> None:
@@ -44,6 +48,7 @@ class Accounting(Communicator):
         self.timeout_seconds = inner.timeout_seconds
         self.payload_bytes = 0
         self.wait_seconds = 0.0
+        self.before_waiting: Callable[[Handle[Any]], None] = lambda _: None
         self._paused = False
 
     @property
@@ -70,9 +75,13 @@ class Accounting(Communicator):
         finally:
             self._paused = previous
 
-    def _count(self, tensor: Tensor, start: Callable[[], Handle[T]]) -> Handle[T]:
+    def count(self, payload_bytes: int) -> None:
+        """Add ``payload_bytes``, which this worker hands over now or later."""
         if not self._paused:
-            self.payload_bytes += tensor.nbytes
+            self.payload_bytes += payload_bytes
+
+    def _count(self, tensor: Tensor, start: Callable[[], Handle[T]]) -> Handle[T]:
+        self.count(tensor.nbytes)
         return _Timed(start(), self)
 
     def computed(self) -> None:
@@ -110,15 +119,14 @@ class Accounting(Communicator):
             tensor, lambda: self._inner.send(tensor, destination=destination, tag=tag, what=what)
         )
 
-    def receive(self, tensor: Tensor, *, source: int, tag: int = 0, what: str) -> Handle[Tensor]:
+    def receive(
+        self, tensor: Tensor, *, source: int, tag: int = 0, what: str, patient: bool = False
+    ) -> Handle[Tensor]:
         """As the wrapped communicator; only the wait counts."""
         return self._count(
-            tensor[:0], lambda: self._inner.receive(tensor, source=source, tag=tag, what=what)
+            tensor[:0],
+            lambda: self._inner.receive(tensor, source=source, tag=tag, what=what, patient=patient),
         )
-
-    def receive_any(self, tensor: Tensor, *, tag: int, what: str) -> Handle[Tensor]:
-        """As the wrapped communicator; only the wait counts."""
-        return self._count(tensor[:0], lambda: self._inner.receive_any(tensor, tag=tag, what=what))
 
     def exchange(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
         """As the wrapped communicator, counted."""

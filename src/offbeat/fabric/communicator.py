@@ -156,14 +156,13 @@ class Communicator(ABC):
         """Start sending ``tensor`` to one worker."""
 
     @abstractmethod
-    def receive(self, tensor: Tensor, *, source: int, tag: int = 0, what: str) -> Handle[Tensor]:
-        """Start filling ``tensor`` with what worker ``source`` sends under the same ``tag``."""
+    def receive(
+        self, tensor: Tensor, *, source: int, tag: int = 0, what: str, patient: bool = False
+    ) -> Handle[Tensor]:
+        """Start filling ``tensor`` with what worker ``source`` sends under the same ``tag``.
 
-    @abstractmethod
-    def receive_any(self, tensor: Tensor, *, tag: int, what: str) -> Handle[Tensor]:
-        """Start filling ``tensor`` with the next message under ``tag``, whoever sends it.
-
-        It must tell itself who did. For servers, which wait for requests: there is no time-out.
+        ``patient`` is for servers, which wait for requests: no time-out, but an error as soon as
+        the connection is lost.
         """
 
     @abstractmethod

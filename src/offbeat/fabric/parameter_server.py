@@ -1,11 +1,13 @@
 """A parameter server: one flat vector in shards, each kept by one worker, for all to push and pull.
 
-A request is a header of nine numbers, sent to the rank that keeps the shard, and the values it
-pushes, if any. Each serving rank has one thread that takes requests in the order in which they
-arrive; the rank's own requests go to its shard directly. An answer is a header of three numbers and
-the values. Nothing is pickled, and sizes are checked against the shard.
+A request is a header of eight numbers, sent to the rank that keeps the shard, and the values it
+pushes, if any. A serving rank has one thread for each other rank, so that no slow link holds up the
+others; requests are served in the order in which they have come in. The rank's own requests go to
+its shard directly. An answer is a header of three numbers and the values. Nothing is pickled, and
+sizes are checked against the shard.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,12 +18,11 @@ from torch import Tensor
 
 from offbeat.errors import OffbeatError
 from offbeat.fabric.communicator import Communicator, Completed, Handle, Promise
-from offbeat.fabric.shard import NEVER, Answer, Kind, Request, Rule, Shard
+from offbeat.fabric.shard import HEADER, NEVER, Answer, Kind, Request, Rule, Shard
 
 _REQUEST, _VALUES = 1, 2  # message tags; answers use tags of their own
 _ANSWER = 16
 _ANSWERS = 1024  # answers under way at once have different tags
-_HEADER = 9
 
 
 class ParameterServer:
@@ -41,8 +42,8 @@ class ParameterServer:
         shard: This rank's, if it serves.
         pulled_bytes: Bytes of the answers this worker has asked other ranks for.
 
-    *Memory*: ``values``; a server has its shard twice (itself, what is being received) and a copy
-    of it for each answer on its way.
+    *Memory*: ``values``; a server has its shard, and a buffer of its size for each other rank: two
+    copies of the vector for each rank where all serve.
     """
 
     def __init__(
@@ -66,15 +67,11 @@ class ParameterServer:
         self._meetings = 0
         self._left = False
         self._error: Exception | None = None
+        self._served: list[Promise[None]] = []  # of each other rank: it has left
         if fabric.rank in self.servers:
             own = self._slices[self.servers.index(fabric.rank)]
             self.shard = Shard(own.clone(), rule(), fabric.size)
-        self._ended: Handle[None] = Completed(None)
-        if self.shard is not None and fabric.size > 1:
-            what = "the end of this rank's parameter server"
-            promise: Promise[None] = fabric.promise(what=what)
-            self._ended = promise
-            fabric.spawn(lambda: self._serve(promise), what=f"parameter server {fabric.rank}")
+            self._serve(self.shard)
 
     # -- the worker's side -----------------------------------------------------------------------
 
@@ -115,14 +112,16 @@ class ParameterServer:
         meeting, self._meetings = self._meetings, self._meetings + 1
         self._require_service()
         first = Request("arrive", self._fabric.rank, meeting=meeting)
-        answers = [self._ask(server, first) for server in self.servers]
+        places = range(len(self.servers))
+        answers = [self._ask(i, self._announce(i, first)) for i in places]
         clocks = []
-        for server, answer in zip(self.servers, answers, strict=True):
+        for i, answer in zip(places, answers, strict=True):
             while True:
                 got = answer.wait()
                 if got.met:
                     break
-                answer = self._ask(server, replace(first, seen=got.seen))
+                again = replace(first, seen=got.seen)
+                answer = self._ask(i, self._announce(i, again))
             clocks.append(got.clock)
         return min(clocks)
 
@@ -134,45 +133,71 @@ class ParameterServer:
                 if server != self._fabric.rank:
                     self._send(Request("leave", self._fabric.rank).encode(), server, _REQUEST)
             self.stage()
-            self._ended.wait()  # the others' last requests need this rank's connections
+            for served in self._served:
+                served.wait()  # the others' last requests need this rank's connections
 
     def _start(self, kind: Kind, **settings: Any) -> Handle[Answer]:
         self._require_service()
         self.stage()
         request = Request(kind, self._fabric.rank, **settings)
-        parts = [
-            self._ask(server, replace(request, elements=self._elements(kind, i)), i)
-            for i, server in enumerate(self.servers)
-        ]
-        return _Answers(parts)
+        # Each begins with another server, and headers go ahead of values: then each server takes
+        # the workers in another order, and no link is idle while another has a queue.
+        order = sorted(
+            range(len(self.servers)),
+            key=lambda i: (self.servers[i] - self._fabric.rank - 1) % self._fabric.size,
+        )
+        asked = [(i, self._announce(i, self._sized(request, i))) for i in order]
+        return _Answers([self._ask(i, request) for i, request in asked])
 
     def _require_service(self) -> None:
         if self._error is not None:
             raise self._error
 
-    def _elements(self, kind: Kind, index: int) -> int:
-        return self._slices[index].numel() if kind in ("push", "push_pull") else 0
+    def _serve(self, shard: Shard) -> None:
+        """Serve the other ranks, each from an activity of its own."""
+        for rank in range(self._fabric.size):
+            if rank != self._fabric.rank:
+                served: Promise[None] = self._fabric.promise(what=f"the leave of rank {rank}")
+                self._served.append(served)
+                client = _Client(self._fabric.background, rank, shard)
+                self._fabric.spawn(
+                    functools.partial(self._watch, client, served), what=f"server of rank {rank}"
+                )
 
-    def _ask(self, server: int, request: Request, index: int = 0) -> Handle[Answer]:
-        """Send one request; ``index`` is the place of ``server`` among the servers."""
-        fabric, part = self._fabric, self._slices[index]
+    def _watch(self, client: "_Client", served: Promise[None]) -> None:
+        try:
+            client.serve()
+        except Exception as error:  # the worker's next request raises it
+            self._error = error
+        served.fulfil(None)
+
+    def _sized(self, request: Request, index: int) -> Request:
+        pushes = request.kind in ("push", "push_pull")
+        return replace(request, elements=self._slices[index].numel()) if pushes else request
+
+    def _announce(self, index: int, request: Request) -> Request:
+        """Send the header of a request to the server at place ``index``; gives it its number."""
+        self._requests += 1
+        request = replace(request, number=self._requests % _ANSWERS)
+        if self.servers[index] != self._fabric.rank:
+            self._send(request.encode(), self.servers[index], _REQUEST)
+        return request
+
+    def _ask(self, index: int, request: Request) -> Handle[Answer]:
+        """Send the values of an announced request, if any, and start to receive the answer."""
+        fabric, server, part = self._fabric, self.servers[index], self._slices[index]
         if server == fabric.rank:
             return self._ask_self(request, part)
-        self._requests += 1
-        if request.kind in ("push_pull", "pull"):
-            self.pulled_bytes += part.nbytes
-        number = self._requests % _ANSWERS
-        request = replace(request, number=number)
-        self._send(request.encode(), server, _REQUEST)
         if request.elements:
             self._send(part, server, _VALUES)
         if request.kind == "push":
             return Completed(Answer(0))
         what = f"{request.kind} at the parameter server of rank {server}"
-        tag = _ANSWER + 2 * number
+        tag = _ANSWER + 2 * request.number
         header = fabric.receive(torch.zeros(3).long(), source=server, tag=tag, what=what)
         if request.kind == "arrive":
             return header.then(_read)
+        self.pulled_bytes += part.nbytes
         values = fabric.receive(part, source=server, tag=tag + 1, what=what)
         return values.then(lambda _: _read(header.wait()))
 
@@ -195,69 +220,61 @@ class ParameterServer:
         what = f"request to the parameter server of rank {server}"
         self._sent.append(self._fabric.send(tensor, destination=server, tag=tag, what=what))
 
-    # -- the server's side -----------------------------------------------------------------------
 
-    def _serve(self, ended: Promise[None]) -> None:
-        """Take requests until every other worker has left."""
-        assert self.shard is not None
-        fabric, shard = self._fabric.background, self.shard
-        here = fabric.size - 1
-        inbox = torch.empty_like(shard.values)
-        answers: dict[int, list[Handle[Tensor]]] = {}
-        try:
-            while here:
-                header = torch.zeros(_HEADER, dtype=torch.int64)
-                fabric.receive_any(header, tag=_REQUEST, what="a request").wait()
-                request = Request.decode(header)
-                source = request.source
-                for handle in answers.pop(source, []):
-                    handle.wait()  # it has arrived, or this request would not have been made
-                if request.kind == "leave":
-                    here -= 1
-                    continue
-                values = None
-                if request.elements:
-                    self._check(request)
-                    what = f"values of rank {source} for the parameter server"
-                    values = fabric.receive(inbox, source=source, tag=_VALUES, what=what).wait()
-                deliver = _Sender(fabric, source, request.number, answers)
-                shard.handle(request, values, deliver)
-        except Exception as error:  # the worker's next request raises it
-            self._error = error
-        ended.fulfil(None)
+class _Client:
+    """What a server does for one other rank: takes its requests, one after the other.
+
+    One buffer holds what it pushes and then what it is answered with, which it has received before
+    it pushes again.
+    """
+
+    def __init__(self, fabric: Communicator, rank: int, shard: Shard) -> None:
+        self._fabric, self._rank, self._shard = fabric, rank, shard
+        self._buffer: Tensor | None = None
+        self._sent: list[Handle[Tensor]] = []  # held until it has left: gloo may lose it else
+
+    def serve(self) -> None:
+        """Take requests until this rank leaves."""
+        what = f"a request of rank {self._rank} to the parameter server"
+        while True:
+            header = torch.zeros(HEADER, dtype=torch.int64)
+            self._receive(header, _REQUEST, what, patient=True)
+            request = Request.decode(header, self._rank)
+            for handle in self._sent:
+                handle.wait()  # it has arrived, or there would be no further request
+            self._sent = []
+            if request.kind == "leave":
+                return
+            values = None
+            if request.elements:
+                self._check(request)
+                values = self._buffered()
+                what_values = f"values of rank {self._rank} for the parameter server"
+                self._receive(values, _VALUES, what_values)
+            self._shard.handle(request, values, functools.partial(self._answer, request))
+
+    def _receive(self, tensor: Tensor, tag: int, what: str, *, patient: bool = False) -> None:
+        self._fabric.receive(tensor, source=self._rank, tag=tag, what=what, patient=patient).wait()
+
+    def _buffered(self) -> Tensor:
+        if self._buffer is None:
+            self._buffer = torch.empty_like(self._shard.values)
+        return self._buffer
 
     def _check(self, request: Request) -> None:
-        assert self.shard is not None
-        size = self.shard.values.numel()
+        size = self._shard.values.numel()
         if request.elements != size:
             raise OffbeatError(
-                f"rank {request.source} pushes {request.elements} values to a shard of {size}"
+                f"rank {self._rank} pushes {request.elements} values to a shard of {size}"
             )
 
-
-class _Sender:
-    """Sends an answer to another rank."""
-
-    def __init__(
-        self,
-        fabric: Communicator,
-        source: int,
-        number: int,
-        answers: dict[int, list[Handle[Tensor]]],
-    ) -> None:
-        self._fabric, self._source, self._number = fabric, source, number
-        self._answers = answers
-
-    def __call__(self, answer: Answer, values: Tensor | None) -> None:
-        header = torch.tensor([answer.clock, int(answer.met), answer.seen])
-        parts = [header] if values is None else [header, values.clone()]
-        what = f"answer to rank {self._source}"
-        tag = _ANSWER + 2 * self._number
-        # Kept until the next request of that worker: gloo may lose a message nobody holds.
-        self._answers.setdefault(self._source, []).extend(
-            self._fabric.send(part, destination=self._source, tag=tag + i, what=what)
-            for i, part in enumerate(parts)
-        )
+    def _answer(self, request: Request, answer: Answer, values: Tensor | None) -> None:
+        parts = [torch.tensor([answer.clock, int(answer.met), answer.seen])]
+        if values is not None:
+            parts.append(self._buffered().copy_(values))
+        for i, part in enumerate(parts):
+            tag, what = _ANSWER + 2 * request.number + i, f"answer to rank {self._rank}"
+            self._sent.append(self._fabric.send(part, destination=self._rank, tag=tag, what=what))
 
 
 class _Answers(Handle[Answer]):

@@ -1,4 +1,4 @@
-"""What a rank that serves knows and does: one shard, the requests for it, and the workers' clocks."""
+"""What a rank that serves knows and does: its shard, the requests for it, and everyone's clock."""
 
 import struct
 import threading
@@ -12,6 +12,7 @@ from torch import Tensor
 from offbeat.errors import OffbeatError
 
 NEVER = 2**62
+HEADER = 8  # numbers of a request
 
 Kind = Literal["push", "push_pull", "pull", "arrive", "leave"]
 _KINDS: tuple[Kind, ...] = ("push", "push_pull", "pull", "arrive", "leave")
@@ -44,21 +45,23 @@ class Request:
     value: float = 0.0
 
     def encode(self) -> Tensor:
-        """Nine int64 numbers."""
+        """Eight int64 numbers; who asks is known from the connection."""
         (bits,) = struct.unpack("<q", struct.pack("<d", self.value))
-        numbers = [_KINDS.index(self.kind), self.source, self.number, self.elements, self.clock]
+        numbers = [_KINDS.index(self.kind), self.number, self.elements, self.clock]
         return torch.tensor([*numbers, self.least, self.meeting, self.seen, bits])
 
     @classmethod
-    def decode(cls, header: Tensor) -> "Request":
-        """From nine int64 numbers.
+    def decode(cls, header: Tensor, source: int) -> "Request":
+        """From eight int64 numbers of rank ``source``.
 
         Raises:
             OffbeatError: they are no request.
         """
-        kind, source, number, elements, clock, least, meeting, seen, bits = header.tolist()
+        kind, number, elements, clock, least, meeting, seen, bits = header.tolist()
         if not 0 <= kind < len(_KINDS):
-            raise OffbeatError(f"a message to the parameter server is no request: {header}")
+            raise OffbeatError(
+                f"a message to the parameter server is no request: {header.tolist()}"
+            )
         (value,) = struct.unpack("<d", struct.pack("<q", bits))
         return cls(_KINDS[kind], source, number, elements, clock, least, meeting, seen, value)
 

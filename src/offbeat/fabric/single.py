@@ -37,13 +37,11 @@ class SingleCommunicator(Communicator):
         """Refused: there is nobody else."""
         raise ValueError(f"{what}: a single worker has no rank {destination} to send to")
 
-    def receive(self, tensor: Tensor, *, source: int, tag: int = 0, what: str) -> Handle[Tensor]:
+    def receive(
+        self, tensor: Tensor, *, source: int, tag: int = 0, what: str, patient: bool = False
+    ) -> Handle[Tensor]:
         """Refused: there is nobody else."""
         raise ValueError(f"{what}: a single worker has no rank {source} to receive from")
-
-    def receive_any(self, tensor: Tensor, *, tag: int, what: str) -> Handle[Tensor]:
-        """Refused: there is nobody else."""
-        raise ValueError(f"{what}: a single worker has nobody to receive from")
 
     def exchange(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
         """A copy of ``tensor``."""

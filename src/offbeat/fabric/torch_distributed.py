@@ -158,23 +158,16 @@ class TorchCommunicator(Communicator):
             what,
         )
 
-    def receive(self, tensor: Tensor, *, source: int, tag: int = 0, what: str) -> Handle[Tensor]:
+    def receive(
+        self, tensor: Tensor, *, source: int, tag: int = 0, what: str, patient: bool = False
+    ) -> Handle[Tensor]:
         """Point-to-point receive."""
         return _Work(
             self,
             lambda: dist.irecv(tensor, group=self._messages, group_src=source, tag=tag),
             tensor,
             what,
-        )
-
-    def receive_any(self, tensor: Tensor, *, tag: int, what: str) -> Handle[Tensor]:
-        """Point-to-point receive from any worker; waits without a time-out."""
-        return _Work(
-            self,
-            lambda: dist.irecv(tensor, group=self._messages, tag=tag),
-            tensor,
-            what,
-            patient=True,
+            patient=patient,
         )
 
     def exchange(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:

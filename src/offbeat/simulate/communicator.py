@@ -22,7 +22,7 @@ from offbeat.simulate.network import (
 from offbeat.simulate.workers import Workers
 
 Kind = Literal["reduce", "broadcast", "gather", "exchange"]
-Key = tuple[int, int, int]  # of messages: group, destination, tag
+Key = tuple[int, int, int, int]  # of messages: group, source, destination, tag
 _POLLS = 100  # in a row, without virtual time passing: a loop that waits for done()
 _SHORTEST_NAP_SECONDS = 1e-6
 _LONGEST_NAP_SECONDS = 1e-3
@@ -55,19 +55,6 @@ class _Collective:
         self.places: dict[int, Callable[[Any], object]] = {}
 
 
-@dataclass(eq=False)
-class _Message:
-    source: int
-    tensor: Tensor
-
-
-@dataclass(eq=False)
-class _Wanted:
-    source: int | None  # None: anyone
-    tensor: Tensor
-    signal: Signal
-
-
 @dataclass
 class _Nic:
     """When each direction of a full-duplex network card is free again, virtual seconds."""
@@ -91,8 +78,8 @@ class SimulatedCluster:
         self._nics = [_Nic() for _ in range(self.size)]
         self._joined: dict[tuple[int, int], int] = {}  # collectives so far, by group and rank
         self._collectives: dict[tuple[int, int], _Collective] = {}
-        self._mail: dict[Key, deque[_Message]] = {}
-        self._wanted: dict[Key, list[_Wanted]] = {}
+        self._mail: dict[Key, deque[Tensor]] = {}
+        self._wanted: dict[Key, deque[tuple[Tensor, Signal]]] = {}
         self._steps = [0] * self.size
         self.twins: dict[tuple[int, int], int] = {}  # numbers of groups made by twin()
 
@@ -189,8 +176,8 @@ class SimulatedCluster:
             Span(source, "transfer", start, start + duration, what, sent=size),
             Span(destination, "transfer", start, start + duration, what, received=size),
         ]
-        key, arrived = (group, destination, tag), Signal()
-        message = _Message(source, tensor.detach().clone())
+        key, arrived = (group, source, destination, tag), Signal()
+        message = tensor.detach().clone()
 
         def arrive() -> None:
             self._mail.setdefault(key, deque()).append(message)
@@ -201,25 +188,20 @@ class SimulatedCluster:
         return arrived
 
     def receive(
-        self, group: int, source: int | None, destination: int, tag: int, tensor: Tensor
+        self, group: int, source: int, destination: int, tag: int, tensor: Tensor
     ) -> Signal:
-        """Want the next message under ``tag`` from ``source``, or from anyone."""
-        key, wanted = (group, destination, tag), _Wanted(source, tensor, Signal())
-        self._wanted.setdefault(key, []).append(wanted)
+        """Want the next message from ``source`` under ``tag``."""
+        key, signal = (group, source, destination, tag), Signal()
+        self._wanted.setdefault(key, deque()).append((tensor, signal))
         self._deliver(key)
-        return wanted.signal
+        return signal
 
     def _deliver(self, key: Key) -> None:
-        """Give each waiting receiver, in their order, the oldest message that suits it."""
-        mail = self._mail.get(key, deque())
-        for wanted in list(self._wanted.get(key, [])):
-            suits = (m for m in mail if wanted.source is None or m.source == wanted.source)
-            message = next(suits, None)
-            if message is not None:
-                mail.remove(message)
-                self._wanted[key].remove(wanted)
-                wanted.tensor.copy_(message.tensor)
-                wanted.signal.fire()
+        mail, wanted = self._mail.get(key), self._wanted.get(key)
+        while mail and wanted:
+            tensor, signal = wanted.popleft()
+            tensor.copy_(mail.popleft())
+            signal.fire()
 
 
 def _show(tensor: Tensor) -> str:
@@ -356,14 +338,11 @@ class SimulatedCommunicator(Communicator):
         signal = self.cluster.send(self._group, self.rank, destination, tag, tensor, what)
         return _SimulatedHandle(self, signal, tensor, what)
 
-    def receive(self, tensor: Tensor, *, source: int, tag: int = 0, what: str) -> Handle[Tensor]:
+    def receive(
+        self, tensor: Tensor, *, source: int, tag: int = 0, what: str, patient: bool = False
+    ) -> Handle[Tensor]:
         """A message."""
         signal = self.cluster.receive(self._group, source, self.rank, tag, tensor)
-        return _SimulatedHandle(self, signal, tensor, what)
-
-    def receive_any(self, tensor: Tensor, *, tag: int, what: str) -> Handle[Tensor]:
-        """A message of any sender, in the order of arrival."""
-        signal = self.cluster.receive(self._group, None, self.rank, tag, tensor)
         return _SimulatedHandle(self, signal, tensor, what)
 
     def exchange(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
