@@ -161,7 +161,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
         if len(seen) == 4:
             raise OffbeatError("worker 1 was ended by SIGKILL")
         on_event({"event": "start", "steps": 1, "model_bytes": 4})
-        on_event({"event": "evaluation", "step": 1, "seconds": 0.5, "metric": 0.5})
+        on_event({"event": "evaluation", "step": 1, "seconds": 0.5, "metric": 0.5, "metrics": {}})
         keys = ("lssr", "payload_bytes", "idle", "flags", "steps")
         on_event({"event": "end", "stats": [{**dict.fromkeys(keys, 0), "details": {}}]})
 

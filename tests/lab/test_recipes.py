@@ -86,7 +86,7 @@ def test_digits_are_learnt() -> None:
     """One worker by itself gets past 90 % in a few epochs."""
     torch.manual_seed(0)
     task = find_recipe("digits").build(Setup(1, 4))
-    assert task.evaluate(task.model) < 0.3
+    assert task.evaluate(task.model)["test accuracy"] < 0.3
     generator = torch.Generator().manual_seed(0)
     for _ in range(task.steps):
         chosen = torch.randint(len(task.dataset), (task.batch_size,), generator=generator)
@@ -94,14 +94,14 @@ def test_digits_are_learnt() -> None:
         task.optimizer.step()
         task.optimizer.zero_grad()
         task.scheduler.step()
-    assert task.evaluate(task.model) > 0.9
+    assert task.evaluate(task.model)["test accuracy"] > 0.9
     assert task.model.training
 
 
 def test_language_model_starts_at_eight_bits() -> None:
     """An untrained model needs about 8 bits a byte; one step on a batch lowers its loss."""
     task = find_recipe("stdlib-lm").build(Setup(4, 1))
-    assert 7.8 < task.evaluate(task.model) < 8.5
+    assert 7.8 < task.evaluate(task.model)["bits per byte"] < 8.5
     batch = task.dataset[list(range(8))]
     before = task.loss(task.model, batch)
     before.backward()
@@ -135,7 +135,7 @@ def test_mnist_reads_idx_files(idx: Path) -> None:
     image, label = task.dataset[0]
     assert image.shape == (1, 28, 28)
     assert torch.allclose(image, (25 * label / 255 - 0.1307) / 0.3081)
-    assert 0 <= task.evaluate(task.model) <= 1
+    assert 0 <= task.evaluate(task.model)["test accuracy"] <= 1
 
 
 def test_mnist_names_what_it_looked_for(idx: Path, tmp_path: Path) -> None:

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from offbeat.lab import compare, report
+from offbeat.lab.recipes import find_recipe
 from offbeat.lab.train import Event, Job
 
+NO_MORE: dict[str, float] = {}
 PNG = b"\x89PNG\r\n\x1a\n"
 Metrics = Sequence[tuple[float, float]]  # (seconds, metric) of each evaluation
 Make = Callable[..., dict[str, Any]]
@@ -30,14 +32,17 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
         recipe: str = "digits",
         seed: int = 0,
         sent: tuple[float, float] = (1_000_000, 3_000_000),
+        more: dict[str, float] = NO_MORE,
     ) -> dict[str, Any]:
+        name = find_recipe(recipe).metric
+
         def run_job(job: Job, on_event: Callable[[Event], None], cluster: object) -> None:
             on_event({"event": "start", "steps": len(curve), "model_bytes": 8})
             for step, (seconds, metric) in enumerate(curve, start=1):
                 on_event({"event": "step", "step": step, "seconds": seconds})
-                on_event(
-                    {"event": "evaluation", "step": step, "seconds": seconds, "metric": metric}
-                )
+                metrics = {name: metric, **more}
+                now = {"step": step, "seconds": seconds}
+                on_event({"event": "evaluation", **now, "metric": metric, "metrics": metrics})
             workers = [
                 {
                     **{"steps": len(curve), "flags": 1, "lssr": lssr, "idle": idle},
@@ -167,6 +172,29 @@ def test_page_holds_the_same_table(make: Make) -> None:
     page = Elements(report.page(results, None))
     assert page.cells == [text for row in report.rows(results) for text in row]
     assert "img" not in page.tags
+
+
+def test_further_metrics_are_told_below_the_table(make: Make) -> None:
+    """Each strategy's other metrics at the end, median and range of its seeds; else none."""
+    runs = [
+        make("bsp", [(1, 0.5), (2, 0.6)], more={"top-5 accuracy": 0.9, "top-10 accuracy": 1.0}),
+        make("bsp", [(1, 0.5)], seed=1, more={"top-5 accuracy": 0.7, "top-10 accuracy": 1.0}),
+        make("async", [(1, 0.5)], more={"top-5 accuracy": 0.25, "top-10 accuracy": 0.5}),
+    ]
+    assert runs[0]["points"][0]["metrics"]["top-5 accuracy"] == 0.9
+    assert runs[0]["final_metrics"] == {
+        **{"test accuracy": 0.6, "top-5 accuracy": 0.9, "top-10 accuracy": 1.0}
+    }
+    first = "top-5 accuracy 0.8000 (0.7000-0.9000), top-10 accuracy 1.0000 (1.0000-1.0000)"
+    second = "top-5 accuracy 0.2500, top-10 accuracy 0.5000"
+    lines = report.markdown(runs).splitlines()
+    assert lines[-3:] == ["", f"- `bsp`: {first}", f"- `async`: {second}"]
+    page = report.page(runs, None)
+    assert f"<li><code>bsp</code>: {first}</li><li><code>async</code>: {second}</li>" in page
+    assert Elements(page).cells == [text for row in report.rows(runs) for text in row]
+    alone = [make("bsp", [(1, 0.5)])]
+    assert report.further(alone) == []
+    assert "At the end" not in report.markdown(alone) + report.page(alone, None)
 
 
 def test_page_escapes_names(make: Make) -> None:

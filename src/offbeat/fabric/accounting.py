@@ -140,6 +140,10 @@ class Accounting(Communicator):
         """As the wrapped communicator."""
         self._inner.spawn(activity, what=what)
 
+    def close(self) -> None:
+        """As the wrapped communicator."""
+        self._inner.close()
+
     def promise(self, *, what: str) -> Promise[T]:
         """As the wrapped communicator, its wait counted."""
         return _TimedPromise(self._inner.promise(what=what), self)

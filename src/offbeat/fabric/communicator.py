@@ -188,6 +188,12 @@ class Communicator(ABC):
         """Run ``activity`` beside the worker, until it returns or the worker ends."""
         threading.Thread(target=activity, name=what, daemon=True).start()
 
+    def close(self) -> None:  # noqa: B027 - only connections must be closed
+        """Give up: end this worker's connections and activities. Not a collective.
+
+        Workers that still wait for this one fail at once.
+        """
+
     def promise(self, *, what: str) -> Promise[T]:
         """A handle that another activity of this worker fulfils."""
         return Promise(what, self.timeout_seconds)

@@ -1,35 +1,132 @@
-"""How sums travel: as they are, or quantised with error feedback."""
+"""How sums travel: as they are, or quantised with error feedback.
 
+A quantised sum has two stages. Cut into one chunk for each worker, the tensor is rounded and
+exchanged all to all; every worker adds what it got of its chunk in float32, rounds that sum once,
+and all gather the rounded sums. So no partial sum is rounded on the way, and all workers decode the
+same bytes. What rounding took away is kept, on both stages, and added the next time.
+
+The second stage starts as soon as somebody asks (``done``, ``wait``, the next ``sum``) and finds
+the first one ended, at the latest before the worker blocks in any operation. It runs on a twin of
+the communicator, in the order in which the first stages were started, so that the order is the
+same on all workers whenever each of them asks.
+"""
+
+from collections import deque
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
-from offbeat.fabric.communicator import Communicator, Handle
+from offbeat.fabric.accounting import Accounting
+from offbeat.fabric.codec import BLOCK, CODECS, Codec
+from offbeat.fabric.communicator import Communicator, Completed, Handle
 
 Precision = Literal["float32", "bfloat16", "int8"]
+
+
+def require_precision(precision: object) -> None:
+    """Raise ValueError unless ``precision`` is one of ``Precision``."""
+    if precision not in get_args(Precision):
+        allowed = ", ".join(f'"{p}"' for p in get_args(Precision))
+        raise ValueError(f"wire must be one of {allowed}, got {precision!r}")
+
+
+class _Stream:
+    """The errors not yet fed back of what is summed again and again under one name.
+
+    Attributes:
+        sent: Of rounding what this worker sent, float32; a row for each worker's chunk.
+        summed: Of rounding the sum of this worker's chunk.
+    """
+
+    def __init__(self, sent: Tensor, summed: Tensor) -> None:
+        self.sent, self.summed = sent, summed
+        self._before: dict[str, Tensor] = {}
+
+    def remember(self, name: Literal["sent", "summed"]) -> None:
+        """Note the errors on one stage, for ``take_back``."""
+        errors: Tensor = getattr(self, name)
+        if name in self._before:
+            self._before[name].copy_(errors)
+        else:
+            self._before[name] = errors.clone()
+
+    def take_back(self) -> None:
+        """Put back what was remembered."""
+        self.sent.copy_(self._before["sent"])
+        self.summed.copy_(self._before["summed"])
+
+    def forget(self) -> None:
+        """Free the memory of ``remember``."""
+        self._before.clear()
+
+
+@dataclass(eq=False)
+class _Sum(Handle[Tensor]):
+    """A quantised sum under way."""
+
+    wire: "Wire"
+    stream: _Stream
+    result: Tensor
+    first: Handle[Tensor]
+    contribute: bool
+    tentative: bool
+    what: str
+    second: Handle[list[Tensor]] | None = None
+    ended: bool = False
+
+    def done(self) -> bool:
+        self.wire.advance()
+        return self.ended or (self.second is not None and self.second.done())
+
+    def wait(self) -> Tensor:
+        if not self.ended:
+            self.wire.end(self)
+            self.second, self.ended = None, True
+        return self.result
 
 
 class Wire:
     """Sums over the workers, at the precision chosen for the wire.
 
+    A collective, unless ``precision`` is "float32".
+
     Args:
-        fabric: The communicator.
+        fabric: The communicator. If it is no ``Accounting``, its own blocking operations do not
+            start second stages.
         precision: "float32" sends tensors as they are. "bfloat16" and "int8" quantise them.
     """
 
     def __init__(self, fabric: Communicator, precision: Precision = "float32") -> None:
-        if precision not in get_args(Precision):
-            allowed = ", ".join(f'"{p}"' for p in get_args(Precision))
-            raise ValueError(f"wire must be one of {allowed}, got {precision!r}")
-        self._fabric, self.precision = fabric, precision
+        require_precision(precision)
+        self._fabric = fabric if isinstance(fabric, Accounting) else Accounting(fabric)
+        self.precision = precision
+        self._streams: dict[str, _Stream] = {}
+        self._queue: deque[_Sum] = deque()  # first stage started, second stage not
+        self._waiting = False  # inside a wait of its own
+        if not self.exact:
+            self._codec: Codec = CODECS[precision]()
+            self._twin = self._fabric.twin()
+            self._fabric.before_waiting = self._before_waiting
 
     @property
     def exact(self) -> bool:
-        """Whether tensors travel as they are."""
-        return self.precision == "float32"
+        """Whether tensors travel as they are; those of a single worker do not travel."""
+        return self.precision == "float32" or self._fabric.size == 1
 
-    def sum(self, tensor: Tensor, *, stream: str, what: str) -> Handle[Tensor]:
+    def sum(
+        self,
+        tensor: Tensor,
+        *,
+        stream: str,
+        what: str,
+        contribute: bool = True,
+        tentative: bool = False,
+    ) -> Handle[Tensor]:
         """Start replacing the flat ``tensor`` by its sum over the workers.
+
+        A tensor so small that quantising, with its whole blocks, would send more goes as it is.
 
         Args:
             tensor: 1-D, floating point, alike on all workers. For a lossy wire it should hold
@@ -37,12 +134,124 @@ class Wire:
             stream: What is sent again and again under this name; the quantisation error of one
                 time is added the next. The same on all workers.
             what: Names the operation in errors.
+            contribute: False sends zeros, whatever ``tensor`` holds, and keeps the errors of the
+                stream for another time.
+            tentative: ``take_back`` may follow. It needs another copy of the errors. The same on
+                all workers.
         """
-        return self._fabric.sum(tensor, what=what)
+        self.advance()
+        if not contribute:
+            tensor.zero_()
+        if self.exact:
+            return self._fabric.sum(tensor, what=what)
+        size, chunk_bytes = self._fabric.size, self._chunk_blocks(tensor) * self._codec.block_bytes
+        if size * chunk_bytes >= tensor.nbytes:
+            return self._fabric.sum(tensor, what=what)
+        state = self._stream(stream, tensor)
+        if tentative:
+            state.remember("sent")
+        else:
+            state.forget()
+        payload = torch.empty(size * chunk_bytes, dtype=torch.uint8, device=tensor.device)
+        if not contribute:
+            payload.zero_()
+        else:
+            for rank, (errors, part) in enumerate(
+                zip(state.sent, payload.chunk(size), strict=True)
+            ):
+                self._codec.encode(errors, part, plus=tensor[rank * errors.numel() :])
+        self._fabric.count(chunk_bytes)  # of the second stage, which starts at any time
+        first = self._fabric.exchange(payload, what=what)
+        one = _Sum(self, state, tensor, first, contribute, tentative, what)
+        self._queue.append(one)
+        return one
+
+    def take_back(self, stream: str) -> None:
+        """As if the last, tentative sum under ``stream`` had not been. It must have ended.
+
+        All workers do so, and none uses its result.
+        """
+        if stream in self._streams:
+            self._streams[stream].take_back()
+
+    def _chunk_blocks(self, tensor: Tensor) -> int:
+        """Blocks of each worker's chunk of ``tensor``."""
+        return -(-tensor.numel() // (BLOCK * self._fabric.size))
+
+    def _stream(self, name: str, tensor: Tensor) -> _Stream:
+        shape = (self._fabric.size, self._chunk_blocks(tensor) * BLOCK)
+        state, device = self._streams.get(name), tensor.device
+        if state is None:
+            sent = torch.zeros(shape, device=device)
+            state = self._streams[name] = _Stream(sent, torch.zeros(shape[1], device=device))
+        elif state.sent.device != device:  # loaded from a checkpoint
+            state.sent, state.summed = state.sent.to(device), state.summed.to(device)
+        if state.sent.shape != shape:
+            raise ValueError(
+                f"stream {name!r} of the wire has {tuple(state.sent.shape)} errors to feed back, "
+                f"a tensor of {tensor.numel()} elements needs {shape}: give each tensor a stream "
+                "of its own, and resume with as many workers"
+            )
+        return state
+
+    def advance(self) -> None:
+        """Start the second stage of every sum whose first one has ended. Never blocks."""
+        while self._queue and self._queue[0].first.done():
+            self._start_second(self._queue.popleft())
+
+    def _before_waiting(self, handle: Handle[Any]) -> None:
+        """The worker may be about to block: others need its second stages to come that far."""
+        if self._queue and not self._waiting and not handle.done():
+            self._wait_for(None)
+
+    def end(self, one: _Sum) -> None:
+        """Wait for a sum of this wire and decode it."""
+        parts = self._wait_for(one)
+        chunk_elements = one.stream.summed.numel()
+        for part, chunk in zip(parts, one.result.split(chunk_elements), strict=False):
+            self._codec.decode(part, chunk)
+
+    def _wait_for(self, one: _Sum | None) -> list[Tensor]:
+        """The second stage's result; with None only start those that are due."""
+        self._waiting = True
+        try:
+            while self._queue and (one is None or one.second is None):
+                head = self._queue[0]
+                head.first.wait()
+                self._start_second(self._queue.popleft())
+            self.advance()
+            return [] if one is None or one.second is None else one.second.wait()
+        finally:
+            self._waiting = False
+
+    def _start_second(self, one: _Sum) -> None:
+        """Add up this worker's chunk of a sum and send it to all."""
+        received, errors = one.first.wait(), one.stream.summed
+        one.first = Completed(one.result)  # frees the payloads
+        if one.tentative:
+            one.stream.remember("summed")
+        blocks = errors.numel() // BLOCK
+        block_bytes = self._codec.block_bytes
+        payload = torch.empty(blocks * block_bytes, dtype=torch.uint8, device=errors.device)
+        if one.contribute or bool(received.any()):
+            for part in received.chunk(self._fabric.size):
+                self._codec.add(part, errors)
+            self._codec.encode(errors, payload)
+        else:  # nobody contributes: the sum is zero, and the errors wait for another one
+            payload.zero_()
+        with self._fabric.paused():  # counted when the sum was started
+            one.second = self._twin.gather(payload, what=one.what)
 
     def state_dict(self) -> dict[str, Any]:
-        """The errors not yet fed back, by stream."""
-        return {}
+        """The errors not yet fed back, by stream. No sum may be under way."""
+        assert not self._queue, "a sum is under way"
+        return {
+            name: {"sent": one.sent.clone(), "summed": one.summed.clone()}
+            for name, one in self._streams.items()
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state_dict()``."""
+        self._streams = {
+            name: _Stream(one["sent"].clone(), one["summed"].clone()) for name, one in state.items()
+        }

@@ -136,6 +136,12 @@ class ParameterServer:
             for served in self._served:
                 served.wait()  # the others' last requests need this rank's connections
 
+    def close(self) -> None:
+        """End without the others, after a failure. Not a collective."""
+        if not self._left:
+            self._left = True
+            self._fabric.close()
+
     def _start(self, kind: Kind, **settings: Any) -> Handle[Answer]:
         self._require_service()
         self.stage()

@@ -4,6 +4,7 @@ It opens process groups of its own, so that its operations never interleave with
 for the work, one (gloo) that is used only to find out who is missing after a failure.
 """
 
+import atexit
 import copy
 import threading
 import time
@@ -21,6 +22,7 @@ from offbeat.fabric.health import Health, hang_up
 
 T = TypeVar("T")
 _FOREVER = timedelta(days=365)
+_FAREWELL_SECONDS = 5.0
 
 
 class _Work(Handle[Tensor]):
@@ -89,6 +91,7 @@ class TorchCommunicator(Communicator):
         self._groups: list[dist.ProcessGroup | None] = []  # shared with twins, as is what follows
         self._failed: list[CommunicationError] = []
         self._failing = threading.Lock()
+        self._threads: list[threading.Thread] = []
         self._group = self._new_group(self.backend)
         # Messages travel between CPUs: NCCL has none from any sender.
         self._messages = self._group if self.backend == "gloo" else self._new_group("gloo")
@@ -185,6 +188,26 @@ class TorchCommunicator(Communicator):
         twin = copy.copy(self)
         twin._group = self._new_group(self.backend)
         return twin
+
+    def spawn(self, activity: Callable[[], None], *, what: str) -> None:
+        """A daemon thread; one that still waits for a message when Python ends is woken first."""
+        if not self._threads:
+            atexit.register(self.close)  # Python would abort with a thread inside gloo
+        thread = threading.Thread(target=activity, name=what, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def close(self) -> None:
+        """Close the connections of all gloo groups, and let the threads end."""
+        alive = [thread for thread in self._threads if thread.is_alive()]
+        if alive:
+            with self._failing:
+                if not self._failed:
+                    self._failed.append(CommunicationError(f"rank {self.rank} has given up"))
+            for group in self._groups:
+                hang_up(group)
+            for thread in alive:
+                thread.join(_FAREWELL_SECONDS)
 
     def promise(self, *, what: str) -> Promise[T]:
         """One that names who is missing when it is late."""

@@ -29,21 +29,23 @@ class Point:
         step: Steps each worker has taken.
         seconds: Training seconds: computing and waiting, without evaluation.
         metric: The recipe's metric.
+        metrics: All metrics by name, that one among them.
     """
 
     step: int
     seconds: float
     metric: float
+    metrics: dict[str, float]
 
 
 def run_and_record(job: Job, on_event: Callable[[Event], None], place: Place = None) -> Result:
     """Run ``job`` and return its result: configuration, machine, curve and totals.
 
     Keys: ``job``, ``strategy``, ``metric``, ``target``, ``link``, ``machine``, ``versions``,
-    ``simulated``, ``points`` (step, seconds, metric), ``final``, ``seconds``,
-    ``time_to_target_seconds`` (the first point at the target, None if there is none), and means
-    over the workers: ``lssr``, ``payload_bytes``, ``idle``, ``flag_rate``; ``stats`` has each
-    worker's own, ``details`` what only this strategy tells (rank 0).
+    ``simulated``, ``points`` (step, seconds, metric, metrics), ``final``, ``final_metrics``,
+    ``seconds``, ``time_to_target_seconds`` (the first point at the target, None if there is none),
+    and means over the workers: ``lssr``, ``payload_bytes``, ``idle``, ``flag_rate``; ``stats`` has
+    each worker's own, ``details`` what only this strategy tells (rank 0).
     """
     recipe = find_recipe(job.recipe)
     points: list[Point] = []
@@ -51,7 +53,8 @@ def run_and_record(job: Job, on_event: Callable[[Event], None], place: Place = N
 
     def listen(event: Event) -> None:
         if event["event"] == "evaluation":
-            points.append(Point(event["step"], event["seconds"], event["metric"]))
+            keys = ("step", "seconds", "metric", "metrics")
+            points.append(Point(**{key: event[key] for key in keys}))
         elif event["event"] == "end":
             stats.extend(event["stats"])
         on_event(event)
@@ -82,6 +85,7 @@ def run_and_record(job: Job, on_event: Callable[[Event], None], place: Place = N
         "simulated": simulated,
         "points": [asdict(point) for point in points],
         "final": points[-1].metric,
+        "final_metrics": points[-1].metrics,
         "seconds": points[-1].seconds,
         "time_to_target_seconds": arrived[0] if arrived else None,
         "lssr": mean("lssr"),

@@ -42,6 +42,8 @@ def measure_recipe(
         begin = time.perf_counter()
         for batch in islice(again, warmup_steps + steps):
             task.loss(task.model, batch).backward()
+            if task.clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(task.model.parameters(), task.clip_norm)
             task.optimizer.step()
             task.optimizer.zero_grad()
             task.scheduler.step()

@@ -64,6 +64,20 @@ def rows(results: Sequence[Result], *, ranges: bool = True) -> list[tuple[str, .
     return table
 
 
+def further(results: Sequence[Result]) -> list[tuple[str, str]]:
+    """Strategy and final value of each metric besides the target's; medians over seeds."""
+    told = []
+    for strategy, runs in groups(results).items():
+        values = [
+            f"{name} {_spread([run['final_metrics'][name] for run in runs], '.4f', True)}"
+            for name in runs[0]["final_metrics"]
+            if name != runs[0]["metric"]
+        ]
+        if values:
+            told.append((strategy, ", ".join(values)))
+    return told
+
+
 def caption(results: Sequence[Result]) -> str:
     """What was compared: recipe, target, workers, link, machine; simulated or real."""
     one = results[0]
@@ -77,10 +91,12 @@ def caption(results: Sequence[Result]) -> str:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """The table as Markdown, with its caption."""
+    """The table as Markdown, with its caption and, below, the further metrics if there are any."""
     lines = [f"| {' | '.join(HEADINGS)} |", f"|{'---|' * len(HEADINGS)}"]
     lines += [f"| {' | '.join((f'`{row[0]}`', *row[1:]))} |" for row in rows(results)]
-    return f"{caption(results)}\n\n" + "\n".join(lines) + "\n"
+    text = f"{caption(results)}\n\n" + "\n".join(lines) + "\n"
+    more = [f"- `{strategy}`: {values}" for strategy, values in further(results)]
+    return text + ("\nAt the end:\n\n" + "\n".join(more) + "\n" if more else "")
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
@@ -150,6 +166,7 @@ p.caption {{ color: #666; }}
 <h1>{title}</h1><p class="caption">{caption}</p>
 {image}
 <table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>
+{further}
 <p>Training time is computing and waiting, without evaluation. Time to target is that of the first
 evaluation at the target. Speed-up is against the first row. LSSR is the share of steps without
 synchronization. Idle is the share of training time spent waiting for other workers.</p>
@@ -165,6 +182,10 @@ def page(results: Sequence[Result], image: Path | None) -> str:
     if image is not None:
         data = base64.b64encode(image.read_bytes()).decode()
         picture = f'<img alt="metric against time" src="data:image/png;base64,{data}">'
+    more = "".join(
+        f"<li><code>{html.escape(strategy)}</code>: {html.escape(values)}</li>"
+        for strategy, values in further(results)
+    )
     kept = ("job", "link", "machine", "versions", "simulated", "target", "metric")
     return _PAGE.format(
         title=html.escape(f"{results[0]['job']['recipe']}: strategies compared"),
@@ -172,6 +193,7 @@ def page(results: Sequence[Result], image: Path | None) -> str:
         image=picture,
         head="".join(f"<th>{heading}</th>" for heading in HEADINGS),
         body="".join(f"<tr>{row}</tr>" for row in cells),
+        further=f"<p>At the end:</p><ul>{more}</ul>" if more else "",
         configuration=html.escape(json.dumps({k: results[0][k] for k in kept}, indent=2)),
     )
 

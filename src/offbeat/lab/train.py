@@ -82,11 +82,13 @@ class Job:
         return find_recipe(self.recipe).build(self.setup())
 
 
-def batches(task: Task, workers: int, rank: int, seed: int) -> Iterator[tuple[Tensor, ...]]:
-    """``task.steps`` batches: SelDP order, epoch after epoch."""
+def batches(
+    task: Task, workers: int, rank: int, seed: int, *, readers: int = 0
+) -> Iterator[tuple[Tensor, ...]]:
+    """``task.steps`` batches in SelDP order, epoch after epoch, read by ``readers`` processes."""
     sampler = SelDPSampler(task.dataset, workers, rank, seed=seed)
     grouped = BatchSampler(sampler, task.batch_size, drop_last=len(sampler) > task.batch_size)
-    loader = DataLoader(task.dataset, batch_size=None, sampler=grouped)
+    loader = DataLoader(task.dataset, batch_size=None, sampler=grouped, num_workers=readers)
     given, epoch = 0, 0
     while True:
         sampler.set_epoch(epoch)
@@ -98,16 +100,38 @@ def batches(task: Task, workers: int, rank: int, seed: int) -> Iterator[tuple[Te
         epoch += 1
 
 
+def choose_backend() -> str:
+    """``nccl`` where each of torchrun's processes on this machine has a GPU, else ``gloo``.
+
+    To be given to ``init_process_group`` before ``train_worker``, which trains on the CPU under
+    every backend but NCCL. All machines of a run should have as many GPUs a process.
+    """
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    enough = torch.cuda.is_available() and torch.cuda.device_count() >= local
+    return "nccl" if enough and dist.is_nccl_available() else "gloo"
+
+
+def own_device() -> torch.device:
+    """Where this worker trains: under NCCL the GPU of its local rank, else the CPU."""
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", dist.get_node_local_rank())
+    return torch.device("cpu")
+
+
 def train_worker(job: Job, emit: Callable[[Event], None]) -> None:
     """Train on this worker. Rank 0 calls ``emit`` with the events; the others are silent.
 
-    Events: ``start`` (steps), ``step`` (step, training seconds, loss), ``evaluation`` (the same and
-    the metric) and ``end`` (the totals of every rank). Training seconds are the time rank 0 spent
-    computing and waiting; evaluation does not count.
+    Events: ``start`` (steps), ``step`` (step, training seconds), ``evaluation`` (the same, the
+    recipe's metric and all metrics by name) and ``end`` (the totals of every rank). Training
+    seconds are the time rank 0 spent computing and waiting; evaluation does not count.
     """
-    rank, workers = dist.get_rank(), dist.get_world_size()
+    rank, workers, device = dist.get_rank(), dist.get_world_size(), own_device()
     tell = emit if rank == 0 else (lambda event: None)
-    task = find_recipe(job.recipe).build(job.setup())
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    recipe = find_recipe(job.recipe)
+    task = recipe.build(job.setup())
+    task.model.to(device)
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(job.seed * 1000 + rank)  # augmentation differs between workers, the model does not
     sync = attach(
@@ -119,9 +143,12 @@ def train_worker(job: Job, emit: Callable[[Event], None]) -> None:
     )
     tell({"event": "start", "steps": task.steps, "model_bytes": _bytes(task.model)})
     looks = {round(task.steps * (i + 1) / job.evaluations) for i in range(job.evaluations)}
-    for batch in batches(task, workers, rank, job.seed):
-        loss = task.loss(task.model, batch)
+    readers = task.readers if device.type == "cuda" else 0
+    for batch in batches(task, workers, rank, job.seed, readers=readers):
+        loss = task.loss(task.model, tuple(tensor.to(device) for tensor in batch))
         loss.backward()
+        if task.clip_norm is not None:
+            sync.clip_grad_norm_(task.clip_norm)
         sync.record(loss=loss.detach())
         task.optimizer.step()
         task.optimizer.zero_grad()
@@ -130,30 +157,36 @@ def train_worker(job: Job, emit: Callable[[Event], None]) -> None:
         now = {"step": sync.step, "seconds": stats.compute_seconds + stats.wait_seconds}
         if sync.step in looks and sync.step < task.steps:
             with sync.consensus():
-                metric = task.evaluate(task.model) if rank == 0 else None
+                metrics = task.evaluate(task.model) if rank == 0 else {}
                 dist.barrier()  # the others wait here, where the clock stands still
-            tell({"event": "evaluation", **now, "metric": metric})
+            if rank == 0:
+                emit(_evaluation(now, recipe.metric, metrics))
         else:
             tell({"event": "step", **now})
     sync.finish()
-    totals = _gather(sync.stats.to_dict())
+    totals = _gather(sync.stats.to_dict(), device)
     if rank == 0:
         seconds = sync.stats.compute_seconds + sync.stats.wait_seconds
-        metric = task.evaluate(task.model)
-        emit({"event": "evaluation", "step": sync.step, "seconds": seconds, "metric": metric})
+        now = {"step": sync.step, "seconds": seconds}
+        emit(_evaluation(now, recipe.metric, task.evaluate(task.model)))
         emit({"event": "end", "stats": totals})
 
 
-def _gather(value: Any) -> list[Any]:
-    """Every worker's plain value, in rank order."""
-    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(lengths, torch.tensor([len(text)]))
+def _evaluation(now: Event, metric: str, metrics: dict[str, float]) -> Event:
+    return {"event": "evaluation", **now, "metric": metrics[metric], "metrics": metrics}
+
+
+def _gather(value: Any, device: torch.device) -> list[Any]:
+    """Every worker's plain value, in rank order, by way of ``device``."""
+    data = bytearray(json.dumps(value).encode())
+    text = torch.frombuffer(data, dtype=torch.uint8).to(device)
+    lengths = [torch.zeros_like(text[:1], dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, torch.tensor([len(text)], device=device))
     longest = max(int(length) for length in lengths)
-    texts = [torch.zeros(longest, dtype=torch.uint8) for _ in lengths]
+    texts = [text.new_zeros(longest) for _ in lengths]
     dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))))
     return [
-        json.loads(text[: int(length)].numpy().tobytes())
+        json.loads(text[: int(length)].cpu().numpy().tobytes())
         for text, length in zip(texts, lengths, strict=True)
     ]
 

@@ -121,6 +121,10 @@ class ServerStrategy(Strategy):
         self.report(worker)
         worker.state.server.leave()
 
+    def stop(self, worker: Worker) -> None:
+        """Without ``finish`` this rank's shard is gone: the others fail when they need it."""
+        worker.state.server.close()
+
     def settle(self, worker: Worker) -> None:
         """Keep a copy of the shard when all pushes have arrived. A collective."""
         state: ServerState = worker.state

@@ -1,20 +1,36 @@
-"""Workloads, one small file each: model, data, optimizer, schedule, metric, target."""
+"""Workloads, one small file for each data set: model, data, optimizer, schedule, metric, target."""
 
-from offbeat.lab.recipes import digits, mnist, stdlib_lm
+from offbeat.lab.recipes import cifar, digits, imagenet, mnist, stdlib_lm, wikitext
 from offbeat.lab.recipes.base import Recipe, Setup, Task
 
-RECIPES: dict[str, Recipe] = {r.name: r for r in (digits.RECIPE, stdlib_lm.RECIPE, mnist.RECIPE)}
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        digits.RECIPE,
+        stdlib_lm.RECIPE,
+        mnist.RECIPE,
+        cifar.CNN,
+        cifar.RESNET18,
+        cifar.RESNET101,
+        cifar.VGG11,
+        imagenet.ALEXNET,
+        imagenet.GOOGLENET,
+        wikitext.RECIPE,
+    )
+}
+ALIASES = {"mnist": "mnist:cnn"}
 
 
 def find_recipe(name: str) -> Recipe:
-    """The recipe called ``name``.
+    """The recipe called ``name``, or that ``name`` is another name of.
 
     Raises:
         ValueError: there is none; the message lists those there are.
     """
+    name = ALIASES.get(name, name)
     if name not in RECIPES:
         raise ValueError(f"unknown recipe {name!r}; there are {', '.join(RECIPES)}")
     return RECIPES[name]
 
 
-__all__ = ["RECIPES", "Recipe", "Setup", "Task", "find_recipe"]
+__all__ = ["ALIASES", "RECIPES", "Recipe", "Setup", "Task", "find_recipe"]

@@ -65,7 +65,7 @@ def build(setup: Setup) -> Task:
         batch_size=BATCH_SIZE,
         steps=steps,
         loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
-        evaluate=accuracy(test_x, test_y),
+        evaluate=accuracy(TensorData(test_x, test_y), {"test accuracy": 1}),
     )
 
 

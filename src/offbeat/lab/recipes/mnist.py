@@ -98,12 +98,12 @@ def build(setup: Setup) -> Task:
         batch_size=BATCH_SIZE,
         steps=steps,
         loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
-        evaluate=accuracy(images[1], test_y.long()),
+        evaluate=accuracy(TensorData(images[1], test_y.long()), {"test accuracy": 1}),
     )
 
 
 RECIPE = Recipe(
-    name="mnist",
+    name="mnist:cnn",
     description="small CNN on MNIST or Fashion-MNIST in IDX files",
     metric="test accuracy",
     higher_is_better=True,

@@ -8,7 +8,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from offbeat.lab.recipes.base import Recipe, Setup, Task, TensorData, steps_for, warmup_cosine
+from offbeat.lab.recipes.base import (
+    Recipe,
+    Setup,
+    Task,
+    TensorData,
+    device_of,
+    steps_for,
+    warmup_cosine,
+)
 
 BATCH_SIZE = 16
 CONTEXT = 128  # bytes a sample predicts
@@ -93,12 +101,13 @@ def build(setup: Setup) -> Task:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
     steps = steps_for(setup, len(train), BATCH_SIZE)
 
-    def bits_per_byte(model: nn.Module) -> float:
+    def bits_per_byte(model: nn.Module) -> dict[str, float]:
+        device = device_of(model)
         model.eval()
         with torch.no_grad():
-            nats = [float(next_byte_loss(model, (part,))) for part in test.split(32)]
+            nats = [float(next_byte_loss(model, (part.to(device),))) for part in test.split(32)]
         model.train()
-        return sum(nats) / len(nats) / math.log(2)
+        return {"bits per byte": sum(nats) / len(nats) / math.log(2)}
 
     return Task(
         model=model,

@@ -1,0 +1,81 @@
+"""GoogLeNet (Inception v1) with BatchNorm."""
+
+import torch
+from torch import Tensor, nn
+
+
+def conv(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Sequential:
+    """Convolution, BatchNorm and ReLU."""
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False),
+        nn.BatchNorm2d(outputs, eps=0.001),
+        nn.ReLU(),
+    )
+
+
+class Inception(nn.Module):
+    """Four branches side by side: 1×1; 1×1 then 3×3, twice; a 3×3 maximum then 1×1.
+
+    Args:
+        inputs: Channels that come in.
+        one: Channels of the first branch.
+        two: Channels inside and at the end of the second.
+        three: The same of the third.
+        pool: Channels of the fourth.
+    """
+
+    def __init__(
+        self, inputs: int, one: int, two: tuple[int, int], three: tuple[int, int], pool: int
+    ) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(
+            [
+                conv(inputs, one, 1),
+                nn.Sequential(conv(inputs, two[0], 1), conv(*two, 3)),
+                nn.Sequential(conv(inputs, three[0], 1), conv(*three, 3)),
+                nn.Sequential(nn.MaxPool2d(3, 1, padding=1), conv(inputs, pool, 1)),
+            ]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, inputs, H, W) → (n, channels of all branches, H, W)."""
+        return torch.cat([branch(x) for branch in self.branches], 1)
+
+
+def googlenet(classes: int) -> nn.Sequential:
+    """GoogLeNet without its auxiliary classifiers; 6,624,904 parameters with 1000 classes.
+
+    BatchNorm takes the auxiliary classifiers' part of keeping gradients alive; the third branch's
+    convolutions are 3×3 instead of the paper's 5×5. Both are as in torchvision.
+
+    Returns:
+        Images (n×3×224×224) to logits (n×classes).
+
+    Source: Szegedy et al., arXiv 1409.4842, table 1; BatchNorm: arXiv 1502.03167.
+    """
+    model = nn.Sequential(
+        conv(3, 64, 7, stride=2),
+        nn.MaxPool2d(3, 2, ceil_mode=True),
+        conv(64, 64, 1),
+        conv(64, 192, 3),
+        nn.MaxPool2d(3, 2, ceil_mode=True),
+        Inception(192, 64, (96, 128), (16, 32), 32),
+        Inception(256, 128, (128, 192), (32, 96), 64),
+        nn.MaxPool2d(3, 2, ceil_mode=True),
+        Inception(480, 192, (96, 208), (16, 48), 64),
+        Inception(512, 160, (112, 224), (24, 64), 64),
+        Inception(512, 128, (128, 256), (24, 64), 64),
+        Inception(512, 112, (144, 288), (32, 64), 64),
+        Inception(528, 256, (160, 320), (32, 128), 128),
+        nn.MaxPool2d(2, 2, ceil_mode=True),
+        Inception(832, 256, (160, 320), (32, 128), 128),
+        Inception(832, 384, (192, 384), (48, 128), 128),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+        nn.Linear(1024, classes),
+    )
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.01)
+    return model

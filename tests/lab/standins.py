@@ -1,0 +1,102 @@
+"""Tiny stand-ins for public data sets, in their real formats."""
+
+import io
+import struct
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+LABELS = {"labels": 10, "fine_labels": 100}
+
+
+def python2_text(text: bytes) -> bytes:
+    """A string as Python 2 pickles it: SHORT_BINSTRING or BINSTRING."""
+    if len(text) < 256:
+        return b"U" + bytes([len(text)]) + text
+    return b"T" + struct.pack("<i", len(text)) + text
+
+
+def python2_number(value: int) -> bytes:
+    return b"K" + bytes([value]) if value < 256 else b"J" + struct.pack("<i", value)
+
+
+def python2_array(data: bytes, rows: int, width: int, kind: bytes = b"u1") -> bytes:
+    """A NumPy array as Python 2 pickles it with protocol 2."""
+    numbers = python2_number(rows) + python2_number(width)
+    return (
+        b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R"
+        + b"(K\x01"
+        + (numbers + b"\x86")
+        + (b"cnumpy\ndtype\n" + python2_text(kind) + b"K\x00K\x01\x87R")
+        + b"(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+        + (b"\x89" + python2_text(data) + b"tb")
+    )
+
+
+def cifar_pickle(images: np.ndarray, labels: list[int], key: str = "labels") -> bytes:
+    """A file of the official "python version" of CIFAR, as Python 2 wrote them, opcode by opcode.
+
+    Args:
+        images: n×3072 uint8.
+        labels: n numbers.
+        key: ``"labels"`` or ``"fine_labels"``.
+    """
+    numbers = b"".join(python2_number(label) for label in labels)
+    names = b"".join(python2_text(b"image_s_%06d.png" % i) for i in range(len(labels)))
+    return (
+        b"\x80\x02}("
+        + (python2_text(b"batch_label") + python2_text(b"training batch 1 of 5"))
+        + (python2_text(key.encode()) + b"](" + numbers + b"e")
+        + (python2_text(b"data") + python2_array(images.tobytes(), *images.shape))
+        + (python2_text(b"filenames") + b"](" + names + b"e")
+        + b"u."
+    )
+
+
+def write_cifar(folder: Path, *, hundred: bool = False, images: int = 8) -> Path:
+    """CIFAR-10 with ``images`` a file, or CIFAR-100; returns the directory of the files."""
+    key, files = "labels", [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
+    folder = folder / "cifar-10-batches-py"
+    if hundred:
+        key, files, folder = "fine_labels", ["train", "test"], folder.parent / "cifar-100-python"
+    folder.mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    for name in files:
+        pixels = generator.integers(256, size=(images, 3072), dtype=np.uint8)
+        labels = generator.integers(LABELS[key], size=images).tolist()
+        (folder / name).write_bytes(cifar_pickle(pixels, labels, key))
+    return folder
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    noise = np.random.default_rng(seed).integers(256, size=(height, width, 3), dtype=np.uint8)
+    return Image.fromarray(noise)
+
+
+def write_images(folder: Path, *, side: int = 64, a_class: int = 4) -> Path:
+    """Images as ImageNet has them: ``train`` and ``val``, two classes, ``a_class`` JPEGs each."""
+    for split in ("train", "val"):
+        for label in ("n01440764", "n01443537"):
+            (folder / split / label).mkdir(parents=True)
+            for number in range(a_class):
+                name = f"{label}_{number}.JPEG"
+                picture(side, side, number).save(folder / split / label / name, format="JPEG")
+    return folder
+
+
+def png(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def write_text(folder: Path, *, lines: int = 60) -> Path:
+    """Text as WikiText has it, lines of 12 words out of 15, always in the same order."""
+    folder.mkdir(parents=True, exist_ok=True)
+    words = [*"abcdefghijk", "<unk>", "=", ",", "."]
+    for split, count in (("train", lines), ("valid", lines // 3)):
+        turns = [words[i % 15 :] + words[: i % 15] for i in range(count)]
+        text = "".join(f" {' '.join(line[:12])} \n" for line in turns)
+        (folder / f"wiki.{split}.tokens").write_text(text, encoding="utf-8")
+    return folder

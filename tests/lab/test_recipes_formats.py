@@ -1,0 +1,416 @@
+"""The files of the data sets: read as they are, never run, and clear errors."""
+
+import pickle
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from lab.standins import (
+    cifar_pickle,
+    picture,
+    png,
+    python2_array,
+    python2_text,
+    write_cifar,
+    write_images,
+    write_text,
+)
+from offbeat.lab.recipes import Setup, cifar, find_recipe, imagenet, wikitext
+from offbeat.lab.recipes.cifar_files import CIFAR10, CIFAR100, load, read_archive, read_batch
+from offbeat.lab.recipes.image_folder import ImageFolder, central_box, random_box
+
+WIKITEXT = Path(__file__).parents[3] / "shared" / "data" / "text" / "wikitext-2"
+LABELS = [3, 9, 0]
+
+
+@pytest.fixture
+def pixels() -> np.ndarray:
+    return np.random.default_rng(1).integers(256, size=(3, 3072), dtype=np.uint8)
+
+
+# CIFAR
+
+
+def test_the_stand_in_is_a_real_pickle(pixels: np.ndarray, tmp_path: Path) -> None:
+    """Python's own unpickler, as the data set's page says to use it, reads the stand-in alike."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("warnings.warn", lambda *args, **kwargs: None)  # numpy.core has moved
+        content = pickle.loads(cifar_pickle(pixels, LABELS), encoding="bytes")
+    assert content[b"labels"] == LABELS
+    assert np.array_equal(content[b"data"], pixels)
+
+
+def test_cifar_files_are_read(pixels: np.ndarray, tmp_path: Path) -> None:
+    """Each row is red, green, blue, row by row; labels follow."""
+    path = tmp_path / "data_batch_1"
+    path.write_bytes(cifar_pickle(pixels, LABELS))
+    images, labels = read_batch(path, b"labels", 10)
+    assert (images.shape, images.dtype) == ((3, 3, 32, 32), torch.uint8)
+    assert labels.tolist() == LABELS
+    for image, channel, row, column in ((0, 0, 0, 0), (1, 1, 2, 3), (2, 2, 31, 31)):
+        place = 1024 * channel + 32 * row + column
+        assert images[image, channel, row, column] == pixels[image, place]
+
+
+def test_arrays_in_column_order_are_read(pixels: np.ndarray, tmp_path: Path) -> None:
+    """An array that was stored by columns is the same array."""
+    by_columns = python2_array(np.asfortranarray(pixels).tobytes(order="F"), 3, 3072)
+    by_rows = python2_array(pixels.tobytes(), 3, 3072)
+    flag = python2_text(np.asfortranarray(pixels).tobytes(order="F"))
+    by_columns = by_columns.replace(b"\x89" + flag, b"\x88" + flag)
+    path = tmp_path / "test_batch"
+    path.write_bytes(cifar_pickle(pixels, LABELS).replace(by_rows, by_columns))
+    images, _ = read_batch(path, b"labels", 10)
+    assert np.array_equal(images.reshape(3, -1).numpy(), pixels)
+
+
+def test_python_3_pickles_of_plain_values_and_arrays_are_read(
+    pixels: np.ndarray, tmp_path: Path
+) -> None:
+    """A file that somebody pickled again with Python 3 and NumPy 2."""
+    path = tmp_path / "train"
+    path.write_bytes(pickle.dumps({b"fine_labels": LABELS, b"data": pixels}, protocol=4))
+    images, labels = read_batch(path, b"fine_labels", 100)
+    assert np.array_equal(images.reshape(3, -1).numpy(), pixels)
+    assert labels.tolist() == LABELS
+
+
+class Command:
+    """Runs a function when it is unpickled."""
+
+    def __init__(self, function: object, *arguments: object) -> None:
+        self._call = (function, arguments)
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return self._call
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_nothing_in_a_file_is_run(tmp_path: Path, protocol: int) -> None:
+    """A pickle that names any other function is refused before it is called."""
+    path, made = tmp_path / "test_batch", tmp_path / "made"
+    path.write_bytes(pickle.dumps({b"data": Command(Path.mkdir, made)}, protocol=protocol))
+    with pytest.raises(ValueError, match=rf"{path} is not a CIFAR file: it names \S+, as no CIFAR"):
+        read_batch(path, b"labels", 10)
+    assert not made.exists()
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        "numpy.core.multiarray\nscalar",
+        "numpy\nload",
+        "numpy\nfromfile",
+        "numpy._core.multiarray\nfromfile",
+        "builtins\neval",
+        "builtins\ngetattr",
+        "__builtin__\nlist",
+        "os\nsystem",
+        "copyreg\n_reconstructor",
+        "_codecs\nencode",
+        "offbeat.lab.recipes.cifar_files\nload",
+    ],
+)
+def test_only_arrays_may_be_named(tmp_path: Path, named: str) -> None:
+    """Nothing but what the official files hold, NumPy's own loaders included."""
+    path = tmp_path / "test_batch"
+    path.write_bytes(b"\x80\x02c" + named.encode() + b"\n.")
+    dotted = re.escape(named.replace("\n", "."))
+    if named.startswith("__builtin__"):
+        dotted = r"\S*list"  # Python 3 translates the old name
+    with pytest.raises(ValueError, match=rf"it names {dotted}, as no CIFAR file does"):
+        read_batch(path, b"labels", 10)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "not a CIFAR file"),
+        (b"PK\x03\x04 an archive", "not a CIFAR file"),
+        (pickle.dumps([1, 2], protocol=2), "no dictionary with images"),
+        (pickle.dumps({b"data": b"x"}, protocol=4), "no dictionary with images"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, data: bytes, message: str) -> None:
+    path = tmp_path / "test_batch"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_batch(path, b"labels", 10)
+    assert str(path) in str(caught.value)
+
+
+def test_damaged_cifar_files_are_refused(pixels: np.ndarray, tmp_path: Path) -> None:
+    """Labels or images missing, too few, or out of range; a cut file; another type of array."""
+    whole = cifar_pickle(pixels, LABELS)
+    path = tmp_path / "test_batch"
+    cases = [
+        (whole[: len(whole) // 2], "is not a CIFAR file"),
+        (cifar_pickle(pixels, [3, 9]), "holds 3 images and 2 labels"),
+        (cifar_pickle(pixels, [3, 9, 10]), "labels from 0 to 9"),
+        (cifar_pickle(pixels, LABELS, "fine_labels"), "no list of numbers under b'labels'"),
+        (cifar_pickle(pixels[:, :3000], LABELS), "not n x 3072 bytes"),
+        (cifar_pickle(pixels[:0], []), "at least one"),
+        (whole.replace(b"U\x02u1", b"U\x02O8"), "not n x 3072 bytes"),
+        (whole.replace(b"K\x03J\x00\x0c", b"K\x07J\x00\x0c"), "7 x 3072 bytes .* are announced"),
+    ]
+    for data, message in cases:
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=message):
+            read_batch(path, b"labels", 10)
+
+
+def test_cifar_directories(tmp_path: Path) -> None:
+    """The directory of the files and its parent are the same data; all five parts are read."""
+    folder = write_cifar(tmp_path, images=8)
+    (images, labels), (test, _) = load(tmp_path, CIFAR10, "cifar10:cnn")
+    assert (len(images), len(labels), len(test)) == (40, 40, 8)
+    again = load(folder, CIFAR10, "cifar10:cnn")
+    assert torch.equal(again[0][0], images)
+    assert torch.equal(again[1][0], test)
+    folder = write_cifar(tmp_path, hundred=True)
+    (images, labels), _ = load(tmp_path, CIFAR100, "cifar100:vgg11")
+    assert (len(images), int(labels.max()) > 9) == (8, True)
+    moved = folder.rename(tmp_path / "renamed")
+    assert torch.equal(load(moved, CIFAR100, "cifar100:vgg11")[0][0], images)
+
+
+def test_cifar_names_what_it_looked_for(tmp_path: Path) -> None:
+    wanted = "cifar-10-batches-py or cifar10.npz"
+    with pytest.raises(
+        FileNotFoundError, match=f"cifar10:cnn recipe needs --data DIR with {wanted}"
+    ):
+        load(None, CIFAR10, "cifar10:cnn")
+    with pytest.raises(FileNotFoundError, match=f"looked for {wanted} in .*, but neither is there"):
+        load(tmp_path, CIFAR10, "cifar10:cnn")
+    with pytest.raises(FileNotFoundError, match=f"for {wanted} in {tmp_path}/x, which does not ex"):
+        load(tmp_path / "x", CIFAR10, "cifar10:cnn")
+    folder = write_cifar(tmp_path)
+    (folder / "data_batch_3").unlink()
+    for place in (tmp_path, folder):
+        with pytest.raises(FileNotFoundError, match=f"looked for data_batch_3 in {folder}, but it"):
+            load(place, CIFAR10, "cifar10:cnn")
+
+
+def test_cifar_as_npz(tmp_path: Path) -> None:
+    """One file with the names and shapes of Keras, given itself or by its directory."""
+    generator = np.random.default_rng(0)
+    arrays = {
+        "x_train": generator.integers(256, size=(6, 32, 32, 3), dtype=np.uint8),
+        "y_train": np.array([[0], [1], [2], [3], [4], [5]], np.uint8),
+        "x_test": generator.integers(256, size=(2, 32, 32, 3), dtype=np.uint8),
+        "y_test": np.array([9, 8]),
+    }
+    path = tmp_path / "cifar10.npz"
+    np.savez(path, **arrays)
+    for place in (path, tmp_path):
+        (images, labels), (test, _) = load(place, CIFAR10, "cifar10:cnn")
+        assert labels.tolist() == [0, 1, 2, 3, 4, 5]
+        assert images[3, 2, 7, 5] == arrays["x_train"][3, 7, 5, 2]
+        assert len(test) == 2
+    for key, value, message in (
+        ("x_train", arrays["x_train"] / 255, "x_train must be bytes of shape"),
+        ("x_test", arrays["x_test"][:, :28], "x_test must be bytes of shape"),
+        ("y_train", arrays["y_train"][:3], "y_train must be 6 integers"),
+        ("y_test", np.array([9, 10]), "labels from 0 to 9"),
+        ("y_test", np.array([object(), None]), "not an .npz file"),
+    ):
+        np.savez(path, **{**arrays, key: value})
+        with pytest.raises(ValueError, match=message):
+            read_archive(path, 10)
+    path.write_bytes(b"PK\x03\x04")
+    with pytest.raises(ValueError, match=r"not an \.npz file with x_train"):
+        read_archive(path, 10)
+
+
+def test_cifar_is_shifted_and_mirrored(tmp_path: Path) -> None:
+    """A training image is the stored one moved by up to 4 pixels, every second one mirrored."""
+    write_cifar(tmp_path, images=2)
+    train, test = cifar.splits(Setup(1, 1, data=tmp_path), CIFAR10, "cifar10:cnn")
+    torch.manual_seed(0)
+    mirrored = 0
+    for _ in range(8):
+        image, label = train[1]
+        assert label == train.tensors[1][1]
+        kinds = []
+        for stored in (train.tensors[0][1], train.tensors[0][1].flip(2)):
+            padded = torch.nn.functional.pad(stored, (4, 4, 4, 4))
+            cuts = [padded[:, y : y + 32, x : x + 32] for y in range(9) for x in range(9)]
+            wanted = cifar.normalized(torch.stack(cuts), 10)
+            kinds.append(bool((wanted == image).flatten(1).all(1).any()))
+        # A mirrored image that was moved before is the mirrored image moved the other way.
+        assert sum(kinds) == 1
+        mirrored += kinds[1]
+    assert 0 < mirrored < 8
+    once, again = test[[0, 1]], test[[0, 1]]
+    assert torch.equal(once[0], again[0])
+    assert torch.equal(once[0], cifar.normalized(test.tensors[0], 10))
+
+
+# Images in folders
+
+
+def test_images_are_read_one_by_one_and_in_batches(tmp_path: Path) -> None:
+    """The classes are the sorted folders; files of other kinds are left alone."""
+    write_images(tmp_path)
+    (tmp_path / "val" / "n01443537" / "a.png").write_bytes(png(picture(300, 200)))
+    (tmp_path / "val" / "n01443537" / "notes.txt").write_text("no image")
+    (tmp_path / "val" / "notes.txt").write_text("no class")
+    folder = ImageFolder(tmp_path / "val", augment=False)
+    assert folder.classes == ["n01440764", "n01443537"]
+    assert folder.labels.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 1]
+    image, label = folder[8]
+    assert (image.shape, image.dtype, label.dtype) == ((3, 224, 224), torch.float32, torch.int64)
+    images, labels = folder[[8, 0]]
+    assert torch.equal(images[0], image)
+    assert labels.tolist() == [1, 0]
+
+
+def test_evaluation_takes_the_middle(tmp_path: Path) -> None:
+    """A 512×256 image is cut to its central 224×224 pixels, unscaled."""
+    (tmp_path / "x" / "a").mkdir(parents=True)
+    stored = picture(512, 256)
+    (tmp_path / "x" / "a" / "0.png").write_bytes(png(stored))
+    image, _ = ImageFolder(tmp_path / "x", augment=False)[0]
+    middle = torch.from_numpy(np.array(stored)[16:240, 144:368]).permute(2, 0, 1) / 255
+    mean, deviation = (
+        torch.tensor(c)[:, None, None] for c in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    )
+    assert torch.allclose(image, (middle - mean) / deviation, atol=1e-5)
+    assert central_box(512, 256) == (144, 16, 368, 240)
+
+
+def test_random_parts_are_inside_and_of_the_said_sizes() -> None:
+    """8 to 100 % of the area, sides of 3:4 to 4:3, all of it inside the image."""
+    torch.manual_seed(0)
+    areas, ratios = [], []
+    for _ in range(300):
+        left, top, right, bottom = random_box(500, 375)
+        assert 0 <= left < right <= 500
+        assert 0 <= top < bottom <= 375
+        areas.append((right - left) * (bottom - top) / (500 * 375))
+        ratios.append((right - left) / (bottom - top))
+    assert 0.079 < min(areas) < 0.12
+    assert 0.85 < max(areas) <= 1
+    assert 0.749 < min(ratios) < 0.8
+    assert 1.25 < max(ratios) < 1.334
+    assert random_box(1000, 10) == central_box(1000, 10)  # no such part fits
+
+
+def test_augmentation_follows_the_seed_and_evaluation_has_none(tmp_path: Path) -> None:
+    write_images(tmp_path, a_class=1)
+    train = ImageFolder(tmp_path / "train", augment=True)
+    runs = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        runs.append(train[[0, 1]][0])
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+    state = torch.get_rng_state()
+    ImageFolder(tmp_path / "val", augment=False)[[0, 1]]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_images_are_read_by_other_processes(tmp_path: Path) -> None:
+    """A DataLoader with workers gives the same batches as the folder itself."""
+    write_images(tmp_path, a_class=2)
+    folder = ImageFolder(tmp_path / "val", augment=False)
+    grouped = BatchSampler(SequentialSampler(folder), 3, drop_last=False)
+    loader = DataLoader(folder, batch_size=None, sampler=grouped, num_workers=1, timeout=60)
+    got = [(images, labels) for images, labels in loader]
+    assert [len(labels) for _, labels in got] == [3, 1]
+    assert torch.equal(torch.cat([images for images, _ in got]), folder[[0, 1, 2, 3]][0])
+
+
+def test_image_folders_name_what_they_looked_for(tmp_path: Path) -> None:
+    needs = r"train/CLASS/\*\.JPEG and val/CLASS/\*\.JPEG"
+    with pytest.raises(
+        FileNotFoundError, match=rf"imagenet:alexnet recipe needs --data DIR with {needs}"
+    ):
+        imagenet.folders(None, "imagenet:alexnet")
+    with pytest.raises(FileNotFoundError, match=rf"for {tmp_path}/train/CLASS/\S+, but \S+ doe"):
+        imagenet.folders(tmp_path, "imagenet:alexnet")
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match=r"train/CLASS/.* there are none"):
+        imagenet.folders(tmp_path, "imagenet:alexnet")
+    write_images(tmp_path, a_class=1)
+    (tmp_path / "val" / "more").mkdir()
+    with pytest.raises(ValueError, match="the same classes, but only one has a"):
+        imagenet.folders(tmp_path, "imagenet:alexnet")
+    broken = tmp_path / "val" / "n01440764" / "n01440764_0.JPEG"
+    broken.write_bytes(b"no image")
+    with pytest.raises(ValueError, match=f"{broken} cannot be read as an image"):
+        ImageFolder(tmp_path / "val", augment=False)[0]
+
+
+def test_without_pillow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says what to install."""
+    monkeypatch.setitem(__import__("sys").modules, "PIL", None)
+    with pytest.raises(ImportError, match=r"need Pillow: pip install 'offbeat\[recipes\]'"):
+        ImageFolder(tmp_path, augment=False)
+
+
+# Text
+
+
+def test_words_are_numbered_by_the_training_text(tmp_path: Path) -> None:
+    """In order of appearance; lines end with <eos>; other words are <unk>."""
+    text = tmp_path / "train.txt"
+    text.write_text(" = A title = \n \n a <unk> b \n", encoding="utf-8")
+    vocabulary = {"<unk>": 0}
+    words = wikitext.read_words(text, vocabulary, grow=True)
+    assert vocabulary == {"<unk>": 0, "=": 1, "A": 2, "title": 3, "<eos>": 4, "a": 5, "b": 6}
+    assert words.tolist() == [1, 2, 3, 1, 4, 4, 5, 0, 6, 4]
+    text.write_text("b c = \n", encoding="utf-8")
+    assert wikitext.read_words(text, vocabulary, grow=False).tolist() == [6, 0, 1, 4]
+    assert len(vocabulary) == 7
+
+
+def test_windows_predict_every_word_once() -> None:
+    """Each window's targets begin where those of the one before end."""
+    cut = wikitext.windows(torch.arange(1000, dtype=torch.int32))
+    assert cut.shape == (28, 36)
+    assert cut[:, 1:].flatten().tolist() == list(range(1, 28 * 35 + 1))
+    assert torch.equal(cut[:, :-1] + 1, cut[:, 1:])
+    with pytest.raises(ValueError, match="more than 35 words, got 35"):
+        wikitext.windows(torch.arange(35))
+
+
+@pytest.mark.parametrize(
+    "names", [("wiki.train.tokens", "wiki.valid.tokens"), ("train.txt", "valid.txt")]
+)
+def test_text_has_either_name(tmp_path: Path, names: tuple[str, str]) -> None:
+    write_text(tmp_path)
+    for old, new in zip(("wiki.train.tokens", "wiki.valid.tokens"), names, strict=True):
+        (tmp_path / old).rename(tmp_path / new)
+    train, valid, words = wikitext.load(tmp_path)
+    assert (len(train), len(valid), words) == (60 * 13 // 35, 20 * 13 // 35, 16)
+
+
+def test_wikitext_names_what_it_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"needs --data DIR with wiki\.train\.tokens, wiki"):
+        wikitext.load(None)
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path}/x, which does not exist"):
+        wikitext.load(tmp_path / "x")
+    write_text(tmp_path)
+    (tmp_path / "wiki.valid.tokens").unlink()
+    with pytest.raises(FileNotFoundError, match=r"wiki\.valid\.tokens or valid\.txt in .* neither"):
+        wikitext.load(tmp_path)
+    (tmp_path / "valid.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"valid\.txt is not UTF-8 text"):
+        wikitext.load(tmp_path)
+    (tmp_path / "valid.txt").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"valid\.txt is empty"):
+        wikitext.load(tmp_path)
+
+
+@pytest.mark.skipif(not WIKITEXT.is_dir(), reason=f"no WikiText-2 in {WIKITEXT}")
+def test_real_wikitext_is_read() -> None:
+    """The validation text of WikiText-2 has 217,646 words, ends of lines counted."""
+    words = wikitext.read_words(WIKITEXT / "valid.txt", {"<unk>": 0}, grow=True)
+    assert len(words) == 217_646
+    with pytest.raises(FileNotFoundError, match=r"looked for wiki\.train\.tokens or train\.txt"):
+        find_recipe("wikitext:transformer").build(Setup(1, 1, data=WIKITEXT))

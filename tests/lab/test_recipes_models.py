@@ -1,0 +1,332 @@
+"""The models' sizes, their schedules, and one step of every recipe on stand-in files."""
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lab.standins import write_cifar, write_images, write_text
+from offbeat.lab.recipes import RECIPES, Setup, Task, find_recipe, imagenet
+from offbeat.lab.recipes.base import TensorData, accuracy, decay_at, decay_every
+from offbeat.lab.recipes.googlenet import googlenet
+from offbeat.lab.recipes.plain_cnns import alexnet, small_cnn, vgg11
+from offbeat.lab.recipes.resnet import resnet18, resnet101
+from offbeat.lab.recipes.word_transformer import WordTransformer
+from offbeat.lab.train import batches, choose_backend
+
+# With another head for another number of classes, as published for the 1000 of ImageNet: 11,689,512
+# and 44,549,160 in torchvision, whose first layer has 7×7 weights in place of 3×3.
+STEM = 3 * 64 * (49 - 9)
+
+
+@pytest.mark.parametrize(
+    ("make", "parameters"),
+    [
+        (lambda: resnet18(1000), 11_689_512 - STEM),
+        (lambda: resnet18(10), 11_173_962),
+        (lambda: resnet101(1000), 44_549_160 - STEM),
+        (lambda: resnet101(10), 42_512_970),
+        (lambda: vgg11(1000), 132_863_336),
+        (lambda: vgg11(100), 132_863_336 - 900 * 4097),
+        (lambda: alexnet(1000), 61_100_840),
+        (lambda: googlenet(1000), 6_624_904),
+        (lambda: small_cnn(10), 279_466),
+        (lambda: WordTransformer(267_735, 35), 107_845_735),
+        (lambda: WordTransformer(33_278, 35), 13_828_478),
+    ],
+)
+def test_models_have_the_published_sizes(make: Callable[[], nn.Module], parameters: int) -> None:
+    """Parameters as torchvision publishes them, without their memory."""
+    with torch.device("meta"):
+        model = make()
+    assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+def test_sizes_of_the_docstrings() -> None:
+    """The transformer of the paper: 2 layers, width 200, hidden 200, 2 heads, dropout 0.2."""
+    with torch.device("meta"):
+        model = WordTransformer(100, 35)
+    one = 4 * (200 * 200 + 200) + 2 * (200 * 200 + 200) + 4 * 200
+    assert sum(p.numel() for p in model.blocks.parameters()) == 2 * one
+    for block in model.blocks:
+        assert block.self_attn.num_heads == 2
+        assert block.dropout.p == model.dropout.p == 0.2
+
+
+@pytest.mark.parametrize(
+    ("make", "size"),
+    [
+        (lambda: resnet18(10), 32),
+        (lambda: resnet101(10), 32),
+        (lambda: vgg11(100), 32),
+        (lambda: small_cnn(10), 32),
+        (lambda: alexnet(1000), 224),
+        (lambda: googlenet(1000), 224),
+    ],
+)
+def test_shapes(make: Callable[[], nn.Module], size: int) -> None:
+    """Images of the data set's size give one logit a class."""
+    with torch.device("meta"):
+        model = make()
+        logits = model(torch.zeros(2, 3, size, size))
+    assert logits.shape in ((2, 10), (2, 100), (2, 1000))
+
+
+def test_feature_maps_have_the_papers_sizes() -> None:
+    """ResNet on CIFAR ends at 4×4 pixels, GoogLeNet and AlexNet on 224×224 at 7×7 and 6×6."""
+    sizes = {}
+
+    def note(name: str) -> Callable[[nn.Module, tuple[torch.Tensor], torch.Tensor], None]:
+        return lambda module, inputs, output: sizes.__setitem__(name, tuple(inputs[0].shape[1:]))
+
+    with torch.device("meta"):
+        models = {"resnet": resnet101(10), "googlenet": googlenet(1000), "alexnet": alexnet(1000)}
+        models["resnet"].blocks[-1].shortcut.register_forward_hook(note("resnet"))
+        for name in ("googlenet", "alexnet"):
+            pool = next(m for m in models[name] if type(m).__name__.startswith("Adaptive"))
+            pool.register_forward_hook(note(name))
+        for name, model in models.items():
+            side = 32 if name == "resnet" else 224
+            model(torch.zeros(2, 3, side, side))
+    assert sizes == {
+        "resnet": (2048, 4, 4),
+        "googlenet": (1024, 7, 7),
+        "alexnet": (256, 6, 6),
+    }
+
+
+def test_words_see_no_later_words() -> None:
+    """A word changes no prediction before its own place, and that of its place."""
+    torch.manual_seed(0)
+    model = WordTransformer(50, 35).eval()
+    text = torch.randint(50, (1, 35))
+    other = text.clone()
+    other[0, 20] = (text[0, 20] + 1) % 50
+    change = (model(text) - model(other)).abs().amax(-1)[0]
+    assert change[:20].max() < 1e-5
+    assert change[20:].min() > 0
+    swapped = text.roll(1, 1)
+    assert not torch.allclose(model(text).roll(1, 1)[0, 5], model(swapped)[0, 5])  # places count
+
+
+# Schedules
+
+
+def rates(task_or_scheduler: object, steps: int) -> list[float]:
+    scheduler = getattr(task_or_scheduler, "scheduler", task_or_scheduler)
+    optimizer = scheduler.optimizer
+    found = []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+def sgd(lr: float = 1.0) -> torch.optim.SGD:
+    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr)
+
+
+def test_rates_decay_by_the_samples_of_all_workers() -> None:
+    """1 and 4 workers change the rate after the same number of samples, not of steps."""
+    alone = rates(decay_at(sgd(), [40, 80], 0.1, samples_a_step=4), 24)
+    assert alone == pytest.approx([1.0] * 10 + [0.1] * 10 + [0.01] * 4)
+    four = rates(decay_at(sgd(), [40, 80], 0.1, samples_a_step=16), 6)
+    assert four == pytest.approx([1.0] * 3 + [0.1] * 2 + [0.01])  # 48 samples are past 40
+    assert four == alone[::4]
+    alone = rates(decay_every(sgd(), 40, 0.8, samples_a_step=4), 24)
+    assert alone == pytest.approx([1.0] * 10 + [0.8] * 10 + [0.64] * 4)
+    assert rates(decay_every(sgd(), 40, 0.8, samples_a_step=16), 6) == alone[::4]
+
+
+def test_googlenet_warms_up_to_n_times_the_rate() -> None:
+    """0.01 at first, n times as much (of what √(1 − t/T) leaves) after 50,000 / n steps."""
+    model = nn.Linear(1, 1)
+    setup = Setup(workers=1000, epochs=1)  # a warm-up of 50 steps
+    optimizer, scheduler = imagenet.sgd_with_warmup(model, setup, steps=200)
+    scheduler.optimizer = optimizer
+    found = rates(scheduler, 200)
+    for t in (0, 1, 25, 50, 100, 199):
+        warm = 1 + 999 * min(1, t / 50)
+        assert found[t] == pytest.approx(0.01 * warm * math.sqrt(1 - t / 200))
+
+
+# One step of every recipe
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with tiny stand-ins for all of the data sets."""
+    folder = tmp_path_factory.mktemp("data")
+    write_cifar(folder)
+    write_cifar(folder, hundred=True)
+    write_images(folder)
+    return write_text(folder)
+
+
+def build(name: str, data: Path, workers: int = 1) -> Task:
+    recipe = find_recipe(name)
+    return recipe.build(Setup(workers, recipe.epochs, data=data))
+
+
+def settings(task: Task) -> dict[str, object]:
+    """What is set of the optimizer's learning rate, momentum and weight decay."""
+    (group,) = task.optimizer.param_groups
+    keys = ("initial_lr", "momentum", "weight_decay")
+    return {"batch": task.batch_size, **{key: group[key] for key in keys if group.get(key)}}
+
+
+PAPERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, object]]] = {
+    "cifar10:resnet101": (
+        torch.optim.SGD,
+        {"batch": 32, "initial_lr": 0.1, "momentum": 0.9, "weight_decay": 4e-4},
+    ),
+    "cifar100:vgg11": (
+        torch.optim.SGD,
+        {"batch": 32, "initial_lr": 0.01, "momentum": 0.9, "weight_decay": 5e-4},
+    ),
+    "imagenet:alexnet": (torch.optim.Adam, {"batch": 128, "initial_lr": 1e-4}),
+    "imagenet:googlenet": (
+        torch.optim.SGD,
+        {"batch": 32, "initial_lr": 0.01, "momentum": 0.9, "weight_decay": 2e-4},
+    ),
+    "wikitext:transformer": (torch.optim.SGD, {"batch": 20, "initial_lr": 2.0}),
+}
+ON_FILES = [name for name in RECIPES if RECIPES[name].needs_data and name != "mnist:cnn"]
+
+
+@pytest.mark.parametrize("name", ON_FILES)
+def test_a_step_of_the_recipe(name: str, data: Path) -> None:
+    """Built from files, with the paper's settings, it takes a step on two samples and evaluates."""
+    recipe, task = RECIPES[name], build(name, data)
+    if name in PAPERS:
+        kind, wanted = PAPERS[name]
+        assert type(task.optimizer) is kind
+        assert settings(task) == wanted
+    before = [p.detach().clone() for p in task.model.parameters()]
+    torch.manual_seed(0)
+    loss = task.loss(task.model, task.dataset[[0, 1]])
+    loss.backward()
+    task.optimizer.step()
+    task.scheduler.step()
+    assert loss.isfinite()
+    after = task.model.parameters()
+    assert all(not torch.equal(a, b) for a, b in zip(after, before, strict=True) if b.any())
+    state = torch.get_rng_state()
+    metrics = task.evaluate(task.model)
+    assert recipe.metric in metrics
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert task.model.training
+    assert torch.equal(torch.get_rng_state(), state), "how often one evaluates changes no run"
+
+
+def test_steps_cover_the_epochs(data: Path) -> None:
+    """The paper's decay falls inside of the run: the last rate is a hundredth of the first."""
+    one, sixteen = build("cifar10:cnn", data), build("cifar10:cnn", data, workers=16)
+    assert (one.steps, sixteen.steps) == (25, 2)  # 20 × 40 images, 32 and 512 a step
+    recipe = find_recipe("cifar100:vgg11")
+    task = recipe.build(Setup(4, 100, data=data))  # 800 images, 128 a step
+    found = rates(task, task.steps)
+    assert found == pytest.approx([0.01] * 4 + [0.001] + [0.0001] * 2)
+
+
+def test_classes_follow_the_folders(data: Path) -> None:
+    """Two folders, two outputs; top-5 of two classes is always right."""
+    task = build("imagenet:googlenet", data)
+    images, labels = task.dataset[[0, 7]]
+    assert task.model(images).shape == (2, 2)
+    assert labels.tolist() == [0, 1]
+    metrics = task.evaluate(task.model)
+    assert metrics["top-5 accuracy"] == metrics["top-10 accuracy"] == 1.0
+    assert 0 <= metrics["top-1 accuracy"] <= 1
+
+
+def test_perplexity_of_a_uniform_guess_is_the_vocabulary(data: Path) -> None:
+    """exp of the mean loss: with all logits alike, the number of words."""
+    task = build("wikitext:transformer", data)
+    nn.init.zeros_(task.model.head.weight)
+    words = task.model.head.out_features
+    assert task.evaluate(task.model)["validation perplexity"] == pytest.approx(words)
+    assert task.clip_norm == 2.0
+
+
+def test_the_transformer_learns(data: Path) -> None:
+    """A few steps bring the perplexity on other text far below that of the uniform guess."""
+    task = build("wikitext:transformer", data)
+    task.optimizer.param_groups[0]["lr"] = 0.2  # 2.0 is for a real vocabulary
+    for _ in range(20):
+        loss = task.loss(task.model, task.dataset[list(range(20))])
+        loss.backward()
+        nn.utils.clip_grad_norm_(task.model.parameters(), task.clip_norm)
+        task.optimizer.step()
+        task.optimizer.zero_grad()
+    assert task.evaluate(task.model)["validation perplexity"] < 0.5 * task.model.head.out_features
+
+
+def test_accuracies_count_the_likeliest() -> None:
+    """Top-k is the share whose label is among the k largest logits, over uneven batches."""
+    logits = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0], [1.0, 3.0, 2.0], [1.0, 2.0, 3.0]])
+    labels = torch.tensor([0, 1, 0, 2])
+    model = nn.Linear(3, 3)
+    nn.init.eye_(model.weight)
+    nn.init.zeros_(model.bias)
+    evaluate = accuracy(TensorData(logits, labels), {"one": 1, "two": 2, "ten": 10}, batch_size=3)
+    assert evaluate(model) == {"one": 0.5, "two": 0.75, "ten": 1.0}
+
+
+def test_augmented_batches_of_two_workers_differ(data: Path) -> None:
+    """``batches`` gives whole batches of the sampler's indices from folders as from tensors."""
+    task = build("cifar10:cnn", data)
+    task.batch_size, task.steps = 3, 5
+    for rank in range(2):
+        got = list(batches(task, 2, rank, seed=0))
+        assert [len(labels) for _, labels in got] == [3] * 5
+
+
+def test_an_alias_is_the_recipe() -> None:
+    assert find_recipe("mnist") is find_recipe("mnist:cnn") is RECIPES["mnist:cnn"]
+
+
+# Where it trains
+
+
+@pytest.mark.parametrize(
+    ("gpus", "local", "backend"), [(0, "1", "gloo"), (1, "2", "gloo"), (4, "4", "nccl")]
+)
+def test_each_process_needs_its_own_gpu(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, local: str, backend: str
+) -> None:
+    """NCCL where torchrun's processes on a machine are no more than its GPUs, else gloo."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    assert choose_backend() == backend
+
+
+def test_two_processes_train_from_files(data: Path) -> None:
+    """The whole of it: two workers train the transformer, clipped, and tell their perplexity."""
+    script = (
+        "from offbeat.lab.compare import run_and_record\n"
+        "from offbeat.lab.train import Job\n"
+        f"job = Job('wikitext:transformer', 'bsp', 2, epochs=4, data={str(data)!r})\n"
+        "result = run_and_record(job, lambda event: None)\n"
+        "print(result['final'], result['final_metrics']['validation perplexity'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        encoding="utf-8",
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    final, same = map(float, done.stdout.split())
+    assert 1 < final == same < math.inf
