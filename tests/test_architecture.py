@@ -28,7 +28,7 @@ LEVELS = [
     {"simulate"},
     {"__init__", "plan"},
     {"lab"},
-    {"cli_view"},
+    {"cli_options", "cli_view"},
     {"cli_network"},
     {"cli", "__main__"},
 ]

@@ -22,13 +22,27 @@ import torch.distributed as dist
 
 import offbeat
 from offbeat.cli_network import Jitter, Latency, measured_step, plan, probe
+from offbeat.cli_options import (
+    Bandwidth,
+    Data,
+    Epochs,
+    LrScale,
+    Partition,
+    RecipeName,
+    Sampler,
+    Seed,
+    StepTime,
+    StrategyText,
+    Timeout,
+    Workers,
+)
 from offbeat.cli_view import Bar, console, line, show
 from offbeat.errors import OffbeatError
 from offbeat.lab import compare as comparison
 from offbeat.lab import report
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.recipes import RECIPES, find_recipe
-from offbeat.lab.train import Event, Job, share_cores, train_worker
+from offbeat.lab.train import Event, Job, choose_backend, share_cores, train_worker
 from offbeat.lab.virtual import VirtualCluster
 from offbeat.simulate import Compute, Network
 from offbeat.strategies import STRATEGIES, Strategy
@@ -42,27 +56,6 @@ app = typer.Typer(
     help="Train PyTorch models data-parallel on slow networks without waiting for them.",
 )
 INTERRUPTED = "interrupted; all workers have been ended"
-
-RecipeName = Annotated[str, typer.Argument(help="A recipe; `offbeat recipes` lists them.")]
-Workers = Annotated[int, typer.Option("--workers", "-n", help="Worker processes to start.")]
-Epochs = Annotated[float | None, typer.Option(help="Passes over the data by all workers together.")]
-Seed = Annotated[int, typer.Option(help="Seed of model, data order and augmentation.")]
-Data = Annotated[Path | None, typer.Option(help="Directory of the data, if the recipe needs one.")]
-Bandwidth = Annotated[
-    str | None,
-    typer.Option(help="Shape each worker's link, as in 200Mbit/s (Linux, root, iproute2)."),
-]
-StrategyText = Annotated[
-    str, typer.Option("--strategy", "-s", help="A strategy, as in selsync:delta=0.3.")
-]
-StepTime = Annotated[
-    str | None,
-    typer.Option(
-        help="Virtual time of a step, as in 80ms.",
-        show_default="as measured on this machine",
-    ),
-]
-Timeout = Annotated[float, typer.Option(help="Seconds an operation between workers may take.")]
 
 
 def _version(wanted: bool) -> None:
@@ -113,6 +106,9 @@ def train(
         Path | None, typer.Option(help="JSON lines of every step, one file a worker.")
     ] = None,
     timeout: Timeout = 120.0,
+    lr_scale: LrScale = 1.0,
+    partition: Partition = None,
+    sampler: Sampler = "seldp",
 ) -> None:
     """Train a recipe under one strategy on local worker processes, or on those of torchrun.
 
@@ -120,7 +116,7 @@ def train(
 
     offbeat train digits --strategy selsync:delta=0.3 --workers 4
 
-    offbeat train mnist -s local:period=8 --data ~/mnist --records runs/mnist.jsonl
+    offbeat train mnist:cnn -s local:period=8 --data ~/mnist --records runs/mnist.jsonl
 
     torchrun --nproc-per-node 4 -m offbeat.cli train digits -s async:staleness=16
     """
@@ -133,6 +129,9 @@ def train(
         None if data is None else str(data),
         log=None if records is None else str(records),
         timeout_seconds=timeout,
+        lr_scale=lr_scale,
+        partition=partition,
+        sampler=sampler,
     )
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _join(dataclasses.replace(job, workers=int(os.environ["WORLD_SIZE"])), bandwidth)
@@ -162,6 +161,9 @@ def simulate(
     as_json: Annotated[
         Path | None, typer.Option("--json", help="Write totals and timeline as JSON.")
     ] = None,
+    lr_scale: LrScale = 1.0,
+    partition: Partition = None,
+    sampler: Sampler = "seldp",
 ) -> None:
     """Train a recipe on simulated workers in this process: real training, virtual seconds.
 
@@ -169,7 +171,17 @@ def simulate(
 
     offbeat simulate digits -s bsp --workers 16 --bandwidth 5gbit --latency 50us --step-time 80ms
     """
-    job = Job(recipe, strategy, workers, epochs, seed, None if data is None else str(data))
+    job = Job(
+        recipe,
+        strategy,
+        workers,
+        epochs,
+        seed,
+        None if data is None else str(data),
+        lr_scale=lr_scale,
+        partition=partition,
+        sampler=sampler,
+    )
     job.check()
     place = _virtual(job, bandwidth, latency, step_time, jitter)
     with Bar() as bar:
@@ -193,7 +205,7 @@ def _join(job: Job, bandwidth: str | None) -> None:
     if bandwidth is not None:
         raise ValueError("--bandwidth shapes the links of processes that offbeat starts itself")
     job.check()
-    dist.init_process_group("gloo")
+    dist.init_process_group(choose_backend())
     if dist.get_rank() == 0:
         console.print(f"joined the {dist.get_world_size()} processes that torchrun has started")
     metric = find_recipe(job.recipe).metric
@@ -209,7 +221,7 @@ def _join(job: Job, bandwidth: str | None) -> None:
             )
 
     try:
-        share_cores(job.workers)
+        share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", job.workers)))
         train_worker(job, tell)
     finally:
         dist.destroy_process_group()
@@ -243,6 +255,9 @@ def compare(
     latency: Latency = "100us",
     step_time: StepTime = None,
     jitter: Jitter = 0.0,
+    lr_scale: LrScale = 1.0,
+    partition: Partition = None,
+    sampler: Sampler = "seldp",
 ) -> None:
     """Run strategies one after the other under the same seeds; write table, plot and report.
 
@@ -264,11 +279,14 @@ def compare(
         seed,
         None if data is None else str(data),
         timeout_seconds=timeout,
+        lr_scale=lr_scale,
+        partition=partition,
+        sampler=sampler,
     )
     for one in strategy:
         dataclasses.replace(job, strategy=one).check()
     if output is None:
-        output = Path("runs", f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
+        output = Path("runs", f"{recipe.replace(':', '-')}-{time.strftime('%Y%m%d-%H%M%S')}")
     virtual = _virtual(job, bandwidth, latency, step_time, jitter) if simulated else None
     with _link(None if simulated else bandwidth, workers) as cluster, Bar() as bar:
         results = comparison.compare(

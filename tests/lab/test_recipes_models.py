@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from lab.standins import write_cifar, write_images, write_text
+from offbeat.lab.reading import batches, make_sampler
 from offbeat.lab.recipes import RECIPES, Setup, Task, find_recipe, imagenet
 from offbeat.lab.recipes.base import TensorData, accuracy, decay_at, decay_every
 from offbeat.lab.recipes.googlenet import googlenet
 from offbeat.lab.recipes.plain_cnns import alexnet, small_cnn, vgg11
 from offbeat.lab.recipes.resnet import resnet18, resnet101
 from offbeat.lab.recipes.word_transformer import WordTransformer
-from offbeat.lab.train import batches, choose_backend
+from offbeat.lab.train import choose_backend
 
 # With another head for another number of classes, as published for the 1000 of ImageNet: 11,689,512
 # and 44,549,160 in torchvision, whose first layer has 7×7 weights in place of 3×3.
@@ -285,7 +286,7 @@ def test_augmented_batches_of_two_workers_differ(data: Path) -> None:
     task = build("cifar10:cnn", data)
     task.batch_size, task.steps = 3, 5
     for rank in range(2):
-        got = list(batches(task, 2, rank, seed=0))
+        got = list(batches(task, make_sampler(task, 2, rank, seed=0)))
         assert [len(labels) for _, labels in got] == [3] * 5
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from offbeat.lab.reading import batches, make_sampler
 from offbeat.lab.recipes import Setup, find_recipe
-from offbeat.lab.train import batches
 from offbeat.replica import Replica
 
 
@@ -37,7 +37,9 @@ def measure_recipe(
     with torch.random.fork_rng(devices=[]):
         task = recipe.build(Setup(workers=1, epochs=recipe.epochs, data=data))
         count = sum(t.numel() for t in Replica(task.model, _trainable(task.model)).averaged())
-        again = chain.from_iterable(batches(task, 1, 0, seed=0) for _ in repeat(None))
+        again = chain.from_iterable(
+            batches(task, make_sampler(task, 1, 0, seed=0)) for _ in repeat(None)
+        )
         seconds: list[float] = []
         begin = time.perf_counter()
         for batch in islice(again, warmup_steps + steps):

@@ -10,7 +10,7 @@ import math
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,12 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import Sampler
 
 from offbeat.attach import attach
-from offbeat.data import SelDPSampler
 from offbeat.errors import OffbeatError
+from offbeat.lab.reading import batches, make_sampler
 from offbeat.lab.recipes import Setup, Task, find_recipe
 from offbeat.strategies import parse_strategy
 
@@ -45,6 +44,10 @@ class Job:
         evaluations: How often the consensus is evaluated, evenly spread, the end included.
         log: Where each worker's records go; see ``offbeat.attach``.
         timeout_seconds: See ``offbeat.attach``.
+        lr_scale: Factor on the recipe's learning rate, in all of its schedule.
+        partition: Who holds which samples: ``label:K`` (K labels a worker) or ``dirichlet:A``
+            (concentration A); None lets every worker read all of them.
+        sampler: Without a partition: ``seldp``, or ``defdp`` (each worker reads its own part).
     """
 
     recipe: str
@@ -56,6 +59,9 @@ class Job:
     evaluations: int = 24
     log: str | None = None
     timeout_seconds: float = 120.0
+    lr_scale: float = 1.0
+    partition: str | None = None
+    sampler: str = "seldp"
 
     def setup(self) -> Setup:
         """The recipe's part of it."""
@@ -78,26 +84,23 @@ class Job:
             raise ValueError(f"epochs must be positive and finite, got {self.epochs}")
         if not 0 < self.timeout_seconds < math.inf:
             raise ValueError(f"timeout must be positive and finite, got {self.timeout_seconds}")
+        if not 0 < self.lr_scale < math.inf:
+            raise ValueError(f"lr-scale must be positive and finite, got {self.lr_scale}")
         parse_strategy(self.strategy)
-        return find_recipe(self.recipe).build(self.setup())
+        task = find_recipe(self.recipe).build(self.setup())
+        self.sampler_for(task, 0)
+        return task
 
-
-def batches(
-    task: Task, workers: int, rank: int, seed: int, *, readers: int = 0
-) -> Iterator[tuple[Tensor, ...]]:
-    """``task.steps`` batches in SelDP order, epoch after epoch, read by ``readers`` processes."""
-    sampler = SelDPSampler(task.dataset, workers, rank, seed=seed)
-    grouped = BatchSampler(sampler, task.batch_size, drop_last=len(sampler) > task.batch_size)
-    loader = DataLoader(task.dataset, batch_size=None, sampler=grouped, num_workers=readers)
-    given, epoch = 0, 0
-    while True:
-        sampler.set_epoch(epoch)
-        for batch in loader:
-            if given == task.steps:
-                return
-            given += 1
-            yield batch
-        epoch += 1
+    def sampler_for(self, task: Task, rank: int) -> Sampler[int]:
+        """Which samples worker ``rank`` reads, and in which order."""
+        return make_sampler(
+            task,
+            self.workers,
+            rank,
+            seed=self.seed,
+            kind=self.sampler,
+            partition=self.partition,
+        )
 
 
 def choose_backend() -> str:
@@ -125,13 +128,14 @@ def train_worker(job: Job, emit: Callable[[Event], None]) -> None:
     recipe's metric and all metrics by name) and ``end`` (the totals of every rank). Training
     seconds are the time rank 0 spent computing and waiting; evaluation does not count.
     """
-    rank, workers, device = dist.get_rank(), dist.get_world_size(), own_device()
+    rank, device = dist.get_rank(), own_device()
     tell = emit if rank == 0 else (lambda event: None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     recipe = find_recipe(job.recipe)
     task = recipe.build(job.setup())
     task.model.to(device)
+    _scale_lr(task, job.lr_scale)
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(job.seed * 1000 + rank)  # augmentation differs between workers, the model does not
     sync = attach(
@@ -144,7 +148,7 @@ def train_worker(job: Job, emit: Callable[[Event], None]) -> None:
     tell({"event": "start", "steps": task.steps, "model_bytes": _bytes(task.model)})
     looks = {round(task.steps * (i + 1) / job.evaluations) for i in range(job.evaluations)}
     readers = task.readers if device.type == "cuda" else 0
-    for batch in batches(task, workers, rank, job.seed, readers=readers):
+    for batch in batches(task, job.sampler_for(task, rank), readers=readers):
         loss = task.loss(task.model, tuple(tensor.to(device) for tensor in batch))
         loss.backward()
         if task.clip_norm is not None:
@@ -170,6 +174,14 @@ def train_worker(job: Job, emit: Callable[[Event], None]) -> None:
         now = {"step": sync.step, "seconds": seconds}
         emit(_evaluation(now, recipe.metric, task.evaluate(task.model)))
         emit({"event": "end", "stats": totals})
+
+
+def _scale_lr(task: Task, factor: float) -> None:
+    """Multiply the learning rate now and in everything the schedule derives from it."""
+    task.scheduler.base_lrs = [lr * factor for lr in task.scheduler.base_lrs]
+    for group in task.optimizer.param_groups:
+        group["lr"] *= factor
+        group["initial_lr"] = group.get("initial_lr", group["lr"]) * factor
 
 
 def _evaluation(now: Event, metric: str, metrics: dict[str, float]) -> Event:

@@ -1,0 +1,78 @@
+"""Who reads what: the sampler of a worker, and its batches."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
+
+from offbeat.data import SelDPSampler, partition_by_label, partition_dirichlet
+from offbeat.lab.recipes import Task
+
+
+def make_sampler(
+    task: Task,
+    workers: int,
+    rank: int,
+    *,
+    seed: int,
+    kind: str = "seldp",
+    partition: str | None = None,
+) -> Sampler[int]:
+    """Which samples worker ``rank`` reads, and in which order.
+
+    Args:
+        task: What is trained.
+        workers: N.
+        rank: n.
+        seed: Seed of the order, and of the partition.
+        kind: ``seldp``, all of them by rotation, or ``defdp``, an N-th of its own.
+        partition: ``label:K`` or ``dirichlet:A``: the worker's own part.
+
+    Raises:
+        ValueError: an unknown kind of partition or sampler, or data without labels.
+    """
+    if kind not in ("seldp", "defdp"):
+        raise ValueError(f"sampler must be seldp or defdp, got {kind!r}")
+    if partition is not None:
+        parts = make_partition(partition, task, workers, seed)
+        return SelDPSampler(task.dataset, workers, rank, seed=seed, partition=parts)
+    if kind == "defdp":
+        return DistributedSampler(task.dataset, workers, rank, seed=seed)
+    return SelDPSampler(task.dataset, workers, rank, seed=seed)
+
+
+def make_partition(text: str, task: Task, workers: int, seed: int) -> list[Any]:
+    """The parts that ``label:K`` or ``dirichlet:A`` means for the data of ``task``.
+
+    Raises:
+        ValueError: another text, or data without one label a sample.
+    """
+    kind, _, value = text.partition(":")
+    labels = getattr(task.dataset, "tensors", ())[-1:]
+    if kind not in ("label", "dirichlet"):
+        raise ValueError(f"partition must be label:K or dirichlet:A, got {text!r}")
+    if not labels or labels[0].dim() != 1:
+        raise ValueError("a partition needs data with one label a sample; this recipe has none")
+    try:
+        if kind == "label":
+            return partition_by_label(labels[0], workers, int(value), seed)
+        return partition_dirichlet(labels[0], workers, float(value), seed)
+    except ValueError as error:
+        raise ValueError(f"partition {text!r}: {error}") from None
+
+
+def batches(task: Task, sampler: Sampler[int], *, readers: int = 0) -> Iterator[tuple[Tensor, ...]]:
+    """``task.steps`` batches in the sampler's order, epoch after epoch, read by ``readers``."""
+    size = len(sampler)  # type: ignore[arg-type]  # both kinds have a length
+    grouped = BatchSampler(sampler, task.batch_size, drop_last=size > task.batch_size)
+    loader = DataLoader(task.dataset, batch_size=None, sampler=grouped, num_workers=readers)
+    given, epoch = 0, 0
+    while True:
+        sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        for batch in loader:
+            if given == task.steps:
+                return
+            given += 1
+            yield batch
+        epoch += 1
