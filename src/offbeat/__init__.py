@@ -11,7 +11,19 @@ from offbeat.errors import (
 )
 from offbeat.schedule import LinearScalingWarmup
 from offbeat.simulate import Compute, Network, Simulation, simulate
-from offbeat.strategies import BSP, AsyncAveraging, LocalSGD, SelSync, Strategy, parse_strategy
+from offbeat.strategies import (
+    BSP,
+    EASGD,
+    SSP,
+    AsyncAveraging,
+    DiLoCo,
+    Downpour,
+    FedAvg,
+    LocalSGD,
+    SelSync,
+    Strategy,
+    parse_strategy,
+)
 from offbeat.synchronizer import Synchronizer
 from offbeat.telemetry import JsonLines, Stats, TensorBoard
 
@@ -19,11 +31,16 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BSP",
+    "EASGD",
+    "SSP",
     "AsyncAveraging",
     "AttachError",
     "CommunicationError",
     "CommunicationTimeout",
     "Compute",
+    "DiLoCo",
+    "Downpour",
+    "FedAvg",
     "JsonLines",
     "LinearScalingWarmup",
     "LocalSGD",

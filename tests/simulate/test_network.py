@@ -19,6 +19,7 @@ COLLECTIVES: list[Formula] = [
     network.broadcast_seconds,
     network.reduce_seconds,
     network.all_gather_seconds,
+    network.all_to_all_seconds,
 ]
 NAMES = [formula.__name__ for formula in COLLECTIVES]
 TRAFFIC = [
@@ -26,6 +27,7 @@ TRAFFIC = [
     network.broadcast_bytes,
     network.reduce_bytes,
     network.all_gather_bytes,
+    network.all_to_all_bytes,
 ]
 every_collective = pytest.mark.parametrize("formula", COLLECTIVES, ids=NAMES)
 
@@ -54,6 +56,9 @@ def test_a_message_costs_latency_and_transfer() -> None:
         ("reduce_seconds", 5, 24.3e-3),
         ("all_gather_seconds", 2, 8.1e-3),
         ("all_gather_seconds", 4, 24.3e-3),
+        ("all_to_all_seconds", 2, 1 * (0.1e-3 + 4e-3)),
+        ("all_to_all_seconds", 4, 3 * (0.1e-3 + 2e-3)),
+        ("all_to_all_seconds", 5, 4 * (0.1e-3 + 1.6e-3)),
     ],
 )
 def test_collectives_cost_what_the_formulas_say(name: str, workers: int, seconds: float) -> None:
@@ -67,6 +72,7 @@ def test_collectives_cost_what_the_formulas_say(name: str, workers: int, seconds
         ("broadcast_bytes", 750.0),
         ("reduce_bytes", 750.0),
         ("all_gather_bytes", 3000.0),
+        ("all_to_all_bytes", 750.0),
     ],
 )
 def test_workers_send_what_the_formulas_say(name: str, sent: float) -> None:
@@ -96,6 +102,25 @@ def test_bytes_agree_with_counting_messages() -> None:
             for rank, piece in enumerate(last):
                 parts[rank].add(piece)
         assert rounds == network.all_gather_bytes(1, workers)
+        pairs: set[tuple[int, int]] = set()  # an all-to-all, in rounds of one chunk each
+        rounds = 0
+        while len(pairs) < workers * (workers - 1):
+            rounds += 1
+            pairs |= {(rank, (rank + rounds) % workers) for rank in range(workers)}
+        chunks = sum(source == 0 for source, _ in pairs)
+        assert chunks / workers == pytest.approx(network.all_to_all_bytes(1, workers))
+        assert rounds == network.all_to_all_seconds(0, workers, 1.0, 1.0)
+
+
+def test_an_all_to_all_and_an_all_gather_of_its_chunks_are_an_all_reduce() -> None:
+    """A ring all-reduce is a reduce-scatter, which moves what an all-to-all does, and a gather."""
+    for workers in (2, 3, 8):
+        each = 1e6, workers, 125e6, 1e-4
+        chunk = 1e6 / workers, workers, 125e6, 1e-4
+        total = network.all_to_all_seconds(*each) + network.all_gather_seconds(*chunk)
+        assert total == pytest.approx(network.all_reduce_seconds(*each))
+        sent = network.all_to_all_bytes(*each[:2]) + network.all_gather_bytes(*chunk[:2])
+        assert sent == pytest.approx(network.all_reduce_bytes(*each[:2]))
 
 
 @every_collective

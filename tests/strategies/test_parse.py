@@ -8,12 +8,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import offbeat
-from offbeat import BSP, AsyncAveraging, LocalSGD, SelSync, parse_strategy
+from offbeat import (
+    BSP,
+    EASGD,
+    SSP,
+    AsyncAveraging,
+    DiLoCo,
+    Downpour,
+    FedAvg,
+    LocalSGD,
+    SelSync,
+    parse_strategy,
+)
 from offbeat.strategies import STRATEGIES, Strategy
 
 positive = st.floats(1e-9, 1e9)
 some = st.none() | st.integers(1, 10**6)
 unit = st.floats(0.001, 0.999)
+ranks = st.none() | st.lists(st.integers(0, 99), min_size=1, unique=True).map(tuple)
 
 
 def build(kind: type[Strategy], **options: st.SearchStrategy[Any]) -> st.SearchStrategy[Strategy]:
@@ -41,6 +53,40 @@ MADE: dict[str, st.SearchStrategy[Strategy]] = {
         outer_lr=positive,
         outer_momentum=st.just(0.0) | unit,
         discrepancy_every=some,
+    ),
+    "ssp": build(SSP, staleness=st.integers(0, 10**6), servers=ranks),
+    "downpour": build(
+        Downpour,
+        push_every=st.integers(1, 10**6),
+        fetch_every=st.integers(1, 10**6),
+        server_optimizer=st.sampled_from(["sgd", "adagrad"]),
+        server_lr=positive,
+        servers=ranks,
+    ),
+    "easgd": build(
+        EASGD,
+        period=st.integers(1, 10**6),
+        alpha=st.none() | unit,
+        synchronous=st.booleans(),
+        servers=ranks,
+    ),
+    "fedavg": build(
+        FedAvg,
+        period=st.integers(1, 10**6),
+        fraction=unit | st.just(1.0),
+        unselected=st.sampled_from(["keep", "restart"]),
+        weights=st.none() | st.lists(st.integers(1, 10**6) | positive, min_size=1).map(tuple),
+        seed=st.integers(0, 10**6),
+    )
+    | build(FedAvg, rounds_per_epoch=st.floats(0.001, 5), steps_per_epoch=st.integers(5, 10**6)),
+    "diloco": build(
+        DiLoCo,
+        period=st.integers(20, 10**6),
+        outer_lr=positive,
+        outer_momentum=st.just(0.0) | unit,
+        fragments=st.integers(1, 20),
+        overlap=st.integers(0, 19),
+        outer_dtype=st.sampled_from([None, "float32", "bfloat16", "float64"]),
     ),
 }
 
@@ -79,6 +125,18 @@ def test_text_and_repr_make_the_strategy_again(strategy: Strategy) -> None:
         ("selsync:aggregate=gradients", SelSync(aggregate="gradients")),
         ("selsync:delta=1e-3,flags=deferred", SelSync(delta=0.001, flags="deferred")),
         ("async:staleness=8,schedule=eager", AsyncAveraging(staleness=8, schedule="eager")),
+        ("fedavg:period=8,weights=600/300/100", FedAvg(period=8, weights=(600, 300, 100))),
+        ("fedavg:period=8,weights=0.5 / 1e2", FedAvg(period=8, weights=(0.5, 100.0))),
+        ("fedavg:period=8,weights=600/", FedAvg(period=8, weights=(600,))),
+        (
+            "fedavg:rounds_per_epoch=0.25,steps_per_epoch=100,unselected=restart",
+            FedAvg(rounds_per_epoch=0.25, steps_per_epoch=100, unselected="restart"),
+        ),
+        ("diloco", DiLoCo(period=100, outer_lr=0.7, outer_momentum=0.9)),
+        (
+            "diloco:period=50,fragments=4,overlap=5,outer_dtype=bfloat16",
+            DiLoCo(period=50, fragments=4, overlap=5, outer_dtype="bfloat16"),
+        ),
     ],
 )
 def test_text_is_the_constructor_call(text: str, strategy: Strategy) -> None:
@@ -103,6 +161,17 @@ def test_text_is_the_constructor_call(text: str, strategy: Strategy) -> None:
             "SelSync(delta=0.5, aggregate='gradients')",
         ),
         (AsyncAveraging(staleness=4), "async:staleness=4", "AsyncAveraging(staleness=4)"),
+        (
+            FedAvg(period=8, weights=(600, 0.5)),
+            "fedavg:period=8,weights=600/0.5",
+            "FedAvg(period=8, weights=(600, 0.5))",
+        ),
+        (
+            FedAvg(period=8, weights=(5,)),
+            "fedavg:period=8,weights=5/",
+            "FedAvg(period=8, weights=(5,))",
+        ),
+        (DiLoCo(), "diloco", "DiLoCo()"),
     ],
 )
 def test_only_what_differs_from_the_defaults_is_shown(
@@ -115,9 +184,9 @@ def test_only_what_differs_from_the_defaults_is_shown(
 @pytest.mark.parametrize(
     ("text", "error", "words"),
     [
-        ("", ValueError, "unknown strategy ''; there are async, bsp, local, selsync"),
-        ("bps", ValueError, "unknown strategy 'bps'; there are async, bsp, local, selsync"),
-        ("SelSync", ValueError, "unknown strategy 'SelSync'; there are async, bsp, local"),
+        ("", ValueError, "unknown strategy ''; there are async, bsp, diloco, "),
+        ("bps", ValueError, f"unknown strategy 'bps'; there are {', '.join(sorted(MADE))}"),
+        ("SelSync", ValueError, "unknown strategy 'SelSync'; there are async, bsp, diloco, "),
         ("selsync:detla=1", ValueError, "selsync has no setting 'detla'; it has delta, target_lss"),
         ("bsp:delta=1", ValueError, "bsp has no setting 'delta'; it has no settings"),
         ("local", ValueError, "local needs period, as in local:period=8"),
@@ -133,6 +202,11 @@ def test_only_what_differs_from_the_defaults_is_shown(
         ("selsync:delta=nan", ValueError, "delta must be at least 0"),
         ("selsync:flags=none", ValueError, 'flags must be "blocking" or "deferred", got None'),
         ("selsync:delta=1,target_lssr=0.9", ValueError, "give delta or target_lssr, not both"),
+        ("fedavg:period=8,weights=a/b", TypeError, "weights must be a tuple, one number for each"),
+        ("fedavg:period=8,weights=1//2", TypeError, "got '1//2'"),
+        ("fedavg:period=8,weights=/", TypeError, "got '/'"),
+        ("fedavg", ValueError, "give either period or rounds_per_epoch"),
+        ("diloco:overlap=100", ValueError, "overlap must be less than period"),
         ("async:schedule=x", ValueError, 'schedule must be "cyclic" or "eager", got \'x\''),
     ],
 )

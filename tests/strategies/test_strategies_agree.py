@@ -15,7 +15,6 @@ from offbeat.strategies import STRATEGIES, parse_strategy
 from problems import OPTIMIZERS, flat, loss_of, make_batch, make_model, train_step
 from workers import run
 
-# The eager schedule is not here: what it merges when depends on how fast the network is.
 TEXTS = [
     "bsp",
     "local:period=3",
@@ -27,6 +26,20 @@ TEXTS = [
     "selsync:delta=0.3,flags=deferred",
     "async:staleness=4",
     "async:staleness=4,outer_lr=0.7,outer_momentum=0.5",
+    "fedavg:period=3,fraction=0.5,weights=3/1/2",
+    "fedavg:rounds_per_epoch=3,steps_per_epoch=10,fraction=0.5,unselected=restart",
+    "diloco:period=4",
+    "diloco:period=5,fragments=3,overlap=2",
+    "ssp:staleness=0",
+    "ssp:staleness=0,servers=1/",
+    "easgd:period=2,synchronous=true,servers=0/2",
+]
+# What these give depends on how fast network and workers are.
+TIMED = [
+    "ssp:staleness=2",
+    "downpour",
+    "downpour:push_every=3,fetch_every=2,server_optimizer=adagrad,server_lr=0.1",
+    "easgd:period=2",
 ]
 
 
@@ -88,5 +101,26 @@ def test_gloo_and_the_simulator_agree(text: str) -> None:
         assert torch.equal(b["end"], simulated.results[0]["end"])
 
 
+@pytest.mark.parametrize("text", TIMED)
+def test_gloo_and_the_simulator_train_alike(text: str) -> None:
+    """Where order matters: all workers end with the same bits, near the other world's."""
+    real = run(train, text, workers=3)
+    simulated = simulate(
+        lambda: train(dist.get_rank(), dist.get_world_size(), text),
+        workers=3,
+        network=Network("10Mbit/s", latency="1ms"),
+        compute=Compute("10ms", jitter=0.3),
+    ).results
+
+    start = flat(make_model(seed=0))
+    for world in (real, simulated):
+        for rank, one in enumerate(world):
+            assert one["counts"][0] == 11 + 2 * rank
+            assert torch.equal(one["end"], world[0]["end"])
+            assert torch.equal(one["seen"], world[0]["seen"])
+    apart = (real[0]["end"] - simulated[0]["end"]).norm()
+    assert apart < 0.5 * (simulated[0]["end"] - start).norm()
+
+
 def test_every_strategy_has_a_row() -> None:
-    assert {text.partition(":")[0] for text in TEXTS} == set(STRATEGIES)
+    assert {text.partition(":")[0] for text in (*TEXTS, *TIMED)} == set(STRATEGIES)

@@ -5,11 +5,17 @@ import dataclasses
 from offbeat.strategies.async_averaging import AsyncAveraging
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.bsp import BSP
+from offbeat.strategies.diloco import DiLoCo
+from offbeat.strategies.downpour import Downpour
+from offbeat.strategies.easgd import EASGD
+from offbeat.strategies.fedavg import FedAvg
 from offbeat.strategies.local_sgd import LocalSGD
 from offbeat.strategies.selsync import SelSync
+from offbeat.strategies.ssp import SSP
 
 STRATEGIES: dict[str, type[Strategy]] = {
-    s.name: s for s in (BSP, LocalSGD, SelSync, AsyncAveraging)
+    s.name: s
+    for s in (BSP, LocalSGD, FedAvg, SelSync, AsyncAveraging, DiLoCo, SSP, Downpour, EASGD)
 }
 
 _CONSTANTS: dict[str, bool | None] = {"none": None, "true": True, "false": False}
@@ -19,7 +25,8 @@ def parse_strategy(text: str) -> Strategy:
     """A strategy from its short text form, ``name`` or ``name:setting=value,setting=value``.
 
     Names and settings are those of the classes: ``parse_strategy("local:period=8")`` is
-    ``LocalSGD(period=8)``.
+    ``LocalSGD(period=8)``. Numbers with slashes are a tuple: ``fedavg:period=8,weights=600/300``
+    is ``FedAvg(period=8, weights=(600, 300))``; ``600/`` is a tuple of one.
 
     Raises:
         ValueError: unknown name or setting, a missing or an impossible value; the message lists
@@ -51,9 +58,21 @@ def parse_strategy(text: str) -> Strategy:
 def _value(text: str) -> object:
     if text.lower() in _CONSTANTS:
         return _CONSTANTS[text.lower()]
-    for number in (int, float):
+    number = _number(text)
+    if number is not None:
+        return number
+    parts = text.split("/")
+    if len(parts) > 1:
+        numbers = tuple(map(_number, parts if parts[-1] else parts[:-1]))
+        if None not in numbers:
+            return numbers
+    return text
+
+
+def _number(text: str) -> int | float | None:
+    for kind in (int, float):
         try:
-            return number(text)
+            return kind(text)
         except ValueError:
             continue
-    return text
+    return None
