@@ -9,6 +9,7 @@ NAMES = (
     "trigger",
     "attach",
     "average",
+    "compression",
     "bsp",
     "memory",
     "idle",
@@ -16,6 +17,8 @@ NAMES = (
     "overhead",
     "validation",
     "papers",
+    "server",
+    "strategies",
 )
 
 if __name__ == "__main__":

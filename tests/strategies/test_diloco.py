@@ -236,14 +236,14 @@ def test_fragments_take_turns(period: int, fragments: int, overlap: int) -> None
             assert same == (t in steps[p]), f"{name} after step {t}"
 
 
-@pytest.mark.parametrize("overlap", [0, 3])
-def test_nobody_waits_for_what_overlaps(overlap: int) -> None:
+@pytest.mark.parametrize(("overlap", "wire"), [(0, "float32"), (3, "float32"), (3, "int8")])
+def test_nobody_waits_for_what_overlaps(overlap: int, wire: Any) -> None:
     """The sum travels for k steps unnoticed; without overlap every worker waits for it."""
 
     def worker() -> float:
         model = nn.Linear(100, 100)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        sync = offbeat.attach(model, optimizer, DiLoCo(period=5, overlap=overlap))
+        sync = offbeat.attach(model, optimizer, DiLoCo(period=5, overlap=overlap), wire=wire)
         for _ in range(20):
             optimizer.zero_grad()
             model(torch.ones(1, 100)).sum().backward()

@@ -185,7 +185,7 @@ def test_only_what_differs_from_the_defaults_is_shown(
     ("text", "error", "words"),
     [
         ("", ValueError, "unknown strategy ''; there are async, bsp, diloco, "),
-        ("bps", ValueError, f"unknown strategy 'bps'; there are {', '.join(sorted(MADE))}"),
+        ("bps", ValueError, f"unknown strategy 'bps'; there are {', '.join(sorted(STRATEGIES))}"),
         ("SelSync", ValueError, "unknown strategy 'SelSync'; there are async, bsp, diloco, "),
         ("selsync:detla=1", ValueError, "selsync has no setting 'detla'; it has delta, target_lss"),
         ("bsp:delta=1", ValueError, "bsp has no setting 'delta'; it has no settings"),
