@@ -10,6 +10,7 @@ from torch.optim import LBFGS, Optimizer
 
 from offbeat.errors import AttachError
 from offbeat.fabric import Communicator, SingleCommunicator, TorchCommunicator
+from offbeat.fabric.compression import Precision, require_precision
 from offbeat.fabric.interface import interface_in_use
 from offbeat.strategies.base import Part, Strategy
 from offbeat.synchronizer import Synchronizer, attached
@@ -24,6 +25,7 @@ def attach(
     *,
     group: dist.ProcessGroup | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    wire: Precision = "float32",
     log: object = None,
     timeout_seconds: float = 300.0,
 ) -> Synchronizer:
@@ -40,6 +42,10 @@ def attach(
         strategy: When to synchronize, for example ``offbeat.SelSync(delta=0.3)``.
         group: The process group of the workers; None is the default group.
         scaler: The GradScaler in use, if any. Iterations then count even where it skips a step.
+        wire: How the means of parameters and gradients travel: "float32" as they are, "bfloat16"
+            and "int8" in half and in about a quarter of the bytes. What rounding takes away is
+            kept and added the next time (one model copy of memory; another one, of the last mean,
+            unless gradients are averaged). Buffers and the final mean always travel as they are.
         log: Where a record of every step goes: a path (JSON lines, ``.rankN`` is added before the
             suffix unless the path contains ``{rank}``), a sink, or a list of them.
         timeout_seconds: How long an operation between workers may take before it fails on every
@@ -61,6 +67,12 @@ def attach(
             f"strategy must be a strategy such as offbeat.SelSync(delta=0.3), got {strategy!r}; "
             "offbeat.parse_strategy reads the text form"
         )
+    require_precision(wire)
+    if wire != "float32" and not strategy.averages:
+        raise ValueError(
+            f"wire={wire!r}: {type(strategy).__name__} pushes to a parameter server; "
+            "wire applies to strategies that average"
+        )
     if not timeout_seconds > 0:
         raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds}")
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
@@ -71,6 +83,7 @@ def attach(
         strategy,
         _communicator(group, timeout_seconds),
         scaler=scaler,
+        wire=wire,
         log=log,
     )
 

@@ -15,7 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from offbeat.agreement import copy_rank_0, require_agreement
 from offbeat.checkpoint import load, save
 from offbeat.errors import AttachError
-from offbeat.fabric import Accounting, Communicator
+from offbeat.fabric import Accounting, Communicator, Wire
+from offbeat.fabric.compression import Precision
 from offbeat.hooks import ScalerHooks, hook_optimizer
 from offbeat.replica import Replica
 from offbeat.significance import squared_norm
@@ -36,6 +37,7 @@ class Synchronizer:
         communicator: Communicator,
         *,
         scaler: torch.amp.GradScaler | None = None,
+        wire: Precision = "float32",
         log: object = None,
     ) -> None:
         self.strategy = strategy
@@ -53,7 +55,8 @@ class Synchronizer:
         self._active = True
         self._looking = False  # inside consensus()
         with self._fabric.paused():
-            require_agreement(self._fabric, self._describe())
+            require_agreement(self._fabric, [f"wire {wire!r}", *self._describe()])
+            self._worker.wire = Wire(self._fabric, wire)
             copy_rank_0(self._fabric, self._worker.replica.everything())
         self._sinks = open_sinks(log, rank=self._fabric.rank)
         self._groups = [len(part.optimizer.param_groups) for part in parts]
@@ -132,11 +135,14 @@ class Synchronizer:
         self.strategy.before_step(worker)
         self._prepared.add(index)  # not before: a step after a failure must fail, too
 
-    def complete(self, index: int) -> None:
-        """Optimizer ``index`` has stepped, or a GradScaler has skipped its step."""
+    def complete(self, index: int, *, skipped: bool = False) -> None:
+        """Optimizer ``index`` has stepped, or a GradScaler has ``skipped`` its step."""
         if not self._active:
             return
         worker = self._worker
+        if not skipped:
+            worker.part = index
+            self.strategy.after_part(worker)
         self._prepared.discard(index)
         self._stepped.add(index)
         if len(self._stepped) < len(worker.parts):
@@ -358,19 +364,21 @@ class Synchronizer:
             "has_news": worker.has_news,
             "stats": dataclasses.asdict(self._stats),
             "state": save(worker.state),
+            "wire": worker.wire_state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state_dict()``. Load the model's and the optimizer's state after attach.
 
         Raises:
-            ValueError: it was saved under another strategy.
+            ValueError: it was saved under another strategy or wire.
         """
         if state["strategy"] != repr(self.strategy):
             raise ValueError(
                 f"the state was saved under {state['strategy']}, this is {self.strategy!r}"
             )
         worker = self._worker
+        worker.load_wire_state(state["wire"])
         worker.step = state["step"]
         worker.steps_since_sync = state["steps_since_sync"]
         worker.has_news = state["has_news"]

@@ -15,14 +15,15 @@ T = TypeVar("T")
 class _Timed(Handle[T]):
     """A handle whose blocking time is added to the account."""
 
-    def __init__(self, handle: Handle[T], account: "Accounting") -> None:
-        self._handle, self._account = handle, account
+    def __init__(self, handle: Handle[T], account: "Accounting", *, message: bool = False) -> None:
+        self._handle, self._account, self._message = handle, account, message
 
     def done(self) -> bool:
         return self._handle.done()
 
     def wait(self) -> T:
-        self._account.before_waiting(self._handle)
+        if not self._message:
+            self._account.before_waiting(self._handle)
         start = self._account.now()
         try:
             return self._handle.wait()
@@ -38,7 +39,8 @@ class Accounting(Communicator):
     blocked in ``Handle.wait``.
 
     Attributes:
-        before_waiting: Called with each handle that is about to be waited for.
+        before_waiting: Called with each handle that is about to be waited for, but those of
+            messages, which two workers exchange while the others are anywhere.
     """
 
     def __init__(self, inner: Communicator) -> None:
@@ -80,9 +82,11 @@ class Accounting(Communicator):
         if not self._paused:
             self.payload_bytes += payload_bytes
 
-    def _count(self, tensor: Tensor, start: Callable[[], Handle[T]]) -> Handle[T]:
+    def _count(
+        self, tensor: Tensor, start: Callable[[], Handle[T]], *, message: bool = False
+    ) -> Handle[T]:
         self.count(tensor.nbytes)
-        return _Timed(start(), self)
+        return _Timed(start(), self, message=message)
 
     def computed(self) -> None:
         """As the wrapped communicator; computing is not waiting."""
@@ -116,7 +120,9 @@ class Accounting(Communicator):
     def send(self, tensor: Tensor, *, destination: int, tag: int = 0, what: str) -> Handle[Tensor]:
         """As the wrapped communicator, counted."""
         return self._count(
-            tensor, lambda: self._inner.send(tensor, destination=destination, tag=tag, what=what)
+            tensor,
+            lambda: self._inner.send(tensor, destination=destination, tag=tag, what=what),
+            message=True,
         )
 
     def receive(
@@ -126,6 +132,7 @@ class Accounting(Communicator):
         return self._count(
             tensor[:0],
             lambda: self._inner.receive(tensor, source=source, tag=tag, what=what, patient=patient),
+            message=True,
         )
 
     def exchange(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
@@ -153,7 +160,7 @@ class _TimedPromise(Promise[T]):
     """A promise whose blocking time is added to the account."""
 
     def __init__(self, promise: Promise[T], account: Accounting) -> None:
-        self._promise, self._timed = promise, _Timed(promise, account)
+        self._promise, self._timed = promise, _Timed(promise, account, message=True)
 
     def fulfil(self, result: T) -> None:
         self._promise.fulfil(result)
@@ -175,5 +182,7 @@ class _Twin(Accounting):
     def waited(self, seconds: float) -> None:
         self._account.waited(seconds)
 
-    def _count(self, tensor: Tensor, start: Callable[[], Handle[T]]) -> Handle[T]:
-        return self._account._count(tensor, start)
+    def _count(
+        self, tensor: Tensor, start: Callable[[], Handle[T]], *, message: bool = False
+    ) -> Handle[T]:
+        return self._account._count(tensor, start, message=message)

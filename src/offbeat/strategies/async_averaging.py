@@ -24,8 +24,8 @@ class Merge:
 
     sums: list[Tensor]  # one a bucket: Σ w·s over the workers, once arrived
     own: list[Tensor]  # one a bucket: s, this worker's snapshot
-    base: list[Tensor]  # P, the last merged model, one a parameter bucket; with outer momentum
-    velocity: list[Tensor]  # v, likewise
+    base: list[Tensor]  # P, the last merged model, one a parameter bucket; where it is needed
+    velocity: list[Tensor]  # v, likewise; with outer momentum
     flying: bool = False  # launched and not yet applied
     weight: float = 0.0  # Σ w, once known
     snapshot_step: int = 0  # own step of the snapshot under way
@@ -67,6 +67,10 @@ class AsyncAveraging(Strategy):
         m = M − P;  v ← μ·v + m;  P ← P + η_o·(m + μ·v)      with outer momentum (Nesterov)
         x ← x + (P − s)                       = x + mean(u) − u when plain (Algorithm 2)
 
+    Over a lossy ``wire`` updates travel, because rounding is relative to what is sent:
+
+        M = P + Σ w·(s − P) / Σ w             s − P with what rounding took from the last one
+
     ``schedule="cyclic"`` (Algorithm 2): a snapshot every β = τ/2 own steps; the mean of the one
     before is applied first, and waited for if it has not arrived. ``schedule="eager"``
     (Algorithm 1): a merge starts as soon as the last one has been applied and every worker has a
@@ -83,14 +87,15 @@ class AsyncAveraging(Strategy):
 
     *Communication*: one mean of the model a merge, and five numbers; overlapped with τ/2 steps.
     *Memory*: two flat copies (the snapshot, the sum in flight), and a third inside ``consensus``;
-    two more with outer momentum. *State*: all of these, counters; kept in
-    checkpoints. The optimizer's state stays as it is.
+    two more with outer momentum; with a lossy wire P (once) and the errors. *State*: all of these,
+    counters; kept in checkpoints. The optimizer's state stays as it is.
 
-    *Differs from the paper*: models are sent instead of updates, which is the same in exact
-    arithmetic, needs no copy of x_init, and re-anchors the workers on one shared mean, so that
-    rounding does not drive them apart. Line 22 of Algorithm 1 would discard progress; it is kept.
-    Outer momentum and the masterless eager schedule are ours. Floating-point buffers are shifted
-    likewise but stay between their own value and the mean, so that a variance stays positive.
+    *Differs from the paper*: models are sent instead of updates (but over a lossy wire), which is
+    the same in exact arithmetic, needs no copy of x_init, and re-anchors the workers on one shared
+    mean, so that rounding does not drive them apart. Line 22 of Algorithm 1 would discard progress;
+    it is kept. Outer momentum and the masterless eager schedule are ours. Floating-point buffers
+    are shifted likewise but stay between their own value and the mean, so that a variance stays
+    positive.
 
     Source: "Asynchronous SGD without gradient delay for efficient distributed training", ICLR 2019
     submission, Algorithms 1 and 2.
@@ -129,12 +134,11 @@ class AsyncAveraging(Strategy):
         """Every worker holds P_0."""
         parameters = make_buckets(p for _, p in worker.replica.parameters)
         buckets = [*parameters, *make_buckets(worker.replica.float_buffers())]
-        outer = parameters if self._outer else []
         merge = Merge(
             sums=[b.flat for b in buckets],
             own=[torch.empty_like(b.flat) for b in buckets],
-            base=[b.pack().clone() for b in outer],
-            velocity=[torch.zeros_like(b.flat) for b in outer],
+            base=[b.pack().clone() for b in parameters if self._outer or not worker.wire.exact],
+            velocity=[torch.zeros_like(b.flat) for b in parameters if self._outer],
         )
         return AsyncState(merge, buckets, len(parameters))
 
@@ -191,11 +195,19 @@ class AsyncAveraging(Strategy):
         merge = state.merge
         what = f"merge {state.merges + 1} of the models"
         merge.handles = []
-        for bucket, own in zip(state.buckets, merge.own, strict=True):
+        contribute = state.own_weight != 0
+        for i, (bucket, own) in enumerate(zip(state.buckets, merge.own, strict=True)):
             own.copy_(bucket.pack())
-            if state.own_weight == 0:
+            if not contribute:
                 bucket.flat.zero_()
-            merge.handles.append(worker.fabric.sum(bucket.flat, what=what))
+            if i >= state.parameter_buckets:  # a rounded variance could become negative
+                merge.handles.append(worker.fabric.sum(bucket.flat, what=what))
+                continue
+            if contribute and not worker.wire.exact:
+                bucket.flat.sub_(merge.base[i])
+            merge.handles.append(
+                worker.wire.sum(bucket.flat, stream=f"merge {i}", what=what, contribute=contribute)
+            )
         merge.roll, merge.flying = roll, True
         merge.snapshot_step = state.steps
         merge.launched_seconds, merge.arrived_seconds = worker.fabric.now(), None
@@ -205,6 +217,7 @@ class AsyncAveraging(Strategy):
     def _note_arrival(self, worker: Worker) -> None:
         """Poll the merge in flight: one question to the last of its operations."""
         merge: Merge = worker.state.merge
+        worker.wire.advance()
         if merge.flying and merge.arrived_seconds is None:
             handles = merge.handles
             if not handles or (handles[-1].done() and all(h.done() for h in handles)):
@@ -233,6 +246,9 @@ class AsyncAveraging(Strategy):
                 worker.state.distances.append(roll.measure / worker.size)
         for handle in merge.handles:
             handle.wait()
+        if merge.handles and not worker.wire.exact:  # updates came; a sum of models is expected
+            for base, total in zip(merge.base, merge.sums, strict=False):
+                total.add_(base, alpha=merge.weight)
         merge.handles = []
         if merge.arrived_seconds is None:
             merge.arrived_seconds = worker.fabric.now()
@@ -274,6 +290,8 @@ class AsyncAveraging(Strategy):
                     velocity.copy_(new_velocity)
                     base.copy_(new_base)
             else:
+                if merge.base and not keep:
+                    torch.div(bucket.flat, merge.weight, out=merge.base[i])
                 shift = bucket.flat.clone() if keep else bucket.flat
                 add_to(bucket.tensors, shift.sub_(own, alpha=merge.weight), 1 / merge.weight)
 

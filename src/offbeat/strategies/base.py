@@ -156,6 +156,29 @@ class Worker:
         if self.size > 1 and not self.wire.exact:
             self.references = [b.pack().clone() for b in self.replica.buckets("parameters")]
 
+    def wire_state(self) -> dict[str, Any]:
+        """What a lossy wire keeps between means, as plain values."""
+        return {
+            "precision": self.wire.precision,
+            "errors": self.wire.state_dict(),
+            "references": [reference.clone() for reference in self.references],
+        }
+
+    def load_wire_state(self, state: dict[str, Any]) -> None:
+        """Continue from ``wire_state()``.
+
+        Raises:
+            ValueError: it is that of another precision.
+        """
+        if state["precision"] != self.wire.precision:
+            raise ValueError(
+                f"the state was saved with wire={state['precision']!r}, this is "
+                f"wire={self.wire.precision!r}"
+            )
+        self.wire.load_state_dict(state["errors"])
+        for reference, saved in zip(self.references, state["references"], strict=True):
+            reference.copy_(saved)
+
     def average(
         self,
         roll: Roll,
@@ -212,7 +235,9 @@ class Worker:
             flat = bucket.pack(roll.own_weight)
             if roll.own_weight:
                 flat.sub_(reference, alpha=roll.own_weight)
-            handles.append(self.wire.sum(flat, stream=f"model {i}", what=what))
+            handles.append(
+                self.wire.sum(flat, stream=f"model {i}", what=what, contribute=roll.own_weight != 0)
+            )
         for bucket, reference, handle in zip(buckets, self.references, handles, strict=True):
             reference.add_(handle.wait(), alpha=1 / roll.weight)
             if take:
@@ -256,6 +281,9 @@ class Strategy(ABC):
     def before_step(self, worker: Worker) -> None:
         """The gradients of ``worker.parts[worker.part]`` are ready; it has not stepped yet."""
 
+    def after_part(self, worker: Worker) -> None:  # noqa: B027 - most look at the end only
+        """``worker.parts[worker.part]`` has stepped; its gradients are still there."""
+
     @abstractmethod
     def after_step(self, worker: Worker) -> bool:
         """All optimizers have stepped. Returns whether this iteration synchronized."""
@@ -295,7 +323,7 @@ class Strategy(ABC):
 
     def __str__(self) -> str:
         """The short text form that ``parse_strategy`` reads, such as ``local:period=8``."""
-        shown = ",".join(f"{k}={v}" for k, v in self._settings().items())
+        shown = ",".join(f"{k}={_as_text(v)}" for k, v in self._settings().items())
         return f"{self.name}:{shown}" if shown else self.name
 
     def _settings(self) -> dict[str, Any]:
@@ -304,6 +332,13 @@ class Strategy(ABC):
             for field in dataclasses.fields(self)
             if getattr(self, field.name) != field.default
         }
+
+
+def _as_text(value: object) -> str:
+    """A setting as ``parse_strategy`` reads it: a tuple as ``a/b/c``, of one number as ``a/``."""
+    if not isinstance(value, tuple):
+        return str(value)
+    return "/".join(map(str, value)) + ("/" if len(value) == 1 else "")
 
 
 def require_integer(name: str, value: object, *, least: int) -> None:

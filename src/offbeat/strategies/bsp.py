@@ -44,10 +44,12 @@ class BSP(Strategy):
             GradientMean(
                 worker.fabric,
                 part.parameters,
+                wire=worker.wire,
+                name=f"gradients of optimizer {i}, bucket",
                 slots=Roll.SLOTS,
                 overlap=overlap,
             )
-            for part in worker.parts
+            for i, part in enumerate(worker.parts)
         ]
         return BSPState(means, order=list(range(len(worker.parts))))
 

@@ -5,7 +5,7 @@ may start while backward still runs; the last one starts when the optimizer is a
 before it leaves what the workers must agree on: their roll, whether a gradient changed after its
 bucket had left (accumulation, clipping, unscaling), and which parameters have a gradient. So the
 first means are put in place while the last bucket is under way. A single bucket carries these
-numbers in its tail.
+numbers in its tail, unless the wire is lossy: they travel exactly.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from offbeat.fabric import Communicator, Completed, Handle
+from offbeat.fabric import Communicator, Completed, Handle, Wire
 from offbeat.replica import BUCKET_BYTES, Bucket, group_tensors, pack, unpack
 
 _FIRST_BUCKET_BYTES = 2**20  # small, so that the network gets to work early in backward
@@ -24,8 +24,9 @@ _STRIKES = 2  # windows in a row that may start too early before the overlap is 
 class _GradientBucket(Bucket):
     """A bucket that stages the gradients of its parameters; a missing one counts as zero."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], tail: int) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], tail: int, stream: str) -> None:
         super().__init__(parameters, tail)
+        self.stream = stream
         self.parameters = list(parameters)
         self.waiting = 0  # parameters whose gradient has not come yet
         self.handle: Handle[Tensor] = Completed(torch.empty(0))
@@ -86,11 +87,14 @@ class GradientMean:
     """g ← Σ g / (number of contributing workers), for the parameters of one optimizer.
 
     *Communication*: one all-reduce of the gradients in buckets; with ``overlap`` all buckets but
-    the last leave during backward. *Memory*: one flat copy of the gradients.
+    the last leave during backward. *Memory*: one flat copy of the gradients; with a lossy wire its
+    errors, and with ``overlap`` what they were before.
 
     Args:
         fabric: The communicator.
         parameters: The optimizer's parameters in the model's order, the same on all workers.
+        wire: Sums the gradients; None sends them as they are.
+        name: Begins the names of the wire's streams: another one for each optimizer.
         slots: Numbers that the caller sends along and gets back summed.
         overlap: Start buckets during backward.
         bucket_bytes: Size of a bucket.
@@ -101,21 +105,24 @@ class GradientMean:
         fabric: Communicator,
         parameters: Sequence[nn.Parameter],
         *,
+        wire: Wire | None = None,
+        name: str = "gradients",
         slots: int = 0,
         overlap: bool,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._fabric, self._slots = fabric, slots
+        self._wire = Wire(fabric) if wire is None else wire
         order = [p for p in reversed(parameters) if p.numel()]
         groups = group_tensors(order, bucket_bytes, min(bucket_bytes, _FIRST_BUCKET_BYTES))
         # Backward completes first the bucket whose last parameter comes first in `order`.
         place = {id(p): i for i, p in enumerate(order)}
         groups.sort(key=lambda group: place[id(group[-1])])
         agreed = slots + 2 + len(order)  # the caller's, changed, contributing, has a gradient
-        tail = agreed if len(groups) == 1 else 0
+        tail = agreed if len(groups) == 1 and self._wire.exact else 0
         self._buckets = [
-            _GradientBucket([p for p in group if isinstance(p, nn.Parameter)], tail)
-            for group in groups
+            _GradientBucket([p for p in g if isinstance(p, nn.Parameter)], tail, f"{name} {i}")
+            for i, g in enumerate(groups)
         ]
         self._bucket_of = {id(p): b for b in self._buckets for p in b.parameters}
         self._passes = 1  # backward passes per step, learned
@@ -148,14 +155,24 @@ class GradientMean:
             return
         self._bucket_of[key].waiting -= 1
         while self._next < len(self._buckets) - 1 and self._buckets[self._next].waiting == 0:
-            self._launch(self._buckets[self._next], 1.0)
+            self._launch(self._buckets[self._next], contribute=True)
             self._next += 1
 
-    def _launch(self, bucket: _GradientBucket, weight: float) -> None:
-        flat = bucket.pack(weight)
+    def _launch(self, bucket: _GradientBucket, *, contribute: bool) -> None:
+        flat = bucket.pack(float(contribute))
         if self.overlap:
             bucket.remember()
-        bucket.handle = self._fabric.sum(flat, what="mean of the gradients")
+        if bucket.tail.numel():
+            bucket.handle = self._fabric.sum(flat, what="mean of the gradients")
+            return
+        bucket.handle = self._wire.sum(
+            flat,
+            stream=bucket.stream,
+            what="mean of the gradients",
+            contribute=contribute,
+            # all but the last may have to be sent again
+            tentative=self.overlap and bucket is not self._buckets[-1],
+        )
 
     def reduce(self, slots: Sequence[float], *, contribute: bool) -> list[float]:
         """Replace the gradients by their mean over the contributing workers. Blocks.
@@ -167,23 +184,23 @@ class GradientMean:
         Returns:
             The caller's numbers summed over the workers.
         """
-        weight = float(contribute)
         early = self._buckets[: self._next]
         stale = any(b.changed() for b in early) if contribute else bool(early)
         parameters = [p for b in self._buckets for p in b.parameters]
         has = [float(contribute and p.grad is not None) for p in parameters]
         others = self._buckets[:-1]
         for bucket in others[self._next :]:
-            self._launch(bucket, weight)
-        agreed = self._agree([*slots, float(stale), weight, *has], weight)
+            self._launch(bucket, contribute=contribute)
+        agreed = self._agree([*slots, float(stale), float(contribute), *has], contribute)
         sums = agreed.wait().tolist()
         changed, contributing = sums[self._slots : self._slots + 2]
         present = [count > 0 for count in sums[self._slots + 2 :]]
         if changed:  # somewhere a bucket left too early: all workers send all of them again
             for bucket in others:
                 bucket.wait()
+                self._wire.take_back(bucket.stream)
             for bucket in others:
-                self._launch(bucket, weight)
+                self._launch(bucket, contribute=contribute)
         offset = 0
         for bucket in self._buckets:
             bucket.wait()
@@ -195,16 +212,16 @@ class GradientMean:
         self._begin()
         return sums[: self._slots]
 
-    def _agree(self, numbers: list[float], weight: float) -> Handle[Tensor]:
-        """Send ``numbers``, then the last bucket; or with it, if it is the only one."""
+    def _agree(self, numbers: list[float], contribute: bool) -> Handle[Tensor]:
+        """Send ``numbers``, then the last bucket; or in its tail, if it has one."""
         last = self._buckets[-1]
-        if len(self._buckets) == 1:
+        if last.tail.numel():
             last.tail.copy_(torch.tensor(numbers, dtype=last.flat.dtype))
-            self._launch(last, weight)
+            self._launch(last, contribute=contribute)
             return last.handle.then(lambda _: last.tail)
         flat = torch.tensor(numbers, dtype=torch.float64, device=self._fabric.control_device)
         handle = self._fabric.sum(flat, what="agreement on the gradients")
-        self._launch(last, weight)
+        self._launch(last, contribute=contribute)
         return handle
 
     def _learn(self, changed: bool) -> None:

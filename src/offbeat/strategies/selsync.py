@@ -125,7 +125,16 @@ class SelSync(Strategy):
             changes=[RelativeChange(a, self.window) for _ in range(count)],
             rounds=[int(self.flags == "deferred")] * count,  # its first step acts on no round
             controller=None if target is None else ThresholdController(target, self.delta),
-            means=[GradientMean(worker.fabric, p.parameters, overlap=False) for p in averaged],
+            means=[
+                GradientMean(
+                    worker.fabric,
+                    part.parameters,
+                    wire=worker.wire,
+                    name=f"gradients of optimizer {i}, bucket",
+                    overlap=False,
+                )
+                for i, part in enumerate(averaged)
+            ],
             order=list(range(len(worker.parts))),
         )
 

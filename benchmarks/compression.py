@@ -1,0 +1,124 @@
+"""What a quantised mean costs and saves: ``Wire.sum`` against the exact sum, and the codecs alone.
+
+The sums run over shaped links, in the same processes, in turn, behind a barrier; the time of the
+slowest worker counts. The bytes are read from the interface of each node: what one sum sends.
+"""
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness import Result, compare, interleave, slowest
+from benchmarks.processes import run
+from offbeat.fabric import Accounting, TorchCommunicator, Wire
+from offbeat.fabric.codec import BLOCK, CODECS
+from offbeat.lab.cluster import Cluster
+from offbeat.replica import BUCKET_BYTES
+
+MILLIONS = 10
+WORKERS = 4
+LINKS = {"100Mbit/s": 4, "1Gbit/s": 12}  # and repetitions
+
+
+def _bytes_sent() -> int:
+    """Bytes this node has sent, by the counter of its interface."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, numbers = line.strip().partition(":")
+        if name == Cluster.interface:
+            return int(numbers.split()[8])
+    raise RuntimeError(f"no interface {Cluster.interface}")
+
+
+def measure(millions: int, repetitions: int) -> dict[str, Any]:
+    """Runs on every worker: seconds of a sum of buckets at each precision, and bytes sent."""
+    fabric = Accounting(TorchCommunicator(None, timeout_seconds=60))
+    wires = [Wire(fabric, "float32"), Wire(fabric, "bfloat16"), Wire(fabric, "int8")]
+    torch.manual_seed(dist.get_rank())
+    buckets = list(torch.randn(int(millions * 1e6)).split(BUCKET_BYTES // 4))
+
+    def make(wire: Wire) -> Callable[[], None]:
+        def work() -> None:
+            handles = [
+                wire.sum(bucket, stream=f"{i}", what="benchmark")
+                for i, bucket in enumerate(buckets)
+            ]
+            for bucket, handle in zip(buckets, handles, strict=True):
+                handle.wait()
+                bucket.div_(fabric.size)
+
+        return work
+
+    functions = {wire.precision: make(wire) for wire in wires}
+    seconds = interleave(functions, repetitions, between=dist.barrier)
+    sent = {}
+    for name, work in functions.items():
+        dist.barrier()
+        before = _bytes_sent()
+        work()
+        dist.barrier()
+        sent[name] = _bytes_sent() - before
+    return {"seconds": seconds, "sent": sent}
+
+
+def sums(bandwidth: str, repetitions: int) -> list[Result]:
+    """Time and bytes of a quantised sum against the exact one over one kind of link."""
+    config = {"millions": MILLIONS, "repetitions": repetitions}
+    each = run(measure, workers=WORKERS, bandwidth=bandwidth, seconds=500, **config)
+    seconds = slowest([one["seconds"] for one in each])
+    full = {**config, "workers": WORKERS, "link": bandwidth}
+    found = []
+    for precision in ("bfloat16", "int8"):
+        ratio, details = compare(seconds[precision], seconds["float32"])
+        text = f"{precision} mean of {MILLIONS} M / exact, {WORKERS} workers, {bandwidth}: seconds"
+        found.append(Result("compression", text, ratio, None, "", full, details))
+        ratio = max(one["sent"][precision] / one["sent"]["float32"] for one in each)
+        text = f"{precision} mean of {MILLIONS} M / exact, {WORKERS} workers, {bandwidth}: bytes"
+        # one byte (or two) in four, scales, headers and acknowledgements
+        target = {"bfloat16": 0.53, "int8": 0.28}[precision]
+        details = {"sent": [one["sent"] for one in each]}
+        found.append(Result("compression", text, ratio, target, "", full, details))
+    return found
+
+
+def codec(precision: str, repetitions: int) -> list[Result]:
+    """GB/s of float32 in or out of one thread, on a bucket's worth of numbers."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    elements = BUCKET_BYTES // 4
+    made = CODECS[precision]()
+    x, errors, out = torch.randn(elements), torch.zeros(elements), torch.empty(elements)
+    payload = torch.empty(elements // BLOCK * made.block_bytes, dtype=torch.uint8)
+    functions: dict[str, Callable[[], Any]] = {
+        "encode": lambda: made.encode(errors, payload, plus=x),
+        "decode": lambda: made.decode(payload, out),
+        "add": lambda: made.add(payload, out),
+        "copy": lambda: out.copy_(x),
+    }
+    seconds = interleave(functions, repetitions)
+    torch.set_num_threads(threads)
+    rates = {name: x.nbytes / statistics.median(s) / 1e9 for name, s in seconds.items()}
+    config = {"elements": elements, "repetitions": repetitions, "threads": 1}
+    return [
+        Result(
+            "compression",
+            f"{precision}: {name} on one thread (a copy: {rates['copy']:.0f} GB/s)",
+            rates[name],
+            None,
+            "GB/s",
+            config,
+            rates,
+        )
+        for name in ("encode", "decode", "add")
+    ]
+
+
+def results(*, quick: bool = False) -> list[Result]:
+    """All figures of this benchmark."""
+    found = [one for precision in CODECS for one in codec(precision, 10 if quick else 100)]
+    for bandwidth, repetitions in LINKS.items():
+        found += sums(bandwidth, max(2, repetitions // 4) if quick else repetitions)
+    return found

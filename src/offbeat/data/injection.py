@@ -1,0 +1,420 @@
+"""Data injection: in every step some workers give some of their samples to all others."""
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch.distributed as dist
+
+from offbeat.data.exchange import Answer, Exchange, Key
+from offbeat.data.samples import Part, count_samples, join, take
+from offbeat.errors import AttachError, MismatchError, OffbeatError
+from offbeat.fabric import Communicator, Handle, SingleCommunicator, TorchCommunicator
+from offbeat.fabric.companion import Companions
+
+if TYPE_CHECKING:
+    from offbeat.synchronizer import Synchronizer
+
+_SENDERS, _SAMPLES = 4, 5  # purposes of a generator
+_TAG = 4096  # of messages; strategies on the same connections use smaller ones
+_TAGS = 2  # for each injection
+
+
+def injected_batch_size(batch_size: int, alpha: float, beta: float, workers: int) -> int:
+    """The batch size b' for the loader, so that batches hold about ``batch_size`` = b afterwards.
+
+    Equation 3 of the paper, at least 1:
+
+        b' = ⌊b / (1 + α·β·N)⌋
+
+    What a batch then holds, exactly, with S = ⌈α·N⌉ senders of k = ``given(b', β)`` samples each:
+    b' + S·k on a worker that is no sender of the step, b' + (S−1)·k on one that is (it does not
+    receive its own), and b' + S·k·(N−1)/N on average. α·N, b' and k are rounded, so this is b only
+    about: for b = 32, α = β = 1/2, N = 10 it is 9 + 5·5·9/10 = 31.5.
+
+    Args:
+        batch_size: b, the samples each step shall use.
+        alpha: α in (0, 1], the fraction of workers that send.
+        beta: β in (0, 1], the fraction of its own samples that each gives.
+        workers: N.
+
+    Raises:
+        TypeError: something else than numbers.
+        ValueError: a number out of its range.
+
+    Source: Tyagi & Swany, arXiv 2307.07950, §III-E, Equation 3.
+    """
+    _require_fraction("alpha", alpha)
+    _require_fraction("beta", beta)
+    for name, value in (("batch_size", batch_size), ("workers", workers)):
+        _require_integer(name, value, least=1)
+    return max(1, math.floor(_clean(batch_size / (1 + alpha * beta * workers))))
+
+
+def given(samples: int, beta: float) -> int:
+    """How many of ``samples`` a sender gives: β of them, a half rounded up, at least 1."""
+    return min(samples, max(1, math.floor(_clean(beta * samples) + 0.5)))
+
+
+def draw_senders(seed: int, key: Key, workers: int, alpha: float) -> list[int]:
+    """The ⌈α·N⌉ ranks that give samples at step ``key``, ascending; the same on all workers."""
+    random = np.random.default_rng([seed % 2**64, _SENDERS, *key])
+    count = math.ceil(_clean(alpha * workers))
+    drawn: list[int] = np.sort(random.choice(workers, count, replace=False)).tolist()
+    return drawn
+
+
+def draw_samples(seed: int, key: Key, rank: int, samples: int, beta: float) -> list[int]:
+    """Which of its ``samples`` the sender ``rank`` gives at step ``key``, ascending."""
+    random = np.random.default_rng([seed % 2**64, _SAMPLES, *key, rank])
+    count = given(samples, beta)
+    drawn: list[int] = np.sort(random.choice(samples, count, replace=False)).tolist()
+    return drawn
+
+
+@dataclass
+class _Ahead:
+    """A batch that is loaded, and the answers on their way, by rank."""
+
+    key: Key
+    batch: Any
+    answers: dict[int, Handle[Answer]]
+
+
+class DataInjection:
+    """Wraps a loader so that workers with different data see some of each other's.
+
+    In step t of worker n, N workers:
+
+        senders_t = ⌈α·N⌉ workers, drawn anew by (seed, t), the same on all workers
+        give_m    = ⌊β·b' + ½⌋ of the b' samples of worker m's own batch t, drawn; at least 1
+        batch_t   = own batch t, then give_m of every sender m ≠ n, in the order of ranks
+
+    Own batches should be smaller than without: see ``injected_batch_size``. A sender gives the same
+    samples to all; it goes on training on them, too.
+
+    Workers ask each other for samples; the next batch is loaded, and asked for, before the present
+    one is handed out, so samples travel while the model computes. A worker waits for a sender that
+    has not come to the step yet. One that has no batch for it gives nothing: it is in
+    ``consensus()`` or ``finish()``, or has left. So workers may take different numbers of steps,
+    and what they get does not depend on which of them is faster. Steps are counted anew after
+    every ``consensus()``.
+
+    Without ``sync``, a worker at the end of its loader gives nothing until it is iterated again.
+    Call ``close`` at the end, or use it as a context manager. Loaders of different lengths then
+    need ``away()``, a barrier and ``back()`` on all workers between epochs, or they drift apart.
+
+    With one worker the batches are the loader's.
+
+    Args:
+        loader: Any iterable of batches that can be iterated again, such as a DataLoader. A batch is
+            a tensor, or tuples, lists, dictionaries, named tuples and dataclasses of tensors and of
+            lists of numbers or strings, each with one entry a sample. It is the same structure on
+            all workers, with tensors that differ in the number of samples alone.
+        alpha: α in (0, 1], the fraction of workers that send in each step.
+        beta: β in (0, 1], the fraction of its batch that each sends.
+        sync: The synchronizer of the training, from ``attach``. Its workers take part, samples are
+            counted in its ``stats.details``, and it is told about ``consensus()`` and the end.
+        group: The process group of the workers, if there is no ``sync``; None is the default group.
+        seed: Seed of all draws, the same on all workers.
+        dimension: Which dimension of the tensors counts samples.
+        timeout_seconds: How long to wait for another worker; with ``sync``, its own counts.
+
+    Attributes:
+        loader: As given.
+        samples_received: From others, so far.
+        bytes_received: Their bytes.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: one out of its range, or both ``sync`` and ``group``.
+        AttachError: no process group, or a synchronizer that is finished.
+        MismatchError: other settings on another worker.
+
+    A collective: every worker makes it alike.
+
+    *Communication*: ⌈α·N⌉ parts to each worker in each step, in the background; a worker that sends
+    gives N−1 times. ``sync.stats.details`` counts ``injected_samples``,
+    ``injected_bytes_received``, ``injected_samples_sent`` and ``injected_bytes_sent``. Waiting for
+    samples counts as waiting. *Memory*: one more batch, and parts until all have asked for them.
+
+    *Differs from the paper*: workers need not be at the same step. A sender does not receive its
+    own samples, which the paper leaves open.
+
+    Source: Tyagi & Swany, arXiv 2307.07950, §III-E.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        alpha: float,
+        beta: float,
+        *,
+        sync: "Synchronizer | None" = None,
+        group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+        dimension: int = 0,
+        timeout_seconds: float = 300.0,
+    ) -> None:
+        _require_fraction("alpha", alpha)
+        _require_fraction("beta", beta)
+        _require_integer("seed", seed)
+        _require_integer("dimension", dimension, least=0)
+        if not isinstance(loader, Iterable) or isinstance(loader, Iterator):
+            raise TypeError(
+                "loader must be an iterable of batches that can be iterated again, such as a "
+                f"DataLoader, got {type(loader).__name__}"
+            )
+        self.loader = loader
+        self.alpha, self.beta, self.seed, self.dimension = alpha, beta, seed, dimension
+        self.samples_received = self.bytes_received = 0
+        self._counted = [0, 0, 0, 0]  # what the details hold already
+        self._synced = sync is not None
+        self._details: dict[str, Any] = {}
+        number = 0
+        if sync is None:
+            self._fabric = _communicator(group, timeout_seconds)
+        else:
+            if group is not None:
+                raise ValueError("give sync or group, not both: the synchronizer has a group")
+            companions = getattr(sync, "companions", None)
+            if not isinstance(companions, Companions):
+                raise TypeError(f"sync must be what offbeat.attach() returned, got {sync!r}")
+            number = companions.add(self)
+            self._fabric, self._details = companions.fabric.twin(), companions.details
+        self._agree()
+        self._exchange: Exchange | None = None
+        if self._fabric.size > 1:
+            self._exchange = Exchange(self._fabric, _TAG + _TAGS * number)
+        self._step = 0  # of the next batch that is loaded, since the last meeting
+        self._epoch = -1
+        self._iterations = 0
+        self._ahead: _Ahead | None = None
+        self._resumed: Key | None = None
+        self._closed = False
+
+    def _agree(self) -> None:
+        """Raise unless all workers were given the same settings."""
+        names = ("alpha", "beta", "seed", "dimension")
+        settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        what = "comparison of data injection"
+        everyone = self._fabric.background.gather_bytes(settings.encode(), what=what)
+        for rank, other in enumerate(everyone):
+            if other != everyone[0]:
+                raise MismatchError(
+                    f"data injection: rank {rank} has {other.decode()}, rank 0 has "
+                    f"{everyone[0].decode()}"
+                )
+
+    # -- what the user reads -----------------------------------------------------------------
+
+    @property
+    def samples_sent(self) -> int:
+        """Samples given to others, each as often as it was sent."""
+        return 0 if self._exchange is None else self._exchange.samples_sent
+
+    @property
+    def bytes_sent(self) -> int:
+        """Their bytes."""
+        return 0 if self._exchange is None else self._exchange.bytes_sent
+
+    def __len__(self) -> int:
+        """Batches of an epoch of this worker, if the loader knows."""
+        return len(self.loader)  # type: ignore[arg-type]
+
+    # -- batches -----------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        """The loader's batches, each with what the senders of its step give."""
+        if self._closed:
+            raise OffbeatError("this DataInjection has left the others: make a new one")
+        if self._exchange is None:
+            return iter(self.loader)
+        return self._inject(self._exchange)
+
+    def _inject(self, exchange: Exchange) -> Iterator[Any]:
+        self._epoch += 1
+        self._iterations += 1
+        iteration = self._iterations
+        if not self._synced:
+            exchange.end_epoch(-1)
+        own = iter(self.loader)
+        try:
+            self._ahead = self._load(own, exchange)
+            while self._ahead is not None:
+                present = self._ahead
+                self._ahead = self._load(own, exchange)
+                yield self._complete(present)
+        finally:
+            if iteration == self._iterations:  # else another iteration has begun meanwhile
+                self._ahead = None
+                if not self._synced:
+                    exchange.end_epoch(self._epoch)
+
+    def _load(self, own: Iterator[Any], exchange: Exchange) -> _Ahead | None:
+        """Load the next batch, let the others have their part of it, and ask for theirs."""
+        try:
+            batch = next(own)
+        except StopIteration:
+            if not self._synced:
+                exchange.end_epoch(self._epoch)
+            return None
+        key = self._number(exchange)
+        rank = self._fabric.rank
+        senders = draw_senders(self.seed, key, self._fabric.size, self.alpha)
+        exchange.publish(key, self._part(key, batch) if rank in senders else None)
+        others = [sender for sender in senders if sender != rank]
+        answers = {other: exchange.ask(other, key, self._epoch) for other in others}
+        return _Ahead(key, batch, answers)
+
+    def _number(self, exchange: Exchange) -> Key:
+        if self._resumed is not None:
+            key, self._resumed = self._resumed, None
+            return key
+        self._step += 1
+        return exchange.meeting, self._step - 1
+
+    def _part(self, key: Key, batch: Any) -> Part | None:
+        samples = count_samples(batch, self.dimension)
+        if samples == 0:
+            return None
+        chosen = draw_samples(self.seed, key, self._fabric.rank, samples, self.beta)
+        return take(batch, chosen, self.dimension)
+
+    def _complete(self, present: _Ahead) -> Any:
+        """The own batch and the answers, when all have come."""
+        parts = []
+        for rank, handle in present.answers.items():
+            answer = handle.wait()
+            if isinstance(answer, Exception):
+                raise answer
+            if answer is not None:
+                parts.append((rank, answer))
+        joined = join(present.batch, parts, self.dimension)
+        self.samples_received += joined.samples
+        self.bytes_received += joined.values_bytes
+        self._count()
+        return joined.batch
+
+    def _count(self) -> None:
+        """Add what is new to the synchronizer's totals."""
+        totals = {
+            "injected_samples": self.samples_received,
+            "injected_bytes_received": self.bytes_received,
+            "injected_samples_sent": self.samples_sent,
+            "injected_bytes_sent": self.bytes_sent,
+        }
+        for (name, total), before in zip(totals.items(), self._counted, strict=True):
+            self._details[name] = self._details.get(name, 0) + total - before
+        self._counted = list(totals.values())
+
+    # -- where this worker is ----------------------------------------------------------------
+
+    def away(self) -> None:
+        """This worker loads nothing until all have met. ``consensus()`` of ``sync`` calls it."""
+        if self._exchange is not None:
+            self._exchange.away()
+
+    def back(self) -> None:
+        """All workers have met; steps count from 0 again. All workers call it equally often."""
+        if self._exchange is not None:
+            self._exchange.back()
+            self._step = 0
+
+    def leave(self) -> None:
+        """End: tell all others, and wait until they know. Calling it again does nothing.
+
+        Others get nothing from this worker from now on, and go on. ``finish()`` of ``sync`` calls
+        it.
+
+        Raises:
+            CommunicationError: another worker is lost.
+        """
+        self._closed = True
+        if self._exchange is not None:
+            self._exchange.leave()
+            self._count()
+
+    def close(self) -> None:
+        """``leave``, whatever state the others are in."""
+        with contextlib.suppress(OffbeatError):
+            self.leave()
+
+    def __enter__(self) -> "DataInjection":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # -- checkpoints -------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which step comes next, as plain values. Every worker saves at the same step.
+
+        The place in the data is the sampler's to save.
+        """
+        meeting = 0 if self._exchange is None else self._exchange.meeting
+        pending = None if self._ahead is None else list(self._ahead.key)
+        settings = {"alpha": self.alpha, "beta": self.beta, "seed": self.seed}
+        return {**settings, "meeting": meeting, "step": self._step, "pending": pending}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state_dict()``, before the first iteration.
+
+        Raises:
+            ValueError: it was saved with other settings.
+        """
+        for name in ("alpha", "beta", "seed"):
+            if state[name] != getattr(self, name):
+                raise ValueError(
+                    f"the state was saved with {name}={state[name]}, this DataInjection has "
+                    f"{name}={getattr(self, name)}"
+                )
+        self._step = state["step"]
+        self._resumed = None if state["pending"] is None else (*state["pending"],)
+        if self._exchange is not None:
+            self._exchange.start_at(state["meeting"])
+
+
+def _communicator(group: dist.ProcessGroup | None, timeout_seconds: float) -> Communicator:
+    if not timeout_seconds > 0:
+        raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds}")
+    if not (dist.is_available() and dist.is_initialized()):
+        raise AttachError(
+            "torch.distributed is not initialised: call torch.distributed.init_process_group() "
+            "before DataInjection(), and start the script with torchrun"
+        )
+    make = getattr(group or dist.group.WORLD, "make_communicator", None)
+    if make is not None:  # a simulated group
+        made: Communicator = make()
+        return made
+    if dist.get_world_size(group) == 1:
+        return SingleCommunicator()
+    return TorchCommunicator(group, timeout_seconds=timeout_seconds)
+
+
+_clean = functools.partial(round, ndigits=9)  # 0.1 · 30 is 3, not 3.0000000000000004
+
+
+def _require_fraction(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not 0 < value <= 1:
+        raise ValueError(f"{name} must be above 0 and at most 1, got {value}")
+
+
+def _require_integer(name: str, value: object, *, least: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if least is not None and value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")

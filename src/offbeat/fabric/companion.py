@@ -1,0 +1,69 @@
+"""What has messages of its own beside the training, and must know when this worker steps aside."""
+
+from typing import Any, Protocol
+
+from offbeat.errors import AttachError
+from offbeat.fabric.communicator import Communicator
+
+
+class Companion(Protocol):
+    """Something beside the training, such as ``DataInjection``."""
+
+    def away(self) -> None:
+        """This worker takes no step until all workers have come."""
+
+    def back(self) -> None:
+        """All have come. Every worker counts the same meetings."""
+
+    def leave(self) -> None:
+        """All have finished."""
+
+    def close(self) -> None:
+        """This worker stops here, perhaps alone, perhaps after a failure. Raises nothing."""
+
+
+class Companions:
+    """The companions of one synchronizer, which tells them all at once.
+
+    Args:
+        fabric: The synchronizer's communicator; a companion takes a ``twin`` of it.
+        details: The totals of ``Stats.details``, to which companions add their own.
+    """
+
+    def __init__(self, fabric: Communicator, details: dict[str, Any]) -> None:
+        self.fabric, self.details = fabric, details
+        self._all: list[Companion] = []
+        self._closed = False
+
+    def add(self, companion: Companion) -> int:
+        """Take one in; all workers in the same order. Returns how many came before.
+
+        Raises:
+            AttachError: after ``finish`` or ``detach``.
+        """
+        if self._closed:
+            raise AttachError("this synchronizer is finished or detached: attach again first")
+        self._all.append(companion)
+        return len(self._all) - 1
+
+    def away(self) -> None:
+        """See ``Companion``."""
+        for one in self._all:
+            one.away()
+
+    def back(self) -> None:
+        """See ``Companion``."""
+        for one in self._all:
+            one.back()
+
+    def leave(self) -> None:
+        """See ``Companion``."""
+        self._closed = True
+        for one in self._all:
+            one.leave()
+
+    def close(self) -> None:
+        """See ``Companion``."""
+        self._closed = True
+        for one in self._all:
+            one.close()
