@@ -348,7 +348,7 @@ def test_buckets_are_kept_until_a_buffer_is_rebound() -> None:
     assert replica.buckets() is first
     held = {id(t) for b in first for t in b.tensors}
     assert held == {id(t) for t in replica.averaged()}
-    assert [id(t) for b in replica.buckets(buffers_only=True) for t in b.tensors] == [
+    assert [id(t) for b in replica.buckets("buffers") for t in b.tensors] == [
         id(t) for t in replica.float_buffers()
     ]
     assert replica.buckets() is first

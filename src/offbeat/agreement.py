@@ -8,6 +8,17 @@ from torch import Tensor
 from offbeat.errors import MismatchError
 from offbeat.fabric import Communicator
 from offbeat.replica import make_buckets
+from offbeat.strategies.base import Strategy, Worker
+
+
+def describe(strategy: Strategy, worker: Worker) -> list[str]:
+    """What must be alike on all workers: strategy, optimizers, tensors; one line each."""
+    lines = [f"strategy {strategy!r}"]
+    lines += [
+        f"optimizer {i}: {type(part.optimizer).__name__} with {len(part.parameters)} parameters"
+        for i, part in enumerate(worker.parts)
+    ]
+    return lines + worker.replica.describe()
 
 
 def require_agreement(fabric: Communicator, lines: Sequence[str]) -> None:

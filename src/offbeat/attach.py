@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ def attach(
     *,
     group: dist.ProcessGroup | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    optimizer_state: Literal["local", "average"] = "local",
     wire: Precision = "float32",
     log: object = None,
     timeout_seconds: float = 300.0,
@@ -38,10 +40,15 @@ def attach(
 
     Args:
         model: The model. Its trainable parameters, and those the optimizers hold, are averaged.
-        optimizer: The optimizer that moves them, or a list of optimizers. Its state stays local.
+        optimizer: The optimizer that moves them, or a list of optimizers.
         strategy: When to synchronize, for example ``offbeat.SelSync(delta=0.3)``.
         group: The process group of the workers; None is the default group.
         scaler: The GradScaler in use, if any. Iterations then count even where it skips a step.
+        optimizer_state: "local" leaves each optimizer's state (momentum, second moments) as it is.
+            "average" averages it whenever all workers wait for a mean of models, with
+            ``LocalSGD``, ``SelSync`` (parameters), ``FedAvg`` and ``DiLoCo`` (no overlap); under
+            ``BSP`` it is equal anyway. Costs its size on the wire, exactly, whatever ``wire``: as
+            much as the model for momentum, twice that for Adam.
         wire: How the means of parameters and gradients travel: "float32" as they are, "bfloat16"
             and "int8" in half and in about a quarter of the bytes. What rounding takes away is
             kept and added the next time (one model copy of memory; another one, of the last mean,
@@ -73,6 +80,14 @@ def attach(
             f"wire={wire!r}: {type(strategy).__name__} pushes to a parameter server; "
             "wire applies to strategies that average"
         )
+    if optimizer_state not in ("local", "average"):
+        raise ValueError(f'optimizer_state must be "local" or "average", got {optimizer_state!r}')
+    if optimizer_state == "average" and not strategy.averages_state:
+        raise ValueError(
+            f'optimizer_state="average" with {strategy}: there is no moment at which all workers '
+            "wait for a mean of models; use LocalSGD, SelSync of parameters, FedAvg, or DiLoCo "
+            "without overlap"
+        )
     if not timeout_seconds > 0:
         raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds}")
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
@@ -83,6 +98,7 @@ def attach(
         strategy,
         _communicator(group, timeout_seconds),
         scaler=scaler,
+        optimizer_state=optimizer_state,
         wire=wire,
         log=log,
     )

@@ -12,15 +12,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from offbeat.agreement import copy_rank_0, require_agreement
+from offbeat.agreement import copy_rank_0, describe, require_agreement
 from offbeat.checkpoint import load, save
 from offbeat.errors import AttachError
 from offbeat.fabric import Accounting, Communicator, Wire
+from offbeat.fabric.companion import Companions
 from offbeat.fabric.compression import Precision
 from offbeat.hooks import ScalerHooks, hook_optimizer
 from offbeat.replica import Replica
 from offbeat.significance import squared_norm
 from offbeat.strategies.base import Part, Roll, Strategy, Worker
+from offbeat.strategies.optimizer_state import OptimizerState
 from offbeat.telemetry import Stats, open_sinks
 
 attached: "weakref.WeakSet[Any]" = weakref.WeakSet()  # models and optimizers in use
@@ -37,6 +39,7 @@ class Synchronizer:
         communicator: Communicator,
         *,
         scaler: torch.amp.GradScaler | None = None,
+        optimizer_state: str = "local",
         wire: Precision = "float32",
         log: object = None,
     ) -> None:
@@ -48,6 +51,7 @@ class Synchronizer:
         replica = Replica(model, trainable)
         self._worker = Worker(self._fabric, replica, parts)
         self._stats = Stats(details=self._worker.details)
+        self.companions = Companions(self._fabric, self._worker.details)
         self._hooks: list[RemovableHandle] = []
         self._prepared: set[int] = set()  # parts whose before_step has run
         self._stepped: set[int] = set()  # parts that have stepped in this iteration
@@ -55,9 +59,15 @@ class Synchronizer:
         self._active = True
         self._looking = False  # inside consensus()
         with self._fabric.paused():
-            require_agreement(self._fabric, [f"wire {wire!r}", *self._describe()])
+            chosen = [f"optimizer_state {optimizer_state!r}", f"wire {wire!r}"]
+            require_agreement(self._fabric, [*chosen, *describe(strategy, self._worker)])
             self._worker.wire = Wire(self._fabric, wire)
             copy_rank_0(self._fabric, self._worker.replica.everything())
+        if optimizer_state == "average":
+            optimizers = [part.optimizer for part in parts]
+            self._worker.optimizer_state = OptimizerState(
+                self._fabric, replica.parameters, optimizers
+            )
         self._sinks = open_sinks(log, rank=self._fabric.rank)
         self._groups = [len(part.optimizer.param_groups) for part in parts]
         self._worker.state = strategy.start(self._worker)
@@ -98,18 +108,6 @@ class Synchronizer:
         Tensors are read only when the record is written, and only if there is a sink.
         """
         self._extra.update(values)
-
-    # -- start -------------------------------------------------------------------------------
-
-    def _describe(self) -> list[str]:
-        """What must be alike on all workers."""
-        worker = self._worker
-        lines = [f"strategy {self.strategy!r}"]
-        lines += [
-            f"optimizer {i}: {type(p.optimizer).__name__} with {len(p.parameters)} parameters"
-            for i, p in enumerate(worker.parts)
-        ]
-        return lines + worker.replica.describe()
 
     # -- every step --------------------------------------------------------------------------
 
@@ -241,9 +239,11 @@ class Synchronizer:
 
     def _arrive(self, *, finishing: bool) -> Roll:
         """Answer the others' rounds with weight 0 until nobody steps any more."""
+        self.companions.away()
         while True:
             roll = self.strategy.answer(self._worker, finishing=finishing)
             if roll is not None and roll.stepping == 0:
+                self.companions.back()
                 return roll
 
     @contextlib.contextmanager
@@ -300,6 +300,7 @@ class Synchronizer:
             with self._fabric.paused():  # the others are in consensus(): help, and go on waiting
                 worker.replica.restore(self._meet(roll))
         self.strategy.drain(worker, roll)
+        self.companions.leave()
         stats, fabric = self._stats, self._fabric
         stats.wait_seconds += fabric.wait_seconds - self._seen[0]
         stats.payload_bytes += fabric.payload_bytes - self._seen[1]
@@ -310,6 +311,7 @@ class Synchronizer:
         if not self._active:
             return
         self._active = False
+        self.companions.close()
         self.strategy.stop(self._worker)
         for hook in self._hooks:
             hook.remove()

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from offbeat.fabric import Communicator, Completed, Handle, Wire
 from offbeat.replica import Kind, Replica, unpack
+from offbeat.strategies.optimizer_state import OptimizerState
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class Worker:
         fabric: The communicator.
         wire: Sums over the workers at the precision of the wire.
         replica: The model's tensors.
+        optimizer_state: Averages the optimizers' state; None leaves it local.
         parts: One for each optimizer.
         part: Index of the optimizer that is about to step (in ``before_step``).
         completes_iteration: Whether it is the last one of this iteration.
@@ -91,6 +93,7 @@ class Worker:
     ) -> None:
         self.fabric, self.replica, self.parts = fabric, replica, parts
         self.wire = Wire(fabric) if wire is None else wire
+        self.optimizer_state: OptimizerState | None = None
         self.references: list[Tensor] = []  # the last mean of the models, with a lossy wire
         self.part = 0
         self.completes_iteration = False
@@ -224,9 +227,16 @@ class Worker:
                 if i < len(buckets):
                     handles.append(self.fabric.sum(buckets[i].pack(roll.own_weight), what=what))
             self._maximum_of_integers(what, take=take)
+        if not exact and not buffers_only:
+            self.average_optimizer_state(roll, take=take)
         if take:
             self.steps_since_sync = 0
             self.has_news = False
+
+    def average_optimizer_state(self, roll: Roll, *, take: bool = True) -> None:
+        """The mean of the optimizers' state with the weights of ``roll``, if the user wants it."""
+        if self.optimizer_state is not None and self.size > 1 and roll.weight:
+            self.optimizer_state.average(roll.own_weight, roll.weight, take=take)
 
     def _average_lossy(self, roll: Roll, *, take: bool, what: str) -> None:
         """The parameters' mean by its distance from the last one, r: r ← r + Σ w·(x − r) / Σ w."""
@@ -271,7 +281,12 @@ class Strategy(ABC):
     needs_unscaled: ClassVar[bool] = True
     """Whether ``before_step`` must see gradients after a GradScaler has unscaled them."""
     averages: ClassVar[bool] = True
-    """Whether workers average anything, so that ``wire`` and ``optimizer_state`` apply."""
+    """Whether workers average anything, so that ``wire`` applies."""
+
+    @property
+    def averages_state(self) -> bool:
+        """Whether ``optimizer_state="average"`` applies: all wait while models are averaged."""
+        return False
 
     @abstractmethod
     def start(self, worker: Worker) -> Any:

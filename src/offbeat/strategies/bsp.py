@@ -35,6 +35,11 @@ class BSP(Strategy):
     name: ClassVar[str] = "bsp"
     needs_unscaled: ClassVar[bool] = False
 
+    @property
+    def averages_state(self) -> bool:
+        """It is the same on all workers anyway."""
+        return True
+
     def start(self, worker: Worker) -> BSPState:
         """Hook the gradients."""
         # With several optimizers one backward may fill the gradients of another's parameters,

@@ -147,6 +147,11 @@ class DiLoCo(Strategy):
                 f"got {self.outer_dtype!r}"
             )
 
+    @property
+    def averages_state(self) -> bool:
+        """At every mean of the last fragment, unless it is overlapped."""
+        return not self.overlap
+
     def start(self, worker: Worker) -> DiLoCoState:
         """θ is the model that every worker holds.
 
@@ -219,6 +224,7 @@ class DiLoCo(Strategy):
             worker.record["fragment"] = fragment.number
             if not self.overlap:
                 self._land(worker, fragment)
+                self._average_state(worker, fragment, contribute=True)
                 worker.record["applied"] = fragment.number
         return state.applied > applied
 
@@ -346,7 +352,14 @@ class DiLoCo(Strategy):
             self._launch(worker, called, contribute=contribute)
             if not self.overlap:
                 self._land(worker, fragment)
+                self._average_state(worker, fragment, contribute=contribute)
         return roll
+
+    def _average_state(self, worker: Worker, fragment: Fragment, *, contribute: bool) -> None:
+        """The inner optimizers' state, with the last fragment, if the user wants it averaged."""
+        if fragment is worker.state.fragments[-1]:
+            weights = Roll(fragment.weight, 0, 0, 0, 0.0, float(contribute))
+            worker.average_optimizer_state(weights)
 
     def _moved(self, state: DiLoCoState) -> tuple[bool, bool]:
         """Whether there are own steps that were never sent; or these or some not yet applied."""

@@ -127,6 +127,11 @@ class FedAvg(Strategy):
                 if not 0 < weight < math.inf:
                     raise ValueError(f"each of weights must be positive and finite, got {weight}")
 
+    @property
+    def averages_state(self) -> bool:
+        """At every mean; those who are not drawn keep theirs."""
+        return True
+
     def start(self, worker: Worker) -> FedAvgState:
         """Everyone holds the same model.
 

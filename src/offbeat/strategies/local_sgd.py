@@ -42,6 +42,11 @@ class LocalSGD(Strategy):
         require_integer("period", self.period, least=1)
         require_integer("warmup_steps", self.warmup_steps, least=0)
 
+    @property
+    def averages_state(self) -> bool:
+        """At every mean."""
+        return True
+
     def start(self, worker: Worker) -> LocalSGDState:
         """Everyone holds the same model."""
         worker.keep_reference()

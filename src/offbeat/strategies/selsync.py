@@ -114,6 +114,11 @@ class SelSync(Strategy):
             require_integer("max_interval", self.max_interval, least=1)
         require_integer("warmup_steps", self.warmup_steps, least=0)
 
+    @property
+    def averages_state(self) -> bool:
+        """At every mean of the parameters."""
+        return self.aggregate == "parameters"
+
     def start(self, worker: Worker) -> SelSyncState:
         """A fresh trigger."""
         if self.aggregate == "parameters":

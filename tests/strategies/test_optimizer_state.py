@@ -1,0 +1,158 @@
+"""``attach(..., optimizer_state="average")``: momentum and moments take the mean of the workers."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import offbeat
+from offbeat import parse_strategy
+from problems import OPTIMIZERS, assign, flat, make_batch, make_model, train_step
+from workers import run
+
+STATE = {"momentum": ["momentum_buffer"], "adamw": ["exp_avg", "exp_avg_sq"]}
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, key: str) -> Tensor:
+    return torch.cat([optimizer.state[p][key].reshape(-1) for p in model.parameters()]).clone()
+
+
+def train(rank: int, size: int, text: str, kind: str, steps: int, choice: str) -> dict[str, Any]:
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    sync = offbeat.attach(
+        model, optimizer, parse_strategy(text), optimizer_state=choice, timeout_seconds=20
+    )
+    for step in range(steps):
+        train_step(model, optimizer, make_batch(rank, step))
+    states = {key: state_of(model, optimizer, key) for key in STATE[kind]}
+    counts = [float(s["step"]) for s in optimizer.state.values() if "step" in s]
+    own, sent = flat(model), sync.stats.payload_bytes
+    sync.finish()
+    return {"model": own, "counts": counts, "sent": sent, **states}
+
+
+def reference(workers: int, kind: str, period: int, steps: int) -> list[dict[str, Tensor]]:
+    """Local SGD in one process, whose means include the state."""
+    first = make_model(0)
+    models = [copy.deepcopy(first) for _ in range(workers)]
+    optimizers = [OPTIMIZERS[kind](m.parameters()) for m in models]
+    for step in range(steps):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            train_step(model, optimizer, make_batch(rank, step))
+        if (step + 1) % period == 0:
+            mean = torch.stack([flat(m) for m in models]).mean(0)
+            for model in models:
+                assign(model, mean.clone())
+            for key in STATE[kind]:
+                for parameters in zip(*(m.parameters() for m in models), strict=True):
+                    tensors = [o.state[p][key] for o, p in zip(optimizers, parameters, strict=True)]
+                    value = torch.stack(tensors).mean(0)
+                    for tensor in tensors:
+                        tensor.copy_(value)
+    return [
+        {"model": flat(m), **{key: state_of(m, o, key) for key in STATE[kind]}}
+        for m, o in zip(models, optimizers, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("kind", sorted(STATE))
+@pytest.mark.parametrize("text", ["local:period=3", "fedavg:period=3", "selsync:delta=inf"])
+def test_state_is_averaged_with_the_models(kind: str, text: str) -> None:
+    """At every mean of models the state takes its mean, too; counters stay."""
+    if text.startswith("selsync"):
+        text = "selsync:delta=inf,max_interval=3"
+    found = run(train, text, kind, 8, "average", workers=3)
+    for one, want in zip(found, reference(3, kind, 3, 8), strict=True):
+        for key, value in want.items():
+            torch.testing.assert_close(one[key], value, rtol=0, atol=1e-12)
+        assert set(one["counts"]) <= {8.0}
+
+
+def test_diloco_averages_the_inner_state() -> None:
+    """DiLoCo(1, 0) is local SGD, with the state averaged as well."""
+    text = "diloco:period=3,outer_lr=1.0,outer_momentum=0.0"
+    found = run(train, text, "momentum", 8, "average", workers=3)
+    for one, want in zip(found, reference(3, "momentum", 3, 8), strict=True):
+        for key, value in want.items():
+            torch.testing.assert_close(one[key], value, rtol=0, atol=1e-12)
+
+
+def test_local_is_the_default_and_costs_nothing() -> None:
+    """Without it momentum differs between the workers right after a mean, and less is sent."""
+    local = run(train, "local:period=3", "momentum", 6, "local", workers=2)
+    averaged = run(train, "local:period=3", "momentum", 6, "average", workers=2)
+    assert torch.equal(local[0]["model"], local[1]["model"])
+    assert not torch.equal(local[0]["momentum_buffer"], local[1]["momentum_buffer"])
+    assert torch.equal(averaged[0]["momentum_buffer"], averaged[1]["momentum_buffer"])
+    model_bytes = 8 * averaged[0]["model"].numel()
+    # two means, each with as many bytes of momentum and two numbers that compare
+    assert averaged[0]["sent"] - local[0]["sent"] == 2 * (model_bytes + 16)
+
+
+def _uneven(rank: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rank 0 never uses the second layer."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]).double()
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9)
+    with offbeat.attach(
+        layers,
+        optimizer,
+        offbeat.LocalSGD(period=2),
+        optimizer_state="average",
+        timeout_seconds=20,
+    ):
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(2):
+            optimizer.zero_grad()
+            x = torch.randn(4, 3, generator=generator, dtype=torch.float64)
+            y = layers[0](x)
+            (y if rank == 0 else layers[1](y)).square().sum().backward()
+            optimizer.step()
+        shared = optimizer.state[layers[0].weight]["momentum_buffer"].clone()
+        other = optimizer.state[layers[1].weight].get("momentum_buffer")
+    return shared, torch.zeros(0) if other is None else other.clone(), layers[1].weight.detach()
+
+
+def test_what_a_worker_lacks_stays_local() -> None:
+    """State that only some workers have is left as it is; the rest is averaged."""
+    (shared_0, none, _), (shared_1, first, _), (_, second, _) = run(_uneven, workers=3)
+    assert torch.equal(shared_0, shared_1)
+    assert none.numel() == 0
+    assert not torch.equal(first, second)
+
+
+def _refused(rank: int, size: int, text: str, choice: str) -> str:
+    model = make_model()
+    try:
+        offbeat.attach(
+            model,
+            OPTIMIZERS["sgd"](model.parameters()),
+            parse_strategy(text),
+            optimizer_state=choice,  # type: ignore[arg-type]
+        )
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("text", "choice", "words"),
+    [
+        ("async:staleness=4", "average", "no moment at which all workers wait"),
+        ("ssp:staleness=1", "average", "no moment at which all workers wait"),
+        ("diloco:overlap=2", "average", "no moment at which all workers wait"),
+        ("selsync:aggregate=gradients", "average", "no moment at which all workers wait"),
+        ("bsp", "mean", 'must be "local" or "average"'),
+        ("bsp", "average", "accepted"),
+    ],
+)
+def test_where_it_does_not_apply_it_is_an_error(text: str, choice: str, words: str) -> None:
+    """Nothing is ignored silently."""
+    result = offbeat.simulate(
+        lambda: _refused(dist.get_rank(), dist.get_world_size(), text, choice), workers=1
+    )
+    assert words in result.results[0]
