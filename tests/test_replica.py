@@ -355,3 +355,13 @@ def test_buckets_are_kept_until_a_buffer_is_rebound() -> None:
     model.norm.running_mean = torch.full((3,), 4.0)
     again = replica.buckets()
     assert id(model.norm.running_mean) in {id(t) for b in again for t in b.tensors}
+
+
+def test_an_infinite_mask_survives_the_shift() -> None:
+    """inf − inf is no number: what has not changed since the snapshot becomes the mean itself."""
+    mask = torch.tensor([float("-inf"), 0.0, 2.0])
+    bucket = Bucket([mask])
+    own = bucket.pack().clone()
+    bucket.flat.copy_(2 * torch.tensor([float("-inf"), 0.0, 3.0]))
+    add_clamped(bucket, own, 2.0)
+    assert mask.tolist() == [float("-inf"), 0.0, 3.0]

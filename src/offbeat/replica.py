@@ -267,4 +267,5 @@ def add_clamped(bucket: Bucket, own: Tensor, weight: float) -> None:
         clamped = torch.minimum(
             torch.maximum(shifted, torch.minimum(now, mean)), torch.maximum(now, mean)
         )
-        unpack(clamped, bucket.tensors)
+        # Apart, because infinity − infinity, as in a mask, is no number.
+        unpack(torch.where(now == own, mean, clamped), bucket.tensors)
