@@ -5,7 +5,13 @@ and to get the results in rank order. A communicator is held to this suite by ad
 """
 
 import math
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +25,7 @@ from offbeat.fabric import (
     Communicator,
     Completed,
     Handle,
+    Promise,
     SingleCommunicator,
     TorchCommunicator,
 )
@@ -188,6 +195,106 @@ def test_send_and_receive_match_by_source_and_tag(world: World) -> None:
 
 
 @every_world
+def test_messages_of_one_sender_and_tag_arrive_in_order(world: World) -> None:
+    """Headers under one tag, each followed by values under another, from all workers to all."""
+
+    def work(fabric: Communicator) -> Any:
+        others = [rank for rank in range(fabric.size) if rank != fabric.rank]
+        sends = []
+        for i in range(5):
+            for other in others:
+                header, values = torch.tensor([fabric.rank, i]), numbers(fabric.rank) * (i + 1)
+                sends.append(fabric.send(header, destination=other, tag=1, what="test"))
+                sends.append(fabric.send(values, destination=other, tag=2, what="test"))
+        received = []
+        for other in others[::-1]:
+            for _ in range(5):
+                header, values = torch.zeros(2, dtype=torch.int64), torch.zeros(3).double()
+                fabric.receive(header, source=other, tag=1, what="test", patient=True).wait()
+                fabric.receive(values, source=other, tag=2, what="test").wait()
+                received.append((other, header.tolist(), values))
+        for handle in sends:
+            handle.wait()
+        return received
+
+    results = world(work)
+    for received in results:
+        assert len(received) == 5 * (len(results) - 1)
+        for place, (source, header, values) in enumerate(received):
+            assert header == [source, place % 5]
+            assert torch.equal(values, numbers(source) * (place % 5 + 1))
+
+
+def meet(folder: str, rank: int, ranks: list[int]) -> None:
+    """Wait until all of ``ranks`` are here; not through a communicator."""
+    store = dist.FileStore(f"{folder}/meeting", -1)
+    store.set(str(rank), "here")
+    store.wait([str(other) for other in ranks], timedelta(seconds=30))
+
+
+def be_patient(rank: int, size: int, folder: str) -> Any:
+    fabric = TorchCommunicator(None, timeout_seconds=0.5)
+    outcomes = []
+    if rank == 0:
+        for source in (1, 2):
+            fabric.send(torch.zeros(1), destination=source, what="go").wait()
+            started = time.perf_counter()
+            handle = fabric.receive(torch.zeros(1), source=source, what="a push", patient=True)
+            try:
+                outcomes.append(f"{handle.wait().item():g}")
+            except offbeat.CommunicationError as error:
+                outcomes.append(f"{type(error).__name__}: {error}")
+            outcomes[-1] += f" in {time.perf_counter() - started:.1f}"
+        meet(folder, rank, [0, 1])
+    elif rank == 1:
+        fabric.receive(torch.zeros(1), source=0, what="go", patient=True).wait()
+        time.sleep(1.2)  # more than two time-outs
+        fabric.send(torch.tensor([7.0]), destination=0, what="a push").wait()
+        meet(folder, rank, [0, 1])
+    elif rank == 2:
+        fabric.receive(torch.zeros(1), source=0, what="go", patient=True).wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return outcomes
+
+
+def test_a_patient_receive_has_no_time_out_but_ends_with_its_connection(tmp_path: Path) -> None:
+    """The message may come late; when the sender dies the error comes at once and names it."""
+    late, lost = run(be_patient, str(tmp_path), workers=3, may_die=(2,))[0]
+    value, seconds = late.split(" in ")
+    assert (value, float(seconds) >= 1.0) == ("7", True), late
+    assert lost.startswith(("CommunicationError", "CommunicationTimeout")), lost
+    assert "rank 0: a push failed" in lost
+    assert "lost the connection to rank 2, which died" in lost
+
+
+@every_world
+def test_exchange_sends_chunk_k_to_worker_k(world: World) -> None:
+    """All-to-all into a new tensor of the same dtype; what was given stays as it was."""
+
+    def chunks(rank: int, size: int, dtype: torch.dtype) -> Tensor:
+        parts = [[10 * rank + k, 100 + rank, 200 + k] for k in range(size)]
+        return torch.tensor(parts).reshape(-1).to(dtype)
+
+    def work(fabric: Communicator) -> Any:
+        out = []
+        for dtype in DTYPES:
+            own = chunks(fabric.rank, fabric.size, dtype)
+            result = fabric.exchange(own, what="test").wait()
+            kept = torch.equal(own, chunks(fabric.rank, fabric.size, dtype))
+            out.append((kept and result.data_ptr() != own.data_ptr(), result))
+        return out
+
+    results = world(work)
+    size = len(results)
+    for rank, out in enumerate(results):
+        for dtype, (kept, result) in zip(DTYPES, out, strict=True):
+            rows = [chunks(source, size, dtype)[3 * rank : 3 * rank + 3] for source in range(size)]
+            assert kept
+            assert result.dtype == dtype
+            assert torch.equal(result, torch.cat(rows))
+
+
+@every_world
 def test_any_is_true_if_one_worker_says_so(world: World) -> None:
     """One flag suffices, whoever raises it; none is none."""
 
@@ -324,6 +431,234 @@ def test_then_applies_the_function_once(world: World) -> None:
         assert values == [2 * want, 2 * want, want]
 
 
+# -- twins, communicators, activities --------------------------------------------------------------
+
+
+@every_world
+def test_a_twin_has_an_order_of_its_own(world: World) -> None:
+    """Ranks start operations of the twin and of the original in different orders: none mix."""
+
+    def work(fabric: Communicator) -> Any:
+        twin = fabric.twin()
+        alike = (twin.rank, twin.size) == (fabric.rank, fabric.size)
+        value = numbers(fabric.rank)
+        starts: list[tuple[str, Callable[[], Handle[Any]]]] = [
+            ("original", lambda: fabric.sum(value.clone(), what="test")),
+            ("twin", lambda: twin.sum(100 * value, what="test")),
+        ]
+        again: list[tuple[str, Callable[[], Handle[Any]]]] = [
+            ("original maximum", lambda: fabric.maximum(value.clone(), what="test")),
+            ("twin gather", lambda: twin.gather(value + 7, what="test")),
+            ("second twin", lambda: second.sum(1000 * value, what="test")),
+        ]
+        second = fabric.twin()
+        turn = fabric.rank % 2
+        handles = {name: start() for name, start in (starts[::-1] if turn else starts)}
+        handles |= {name: start() for name, start in (again[::-1] if turn else again)}
+        return alike, {name: handle.wait() for name, handle in handles.items()}
+
+    results = world(work)
+    rows = [numbers(rank) for rank in size_of(results)]
+    for alike, out in results:
+        assert alike
+        assert torch.equal(out["original"], sum(rows))
+        assert torch.equal(out["twin"], 100 * sum(rows))
+        assert torch.equal(out["second twin"], 1000 * sum(rows))
+        assert torch.equal(out["original maximum"], torch.stack(rows).amax(0))
+        for part, row in zip(out["twin gather"], rows, strict=True):
+            assert torch.equal(part, row + 7)
+
+
+@every_world
+def test_messages_of_a_twin_and_of_the_original_do_not_mix(world: World) -> None:
+    """The same sender and tag on both: each receives its own, whichever asks first."""
+
+    def work(fabric: Communicator) -> Any:
+        twin = fabric.twin()
+        if fabric.size == 1:
+            return 1.0, 2.0
+        on_original, on_twin = torch.ones(1), torch.full((1,), 2.0)
+        if fabric.rank == 0:
+            handles = [
+                fabric.send(on_original, destination=1, tag=3, what="test"),
+                twin.send(on_twin, destination=1, tag=3, what="test"),
+            ]
+            for handle in handles:
+                handle.wait()
+        elif fabric.rank == 1:
+            on_original, on_twin = torch.zeros(1), torch.zeros(1)
+            twin.receive(on_twin, source=0, tag=3, what="test").wait()
+            fabric.receive(on_original, source=0, tag=3, what="test").wait()
+        return on_original.item(), on_twin.item()
+
+    assert set(world(work)) == {(1.0, 2.0)}
+
+
+def test_two_communicators_of_a_simulation_do_not_mix() -> None:
+    """Messages and collectives meet within one communicator, as those of two process groups do."""
+
+    def work() -> Any:
+        make = dist.group.WORLD.make_communicator  # type: ignore[union-attr]
+        first, second = make(), make()
+        rank, size = first.rank, first.size
+        after, before = (rank + 1) % size, (rank - 1) % size
+        messages = {1: torch.full((2,), 10.0 + rank), 2: torch.full((2,), 20.0 + rank)}
+        for number, fabric in ((1, first), (2, second)):
+            fabric.send(messages[number], destination=after, tag=5, what="test")
+        received = {}
+        for number, fabric in ((2, second), (1, first)):
+            into = torch.zeros(2)
+            received[number] = fabric.receive(into, source=before, tag=5, what="test").wait()
+        pair = [(first, 1.0), (second, 100.0)]
+        sums = [
+            fabric.sum(torch.tensor([value]), what="test")
+            for fabric, value in (pair[::-1] if rank % 2 else pair)
+        ]
+        values = sorted(handle.wait().item() for handle in sums)
+        return received[1].tolist(), received[2].tolist(), values
+
+    for rank, (one, two, sums) in enumerate(offbeat.simulate(work, workers=3).results):
+        before = (rank - 1) % 3
+        assert one == [10.0 + before] * 2
+        assert two == [20.0 + before] * 2
+        assert sums == [3.0, 300.0]
+
+
+@every_world
+def test_an_activity_beside_the_worker_fulfils_its_promise(world: World) -> None:
+    """spawn() runs it at once, beside collectives of the worker; its result arrives."""
+
+    def work(fabric: Communicator) -> Any:
+        promise: Promise[list[float]] = fabric.promise(what="what the neighbour sends")
+
+        def activity() -> None:
+            received = []
+            for _ in range(3 if fabric.size > 1 else 0):
+                message, before = torch.zeros(1), (fabric.rank - 1) % fabric.size
+                fabric.background.receive(message, source=before, tag=6, what="test").wait()
+                received.append(message.item())
+            promise.fulfil(received)
+
+        fabric.spawn(activity, what="a test activity")
+        sends = []
+        for i in range(3 if fabric.size > 1 else 0):
+            fabric.sum(numbers(fabric.rank), what="test").wait()
+            message = torch.tensor([10.0 * fabric.rank + i])
+            after = (fabric.rank + 1) % fabric.size
+            sends.append(fabric.send(message, destination=after, tag=6, what="test"))
+        first, second = promise.wait(), promise.wait()
+        for handle in sends:
+            handle.wait()
+        return first, first is second, promise.done()
+
+    results = world(work)
+    for rank, (received, same, done) in enumerate(results):
+        before = (rank - 1) % len(results)
+        assert received == ([10.0 * before + i for i in range(3)] if len(results) > 1 else [])
+        assert same
+        assert done
+
+
+@every_world
+def test_a_promise_can_be_polled(world: World) -> None:
+    """done() becomes true without anyone waiting, as that of any other handle."""
+
+    def work(fabric: Communicator) -> bool:
+        if fabric.size == 1:
+            return True
+        promise: Promise[int] = fabric.promise(what="a message")
+
+        def activity() -> None:
+            before = (fabric.rank - 1) % fabric.size
+            fabric.background.receive(torch.zeros(1), source=before, tag=6, what="test").wait()
+            promise.fulfil(1)
+
+        fabric.spawn(activity, what="a test activity")
+        after = (fabric.rank + 1) % fabric.size
+        fabric.send(torch.zeros(1), destination=after, tag=6, what="test").wait()
+        deadline = time.perf_counter() + 1
+        while not promise.done() and time.perf_counter() < deadline:
+            pass
+        done = promise.done()
+        promise.wait()
+        return done
+
+    assert all(world(work))
+
+
+def break_a_promise(rank: int, size: int) -> Any:
+    fabric = TorchCommunicator(None, timeout_seconds=1.0)
+    promise: Promise[int] = fabric.promise(what="an answer of rank 0's own")
+    started = time.perf_counter()
+    try:
+        promise.wait()
+    except offbeat.CommunicationTimeout as error:
+        return str(error), time.perf_counter() - started
+    return "nothing was raised", 0.0
+
+
+def test_a_promise_that_is_not_kept_ends_in_a_time_out() -> None:
+    """Finite, and the error names the rank, what was waited for and the knob."""
+    for rank, (text, seconds) in enumerate(run(break_a_promise, workers=2)):
+        assert text.startswith(f"rank {rank}: an answer of rank 0's own failed after 1."), text
+        assert "timeout_seconds=1" in text
+        assert 0.95 <= seconds < 6
+
+
+def close_one(rank: int, size: int, folder: str) -> Any:
+    fabric = TorchCommunicator(None, timeout_seconds=20)
+    started = time.perf_counter()
+    if rank == 0:
+        outcome: list[str] = []
+
+        def activity() -> None:
+            try:
+                fabric.background.receive(
+                    torch.zeros(1), source=1, tag=6, what="a request", patient=True
+                ).wait()
+            except offbeat.CommunicationError as error:
+                outcome.append(str(error))
+
+        fabric.spawn(activity, what="a test activity")
+        fabric.send(torch.zeros(1), destination=1, what="test").wait()  # the thread is running
+        fabric.close()
+        alive = [t.name for t in threading.enumerate() if t.name == "a test activity"]
+        seconds = time.perf_counter() - started
+        fabric.close()  # again: nothing
+        meet(folder, rank, [0, 1, 2])  # alive while the others ask what has happened
+        return alive, outcome, seconds
+    if rank == 1:
+        fabric.receive(torch.zeros(1), source=0, what="test").wait()
+    text = "nothing was raised"
+    try:
+        fabric.receive(torch.zeros(1), source=0, tag=9, what="an answer").wait()
+    except offbeat.CommunicationError as error:
+        text = str(error)
+    seconds = time.perf_counter() - started
+    meet(folder, rank, [0, 1, 2])
+    return text, seconds
+
+
+def test_closing_ends_activities_and_whoever_waits_for_this_worker(tmp_path: Path) -> None:
+    """close() is no collective: own threads end, the others' operations fail long before 20 s."""
+    (alive, outcome, seconds), *others = run(close_one, str(tmp_path), workers=3)
+    assert alive == []
+    assert len(outcome) == 1
+    assert "rank 0 has given up" in outcome[0]
+    assert seconds < 6
+    for rank, (text, waited) in enumerate(others, start=1):
+        assert text.startswith(f"rank {rank}: an answer failed after"), text
+        assert waited < 10
+
+
+def test_a_plain_promise_ends_in_a_time_out() -> None:
+    """Without a network, too."""
+    promise: Promise[int] = Promise("an answer", 0.01)
+    assert not promise.done()
+    with pytest.raises(offbeat.CommunicationTimeout, match=r"an answer.*timeout_seconds=0\.01"):
+        promise.wait()
+
+
 @every_world
 def test_the_clock_does_not_go_back(world: World) -> None:
     """now() counts seconds and never decreases."""
@@ -362,6 +697,7 @@ def test_accounting_counts_what_this_worker_hands_over(world: World) -> None:
             lambda: account.broadcast(torch.zeros(6), source=0, what="test").wait(),
             lambda: account.any(True, what="test").wait(),
             lambda: account.gather_bytes(b"x" * (account.rank + 1), what="test"),
+            lambda: account.exchange(torch.zeros(2 * account.size), what="test").wait(),
         ]
         for operation in operations:
             before = account.payload_bytes
@@ -377,7 +713,8 @@ def test_accounting_counts_what_this_worker_hands_over(world: World) -> None:
     results = world(work)
     for rank, (counts, same) in enumerate(results):
         # any: one float32; gather_bytes: an int64 length, then padded to the longest payload
-        assert counts == [28, 56, 5, 24 if rank == 0 else 0, 4, 8 + len(results)]
+        size = len(results)
+        assert counts == [28, 56, 5, 24 if rank == 0 else 0, 4, 8 + size, 8 * size]
         assert same
 
 
@@ -393,6 +730,96 @@ def test_accounting_counts_what_is_sent_and_not_what_is_received() -> None:
         return account.payload_bytes
 
     assert gloo(work) == [36, 0, 0]
+
+
+@every_world
+def test_a_twin_counts_on_the_same_account(world: World) -> None:
+    """Its bytes and its waits, those of a twin of a twin too; and nothing while paused."""
+
+    def work(fabric: Communicator) -> Any:
+        account = Accounting(fabric)
+        twin = account.twin()
+        other = twin.twin()
+        alike = (twin.rank, twin.size) == (fabric.rank, fabric.size)
+        twin.sum(torch.zeros(7), what="test").wait()
+        other.gather(torch.zeros(3), what="test").wait()
+        counted, waited = account.payload_bytes, account.wait_seconds
+        with account.paused():
+            twin.sum(torch.zeros(7), what="test").wait()
+            twin.exchange(torch.zeros(2 * fabric.size), what="test").wait()
+        paused = account.payload_bytes - counted, account.wait_seconds - waited
+        return alike, counted, waited, paused
+
+    for alike, counted, waited, paused in world(work):
+        assert alike
+        assert counted == 28 + 12
+        assert waited > 0
+        assert paused == (0, 0.0)
+
+
+@every_world
+def test_the_background_is_not_accounted(world: World) -> None:
+    """What an activity sends and waits for does not count; the worker's wait for a promise does."""
+
+    def work(fabric: Communicator) -> Any:
+        account = Accounting(fabric)
+        promise: Promise[float] = account.promise(what="a message")
+
+        def activity() -> None:
+            background, message = account.background, torch.full((9,), 1.0 + fabric.rank)
+            if fabric.size > 1:
+                after, before = (fabric.rank + 1) % fabric.size, (fabric.rank - 1) % fabric.size
+                send = background.send(message, destination=after, tag=6, what="test")
+                message = torch.zeros(9)
+                background.receive(message, source=before, tag=6, what="test").wait()
+                send.wait()
+                background.receive(torch.zeros(1), source=before, tag=7, what="test").wait()
+            promise.fulfil(message[0].item())
+
+        account.spawn(activity, what="a test activity")
+        nothing = account.payload_bytes, account.wait_seconds
+        if fabric.size > 1:
+            after = (fabric.rank + 1) % fabric.size
+            fabric.send(torch.zeros(1), destination=after, tag=7, what="test").wait()
+        start = account.now()
+        got = promise.wait()
+        elapsed = account.now() - start
+        return nothing, got, account.payload_bytes, account.wait_seconds, elapsed
+
+    results = world(work)
+    for rank, (nothing, got, payload, waited, elapsed) in enumerate(results):
+        assert nothing == (0, 0.0)
+        assert got == 1.0 + (rank - 1) % len(results)
+        assert payload == 0
+        assert 0 < waited <= elapsed or waited == elapsed == 0
+
+
+def test_waiting_for_a_promise_takes_virtual_time_that_counts() -> None:
+    """Exactly the time until it is fulfilled; a background that waits meanwhile adds nothing."""
+
+    def work() -> Any:
+        fabric = dist.group.WORLD.make_communicator()  # type: ignore[union-attr]
+        account = Accounting(fabric)
+        promise: Promise[int] = account.promise(what="a message")
+
+        def activity() -> None:
+            message, before = torch.zeros(250), (fabric.rank - 1) % fabric.size
+            account.background.receive(message, source=before, tag=6, what="test").wait()
+            promise.fulfil(1)
+
+        account.spawn(activity, what="a test activity")
+        after = (fabric.rank + 1) % fabric.size
+        fabric.send(torch.zeros(250), destination=after, tag=6, what="test")
+        promise.wait()
+        return account.wait_seconds, account.payload_bytes
+
+    network = offbeat.Network("8Mbit/s", latency="1ms")  # 1000 bytes: 1 ms + 1 ms
+    result = offbeat.simulate(work, workers=2, network=network)
+    for waited, payload in result.results:
+        assert waited == pytest.approx(2e-3, rel=1e-9)
+        assert payload == 0
+    assert {span.kind for span in result.timeline} == {"wait", "transfer"}
+    assert sum(span.kind == "wait" for span in result.timeline) == 2
 
 
 @every_world

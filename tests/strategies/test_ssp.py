@@ -188,7 +188,6 @@ def test_one_worker_is_sequential_training(dtype: torch.dtype, atol: float) -> N
     assert all(results.values()), results
 
 
-@pytest.mark.xfail(strict=True, reason="the server adds x̂ − x to x, which rounds")
 def test_one_worker_is_sequential_training_to_the_last_bit() -> None:
     """As under every other strategy."""
     (results,) = run(alone, 0.0, torch.float32, workers=1)

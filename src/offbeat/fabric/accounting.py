@@ -151,6 +151,10 @@ class Accounting(Communicator):
         """As the wrapped communicator."""
         self._inner.close()
 
+    def explain(self, error: Exception) -> Exception:
+        """As the wrapped communicator."""
+        return self._inner.explain(error)
+
     def promise(self, *, what: str) -> Promise[T]:
         """As the wrapped communicator, its wait counted."""
         return _TimedPromise(self._inner.promise(what=what), self)

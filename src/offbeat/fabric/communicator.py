@@ -194,6 +194,10 @@ class Communicator(ABC):
         Workers that still wait for this one fail at once.
         """
 
+    def explain(self, error: Exception) -> Exception:
+        """What to raise for an ``error`` that has ended an activity."""
+        return error
+
     def promise(self, *, what: str) -> Promise[T]:
         """A handle that another activity of this worker fulfils."""
         return Promise(what, self.timeout_seconds)

@@ -1,5 +1,6 @@
 """What has messages of its own beside the training, and must know when this worker steps aside."""
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from offbeat.errors import AttachError
@@ -8,6 +9,9 @@ from offbeat.fabric.communicator import Communicator
 
 class Companion(Protocol):
     """Something beside the training, such as ``DataInjection``."""
+
+    def busy(self, busy: bool) -> None:
+        """From now on the strategy is at work, and may wait for others; or no more."""
 
     def away(self) -> None:
         """This worker takes no step until all workers have come."""
@@ -25,13 +29,18 @@ class Companion(Protocol):
 class Companions:
     """The companions of one synchronizer, which tells them all at once.
 
+    Inside of it as a context manager the strategy is at work.
+
     Args:
         fabric: The synchronizer's communicator; a companion takes a ``twin`` of it.
         details: The totals of ``Stats.details``, to which companions add their own.
+        step: Gives the iterations so far.
     """
 
-    def __init__(self, fabric: Communicator, details: dict[str, Any]) -> None:
-        self.fabric, self.details = fabric, details
+    def __init__(
+        self, fabric: Communicator, details: dict[str, Any], step: Callable[[], int]
+    ) -> None:
+        self.fabric, self.details, self.step = fabric, details, step
         self._all: list[Companion] = []
         self._closed = False
 
@@ -45,6 +54,14 @@ class Companions:
             raise AttachError("this synchronizer is finished or detached: attach again first")
         self._all.append(companion)
         return len(self._all) - 1
+
+    def __enter__(self) -> None:
+        for one in self._all:
+            one.busy(True)
+
+    def __exit__(self, *error: object) -> None:
+        for one in self._all:
+            one.busy(False)
 
     def away(self) -> None:
         """See ``Companion``."""

@@ -157,7 +157,7 @@ class ParameterServer:
 
     def _require_service(self) -> None:
         if self._error is not None:
-            raise self._error
+            raise self._fabric.explain(self._error)
 
     def _serve(self, shard: Shard) -> None:
         """Serve the other ranks, each from an activity of its own."""
@@ -174,12 +174,12 @@ class ParameterServer:
         try:
             client.serve()
         except Exception as error:  # the worker's next request raises it
-            self._error = error
+            self._error = self._error or error
         served.fulfil(None)
 
     def _sized(self, request: Request, index: int) -> Request:
-        pushes = request.kind in ("push", "push_pull")
-        return replace(request, elements=self._slices[index].numel()) if pushes else request
+        elements = self._slices[index].numel() if request.pushes else 0
+        return replace(request, elements=elements)
 
     def _announce(self, index: int, request: Request) -> Request:
         """Send the header of a request to the server at place ``index``; gives it its number."""
@@ -218,7 +218,7 @@ class ParameterServer:
                 part.copy_(values)
             promise.fulfil(answer)
 
-        pushed = part if request.elements else None
+        pushed = part if request.pushes else None
         self.shard.handle(request, pushed, deliver)
         return Completed(Answer(0)) if request.kind == "push" else promise
 
@@ -252,11 +252,12 @@ class _Client:
             if request.kind == "leave":
                 return
             values = None
-            if request.elements:
+            if request.pushes:
                 self._check(request)
                 values = self._buffered()
-                what_values = f"values of rank {self._rank} for the parameter server"
-                self._receive(values, _VALUES, what_values)
+                if request.elements:  # a small vector leaves some servers nothing
+                    what_values = f"values of rank {self._rank} for the parameter server"
+                    self._receive(values, _VALUES, what_values)
             self._shard.handle(request, values, functools.partial(self._answer, request))
 
     def _receive(self, tensor: Tensor, tag: int, what: str, *, patient: bool = False) -> None:

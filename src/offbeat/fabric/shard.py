@@ -3,7 +3,7 @@
 import struct
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -44,6 +44,11 @@ class Request:
     seen: int = 0
     value: float = 0.0
 
+    @property
+    def pushes(self) -> bool:
+        """Whether values follow."""
+        return self.kind in ("push", "push_pull")
+
     def encode(self) -> Tensor:
         """Eight int64 numbers; who asks is known from the connection."""
         (bits,) = struct.unpack("<q", struct.pack("<d", self.value))
@@ -72,15 +77,15 @@ class Rule:
     Called under the shard's lock, elementwise by nature, as each shard has a part of the vector.
     """
 
-    def push(self, shard: Tensor, values: Tensor, value: float) -> None:
-        """Take in ``values``, of the shard's size; ``value`` is the request's number."""
+    def push(self, shard: Tensor, values: Tensor, *, source: int, value: float) -> None:
+        """Take in ``values`` of rank ``source``; ``value`` is the request's number."""
         shard.add_(values)
 
     def advance(self, shard: Tensor) -> None:
         """The slowest worker's clock has risen, before anyone is answered for it."""
 
-    def answer(self, shard: Tensor) -> Tensor:
-        """The values for a worker that pushed; sent as they are now."""
+    def answer(self, shard: Tensor, *, source: int) -> Tensor:
+        """The values for rank ``source``, which pushed; sent as they are now."""
         return shard
 
     def state_dict(self) -> dict[str, Any]:
@@ -142,6 +147,7 @@ class Shard:
         self._own_pushes = [0] * self.workers  # since its last download
         self._away = [False] * self.workers
         self._meeting = 0
+        self._met_clock = 0  # the slowest clock when everyone had come
         self._seen = 0
         self._slowest = 0
         self._waiting: list[_Waiting] = []
@@ -159,7 +165,10 @@ class Shard:
                 self._take(request, values)
             if request.clock >= 0:
                 self.clocks[request.source] = request.clock
-            all_came = request.kind == "arrive" and self._arrive(request)
+            all_came = False
+            if request.kind == "arrive" and not self._came(request):
+                all_came = self._arrive(request)
+                request = replace(request, seen=self._seen)
             self._seen += request.kind != "arrive"
             if request.kind != "push":
                 self._waiting.append(_Waiting(request, deliver))
@@ -169,23 +178,26 @@ class Shard:
             self._slowest = slowest
             self._waiting = [one for one in self._waiting if not self._answer(one, slowest)]
 
+    def _came(self, request: Request) -> bool:
+        """Whether the worker had come to this meeting before, and asks again."""
+        return request.meeting != self._meeting or self._away[request.source]
+
     def _arrive(self, request: Request) -> bool:
         """Note that a worker is at a meeting; whether it is the last to come."""
-        if request.meeting != self._meeting or self._away[request.source]:
-            return False  # it asks again
         self._away[request.source] = True
         self._seen += 1
         if not all(self._away):
             return False
         self._meeting += 1
         self._away = [False] * self.workers
+        self._met_clock = self.slowest()
         return True
 
     def _take(self, request: Request, values: Tensor) -> None:
         source = request.source
         behind = self.version - self.downloaded[source] - self._own_pushes[source]
         self.staleness[behind] = self.staleness.get(behind, 0) + 1
-        self.rule.push(self.values, values, request.value)
+        self.rule.push(self.values, values, source=source, value=request.value)
         self.version += 1
         self._own_pushes[source] += 1
 
@@ -196,12 +208,15 @@ class Shard:
             met = self._meeting > request.meeting
             due = met or self._seen > request.seen
             if due:
-                one.deliver(Answer(slowest, met, self._seen), None)
+                clock = self._met_clock if met else slowest
+                one.deliver(Answer(clock, met, self._seen), None)
             return due
         if slowest < request.least:
             return False
         self.downloaded[request.source], self._own_pushes[request.source] = self.version, 0
-        values = self.rule.answer(self.values) if request.kind == "push_pull" else self.values
+        values = self.values
+        if request.kind == "push_pull":
+            values = self.rule.answer(values, source=request.source)
         one.deliver(Answer(slowest, False, self._seen), values)
         return True
 

@@ -57,6 +57,14 @@ class _Work(Handle[Tensor]):
         return self._result
 
 
+class _BackgroundError(CommunicationError):
+    """An operation of a background activity failed."""
+
+    def __init__(self, what: str, started: float, error: RuntimeError) -> None:
+        super().__init__(f"{what} failed: {_first_line(error)}")
+        self.origin = (what, started, error)
+
+
 class _Late(Promise[T]):
     """A promise that, when it is late, asks who is missing."""
 
@@ -187,6 +195,7 @@ class TorchCommunicator(Communicator):
         """Another process group of the same workers."""
         twin = copy.copy(self)
         twin._group = self._new_group(self.backend)
+        twin._messages = twin._group if self.backend == "gloo" else self._new_group("gloo")
         return twin
 
     def spawn(self, activity: Callable[[], None], *, what: str) -> None:
@@ -216,10 +225,16 @@ class TorchCommunicator(Communicator):
     def failure(self, what: str, started: float, error: RuntimeError) -> CommunicationError:
         """The error to raise when an operation failed. Asks once who is still there."""
         elapsed = time.perf_counter() - started
+        if threading.current_thread() in self._threads and not self._failed:
+            return _BackgroundError(what, started, error)  # explained by the worker itself
         with self._failing:
             if not self._failed:
                 self._failed.append(self._describe(what, elapsed, error))
         return self._failed[0]
+
+    def explain(self, error: Exception) -> Exception:
+        """With who is missing, which only the worker itself can find out, not its activities."""
+        return self.failure(*error.origin) if isinstance(error, _BackgroundError) else error
 
     def _describe(self, what: str, elapsed: float, error: RuntimeError) -> CommunicationError:
         timed_out = elapsed >= 0.95 * self.timeout_seconds

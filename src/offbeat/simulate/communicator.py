@@ -220,6 +220,8 @@ class _SimulatedPromise(Promise[Any]):
         self._signal.fire()
 
     def done(self) -> bool:
+        if not self._signal.happened:
+            self._communicator.polled(self.what)
         return self._signal.happened
 
     def wait(self) -> Any:

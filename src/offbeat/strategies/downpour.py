@@ -1,5 +1,7 @@
 """Downpour SGD: workers push gradients to a server with its own optimizer, and fetch its model."""
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -8,7 +10,7 @@ from torch import Tensor, nn
 
 from offbeat.fabric.shard import Rule
 from offbeat.replica import as_real, unpack
-from offbeat.strategies.base import Worker, require_integer, require_number
+from offbeat.strategies.base import Worker, require_integer, require_number, transient
 from offbeat.strategies.server import ServerState, ServerStrategy
 
 
@@ -22,7 +24,7 @@ class _Optimize(Rule):
         self._parameter: nn.Parameter | None = None
         self._loaded: dict[str, Any] = {}
 
-    def push(self, shard: Tensor, values: Tensor, value: float) -> None:
+    def push(self, shard: Tensor, values: Tensor, *, source: int, value: float) -> None:
         if self._optimizer is None or self._parameter is None:
             self._parameter = nn.Parameter(shard)  # the same memory
             self._optimizer = self._make([self._parameter], lr=self._lr)
@@ -46,9 +48,10 @@ class DownpourState(ServerState):
     """Gradients not pushed yet."""
 
     sum: Tensor = field(default_factory=lambda: torch.empty(0))
-    places: dict[int, int] = field(default_factory=dict)  # of parameters in the vector, by id
+    places: dict[int, int] = transient(default_factory=dict)  # in the vector, by id of parameter
     steps: int = 0
     unpushed: int = 0  # own steps in ``sum``
+    decayed: set[int] = transient(default_factory=set)  # optimizers whose λx is in ``sum`` already
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -104,8 +107,8 @@ class Downpour(ServerStrategy):
             )
         if self.server_lr is not None:
             require_number("server_lr", self.server_lr)
-            if not self.server_lr > 0:
-                raise ValueError(f"server_lr must be positive, got {self.server_lr}")
+            if not 0 < self.server_lr < math.inf:
+                raise ValueError(f"server_lr must be positive and finite, got {self.server_lr}")
         elif self.server_optimizer == "adagrad":
             raise ValueError(
                 'server_optimizer="adagrad" needs server_lr, usually larger than the learning rate '
@@ -120,31 +123,50 @@ class Downpour(ServerStrategy):
         """Nothing is accumulated."""
         base = self.serve(worker)
         places, offset = {}, 0
-        for index, tensor in enumerate(base.tensors):
-            places[index] = offset
+        for tensor in base.tensors:
+            places[id(tensor)] = offset
             offset += as_real(tensor.detach()).numel()
         state = DownpourState(base.server, base.tensors, places=places)
         state.sum = torch.zeros_like(base.server.values)
         return state
 
-    def after_part(self, worker: Worker) -> None:
-        """G ← G + the gradients that one optimizer has just used."""
+    def before_step(self, worker: Worker) -> None:
+        """G ← G + η·λx/N, while x is still where the gradient was taken."""
         state: DownpourState = worker.state
-        number = {id(tensor): index for index, tensor in enumerate(state.tensors)}
-        for group in worker.parts[worker.part].optimizer.param_groups:
+        if worker.part in state.decayed:
+            return  # a GradScaler skipped the step: x has not moved since
+        state.decayed.add(worker.part)
+        for group, parameter, scale in self._used(worker):
             decay = float(group.get("weight_decay", 0.0))
+            if decay:
+                value = as_real(parameter.detach())
+                self._part(state, parameter, value).add_(value, alpha=scale * decay)
+
+    def after_part(self, worker: Worker) -> None:
+        """G ← G + η·g/N, with the gradients that one optimizer has just used."""
+        state: DownpourState = worker.state
+        state.decayed.discard(worker.part)
+        for group, parameter, scale in self._used(worker):
+            gradient = parameter.grad
+            assert gradient is not None
+            gradient = as_real(gradient.to_dense() if gradient.is_sparse else gradient)
+            sign = -1 if group.get("maximize") else 1
+            self._part(state, parameter, gradient).add_(gradient, alpha=sign * scale)
+
+    def _used(self, worker: Worker) -> Iterator[tuple[dict[str, Any], nn.Parameter, float]]:
+        """Parameters with a gradient of the optimizer at work: their group, and η/N."""
+        places = worker.state.places
+        for group in worker.parts[worker.part].optimizer.param_groups:
             scale = float(group["lr"]) / worker.size if self.server_lr is None else 1.0
-            scale = -scale if group.get("maximize") else scale
             for parameter in group["params"]:
-                if parameter.grad is None or id(parameter) not in number:
-                    continue
-                gradient = parameter.grad
-                gradient = as_real(gradient.to_dense() if gradient.is_sparse else gradient)
-                offset = state.places[number[id(parameter)]]
-                part = state.sum[offset : offset + gradient.numel()].view(gradient.shape)
-                part.add_(gradient.to(part), alpha=scale)
-                if decay:
-                    part.add_(as_real(parameter.detach()).to(part), alpha=abs(scale) * decay)
+                if parameter.grad is not None and id(parameter) in places:
+                    yield group, parameter, scale
+
+    @staticmethod
+    def _part(state: DownpourState, parameter: nn.Parameter, like: Tensor) -> Tensor:
+        """The part of G that belongs to ``parameter``, in the shape of ``like``."""
+        offset = state.places[id(parameter)]
+        return state.sum[offset : offset + like.numel()].view(like.shape)
 
     def after_step(self, worker: Worker) -> bool:
         """Push and fetch when it is time."""

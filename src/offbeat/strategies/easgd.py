@@ -16,38 +16,34 @@ class _Elastic(Rule):
 
     def __init__(self, alpha: float) -> None:
         self._alpha = alpha
-        self._before: Tensor | None = None
+        self._before: dict[int, Tensor] = {}  # what each worker is answered with
 
-    def push(self, shard: Tensor, values: Tensor, value: float) -> None:
-        self._before = shard.clone()
+    def push(self, shard: Tensor, values: Tensor, *, source: int, value: float) -> None:
+        self._before[source] = shard.clone()
         shard.add_((values - shard).mul_(self._alpha))
 
-    def answer(self, shard: Tensor) -> Tensor:
-        assert self._before is not None
-        return self._before
+    def answer(self, shard: Tensor, *, source: int) -> Tensor:
+        return self._before.pop(source)
 
 
-class _ElasticTogether(Rule):
+class _ElasticTogether(_Elastic):
     """z ← z + α Σ (x − z) once all workers have pushed; answered with the z before."""
 
     def __init__(self, alpha: float) -> None:
-        self._alpha = alpha
+        super().__init__(alpha)
         self._total: Tensor | None = None
-        self._before: Tensor | None = None
+        self._pushed: list[int] = []
 
-    def push(self, shard: Tensor, values: Tensor, value: float) -> None:
+    def push(self, shard: Tensor, values: Tensor, *, source: int, value: float) -> None:
         distance = values - shard
         self._total = distance if self._total is None else self._total.add_(distance)
+        self._pushed.append(source)
 
     def advance(self, shard: Tensor) -> None:
         if self._total is not None:
-            self._before = shard.clone()
+            self._before |= dict.fromkeys(self._pushed, shard.clone())
             shard.add_(self._total, alpha=self._alpha)
-            self._total = None
-
-    def answer(self, shard: Tensor) -> Tensor:
-        assert self._before is not None
-        return self._before
+            self._total, self._pushed = None, []
 
 
 @dataclass

@@ -1,0 +1,448 @@
+"""What the strategies with a parameter server share: checkpoints, failures, the end."""
+
+import dataclasses
+import io
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import offbeat
+from offbeat import Compute, Network, simulate
+from offbeat.strategies.base import Strategy
+from offbeat.strategies.downpour import Downpour
+from offbeat.strategies.easgd import EASGD
+from offbeat.strategies.ssp import SSP
+from problems import OPTIMIZERS, flat, make_batch, make_model, train_step
+from workers import run
+
+EVERY: list[Strategy] = [
+    SSP(staleness=0),
+    SSP(staleness=3),
+    Downpour(push_every=2, fetch_every=3),
+    EASGD(period=2),
+    EASGD(period=2, synchronous=True),
+]
+every_strategy = pytest.mark.parametrize("strategy", EVERY, ids=str)
+
+
+def attach(model: nn.Module, optimizer: Any, strategy: Strategy, **options: Any) -> Any:
+    return offbeat.attach(model, optimizer, strategy, **{"timeout_seconds": 20, **options})
+
+
+# -- checkpoints ----------------------------------------------------------------------------------
+
+
+def train_from(
+    strategy: Strategy, rank: int, saved: bytes | None, save_at: int | None, look: bool
+) -> tuple[list[Tensor], dict[str, Any], bytes]:
+    model = nn.Sequential(make_model(seed=rank), nn.BatchNorm1d(1).double())
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    sync = attach(model, optimizer, strategy)
+    if saved is not None:
+        state = torch.load(io.BytesIO(saved), weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        sync.load_state_dict(state["sync"])
+    trace = []
+    while sync.step < 14:
+        if sync.step == save_at:
+            if look:
+                with sync.consensus():
+                    pass
+            states = (model.state_dict(), optimizer.state_dict(), sync.state_dict())
+            file = io.BytesIO()
+            torch.save(dict(zip(("model", "optimizer", "sync"), states, strict=True)), file)
+            saved = file.getvalue()
+        train_step(model, optimizer, make_batch(rank, sync.step))
+        trace.append(flat(model))
+    stats = sync.stats
+    sync.finish()
+    trace.append(torch.cat([flat(model), model[1].running_mean, model[1].running_var]))
+    details = {k: v for k, v in stats.details.items() if k in ("pushes_served", "pulls")}
+    return trace, {"steps": stats.steps, "syncs": stats.syncs, **details}, saved or b""
+
+
+def resume(rank: int, size: int, strategy: Strategy) -> Any:
+    """Saved after 5 steps, and after 6 and an evaluation."""
+    seen = []
+    for at, look in ((5, False), (6, True)):
+        whole, numbers, _ = train_from(strategy, rank, None, None, False)
+        watched, same, saved = train_from(strategy, rank, None, at, look)
+        resumed, again, _ = train_from(strategy, rank, saved, None, False)
+        seen.append((at, whole, watched, resumed, numbers, same, again))
+    return seen
+
+
+def assert_resumed(seen: list[Any], atol: float) -> None:
+    for at, whole, watched, resumed, numbers, same, again in seen:
+        for i, (a, b) in enumerate(zip(watched, whole, strict=True)):
+            torch.testing.assert_close(a, b, rtol=0, atol=atol, msg=f"saving changed step {i}")
+        for i, (a, b) in enumerate(zip(resumed, whole[at:], strict=True)):
+            torch.testing.assert_close(a, b, rtol=0, atol=atol, msg=f"resumed at {at}: {at + i}")
+        assert numbers == same == again, at
+
+
+DETERMINISTIC = [
+    SSP(staleness=0),
+    SSP(staleness=0, servers=(1,)),
+    EASGD(period=4, synchronous=True),
+    EASGD(period=1, alpha=0.3, synchronous=True, servers=(2, 0)),
+]
+
+
+@pytest.mark.parametrize("strategy", DETERMINISTIC, ids=str)
+def test_a_resumed_run_goes_on(strategy: Strategy) -> None:
+    """Pitfalls 20 and 24: on three workers, to the rounding of sums in another order."""
+    for seen in run(resume, strategy, workers=3):
+        assert_resumed(seen, 1e-12)
+
+
+ALONE = [
+    *EVERY,
+    Downpour(push_every=4, fetch_every=5),
+    Downpour(push_every=2, fetch_every=2, server_optimizer="adagrad", server_lr=0.1),
+    EASGD(period=4),
+]
+
+
+@pytest.mark.parametrize("strategy", ALONE, ids=str)
+def test_a_resumed_worker_goes_on_bit_for_bit(strategy: Strategy) -> None:
+    """One worker is deterministic under any of them: G, the server's optimizer, z, the view."""
+    (seen,) = run(resume, strategy, workers=1)
+    assert_resumed(seen, 0.0)
+
+
+def staggered(strategy: Strategy, saved: list[bytes] | None, stop: int) -> tuple[list[Any], Any]:
+    """Three workers 2 ms apart, from 0 or from ``saved`` at step 6 up to ``stop``, then a save."""
+
+    def work() -> Any:
+        rank = dist.get_rank()
+        model = make_model(seed=rank)
+        optimizer = OPTIMIZERS["momentum"](model.parameters())
+        sync = attach(model, optimizer, strategy)
+        if saved is not None:
+            state = torch.load(io.BytesIO(saved[rank]), weights_only=True)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            sync.load_state_dict(state["sync"])
+        trace = []
+        while sync.step < stop:
+            train_step(model, optimizer, make_batch(rank, sync.step))
+            trace.append(flat(model))
+        file = io.BytesIO()
+        states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save({**states, "sync": sync.state_dict()}, file)
+        # the meeting has brought the workers together: those who go on wait as they did
+        for step in range(stop, 12 if saved is None else 0):
+            train_step(model, optimizer, make_batch(rank, step))
+            trace.append(flat(model))
+        sync.finish()
+        return trace, flat(model), file.getvalue()
+
+    compute = Compute("10ms", slowdown={1: 1.07, 2: 1.17})
+    network = Network("100Gbit/s", latency=0)
+    results = simulate(work, workers=3, network=network, compute=compute).results
+    return [(trace, end) for trace, end, _ in results], [file for *_, file in results]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [SSP(staleness=2), Downpour(push_every=2, fetch_every=3), EASGD(period=4)],
+    ids=str,
+)
+def test_asynchronous_workers_go_on_from_a_checkpoint(strategy: Strategy) -> None:
+    """In virtual time: saved at step 6 and resumed, the workers do what they did after saving."""
+    whole, saved = staggered(strategy, None, 6)
+    resumed, _ = staggered(strategy, saved, 12)
+    for (trace, end), (rest, other) in zip(whole, resumed, strict=True):
+        for i, (a, b) in enumerate(zip(rest, trace[6:], strict=True)):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12, msg=f"step {6 + i}")
+        torch.testing.assert_close(other, end, rtol=0, atol=1e-12)
+
+
+# -- the end, and again ---------------------------------------------------------------------------
+
+
+def again(rank: int, size: int, strategy: Strategy) -> Any:
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    ends = []
+    for turn in range(2):
+        with attach(model, optimizer, strategy) as sync:
+            for step in range(4 + rank):
+                train_step(model, optimizer, make_batch(rank, 10 * turn + step))
+        ends.append(flat(model))
+        sync.finish()  # again: nothing
+    deadline = time.perf_counter() + 5
+    while any("server" in t.name for t in threading.enumerate()) and time.perf_counter() < deadline:
+        time.sleep(0.01)
+    alive = [thread.name for thread in threading.enumerate() if "server" in thread.name]
+    train_step(model, optimizer, make_batch(rank, 99))  # the optimizer is an ordinary one again
+    dist.barrier()
+    return ends, sync.step, alive, not torch.equal(flat(model), ends[-1])
+
+
+@every_strategy
+def test_attaching_again_after_finish(strategy: Strategy) -> None:
+    """The second server starts from the model the first one left; no thread stays."""
+    results = run(again, strategy, workers=3)
+    for rank, (ends, steps, alive, plain) in enumerate(results):
+        assert all(map(torch.equal, ends, results[0][0]))
+        assert not torch.equal(ends[0], ends[1])
+        assert steps == 4 + rank
+        assert alive == []
+        assert plain
+
+
+def early(rank: int, size: int, strategy: Strategy) -> float:
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    sync = attach(model, optimizer, strategy, timeout_seconds=1)
+    started = time.perf_counter()
+    for step in range(1 + 16 * rank):
+        train_step(model, optimizer, make_batch(rank, step))
+        time.sleep(0.1 * rank)  # the work of a step
+    sync.finish()
+    return time.perf_counter() - started
+
+
+@pytest.mark.parametrize(
+    "strategy", [SSP(staleness=3), Downpour(servers=(1,)), EASGD(period=2, servers=(0,))], ids=str
+)
+def test_who_ends_early_waits_longer_than_the_time_out(strategy: Strategy) -> None:
+    """As long as the others give signs of life; the time-out is that of an operation."""
+    for seconds in run(early, strategy, workers=2):
+        assert seconds > 1.5
+
+
+@every_strategy
+def test_evaluation_does_not_change_training(strategy: Strategy) -> None:
+    """One worker, deterministic: with and without consensus() after every step, bit for bit."""
+
+    def looking(rank: int, size: int, look: bool) -> Tensor:
+        model = make_model(seed=5)
+        optimizer = OPTIMIZERS["momentum"](model.parameters())
+        sync = attach(model, optimizer, strategy)
+        for step in range(9):
+            train_step(model, optimizer, make_batch(0, step))
+            if look:
+                own, stats = flat(model), repr(sync.stats)
+                with sync.consensus():
+                    pass
+                assert torch.equal(flat(model), own)
+                assert repr(sync.stats.steps) in stats
+        sync.finish()
+        return flat(model)
+
+    assert torch.equal(*(run(looking, look, workers=1)[0] for look in (False, True)))
+
+
+# -- failures -------------------------------------------------------------------------------------
+
+
+def meet(folder: str, rank: int, ranks: list[int]) -> None:
+    """Wait until all of ``ranks`` are here; not through Offbeat and not through the group."""
+    store = dist.FileStore(f"{folder}/meeting", -1)
+    store.set(str(rank), "here")
+    store.wait([str(other) for other in ranks], timedelta(seconds=40))
+
+
+def error_of(function: Callable[[], object]) -> tuple[list[str], str]:
+    """Class names and text of the error that ``function`` raises."""
+    try:
+        function()
+    except Exception as error:
+        return [kind.__name__ for kind in type(error).__mro__], str(error)
+    return [], "nothing was raised"
+
+
+def die(rank: int, size: int, strategy: Strategy, folder: str) -> Any:
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    sync = attach(model, optimizer, strategy, timeout_seconds=8)
+    started = time.perf_counter()
+
+    def train() -> None:
+        for step in range(4000):
+            if rank == 1 and step == 7:
+                os.kill(os.getpid(), signal.SIGKILL)
+            train_step(model, optimizer, make_batch(rank, step))
+
+    kinds, text = error_of(train)
+    seconds = time.perf_counter() - started
+    later = error_of(lambda: [train_step(model, optimizer, make_batch(rank, s)) for s in range(6)])
+    finite = bool(flat(model).isfinite().all())
+    sync.detach()
+    alive = [thread.name for thread in threading.enumerate() if "server" in thread.name]
+    meet(folder, rank, [0, 2])
+    return kinds, text, seconds, later[0], finite, alive
+
+
+@every_strategy
+def test_a_dead_worker_is_named_by_every_survivor(strategy: Strategy, tmp_path: Path) -> None:
+    """Pitfalls 15 and 19: within seconds, and no later step succeeds."""
+    results = run(die, strategy, str(tmp_path), workers=3, may_die=(1,))
+    for rank in (0, 2):
+        kinds, text, seconds, later, finite, alive = results[rank]
+        assert "CommunicationError" in kinds, text
+        assert text.startswith(f"rank {rank}: "), text
+        assert "lost the connection to rank 1, which died" in text
+        assert seconds < 12
+        assert "CommunicationError" in later
+        assert finite
+        assert alive == []
+
+
+SCRIPT = """
+import sys, time
+sys.path[:0] = sys.argv[3:5]
+import torch, torch.distributed as dist, offbeat
+from offbeat.strategies.ssp import SSP
+from offbeat.strategies.downpour import Downpour
+from offbeat.strategies.easgd import EASGD
+from problems import OPTIMIZERS, make_batch, make_model, train_step
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+model = make_model(seed=rank)
+optimizer = OPTIMIZERS["sgd"](model.parameters())
+with offbeat.attach(model, optimizer, {strategy!r}, timeout_seconds=5):
+    for step in range(100000):
+        train_step(model, optimizer, make_batch(rank, step))
+        if rank == 1 and step == 5:
+            raise ZeroDivisionError("of the user's own")
+"""
+
+
+def run_script(text: str, folder: Path) -> list[tuple[int, str, float]]:
+    """Exit status, standard error and seconds of two processes that run ``text`` and just end."""
+    tests = Path(__file__).parent.parent
+    places = [str(tests), str(tests.parent / "src")]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    started = time.perf_counter()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", text, str(rank), f"{folder}/rendezvous", *places],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outcomes = []
+    try:
+        for process in processes:
+            _, errors = process.communicate(timeout=60)
+            outcomes.append((process.returncode, errors, time.perf_counter() - started))
+    finally:
+        for process in processes:
+            process.kill()
+    return outcomes
+
+
+def test_an_exception_ends_both_processes(tmp_path: Path) -> None:
+    """Its own error on one rank, an error that names the rank on the other, and no abort."""
+    text = SCRIPT.replace("{strategy!r}", "SSP(staleness=3)")
+    (survivor, other, seconds), (raiser, own, _) = run_script(text, tmp_path)
+    assert raiser == 1, own
+    assert "ZeroDivisionError: of the user's own" in own
+    assert survivor == 1, other
+    assert "CommunicationError: rank 0" in other or "CommunicationTimeout: rank 0" in other, other
+    assert "rank 1, which died or gave up first" in other
+    for errors in (own, other):
+        assert "terminate called" not in errors
+        assert "Fatal Python error" not in errors
+    assert seconds < 40
+
+
+def test_a_process_that_never_finishes_can_end(tmp_path: Path) -> None:
+    """Without finish() or detach(): Python ends although a thread serves."""
+    text = textwrap.dedent(SCRIPT).replace("{strategy!r}", "Downpour()")
+    text = text.replace("with offbeat", "sync = offbeat").replace(
+        "timeout_seconds=5):", "timeout_seconds=5)"
+    )
+    head, _, _ = text.partition("    for step")
+    text = head + "train_step(model, optimizer, make_batch(rank, 0))\n"
+    for status, errors, _ in run_script(text, tmp_path):
+        # who is later may find the other one gone, which is an error and no abort
+        assert status in (0, 1), errors
+        assert "terminate called" not in errors
+        assert "Fatal Python error" not in errors
+
+
+# -- one protocol, two worlds ---------------------------------------------------------------------
+
+
+def uneven(rank: int, size: int, strategy: Strategy) -> Any:
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    sync = attach(model, optimizer, strategy)
+    for step in range(11 + 5 * rank):
+        train_step(model, optimizer, make_batch(rank, step))
+        if step == 2 + 4 * rank:
+            with sync.consensus():
+                seen = flat(model)
+    sync.finish()
+    return seen, flat(model), sync.step
+
+
+@pytest.mark.parametrize(
+    ("world", "servers"), [("gloo", None), ("gloo", (2, 0)), ("simulated", (1,))], ids=str
+)
+@pytest.mark.parametrize("index", range(len(EVERY)), ids=[str(one) for one in EVERY])
+def test_uneven_workers_end_alike(world: str, servers: tuple[int, ...] | None, index: int) -> None:
+    """Whoever serves, whenever each looks and ends: no hang, and the same bits at the end."""
+    strategy = dataclasses.replace(EVERY[index], servers=servers)  # type: ignore[call-arg]
+    if world == "gloo":
+        results = run(uneven, strategy, workers=3)
+    else:
+        results = simulate(
+            lambda: uneven(dist.get_rank(), 3, strategy),
+            workers=3,
+            network=Network("10Mbit/s", latency="1ms"),
+            compute=Compute("10ms", jitter=0.3, slowdown={2: 2.0}),
+        ).results
+    for rank, (seen, end, steps) in enumerate(results):
+        assert torch.equal(seen, results[0][0])
+        assert torch.equal(end, results[0][1])
+        assert steps == 11 + 5 * rank
+        assert end.isfinite().all()
+
+
+@every_strategy
+def test_a_simulation_is_the_same_each_time(strategy: Strategy) -> None:
+    """Byte for byte, servers' threads or not."""
+
+    def once() -> tuple[str, Tensor]:
+        result = simulate(
+            lambda: uneven(dist.get_rank(), 3, strategy),
+            workers=3,
+            network=Network("10Mbit/s", latency="1ms"),
+            compute=Compute("10ms", jitter=0.3),
+            seed=4,
+        )
+        return result.to_json(), torch.stack([end for _, end, _ in result.results])
+
+    (first, ends), (second, others) = once(), once()
+    assert first == second
+    assert torch.equal(ends, others)
+
+
+def test_a_wire_is_refused() -> None:
+    """Nothing is averaged, so a narrower wire would do nothing."""
+    model = make_model()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    with pytest.raises(ValueError, match="SSP pushes to a parameter server"):
+        offbeat.attach(model, optimizer, SSP(staleness=1), wire="int8")
