@@ -19,6 +19,7 @@ NAMES = (
     "papers",
     "server",
     "strategies",
+    "noniid",
 )
 
 if __name__ == "__main__":

@@ -45,8 +45,8 @@ def measure(kilobytes: int, together: bool, repetitions: int) -> dict[str, list[
 
     bare = (lambda: dist.all_reduce(flat)) if together else (lambda: _bare(flat))
     seconds = interleave({"server": push_pull, "bare": bare}, repetitions, between=dist.barrier)
-    if asks:
-        assert torch.equal(values, torch.full_like(values, rounds * (fabric.size if together else 1)))
+    pushes = rounds * (fabric.size if together else 1)
+    assert not asks or torch.equal(values, torch.full_like(values, pushes))
     if not together:
         seconds = {name: times if asks else [0.0] * len(times) for name, times in seconds.items()}
     dist.barrier()

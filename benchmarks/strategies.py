@@ -109,7 +109,7 @@ def table(recipe: str, rows: Sequence[Row]) -> list[str]:
     lines = [
         f"## {recipe}",
         "",
-        f"Equal time: at {moment:.1f} virtual seconds, a fifth of BSP's. Equal samples: at the end. "
+        f"Equal time: at {moment:.1f} virtual seconds, a fifth of BSP's. Equal samples: the end. "
         "Accuracies in %, median (range) of the seeds.",
         "",
         "| strategy | lr × | at equal time | at equal samples | virtual time | idle | sent |",

@@ -26,6 +26,7 @@ from offbeat.cli_options import (
     Bandwidth,
     Data,
     Epochs,
+    Injection,
     LrScale,
     Partition,
     RecipeName,
@@ -109,6 +110,7 @@ def train(
     lr_scale: LrScale = 1.0,
     partition: Partition = None,
     sampler: Sampler = "seldp",
+    injection: Injection = None,
 ) -> None:
     """Train a recipe under one strategy on local worker processes, or on those of torchrun.
 
@@ -132,6 +134,7 @@ def train(
         lr_scale=lr_scale,
         partition=partition,
         sampler=sampler,
+        injection=injection,
     )
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _join(dataclasses.replace(job, workers=int(os.environ["WORLD_SIZE"])), bandwidth)
@@ -164,6 +167,7 @@ def simulate(
     lr_scale: LrScale = 1.0,
     partition: Partition = None,
     sampler: Sampler = "seldp",
+    injection: Injection = None,
 ) -> None:
     """Train a recipe on simulated workers in this process: real training, virtual seconds.
 
@@ -181,6 +185,7 @@ def simulate(
         lr_scale=lr_scale,
         partition=partition,
         sampler=sampler,
+        injection=injection,
     )
     job.check()
     place = _virtual(job, bandwidth, latency, step_time, jitter)
@@ -258,6 +263,7 @@ def compare(
     lr_scale: LrScale = 1.0,
     partition: Partition = None,
     sampler: Sampler = "seldp",
+    injection: Injection = None,
 ) -> None:
     """Run strategies one after the other under the same seeds; write table, plot and report.
 
@@ -282,6 +288,7 @@ def compare(
         lr_scale=lr_scale,
         partition=partition,
         sampler=sampler,
+        injection=injection,
     )
     for one in strategy:
         dataclasses.replace(job, strategy=one).check()

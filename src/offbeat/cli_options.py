@@ -35,4 +35,11 @@ Partition = Annotated[
 Sampler = Annotated[
     str, typer.Option(help="seldp: everyone reads everything; defdp: an N-th each.")
 ]
+Injection = Annotated[
+    str | None,
+    typer.Option(
+        help="In each step ALPHA of the workers give all others BETA of their batch, as 0.5,0.5.",
+        show_default="none",
+    ),
+]
 Timeout = Annotated[float, typer.Option(help="Seconds an operation between workers may take.")]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lab.standins import write_cifar, write_images, write_text
-from offbeat.lab.reading import batches, make_sampler
+from offbeat.lab.reading import Batches, make_sampler
 from offbeat.lab.recipes import RECIPES, Setup, Task, find_recipe, imagenet
 from offbeat.lab.recipes.base import TensorData, accuracy, decay_at, decay_every
 from offbeat.lab.recipes.googlenet import googlenet
@@ -286,7 +286,7 @@ def test_augmented_batches_of_two_workers_differ(data: Path) -> None:
     task = build("cifar10:cnn", data)
     task.batch_size, task.steps = 3, 5
     for rank in range(2):
-        got = list(batches(task, make_sampler(task, 2, rank, seed=0)))
+        got = list(Batches(task, make_sampler(task, 2, rank, seed=0)))
         assert [len(labels) for _, labels in got] == [3] * 5
 
 

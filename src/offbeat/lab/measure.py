@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from offbeat.lab.reading import batches, make_sampler
+from offbeat.lab.reading import Batches, make_sampler
 from offbeat.lab.recipes import Setup, find_recipe
 from offbeat.replica import Replica
 
@@ -38,7 +38,7 @@ def measure_recipe(
         task = recipe.build(Setup(workers=1, epochs=recipe.epochs, data=data))
         count = sum(t.numel() for t in Replica(task.model, _trainable(task.model)).averaged())
         again = chain.from_iterable(
-            batches(task, make_sampler(task, 1, 0, seed=0)) for _ in repeat(None)
+            Batches(task, make_sampler(task, 1, 0, seed=0)) for _ in repeat(None)
         )
         seconds: list[float] = []
         begin = time.perf_counter()

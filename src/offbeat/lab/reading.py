@@ -1,6 +1,6 @@
-"""Who reads what: the sampler of a worker, and its batches."""
+"""Who reads what: the sampler of a worker, its batches, and what it gets of others."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -62,17 +62,52 @@ def make_partition(text: str, task: Task, workers: int, seed: int) -> list[Any]:
         raise ValueError(f"partition {text!r}: {error}") from None
 
 
-def batches(task: Task, sampler: Sampler[int], *, readers: int = 0) -> Iterator[tuple[Tensor, ...]]:
-    """``task.steps`` batches in the sampler's order, epoch after epoch, read by ``readers``."""
-    size = len(sampler)  # type: ignore[arg-type]  # both kinds have a length
-    grouped = BatchSampler(sampler, task.batch_size, drop_last=size > task.batch_size)
-    loader = DataLoader(task.dataset, batch_size=None, sampler=grouped, num_workers=readers)
-    given, epoch = 0, 0
-    while True:
-        sampler.set_epoch(epoch)  # type: ignore[attr-defined]
-        for batch in loader:
-            if given == task.steps:
-                return
-            given += 1
-            yield batch
-        epoch += 1
+class Batches(Iterable[tuple[Tensor, ...]]):
+    """``task.steps`` batches in the order of ``sampler``, epoch after epoch.
+
+    Args:
+        task: What is trained.
+        sampler: Which samples.
+        size: Samples in a batch; None is the task's own.
+        readers: Processes that read ahead.
+    """
+
+    def __init__(
+        self, task: Task, sampler: Sampler[int], *, size: int | None = None, readers: int = 0
+    ) -> None:
+        self._task, self._sampler = task, sampler
+        size = task.batch_size if size is None else size
+        total = len(sampler)  # type: ignore[arg-type]  # both kinds have a length
+        grouped = BatchSampler(sampler, size, drop_last=total > size)
+        self._loader = DataLoader(
+            task.dataset, batch_size=None, sampler=grouped, num_workers=readers
+        )
+
+    def __len__(self) -> int:
+        return self._task.steps
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        given, epoch = 0, 0
+        while True:
+            self._sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+            for batch in self._loader:
+                if given == self._task.steps:
+                    return
+                given += 1
+                yield batch
+            epoch += 1
+
+
+def parse_injection(text: str) -> tuple[float, float]:
+    """α and β from text such as ``0.5,0.5``.
+
+    Raises:
+        ValueError: another text, or a number that is not in (0, 1].
+    """
+    try:
+        alpha, beta = (float(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"injection must be ALPHA,BETA as in 0.5,0.5, got {text!r}") from None
+    if not (0 < alpha <= 1 and 0 < beta <= 1):
+        raise ValueError(f"injection needs two numbers above 0 and up to 1, got {text!r}")
+    return alpha, beta

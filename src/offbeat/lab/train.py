@@ -10,7 +10,7 @@ import math
 import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,13 +19,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils.data import Sampler
 
 from offbeat.attach import attach
+from offbeat.data import DataInjection, injected_batch_size
 from offbeat.errors import OffbeatError
-from offbeat.lab.reading import batches, make_sampler
+from offbeat.lab.reading import Batches, make_sampler, parse_injection
 from offbeat.lab.recipes import Setup, Task, find_recipe
 from offbeat.strategies import parse_strategy
+from offbeat.synchronizer import Synchronizer
 
 Event = dict[str, Any]
 
@@ -47,6 +50,8 @@ class Job:
         lr_scale: Factor on the recipe's learning rate, in all of its schedule.
         partition: Who holds which samples: ``label:K`` (K labels a worker) or ``dirichlet:A``
             (concentration A); None lets every worker read all of them.
+        injection: ``ALPHA,BETA``: in each step so many of the workers give all others so much of
+            their batch (``offbeat.data.DataInjection``).
         sampler: Without a partition: ``seldp``, or ``defdp`` (each worker reads its own part).
     """
 
@@ -62,6 +67,7 @@ class Job:
     lr_scale: float = 1.0
     partition: str | None = None
     sampler: str = "seldp"
+    injection: str | None = None
 
     def setup(self) -> Setup:
         """The recipe's part of it."""
@@ -89,6 +95,8 @@ class Job:
         parse_strategy(self.strategy)
         task = find_recipe(self.recipe).build(self.setup())
         self.sampler_for(task, 0)
+        if self.injection is not None:
+            parse_injection(self.injection)
         return task
 
     def sampler_for(self, task: Task, rank: int) -> Sampler[int]:
@@ -148,7 +156,7 @@ def train_worker(job: Job, emit: Callable[[Event], None]) -> None:
     tell({"event": "start", "steps": task.steps, "model_bytes": _bytes(task.model)})
     looks = {round(task.steps * (i + 1) / job.evaluations) for i in range(job.evaluations)}
     readers = task.readers if device.type == "cuda" else 0
-    for batch in batches(task, job.sampler_for(task, rank), readers=readers):
+    for batch in _batches(job, task, sync, readers):
         loss = task.loss(task.model, tuple(tensor.to(device) for tensor in batch))
         loss.backward()
         if task.clip_norm is not None:
@@ -174,6 +182,19 @@ def train_worker(job: Job, emit: Callable[[Event], None]) -> None:
         now = {"step": sync.step, "seconds": seconds}
         emit(_evaluation(now, recipe.metric, task.evaluate(task.model)))
         emit({"event": "end", "stats": totals})
+
+
+def _batches(
+    job: Job, task: Task, sync: Synchronizer, readers: int
+) -> Iterable[tuple[Tensor, ...]]:
+    """What this worker trains on, step by step."""
+    sampler = job.sampler_for(task, sync.rank)
+    if job.injection is None:
+        return Batches(task, sampler, readers=readers)
+    alpha, beta = parse_injection(job.injection)
+    own = injected_batch_size(task.batch_size, alpha, beta, sync.size)
+    loader = Batches(task, sampler, size=own, readers=readers)
+    return DataInjection(loader, alpha, beta, sync=sync, seed=job.seed)
 
 
 def _scale_lr(task: Task, factor: float) -> None:

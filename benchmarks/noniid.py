@@ -1,0 +1,206 @@
+"""Data that are not IID, in the simulator: what it costs in accuracy, and what injection buys back.
+
+(a) ``mnist:cnn`` with ten workers, each of which holds the images of one digit: local SGD, FedAvg
+and SelSync, without and with data injection, against the bytes they send: models and samples.
+BSP for comparison. (b) IID data, eight workers: SelSync whose workers read all of them by rotation
+(SelDP) or an eighth each (DefDP). All rows of a table take the same number of steps of about the
+same batch. Real training, virtual seconds; three seeds.
+
+Writes ``results/noniid.json``, ``noniid.md`` and ``docs/images/noniid.png``.
+"""
+
+import json
+import statistics
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+from benchmarks.harness import RESULTS, Result, machine
+from benchmarks.strategies import MNIST, SEEDS, spread
+from offbeat.lab.compare import run_and_record
+from offbeat.lab.train import Job
+from offbeat.lab.virtual import VirtualCluster
+from offbeat.simulate import Compute, Network
+
+INJECTIONS = (None, "0.5,0.5", "0.75,0.75")
+STRATEGIES = (
+    "local:period=8",
+    "fedavg:rounds_per_epoch=4,steps_per_epoch=94,fraction=0.5",
+    "selsync:delta=0.3",
+    "selsync:target_lssr=0.9",
+)
+ROTATED = ("selsync:target_lssr=0.9", "local:period=8")
+IMAGE = RESULTS.parents[1] / "docs" / "images" / "noniid.png"
+Row = dict[str, Any]
+
+
+def run(job: Job) -> Row:
+    """One run: accuracy, and bytes a worker sent for models and for samples."""
+    torch.set_num_threads(1)
+    place = VirtualCluster(Network("100Mbit/s", latency="100us"), Compute("10ms", jitter=0.2))
+    result = run_and_record(job, lambda event: None, place)
+    details = [one["details"] for one in result["stats"]]
+    samples = statistics.mean(one.get("injected_bytes_sent", 0) for one in details)
+    return {
+        "job": asdict(job),
+        "final": result["final"],
+        "points": result["points"],
+        "seconds": result["seconds"],
+        "lssr": result["lssr"],
+        "model_bytes": result["payload_bytes"],
+        "sample_bytes": samples,
+    }
+
+
+def skewed(quick: bool) -> list[Job]:
+    """Table (a)."""
+    rows = [("bsp", None), *((s, i) for s in STRATEGIES for i in INJECTIONS)]
+    return [
+        Job(
+            "mnist:cnn",
+            strategy,
+            10,
+            epochs=0.1 if quick else 2,
+            seed=seed,
+            data=str(MNIST),
+            evaluations=4,
+            partition="label:1",
+            injection=injection,
+        )
+        for strategy, injection in rows
+        for seed in (SEEDS[:1] if quick else SEEDS)
+    ]
+
+
+def rotated(quick: bool) -> list[Job]:
+    """Table (b)."""
+    return [
+        Job(
+            recipe,
+            strategy,
+            8,
+            epochs=0.5 if quick else None,
+            seed=seed,
+            data=data,
+            evaluations=4,
+            sampler=sampler,
+        )
+        for recipe, data in (("digits", None), ("mnist:cnn", str(MNIST)))
+        for strategy in ROTATED
+        for sampler in ("seldp", "defdp")
+        for seed in (SEEDS[:1] if quick else SEEDS)
+    ]
+
+
+def grouped(rows: Sequence[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:
+    """Rows of the same settings, in order."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row["job"][key] for key in keys), []).append(row)
+    return groups
+
+
+def megabytes(rows: Sequence[Row], key: str) -> float:
+    """Median over the seeds."""
+    return float(statistics.median(row[key] for row in rows)) / 1e6
+
+
+def page(first: Sequence[Row], second: Sequence[Row]) -> str:
+    """Both tables as Markdown."""
+    lines = [
+        "# Data that are not IID, simulated",
+        "",
+        "Median (range) of three seeds. Written by `python -m benchmarks noniid`.",
+        "",
+        "## One digit a worker",
+        "",
+        "`mnist:cnn`, ten workers, each with the images of one digit; 188 steps. Bytes are those a "
+        "worker sends.",
+        "",
+        "| strategy | injection (α, β) | accuracy, % | LSSR | models | samples |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (strategy, injection), rows in grouped(first, "strategy", "injection").items():
+        lines.append(
+            f"| `{strategy}` | {injection or 'none'} | {spread([r['final'] for r in rows])} | "
+            f"{statistics.median(r['lssr'] for r in rows):.2f} | "
+            f"{megabytes(rows, 'model_bytes'):.1f} MB | {megabytes(rows, 'sample_bytes'):.1f} MB |"
+        )
+    lines += [
+        "",
+        "## SelDP against DefDP",
+        "",
+        "IID data, eight workers, equal numbers of steps.",
+        "",
+        "| recipe | strategy | SelDP, % | DefDP, % |",
+        "|---|---|---|---|",
+    ]
+    groups = grouped(second, "recipe", "strategy", "sampler")
+    for recipe, strategy in dict.fromkeys(key[:2] for key in groups):
+        cells = [
+            spread([r["final"] for r in groups[recipe, strategy, sampler]])
+            for sampler in ("seldp", "defdp")
+        ]
+        lines.append(f"| `{recipe}` | `{strategy}` | {cells[0]} | {cells[1]} |")
+    return "\n".join([*lines, ""])
+
+
+def draw(rows: Sequence[Row]) -> None:
+    """Accuracy against bytes, one mark a setting."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5), dpi=120, layout="constrained")
+    marks = {None: "o", "0.5,0.5": "s", "0.75,0.75": "^"}
+    names = dict.fromkeys(row["job"]["strategy"] for row in rows)
+    colours = {name: f"C{i}" for i, name in enumerate(names)}
+    for (strategy, injection), found in grouped(rows, "strategy", "injection").items():
+        finals = [100 * row["final"] for row in found]
+        sent = megabytes(found, "model_bytes") + megabytes(found, "sample_bytes")
+        middle = statistics.median(finals)
+        spreads = [[middle - min(finals)], [max(finals) - middle]]
+        axes.errorbar(
+            [sent],
+            [middle],
+            yerr=spreads,
+            fmt=marks[injection],
+            color=colours[strategy],
+            capsize=3,
+            label=f"{strategy.split(':')[0]} {strategy.partition(':')[2][:16]}"
+            + (f", injection {injection}" if injection else ""),
+        )
+    axes.set(
+        xscale="log",
+        xlabel="MB sent by a worker: models and samples",
+        ylabel="test accuracy, %",
+        title="MNIST, ten workers with one digit each (simulated)",
+    )
+    axes.legend(fontsize=6)
+    IMAGE.parent.mkdir(exist_ok=True)
+    figure.savefig(IMAGE)
+    plt.close(figure)
+
+
+def results(*, quick: bool = False) -> list[Result]:
+    """Run everything, two runs at a time."""
+    if not MNIST.is_dir():
+        print(f"looked for MNIST's IDX files in {MNIST}, which does not exist (OFFBEAT_MNIST)")
+        return []
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        first = list(pool.map(run, skewed(quick)))
+        second = list(pool.map(run, rotated(quick)))
+    text = page(first, second)
+    print(text)
+    if not quick:
+        RESULTS.mkdir(exist_ok=True)
+        saved = {"skewed": first, "rotated": second, "machine": machine(), "simulated": True}
+        (RESULTS / "noniid.json").write_text(json.dumps(saved))
+        (RESULTS / "noniid.md").write_text(text)
+        draw(first)
+    return []
