@@ -2,6 +2,7 @@
 
 from offbeat import data
 from offbeat.attach import attach
+from offbeat.batchnorm import recalibrate_batchnorm
 from offbeat.errors import (
     AttachError,
     CommunicationError,
@@ -56,5 +57,6 @@ __all__ = [
     "attach",
     "data",
     "parse_strategy",
+    "recalibrate_batchnorm",
     "simulate",
 ]

@@ -51,7 +51,7 @@ class Synchronizer:
         replica = Replica(model, trainable)
         self._worker = Worker(self._fabric, replica, parts)
         self._stats = Stats(details=self._worker.details)
-        self.companions = Companions(self._fabric, self._worker.details)
+        self.companions = Companions(self._fabric, self._worker.details, lambda: self.step)
         self._hooks: list[RemovableHandle] = []
         self._prepared: set[int] = set()  # parts whose before_step has run
         self._stepped: set[int] = set()  # parts that have stepped in this iteration
@@ -130,7 +130,8 @@ class Synchronizer:
         worker.part = index
         coming = self._stepped | self._prepared | {index}
         worker.completes_iteration = len(coming) == len(worker.parts)
-        self.strategy.before_step(worker)
+        with self.companions:
+            self.strategy.before_step(worker)
         self._prepared.add(index)  # not before: a step after a failure must fail, too
 
     def complete(self, index: int, *, skipped: bool = False) -> None:
@@ -149,7 +150,8 @@ class Synchronizer:
         worker.has_news = True
         worker.steps_since_sync += 1
         worker.norm_squared = None
-        synced = self.strategy.after_step(worker)
+        with self.companions:
+            synced = self.strategy.after_step(worker)
         worker.step += 1
         self._account(synced)
 

@@ -1,13 +1,17 @@
 """WHO READS WHAT: how samples are divided among workers."""
 
 from offbeat.data.describe import PartitionTable, describe_partition
+from offbeat.data.draws import injected_batch_size
+from offbeat.data.injection import DataInjection
 from offbeat.data.partition import partition_by_label, partition_dirichlet
 from offbeat.data.selective import SelDPSampler
 
 __all__ = [
+    "DataInjection",
     "PartitionTable",
     "SelDPSampler",
     "describe_partition",
+    "injected_batch_size",
     "partition_by_label",
     "partition_dirichlet",
 ]

@@ -5,13 +5,19 @@ other worker, takes the questions, the answers and the goodbyes of that one. An 
 once if the step is reached, later if it is not, and is empty if it never will be here. Nobody waits
 for anyone inside of these activities, so what the workers do meanwhile does not matter.
 
+Workers that took different numbers of steps before they met are out of phase: one may wait in its
+strategy for another to take steps for which the other waits for its samples. So one that waits says
+so, and one that is at work in its strategy lets another that is out of phase with it go on without.
+
 A message is a header of six numbers, and after an answer the bytes of the samples. Nothing is
 pickled.
 """
 
 import functools
+import itertools
 import threading
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TypeAlias
@@ -27,14 +33,15 @@ Key: TypeAlias = tuple[int, int]
 """The meeting (see ``Exchange.back``) before a step, and its number since then."""
 Answer: TypeAlias = Tensor | Exception | None
 
-_HEADER = 6  # kind, messages received so far, key, epoch, bytes that follow
+_HEADER = 6  # kind, messages received so far, key, epoch or steps, bytes that follow
 
 
 class _Kind(IntEnum):
     ASK = 0
-    ANSWER = 1
-    AWAY = 2
-    LEAVE = 3
+    HURRY = 1
+    ANSWER = 2
+    AWAY = 3
+    LEAVE = 4
 
 
 @dataclass
@@ -48,8 +55,12 @@ class _Peer:
         settled: Messages that it is known to have received.
         received: Messages received from it.
         wanted: It asks for nothing before this step any more.
-        asked: Its questions that have no answer yet.
+        asked: Its questions that have no answer yet, and their epochs.
+        blocked: The latest step whose samples it has waited for.
+        steps: How many it had taken at each meeting that this worker has not come to.
+        in_phase: Whether it had always taken as many as this worker.
         answers: To this worker's questions.
+        legacy: What it left unasked, before it goes.
         silent: This worker has sent it the last message, LEAVE.
         gone: It has sent LEAVE.
     """
@@ -61,7 +72,11 @@ class _Peer:
     received: int = 0
     wanted: Key = (0, 0)
     asked: list[tuple[Key, int]] = field(default_factory=list)
+    blocked: Key = (-1, -1)
+    steps: dict[int, int] = field(default_factory=dict)
+    in_phase: bool = True
     answers: dict[Key, Promise[Answer]] = field(default_factory=dict)
+    legacy: dict[Key, Tensor] = field(default_factory=dict)
     silent: bool = False
     gone: bool = False
 
@@ -70,8 +85,7 @@ class Exchange:
     """This worker's end. All workers make it alike, though it is no collective.
 
     Args:
-        fabric: The communicator; waiting for samples counts as its waiting.
-        tag: Messages travel under this tag and the next.
+        fabric: A communicator for this alone; waiting for samples counts as its waiting.
 
     Attributes:
         samples_sent: Samples handed to others, each as often as it was sent.
@@ -81,14 +95,16 @@ class Exchange:
     gone away.
     """
 
-    def __init__(self, fabric: Communicator, tag: int) -> None:
-        self._fabric, self._background, self._tag = fabric, fabric.background, tag
+    def __init__(self, fabric: Communicator) -> None:
+        self._fabric, self._background = fabric, fabric.background
         self.samples_sent = self.bytes_sent = 0
         self._lock = threading.Lock()  # never held while waiting
         self._parts: dict[Key, Part] = {}
         self._latest: Key = (-1, -1)  # the last step published
         self._meeting = 0
-        self._away = False
+        self._owed: Key | None = None
+        self._away = self._busy = False
+        self._steps: dict[int, int] = {}  # own ones at each meeting
         self._ended_epoch = -1
         self._error: Exception | None = None
         self._peers: dict[int, _Peer] = {}
@@ -108,10 +124,17 @@ class Exchange:
 
     # -- what the worker does ----------------------------------------------------------------
 
-    def start_at(self, meeting: int) -> None:
-        """Continue after ``meeting`` meetings, before the first step."""
+    @property
+    def out_of_phase(self) -> list[int]:
+        """Ranks that had not always taken as many steps as this one when all met."""
+        return [peer.rank for peer in self._peers.values() if not peer.in_phase]
+
+    def start_at(self, meeting: int, owed: Key | None, out_of_phase: Iterable[int]) -> None:
+        """Continue after ``meeting`` meetings; ``owed`` is published first, perhaps of before."""
         with self._lock:
-            self._meeting = meeting
+            self._meeting, self._owed = meeting, owed
+            for rank in out_of_phase:
+                self._peers[rank].in_phase = False
 
     def publish(self, key: Key, part: Part | None) -> None:
         """This worker has loaded the batch of step ``key``, and gives ``part`` of it, or nothing.
@@ -120,7 +143,7 @@ class Exchange:
         """
         with self._lock:
             self._require_service()
-            self._latest = key
+            self._latest, self._owed = key, None
             if part is not None:
                 self._parts[key] = part
             self._review()
@@ -134,12 +157,27 @@ class Exchange:
         with self._lock:
             self._require_service()
             peer = self._peers[rank]
-            if peer.gone or peer.silent:
-                return Completed(None)
+            if key in peer.legacy or peer.gone or peer.silent:
+                return Completed(peer.legacy.pop(key, None))
             answer: Promise[Answer] = self._fabric.promise(what=what)
             peer.answers[key] = answer
-            self._send(peer, _Kind.ASK, key, epoch=epoch)
+            self._send(peer, _Kind.ASK, key, number=epoch)
             return answer
+
+    def hurry(self, rank: int, key: Key) -> None:
+        """This worker waits for what it has asked ``rank`` for."""
+        with self._lock:
+            self._require_service()
+            peer = self._peers[rank]
+            if key in peer.answers and not peer.silent:
+                self._send(peer, _Kind.HURRY, key)
+
+    def busy(self, busy: bool) -> None:
+        """Whether the strategy is at work."""
+        with self._lock:
+            self._busy = busy
+            if busy and self._error is None:
+                self._review()
 
     def end_epoch(self, epoch: int) -> None:
         """Nothing comes of ``epoch`` any more; −1: all that is asked for will come."""
@@ -147,14 +185,16 @@ class Exchange:
             self._ended_epoch = epoch
             self._review()
 
-    def away(self) -> None:
-        """This worker loads nothing until all have met."""
+    def away(self, steps: int) -> None:
+        """This worker, which has taken ``steps``, loads nothing until all have met."""
         with self._lock:
             if self._error is None and not self._away:
                 self._away = True
+                self._steps[self._meeting] = steps
                 for peer in self._peers.values():
+                    self._compare(peer)
                     if not (peer.gone or peer.silent):
-                        self._send(peer, _Kind.AWAY, (self._meeting + 1, 0))
+                        self._send(peer, _Kind.AWAY, (self._meeting + 1, 0), number=steps)
                 self._review()
 
     def back(self) -> None:
@@ -168,6 +208,8 @@ class Exchange:
     def leave(self) -> None:
         """Say goodbye to all and wait until they have heard it. They need not leave, too.
 
+        Parts that they may still ask for go along.
+
         Raises:
             CommunicationError: one is lost.
         """
@@ -175,28 +217,28 @@ class Exchange:
             self._require_service()
             for peer in self._peers.values():
                 self._say_goodbye(peer)
-            self._parts.clear()
+            self._review()
         for peer in self._peers.values():
             error = peer.farewell.wait()
             if error is not None:
-                raise error
+                raise self._fabric.explain(error)
 
     # -- what both do, under the lock --------------------------------------------------------
 
     def _require_service(self) -> None:
         if self._error is not None:
-            raise self._error
+            raise self._fabric.explain(self._error)
 
     def _send(
-        self, peer: _Peer, kind: _Kind, key: Key, *, epoch: int = 0, data: Tensor | None = None
+        self, peer: _Peer, kind: _Kind, key: Key, *, number: int = 0, data: Tensor | None = None
     ) -> None:
         size = 0 if data is None else data.numel()
-        header = torch.tensor([kind, peer.received, *key, epoch, size])
+        header = torch.tensor([kind, peer.received, *key, number, size])
         parts = [header] if data is None else [header, data]
         what = f"message about samples to rank {peer.rank}"
         peer.sent.append(
             [
-                self._background.send(part, destination=peer.rank, tag=self._tag + i, what=what)
+                self._background.send(part, destination=peer.rank, tag=i, what=what)
                 for i, part in enumerate(parts)
             ]
         )
@@ -205,7 +247,9 @@ class Exchange:
         """Answer all questions that can be answered now, and forget what nobody will ask for."""
         for peer in self._peers.values():
             if not peer.silent:
-                peer.asked = [(k, epoch) for k, epoch in peer.asked if not self._tell(peer, k, epoch)]
+                peer.asked = [
+                    (k, epoch) for k, epoch in peer.asked if not self._tell(peer, k, epoch)
+                ]
         least = min(
             (p.wanted for p in self._peers.values() if not (p.gone or p.silent)), default=None
         )
@@ -218,18 +262,27 @@ class Exchange:
         if part is not None:
             self.samples_sent += part.samples
             self.bytes_sent += part.values_bytes
-        elif not (
-            key <= self._latest  # forgotten: then it was nobody's to ask for
+        elif key == self._owed or not (
+            key <= self._latest  # forgotten
             or key[0] < self._meeting
             or (self._away and key[0] == self._meeting)
             or epoch <= self._ended_epoch
+            or (self._busy and not peer.in_phase and key <= peer.blocked)
         ):
             return False
         self._send(peer, _Kind.ANSWER, key, data=None if part is None else part.data)
         return True
 
+    def _compare(self, peer: _Peer) -> None:
+        """Note whether both had taken as many steps at the meetings to which both have come."""
+        for meeting in [m for m in peer.steps if m in self._steps]:
+            if peer.steps.pop(meeting) != self._steps[meeting]:
+                peer.in_phase = False
+
     def _say_goodbye(self, peer: _Peer) -> None:
         if not peer.silent:
+            for key in sorted(key for key in self._parts if key >= peer.wanted and not peer.gone):
+                self._tell(peer, key, 0)
             self._send(peer, _Kind.LEAVE, (0, 0))
             peer.silent = True
             peer.asked.clear()
@@ -252,41 +305,43 @@ class Exchange:
         header = torch.zeros(_HEADER, dtype=torch.int64)
         what = f"a message of rank {peer.rank} about samples"
         self._receive(header, peer, 0, what, patient=True)
-        kind, received, *numbers, epoch, size = header.tolist()
+        kind, received, meeting, step, number, size = header.tolist()
         if not 0 <= kind < len(_Kind) or size < 0:
             raise OffbeatError(f"{what} is none: {header.tolist()}")
         data = None
         if size:
             data = torch.empty(size, dtype=torch.uint8)
             self._receive(data, peer, 1, f"samples of rank {peer.rank}", patient=False)
-        while peer.settled < received:  # these have arrived: waiting ends at once
-            for handle in peer.sent.popleft():
-                handle.wait()
-            peer.settled += 1
+        with self._lock:  # whoever sends notes it under the lock
+            arrived = [peer.sent.popleft() for _ in range(received - peer.settled)]
+            peer.settled = received
+        for handle in itertools.chain(*arrived):  # ends at once
+            handle.wait()
         with self._lock:
             peer.received += 1
-            self._handle(peer, _Kind(kind), (numbers[0], numbers[1]), epoch, data)
+            self._handle(peer, _Kind(kind), (meeting, step), number, data)
 
-    def _receive(
-        self, tensor: Tensor, peer: _Peer, offset: int, what: str, *, patient: bool
-    ) -> None:
-        tag = self._tag + offset
-        handle = self._background.receive(
+    def _receive(self, tensor: Tensor, peer: _Peer, tag: int, what: str, *, patient: bool) -> None:
+        self._background.receive(
             tensor, source=peer.rank, tag=tag, what=what, patient=patient
-        )
-        handle.wait()
+        ).wait()
 
-    def _handle(
-        self, peer: _Peer, kind: _Kind, key: Key, epoch: int, data: Tensor | None
-    ) -> None:
+    def _handle(self, peer: _Peer, kind: _Kind, key: Key, number: int, data: Tensor | None) -> None:
         if kind is _Kind.ANSWER:
-            peer.answers.pop(key).fulfil(data)
+            if key in peer.answers:
+                peer.answers.pop(key).fulfil(data)
+            elif data is not None:
+                peer.legacy[key] = data
             return
         if kind is _Kind.ASK:
-            peer.asked.append((key, epoch))
+            peer.asked.append((key, number))
             peer.wanted = (key[0], key[1] + 1)
+        elif kind is _Kind.HURRY:
+            peer.blocked = key
         elif kind is _Kind.AWAY:
             peer.wanted = key
+            peer.steps[key[0] - 1] = number
+            self._compare(peer)
         else:
             peer.gone = True
             for answer in peer.answers.values():

@@ -1,16 +1,14 @@
 """Data injection: in every step some workers give some of their samples to all others."""
 
 import contextlib
-import functools
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch.distributed as dist
 
+from offbeat.data.draws import draw_samples, draw_senders, require_fraction, require_integer
 from offbeat.data.exchange import Answer, Exchange, Key
 from offbeat.data.samples import Part, count_samples, join, take
 from offbeat.errors import AttachError, MismatchError, OffbeatError
@@ -19,62 +17,6 @@ from offbeat.fabric.companion import Companions
 
 if TYPE_CHECKING:
     from offbeat.synchronizer import Synchronizer
-
-_SENDERS, _SAMPLES = 4, 5  # purposes of a generator
-_TAG = 4096  # of messages; strategies on the same connections use smaller ones
-_TAGS = 2  # for each injection
-
-
-def injected_batch_size(batch_size: int, alpha: float, beta: float, workers: int) -> int:
-    """The batch size b' for the loader, so that batches hold about ``batch_size`` = b afterwards.
-
-    Equation 3 of the paper, at least 1:
-
-        b' = ⌊b / (1 + α·β·N)⌋
-
-    What a batch then holds, exactly, with S = ⌈α·N⌉ senders of k = ``given(b', β)`` samples each:
-    b' + S·k on a worker that is no sender of the step, b' + (S−1)·k on one that is (it does not
-    receive its own), and b' + S·k·(N−1)/N on average. α·N, b' and k are rounded, so this is b only
-    about: for b = 32, α = β = 1/2, N = 10 it is 9 + 5·5·9/10 = 31.5.
-
-    Args:
-        batch_size: b, the samples each step shall use.
-        alpha: α in (0, 1], the fraction of workers that send.
-        beta: β in (0, 1], the fraction of its own samples that each gives.
-        workers: N.
-
-    Raises:
-        TypeError: something else than numbers.
-        ValueError: a number out of its range.
-
-    Source: Tyagi & Swany, arXiv 2307.07950, §III-E, Equation 3.
-    """
-    _require_fraction("alpha", alpha)
-    _require_fraction("beta", beta)
-    for name, value in (("batch_size", batch_size), ("workers", workers)):
-        _require_integer(name, value, least=1)
-    return max(1, math.floor(_clean(batch_size / (1 + alpha * beta * workers))))
-
-
-def given(samples: int, beta: float) -> int:
-    """How many of ``samples`` a sender gives: β of them, a half rounded up, at least 1."""
-    return min(samples, max(1, math.floor(_clean(beta * samples) + 0.5)))
-
-
-def draw_senders(seed: int, key: Key, workers: int, alpha: float) -> list[int]:
-    """The ⌈α·N⌉ ranks that give samples at step ``key``, ascending; the same on all workers."""
-    random = np.random.default_rng([seed % 2**64, _SENDERS, *key])
-    count = math.ceil(_clean(alpha * workers))
-    drawn: list[int] = np.sort(random.choice(workers, count, replace=False)).tolist()
-    return drawn
-
-
-def draw_samples(seed: int, key: Key, rank: int, samples: int, beta: float) -> list[int]:
-    """Which of its ``samples`` the sender ``rank`` gives at step ``key``, ascending."""
-    random = np.random.default_rng([seed % 2**64, _SAMPLES, *key, rank])
-    count = given(samples, beta)
-    drawn: list[int] = np.sort(random.choice(samples, count, replace=False)).tolist()
-    return drawn
 
 
 @dataclass
@@ -101,9 +43,10 @@ class DataInjection:
     Workers ask each other for samples; the next batch is loaded, and asked for, before the present
     one is handed out, so samples travel while the model computes. A worker waits for a sender that
     has not come to the step yet. One that has no batch for it gives nothing: it is in
-    ``consensus()`` or ``finish()``, or has left. So workers may take different numbers of steps,
-    and what they get does not depend on which of them is faster. Steps are counted anew after
-    every ``consensus()``.
+    ``consensus()`` or ``finish()``, or has left. So workers may take different numbers of steps.
+    Steps are counted anew after every ``consensus()``. While all have taken equally many, batches
+    do not depend on who is faster. Afterwards a worker may be in its strategy waiting for one that
+    waits for its samples: then that one goes on without them.
 
     Without ``sync``, a worker at the end of its loader gives nothing until it is iterated again.
     Call ``close`` at the end, or use it as a context manager. Loaders of different lengths then
@@ -143,10 +86,9 @@ class DataInjection:
     ``injected_bytes_received``, ``injected_samples_sent`` and ``injected_bytes_sent``. Waiting for
     samples counts as waiting. *Memory*: one more batch, and parts until all have asked for them.
 
-    *Differs from the paper*: workers need not be at the same step. A sender does not receive its
-    own samples, which the paper leaves open.
+    *Differs from the paper*: workers need not be at the same step.
 
-    Source: Tyagi & Swany, arXiv 2307.07950, §III-E.
+    Source: Tyagi & Swany, arXiv 2307.07950, data injection for non-IID data, and Equation 3.
     """
 
     def __init__(
@@ -161,10 +103,10 @@ class DataInjection:
         dimension: int = 0,
         timeout_seconds: float = 300.0,
     ) -> None:
-        _require_fraction("alpha", alpha)
-        _require_fraction("beta", beta)
-        _require_integer("seed", seed)
-        _require_integer("dimension", dimension, least=0)
+        require_fraction("alpha", alpha)
+        require_fraction("beta", beta)
+        require_integer("seed", seed)
+        require_integer("dimension", dimension, least=0)
         if not isinstance(loader, Iterable) or isinstance(loader, Iterator):
             raise TypeError(
                 "loader must be an iterable of batches that can be iterated again, such as a "
@@ -174,9 +116,16 @@ class DataInjection:
         self.alpha, self.beta, self.seed, self.dimension = alpha, beta, seed, dimension
         self.samples_received = self.bytes_received = 0
         self._counted = [0, 0, 0, 0]  # what the details hold already
+        self._step = 0  # of the next batch that is loaded, since the last meeting
+        self._epoch = -1
+        self._iterations = 0
+        self._ahead: _Ahead | None = None
+        self._resumed: Key | None = None
+        self._closed = False
         self._synced = sync is not None
         self._details: dict[str, Any] = {}
-        number = 0
+        self._exchange: Exchange | None = None
+        self._steps_taken: Callable[[], int] = lambda: 0
         if sync is None:
             self._fabric = _communicator(group, timeout_seconds)
         else:
@@ -185,31 +134,30 @@ class DataInjection:
             companions = getattr(sync, "companions", None)
             if not isinstance(companions, Companions):
                 raise TypeError(f"sync must be what offbeat.attach() returned, got {sync!r}")
-            number = companions.add(self)
+            companions.add(self)
             self._fabric, self._details = companions.fabric.twin(), companions.details
-        self._agree()
-        self._exchange: Exchange | None = None
+            self._steps_taken = companions.step
+        steps = self._agree()
         if self._fabric.size > 1:
-            self._exchange = Exchange(self._fabric, _TAG + _TAGS * number)
-        self._step = 0  # of the next batch that is loaded, since the last meeting
-        self._epoch = -1
-        self._iterations = 0
-        self._ahead: _Ahead | None = None
-        self._resumed: Key | None = None
-        self._closed = False
+            self._exchange = Exchange(self._fabric)
+            own = steps[self._fabric.rank]
+            others = [rank for rank, taken in enumerate(steps) if taken != own]
+            self._exchange.start_at(0, None, others)
 
-    def _agree(self) -> None:
-        """Raise unless all workers were given the same settings."""
+    def _agree(self) -> list[int]:
+        """Raise unless all workers were given the same settings; gives the steps of each."""
         names = ("alpha", "beta", "seed", "dimension")
         settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
         what = "comparison of data injection"
-        everyone = self._fabric.background.gather_bytes(settings.encode(), what=what)
-        for rank, other in enumerate(everyone):
-            if other != everyone[0]:
+        text = f"{settings}\n{self._steps_taken()}".encode()
+        gathered = self._fabric.background.gather_bytes(text, what=what)
+        everyone = [one.decode().split("\n") for one in gathered]
+        for rank, (other, _) in enumerate(everyone):
+            if other != everyone[0][0]:
                 raise MismatchError(
-                    f"data injection: rank {rank} has {other.decode()}, rank 0 has "
-                    f"{everyone[0].decode()}"
+                    f"data injection: rank {rank} has {other}, rank 0 has {everyone[0][0]}"
                 )
+        return [int(steps) for _, steps in everyone]
 
     # -- what the user reads -----------------------------------------------------------------
 
@@ -249,7 +197,7 @@ class DataInjection:
             while self._ahead is not None:
                 present = self._ahead
                 self._ahead = self._load(own, exchange)
-                yield self._complete(present)
+                yield self._complete(present, exchange)
         finally:
             if iteration == self._iterations:  # else another iteration has begun meanwhile
                 self._ahead = None
@@ -286,13 +234,15 @@ class DataInjection:
         chosen = draw_samples(self.seed, key, self._fabric.rank, samples, self.beta)
         return take(batch, chosen, self.dimension)
 
-    def _complete(self, present: _Ahead) -> Any:
+    def _complete(self, present: _Ahead, exchange: Exchange) -> Any:
         """The own batch and the answers, when all have come."""
         parts = []
         for rank, handle in present.answers.items():
+            if not handle.done():
+                exchange.hurry(rank, present.key)
             answer = handle.wait()
             if isinstance(answer, Exception):
-                raise answer
+                raise self._fabric.explain(answer)
             if answer is not None:
                 parts.append((rank, answer))
         joined = join(present.batch, parts, self.dimension)
@@ -315,10 +265,15 @@ class DataInjection:
 
     # -- where this worker is ----------------------------------------------------------------
 
+    def busy(self, busy: bool) -> None:
+        """Whether the strategy is at work and may wait for others. ``sync`` calls it."""
+        if self._exchange is not None:
+            self._exchange.busy(busy)
+
     def away(self) -> None:
         """This worker loads nothing until all have met. ``consensus()`` of ``sync`` calls it."""
         if self._exchange is not None:
-            self._exchange.away()
+            self._exchange.away(self._steps_taken())
 
     def back(self) -> None:
         """All workers have met; steps count from 0 again. All workers call it equally often."""
@@ -366,7 +321,14 @@ class DataInjection:
         meeting = 0 if self._exchange is None else self._exchange.meeting
         pending = None if self._ahead is None else list(self._ahead.key)
         settings = {"alpha": self.alpha, "beta": self.beta, "seed": self.seed}
-        return {**settings, "meeting": meeting, "step": self._step, "pending": pending}
+        out_of_phase = [] if self._exchange is None else self._exchange.out_of_phase
+        return {
+            **settings,
+            "meeting": meeting,
+            "step": self._step,
+            "pending": pending,
+            "out_of_phase": out_of_phase,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state_dict()``, before the first iteration.
@@ -383,7 +345,7 @@ class DataInjection:
         self._step = state["step"]
         self._resumed = None if state["pending"] is None else (*state["pending"],)
         if self._exchange is not None:
-            self._exchange.start_at(state["meeting"])
+            self._exchange.start_at(state["meeting"], self._resumed, state["out_of_phase"])
 
 
 def _communicator(group: dist.ProcessGroup | None, timeout_seconds: float) -> Communicator:
@@ -401,20 +363,3 @@ def _communicator(group: dist.ProcessGroup | None, timeout_seconds: float) -> Co
     if dist.get_world_size(group) == 1:
         return SingleCommunicator()
     return TorchCommunicator(group, timeout_seconds=timeout_seconds)
-
-
-_clean = functools.partial(round, ndigits=9)  # 0.1 · 30 is 3, not 3.0000000000000004
-
-
-def _require_fraction(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    if not 0 < value <= 1:
-        raise ValueError(f"{name} must be above 0 and at most 1, got {value}")
-
-
-def _require_integer(name: str, value: object, *, least: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    if least is not None and value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")

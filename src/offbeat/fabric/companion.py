@@ -44,8 +44,8 @@ class Companions:
         self._all: list[Companion] = []
         self._closed = False
 
-    def add(self, companion: Companion) -> int:
-        """Take one in; all workers in the same order. Returns how many came before.
+    def add(self, companion: Companion) -> None:
+        """Take one in.
 
         Raises:
             AttachError: after ``finish`` or ``detach``.
@@ -53,7 +53,6 @@ class Companions:
         if self._closed:
             raise AttachError("this synchronizer is finished or detached: attach again first")
         self._all.append(companion)
-        return len(self._all) - 1
 
     def __enter__(self) -> None:
         for one in self._all:

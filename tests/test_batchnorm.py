@@ -1,0 +1,181 @@
+"""BatchNorm: statistics measured anew, and what becomes of them when workers meet."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offbeat
+from workers import run
+
+
+class Net(nn.Module):
+    """Every kind of BatchNorm, one without statistics, Dropout, and a frozen module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one = nn.BatchNorm1d(3, momentum=0.3)
+        self.two = nn.BatchNorm2d(2)
+        self.three = nn.BatchNorm3d(2, affine=False)
+        self.lazy = nn.LazyBatchNorm1d()
+        self.bare = nn.BatchNorm1d(3, track_running_stats=False)
+        self.drop = nn.Dropout(0.5)
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert not self.drop.training
+        assert not torch.is_grad_enabled()
+        self.seen.append(x)
+        x = self.lazy(self.one(x))
+        self.two(x[:, :2, None, None].repeat(1, 1, 2, 2))
+        self.three(x[:, :2, None, None, None])
+        return self.drop(self.bare(x))
+
+
+def batches(count: int, samples: int = 6) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(samples, 3, generator=generator) * (i + 1) + i, torch.zeros(samples))
+        for i in range(count)
+    ]
+
+
+def test_statistics_are_means_over_the_batches() -> None:
+    """1/K Σ mean and 1/K Σ var, from the inputs; the affine part is the identity here."""
+    model = Net()
+    model.eval()
+    model.lazy(torch.zeros(2, 3))
+    with torch.no_grad():
+        model.one.running_mean.fill_(99)  # type: ignore[union-attr]
+    model.train()
+    model.drop.eval()
+    data = batches(5)
+    modes = [module.training for module in model.modules()]
+    offbeat.recalibrate_batchnorm(model, data, 4)
+    assert [module.training for module in model.modules()] == modes
+    assert (model.one.momentum, model.two.momentum) == (0.3, 0.1)
+    assert len(model.seen) == 4
+    inputs = [x.double().tolist() for x, _ in data[:4]]
+    for column in range(3):
+        means, variances = [], []
+        for rows in inputs:
+            values = [row[column] for row in rows]
+            means.append(sum(values) / 6)
+            variances.append(sum((value - means[-1]) ** 2 for value in values) / 5)
+        assert model.one.running_mean[column].item() == pytest.approx(sum(means) / 4, rel=1e-5)  # type: ignore[index]
+        assert model.one.running_var[column].item() == pytest.approx(sum(variances) / 4, rel=1e-5)  # type: ignore[index]
+    assert model.one.num_batches_tracked == 4
+    for layer in (model.two, model.three, model.lazy):  # their inputs are normalised
+        torch.testing.assert_close(layer.running_mean, torch.zeros_like(layer.running_mean))
+        assert layer.num_batches_tracked == 4
+    torch.testing.assert_close(model.lazy.running_var, torch.full((3,), 1.2), rtol=1e-4, atol=0)
+    assert model.bare.running_mean is None
+
+
+def test_a_short_loader_is_used_up_and_forward_may_be_given() -> None:
+    """Batches of another form; the model is called as training does."""
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    data = [{"x": x} for x, _ in batches(2)]
+    offbeat.recalibrate_batchnorm(model, data, 9, forward=lambda m, batch: m(batch["x"]))
+    mean = (data[0]["x"].mean(0) + data[1]["x"].mean(0)) / 2
+    torch.testing.assert_close(model[0].running_mean, mean)
+    offbeat.recalibrate_batchnorm(model, [data[1]["x"]], 1)  # a plain tensor
+    torch.testing.assert_close(model[0].running_mean, data[1]["x"].mean(0))
+
+
+def test_a_model_without_batchnorm_costs_nothing() -> None:
+    """The loader is not even asked."""
+
+    class Never:
+        def __iter__(self) -> Any:
+            raise AssertionError("read")
+
+    offbeat.recalibrate_batchnorm(nn.Linear(3, 1), Never(), 3)
+
+
+@pytest.mark.parametrize(
+    ("loader", "count", "error", "words"),
+    [
+        ([], 3, ValueError, "the loader gave no batch"),
+        ([{"x": 1}], 3, TypeError, "a batch is a dict .* forward=lambda model, batch"),
+        ([torch.zeros(2, 3), torch.zeros(2, 5)], 2, RuntimeError, "running_mean"),
+        ([], 0, ValueError, "batches must be at least 1"),
+        ([], 1.5, TypeError, "batches must be an integer"),
+    ],
+)
+def test_after_an_error_all_is_as_before(loader: Any, count: Any, error: Any, words: str) -> None:
+    """Statistics, modes and momentum."""
+    model = nn.Sequential(nn.BatchNorm1d(3, momentum=0.2), nn.Dropout())
+    model(torch.arange(12.0).reshape(4, 3))
+    model[1].eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(error, match=words):
+        offbeat.recalibrate_batchnorm(model, loader, count)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert (model[0].momentum, model[0].training, model[1].training) == (0.2, True, False)
+
+
+# -- when workers meet ----------------------------------------------------------------------------
+
+STATISTICS = ("0.running_mean", "0.running_var")
+
+
+def meet(rank: int, size: int, strategy: offbeat.Strategy, steps: list[int]) -> dict[str, Any]:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    sync = offbeat.attach(model, optimizer, strategy, timeout_seconds=20)
+    generator = torch.Generator().manual_seed(rank)
+    data = [torch.randn(8, 4, generator=generator) * (rank + 1) + rank for _ in range(steps[rank])]
+    for x in data:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    own = {name: value.clone() for name, value in model.state_dict().items()}
+    with sync.consensus():
+        mean = {name: value.clone() for name, value in model.state_dict().items()}
+        offbeat.recalibrate_batchnorm(model, data[:1], 1)
+        measured = model.state_dict()["0.running_mean"].clone()
+        mode = model.training
+    after = {name: value.clone() for name, value in model.state_dict().items()}
+    sync.finish()
+    end = {name: value.clone() for name, value in model.state_dict().items()}
+    return {"own": own, "mean": mean, "measured": measured, "first": data[0].mean(0),
+            "after": after, "end": end, "mode": mode}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        offbeat.BSP(),
+        offbeat.LocalSGD(period=100),
+        offbeat.SelSync(delta=1e9),
+        offbeat.AsyncAveraging(staleness=100),
+        offbeat.AsyncAveraging(staleness=100, schedule="eager"),
+    ],
+    ids=str,
+)
+def test_statistics_at_consensus_and_finish(strategy: offbeat.Strategy) -> None:
+    """Float statistics: the mean; counts: the maximum; and the own ones again afterwards."""
+    merged = isinstance(strategy, offbeat.AsyncAveraging) and strategy.schedule == "eager"
+    # Under BSP those who stopped early take over the model of the others, statistics too.
+    steps = [5, 5, 5] if merged or isinstance(strategy, offbeat.BSP) else [5, 7, 6]
+    results = run(meet, strategy, steps, workers=3)
+    for result in results:
+        for name in STATISTICS:
+            parts = [other["own"][name].double() for other in results]
+            assert not torch.equal(parts[0], parts[1])
+            if not merged:  # what is in flight counts, too
+                want = (sum(parts) / 3).float()  # type: ignore[union-attr]
+                torch.testing.assert_close(result["mean"][name], want, rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(result["end"][name], want, rtol=1e-5, atol=1e-6)
+        for name in (*STATISTICS, "0.num_batches_tracked"):
+            assert torch.equal(result["mean"][name], results[0]["mean"][name])
+            assert torch.equal(result["end"][name], results[0]["end"][name])
+            assert torch.equal(result["after"][name], result["own"][name])
+        assert result["mean"]["0.num_batches_tracked"] == max(steps)
+        assert result["mean"]["0.num_batches_tracked"].dtype == torch.int64
+        assert result["mean"]["0.running_var"].min() > 0
+        torch.testing.assert_close(result["measured"], result["first"])
+        assert result["mode"]
