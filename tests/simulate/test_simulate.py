@@ -397,3 +397,52 @@ def test_the_plan_agrees_with_the_simulator(text: str, workers: int) -> None:
     step = (times[95] - times[31]) / 64  # past the first cycles, a whole number of them
     assert step == pytest.approx(told.step_seconds, rel=0.01)
     assert 1 - STEP / step == pytest.approx(told.idle, abs=0.01)
+
+
+def all_to_all(elements: int) -> float:
+    """Each worker sends to each other one, nearest first; the time when it has everything."""
+    fabric = dist.group.WORLD.make_communicator()  # type: ignore[union-attr]
+    others = [(fabric.rank + i) % fabric.size for i in range(1, fabric.size)]
+    handles = [
+        fabric.send(torch.zeros(elements), destination=other, what="part") for other in others
+    ]
+    handles += [
+        fabric.receive(torch.zeros(elements), source=other, what="part") for other in others
+    ]
+    for handle in handles:
+        handle.wait()
+    return float(fabric.now())
+
+
+def test_messages_queue_on_each_link_apart() -> None:
+    """All to all at once takes as long as one link needs for N − 1 messages, and one latency."""
+    elements, workers = 125_000, 5  # 500 kB: 40 ms at 100 Mbit/s
+    network = Network("100Mbit/s", latency="3ms")
+    result = simulate(lambda: all_to_all(elements), workers=workers, network=network)
+    assert result.results == pytest.approx([(workers - 1) * 0.04 + 0.003] * workers)
+
+
+def to_one(elements: int) -> float:
+    """All others send to rank 0, which asks for the last one first."""
+    fabric = dist.group.WORLD.make_communicator()  # type: ignore[union-attr]
+    if fabric.rank:
+        fabric.send(torch.zeros(elements), destination=0, what="push").wait()
+    else:
+        for other in range(fabric.size - 1, 0, -1):
+            fabric.receive(torch.zeros(elements), source=other, what="push").wait()
+    return float(fabric.now())
+
+
+def test_a_server_takes_messages_one_after_the_other() -> None:
+    """Its link is the bottleneck: the k-th message has come in after k times the time of one."""
+    network = Network("100Mbit/s", latency="3ms")
+    result = simulate(lambda: to_one(125_000), workers=4, network=network)
+    assert result.results[1:] == pytest.approx([0.043, 0.083, 0.123])
+    assert result.results[0] == pytest.approx(0.123)
+
+
+def test_a_fast_link_waits_for_the_slow_one() -> None:
+    """A message takes as long as the slower of its two links."""
+    network = Network("1Gbit/s", latency="3ms", per_worker={0: "100Mbit/s"})
+    result = simulate(lambda: to_one(125_000), workers=2, network=network)
+    assert result.results == pytest.approx([0.043, 0.043])

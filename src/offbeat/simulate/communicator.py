@@ -165,16 +165,23 @@ class SimulatedCluster:
     def send(
         self, group: int, source: int, destination: int, tag: int, tensor: Tensor, what: str
     ) -> Signal:
-        """Start a message; it needs no receiver yet. Ends when the last byte is there."""
-        kernel = self.workers.kernel
+        """Start a message; it needs no receiver yet. Ends when the last byte is there.
+
+        It leaves when what was sent before has left, whether or not the receiver's link is busy:
+        the switch keeps it until it is its turn there.
+        """
+        kernel, size = self.workers.kernel, float(tensor.nbytes)
         up, down = self._nics[source], self._nics[destination]
-        duration = self.network.message_seconds(tensor.nbytes, source, destination)
-        start = max(kernel.now, up.up, down.down)
-        up.up = down.down = start + duration
-        size = float(tensor.nbytes)
+        leaving, coming = self.network.link_seconds(tensor.nbytes, source, destination)
+        latency = 0.0 if source == destination else self.network.latency
+        start = max(kernel.now, up.up)
+        up.up = start + leaving
+        begin = max(start, down.down)
+        down.down = max(begin + coming, up.up)
+        end = down.down + latency
         self.spans += [
-            Span(source, "transfer", start, start + duration, what, sent=size),
-            Span(destination, "transfer", start, start + duration, what, received=size),
+            Span(source, "transfer", start, up.up, what, sent=size),
+            Span(destination, "transfer", begin, end, what, received=size),
         ]
         key, arrived = (group, source, destination, tag), Signal()
         message = tensor.detach().clone()
@@ -184,7 +191,7 @@ class SimulatedCluster:
             arrived.fire()
             self._deliver(key)
 
-        kernel.at(start + duration, arrive, f"{what} arrives at rank {destination}")
+        kernel.at(end, arrive, f"{what} arrives at rank {destination}")
         return arrived
 
     def receive(

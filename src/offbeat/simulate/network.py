@@ -239,6 +239,18 @@ class Network:
         seconds = message_seconds(size_bytes, rate, self.latency)
         return 0.0 if source == destination else seconds
 
+    def link_seconds(self, size_bytes: float, source: int, destination: int) -> tuple[float, float]:
+        """How long a message keeps the sender's and the receiver's link busy.
+
+        M/min(up(source), switch) and M/min(down(destination), switch), without the latency; 0 from
+        a worker to itself.
+        """
+        if source == destination:
+            return 0.0, 0.0
+        switch = math.inf if self.switch is None else self.switch / 8
+        up, down = min(self.up(source), switch), min(self.down(destination), switch)
+        return size_bytes / up, size_bytes / down
+
     def all_reduce_seconds(self, size_bytes: float, ranks: Collection[int]) -> float:
         """The function of this name, at the rate of ``collective_bytes_per_second``."""
         rate = self.collective_bytes_per_second(ranks)

@@ -312,7 +312,7 @@ class AsyncAveraging(Strategy):
             merges=state.merges,
             steps_per_merge=state.merged_steps / state.merges if state.merges else 0.0,
             merge_seconds=state.merge_seconds / state.merges if state.merges else 0.0,
-            staleness_max=max(state.staleness),
+            staleness_max=max(state.staleness, default=0),
             staleness_histogram=state.staleness,
         )
         if merged and state.distances:
