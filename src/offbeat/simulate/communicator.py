@@ -176,13 +176,7 @@ class SimulatedCluster:
         latency = 0.0 if source == destination else self.network.latency
         start = max(kernel.now, up.up)
         up.up = start + leaving
-        begin = max(start, down.down)
-        down.down = max(begin + coming, up.up)
-        end = down.down + latency
-        self.spans += [
-            Span(source, "transfer", start, up.up, what, sent=size),
-            Span(destination, "transfer", begin, end, what, received=size),
-        ]
+        self.spans.append(Span(source, "transfer", start, up.up, what, sent=size))
         key, arrived = (group, source, destination, tag), Signal()
         message = tensor.detach().clone()
 
@@ -191,7 +185,15 @@ class SimulatedCluster:
             arrived.fire()
             self._deliver(key)
 
-        kernel.at(end, arrive, f"{what} arrives at rank {destination}")
+        def come_in() -> None:  # when it leaves, so that links are taken in the order of time
+            begin = max(kernel.now, down.down)
+            down.down = max(begin + coming, start + leaving)
+            end = down.down + latency
+            span = Span(destination, "transfer", begin, end, what, received=size)
+            self.spans.append(span)
+            kernel.at(end, arrive, f"{what} arrives at rank {destination}")
+
+        kernel.at(start, come_in, f"{what} leaves rank {source}")
         return arrived
 
     def receive(
