@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from offbeat.errors import AttachError
-from offbeat.fabric import Communicator, SingleCommunicator, TorchCommunicator
+from offbeat.fabric import Communicator, TorchCommunicator, open_communicator
 from offbeat.fabric.compression import Precision, require_precision
 from offbeat.fabric.interface import interface_in_use
 from offbeat.strategies.base import Part, Strategy
@@ -96,7 +96,7 @@ def attach(
         model,
         parts,
         strategy,
-        _communicator(group, timeout_seconds),
+        _open(group, timeout_seconds),
         scaler=scaler,
         optimizer_state=optimizer_state,
         wire=wire,
@@ -104,20 +104,9 @@ def attach(
     )
 
 
-def _communicator(group: dist.ProcessGroup | None, timeout_seconds: float) -> Communicator:
-    if not (dist.is_available() and dist.is_initialized()):
-        raise AttachError(
-            "torch.distributed is not initialised: call torch.distributed.init_process_group() "
-            "before offbeat.attach(), and start the script with torchrun"
-        )
-    make = getattr(group or dist.group.WORLD, "make_communicator", None)
-    if make is not None:  # a simulated group
-        made: Communicator = make()
-        return made
-    if dist.get_world_size(group) == 1:
-        return SingleCommunicator()
-    communicator = TorchCommunicator(group, timeout_seconds=timeout_seconds)
-    if communicator.rank == 0:
+def _open(group: dist.ProcessGroup | None, timeout_seconds: float) -> Communicator:
+    communicator = open_communicator(group, timeout_seconds, what="offbeat.attach()")
+    if communicator.rank == 0 and isinstance(communicator, TorchCommunicator):
         logger.info(
             "%d workers over %s on %s",
             communicator.size,

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from offbeat.data.draws import draw_samples, draw_senders, require_fraction, require_integer
 from offbeat.data.exchange import Answer, Exchange, Key
 from offbeat.data.samples import Part, count_samples, join, take
-from offbeat.errors import AttachError, MismatchError, OffbeatError
-from offbeat.fabric import Communicator, Handle, SingleCommunicator, TorchCommunicator
+from offbeat.errors import MismatchError, OffbeatError
+from offbeat.fabric import Handle, open_communicator
 from offbeat.fabric.companion import Companions
 
 if TYPE_CHECKING:
@@ -127,7 +127,9 @@ class DataInjection:
         self._exchange: Exchange | None = None
         self._steps_taken: Callable[[], int] = lambda: 0
         if sync is None:
-            self._fabric = _communicator(group, timeout_seconds)
+            if not timeout_seconds > 0:
+                raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds}")
+            self._fabric = open_communicator(group, timeout_seconds, what="DataInjection()")
         else:
             if group is not None:
                 raise ValueError("give sync or group, not both: the synchronizer has a group")
@@ -346,20 +348,3 @@ class DataInjection:
         self._resumed = None if state["pending"] is None else (*state["pending"],)
         if self._exchange is not None:
             self._exchange.start_at(state["meeting"], self._resumed, state["out_of_phase"])
-
-
-def _communicator(group: dist.ProcessGroup | None, timeout_seconds: float) -> Communicator:
-    if not timeout_seconds > 0:
-        raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds}")
-    if not (dist.is_available() and dist.is_initialized()):
-        raise AttachError(
-            "torch.distributed is not initialised: call torch.distributed.init_process_group() "
-            "before DataInjection(), and start the script with torchrun"
-        )
-    make = getattr(group or dist.group.WORLD, "make_communicator", None)
-    if make is not None:  # a simulated group
-        made: Communicator = make()
-        return made
-    if dist.get_world_size(group) == 1:
-        return SingleCommunicator()
-    return TorchCommunicator(group, timeout_seconds=timeout_seconds)

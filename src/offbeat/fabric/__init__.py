@@ -3,6 +3,7 @@
 from offbeat.fabric.accounting import Accounting
 from offbeat.fabric.communicator import Communicator, Completed, Handle, Promise
 from offbeat.fabric.compression import Wire
+from offbeat.fabric.opening import open_communicator
 from offbeat.fabric.single import SingleCommunicator
 from offbeat.fabric.torch_distributed import TorchCommunicator
 
@@ -15,4 +16,5 @@ __all__ = [
     "SingleCommunicator",
     "TorchCommunicator",
     "Wire",
+    "open_communicator",
 ]
