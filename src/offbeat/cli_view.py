@@ -63,10 +63,13 @@ def line(event: Event, metric: str) -> str:
 def show(results: list[Result]) -> None:
     """The results as a table."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in report.HEADINGS:
-        first = heading == "strategy"
-        table.add_column(heading, justify="left" if first else "right", no_wrap=first)
-    for row in report.rows(results, ranges=False):  # there is no room for them
+    rows = list(report.rows(results, ranges=False))  # there is no room for them
+    for heading, *cells in zip(report.HEADINGS, *rows, strict=True):
+        if heading == "strategy":  # of all columns it alone may be broken, where it is long
+            table.add_column(heading, overflow="fold")
+        else:
+            table.add_column(heading, justify="right", min_width=max(map(len, cells)))
+    for row in rows:
         table.add_row(*row)
     console.print()
     console.print(report.caption(results), style="dim", highlight=False)
