@@ -229,6 +229,10 @@ def test_examples_of_the_help_are_accepted(
     [
         ("train nope", NO_RECIPE),
         ("train digits -s nope", NO_STRATEGY),
+        ("train digits --partition labels", "partition must be label:K or dirichlet:A, got .*"),
+        ("train digits --injection 0.5", "injection must be ALPHA,BETA as in 0.5,0.5, got '0.5'"),
+        ("train digits --lr-scale 0", "lr-scale must be positive and finite, got 0.0"),
+        ("train digits --sampler all", "sampler must be seldp, defdp or distributed, got 'all'"),
         ("train digits -s selsync:delta=-1", "delta must be at least 0 .*, got -1"),
         ("train digits -s selsync:delta=high", "delta must be a number, got 'high'"),
         ("train digits -s selsync:dleta=1", "selsync has no setting 'dleta'; it has delta, .*"),

@@ -33,7 +33,10 @@ Partition = Annotated[
     ),
 ]
 Sampler = Annotated[
-    str, typer.Option(help="seldp: everyone reads everything; defdp: an N-th each.")
+    str,
+    typer.Option(
+        help="seldp: everyone reads everything; defdp: an N-th; distributed: another every epoch."
+    ),
 ]
 Injection = Annotated[
     str | None,

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
@@ -26,18 +27,24 @@ def make_sampler(
         workers: N.
         rank: n.
         seed: Seed of the order, and of the partition.
-        kind: ``seldp``, all of them by rotation, or ``defdp``, an N-th of its own.
+        kind: ``seldp``, all of them by rotation; ``defdp``, an N-th that stays its own;
+            ``distributed``, torch's ``DistributedSampler``: another N-th in every epoch.
         partition: ``label:K`` or ``dirichlet:A``: the worker's own part.
 
     Raises:
         ValueError: an unknown kind of partition or sampler, or data without labels.
     """
-    if kind not in ("seldp", "defdp"):
-        raise ValueError(f"sampler must be seldp or defdp, got {kind!r}")
+    if kind not in ("seldp", "defdp", "distributed"):
+        raise ValueError(f"sampler must be seldp, defdp or distributed, got {kind!r}")
     if partition is not None:
         parts = make_partition(partition, task, workers, seed)
         return SelDPSampler(task.dataset, workers, rank, seed=seed, partition=parts)
     if kind == "defdp":
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(task.dataset), generator=generator)
+        chunks = [chunk.numpy() for chunk in order.tensor_split(workers)]
+        return SelDPSampler(task.dataset, workers, rank, seed=seed, partition=chunks)
+    if kind == "distributed":
         return DistributedSampler(task.dataset, workers, rank, seed=seed)
     return SelDPSampler(task.dataset, workers, rank, seed=seed)
 

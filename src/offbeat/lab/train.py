@@ -52,7 +52,7 @@ class Job:
             (concentration A); None lets every worker read all of them.
         injection: ``ALPHA,BETA``: in each step so many of the workers give all others so much of
             their batch (``offbeat.data.DataInjection``).
-        sampler: Without a partition: ``seldp``, or ``defdp`` (each worker reads its own part).
+        sampler: Without a partition: ``seldp``, ``defdp`` or ``distributed``; see ``make_sampler``.
     """
 
     recipe: str

@@ -1,0 +1,148 @@
+"""Who reads what in a job: samplers, partitions, injection, and the factor on the learning rate."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from offbeat import Compute, Network
+from offbeat.lab.compare import run_and_record
+from offbeat.lab.reading import Batches, make_partition, make_sampler, parse_injection
+from offbeat.lab.recipes import Setup, Task, find_recipe
+from offbeat.lab.recipes.base import TensorData
+from offbeat.lab.train import Job
+from offbeat.lab.virtual import VirtualCluster
+
+
+def task(samples: int = 60, steps: int = 7) -> Task:
+    """Sample i is i, and its label i mod 6."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.4)
+    numbers = torch.arange(samples)
+    return Task(
+        model=model,
+        optimizer=optimizer,
+        scheduler=LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+        dataset=TensorData(numbers[:, None].float(), numbers % 6),
+        batch_size=4,
+        steps=steps,
+        loss=lambda model, batch: model(batch[0]).mean(),
+        evaluate=lambda model: {"nothing": 0.0},
+    )
+
+
+def read(one: Task, workers: int, **settings: Any) -> list[list[int]]:
+    """The samples each worker reads, in order."""
+    return [
+        [
+            int(x)
+            for batch in Batches(one, make_sampler(one, workers, rank, seed=3, **settings))
+            for x in batch[0]
+        ]
+        for rank in range(workers)
+    ]
+
+
+def test_batches_are_as_many_as_the_task_wants_again_and_again() -> None:
+    """Over the ends of epochs, and from the start when iterated anew."""
+    one = task(samples=10, steps=7)
+    batches = Batches(one, make_sampler(one, 1, 0, seed=0))
+    assert len(batches) == 7
+    first, second = ([x.flatten().tolist() for x, _ in batches] for _ in range(2))
+    assert len(first) == 7
+    assert first == second
+    assert {len(batch) for batch in first} == {4}
+
+
+def test_seldp_reads_everything_and_the_others_a_share() -> None:
+    """In one epoch's worth of steps: all samples, a third for good, or a third of each epoch."""
+    one = task(samples=60, steps=15)
+    for own in read(one, 3):
+        assert sorted(own) == list(range(60))
+    shares = read(one, 3, kind="defdp")
+    assert [len(set(own)) for own in shares] == [20, 20, 20]
+    assert set().union(*shares) == set(range(60))
+    once = read(task(samples=60, steps=5), 3, kind="distributed")
+    assert sorted(index for own in once for index in own) == list(range(60))
+    assert [len(set(own)) > 20 for own in read(one, 3, kind="distributed")] == [True] * 3
+
+
+def test_a_partition_keeps_labels_apart() -> None:
+    """label:2 of six labels: each of three workers reads two labels, nobody else's."""
+    shares = read(task(steps=30), 3, partition="label:2")
+    labels = [{index % 6 for index in own} for own in shares]
+    assert [len(own) for own in labels] == [2, 2, 2]
+    assert set().union(*labels) == set(range(6))
+    assert set(shares[0]).isdisjoint(shares[1])
+    mixed = make_partition("dirichlet:1000", task(600), 3, seed=1)
+    assert sorted(index for part in mixed for index in part) == list(range(600))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"partition": "labels"}, "partition must be label:K or dirichlet:A, got 'labels'"),
+        ({"partition": "label:x"}, "partition 'label:x'"),
+        ({"partition": "label:7"}, "partition 'label:7'"),
+        ({"partition": "dirichlet:0"}, "partition 'dirichlet:0'"),
+        ({"kind": "random"}, "sampler must be seldp, defdp or distributed, got 'random'"),
+    ],
+)
+def test_mistakes_say_what_is_allowed(settings: dict[str, Any], words: str) -> None:
+    """One line each, before any worker starts."""
+    with pytest.raises(ValueError, match=r"partition|sampler") as caught:
+        make_sampler(task(), 3, 0, seed=0, **settings)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_text_has_no_labels() -> None:
+    """A language model's windows cannot be divided by label."""
+    with pytest.raises(ValueError, match="one label a sample; this recipe has none"):
+        Job("stdlib-lm", "bsp", 2, epochs=0.01, partition="label:1").check()
+
+
+def test_injection_is_two_fractions() -> None:
+    """As text: α, β."""
+    assert parse_injection("0.5,0.25") == (0.5, 0.25)
+    for text in ("0.5", "a,b", "0.5,0.5,0.5", "0,0.5", "0.5,2", ""):
+        with pytest.raises(ValueError, match="injection"):
+            parse_injection(text)
+
+
+def place() -> VirtualCluster:
+    return VirtualCluster(Network("1Gbit/s"), Compute("5ms"))
+
+
+def run(**settings: Any) -> dict[str, Any]:
+    job = Job("digits", "local:period=2", 5, epochs=2, evaluations=2, **settings)
+    return run_and_record(job, lambda event: None, place())
+
+
+def test_injection_helps_workers_with_one_kind_of_data() -> None:
+    """Two digits a worker: samples cross the network, and the model learns more digits."""
+    apart = run(partition="label:2")
+    mixed = run(partition="label:2", injection="0.6,1.0")
+    assert "injected_samples" not in apart["details"]
+    for one in mixed["stats"]:
+        assert one["details"]["injected_samples"] > 0
+        assert one["details"]["injected_bytes_received"] > 0
+    assert mixed["final"] > apart["final"]
+
+
+def test_the_learning_rate_is_scaled_in_all_of_its_schedule() -> None:
+    """Every step uses the recipe's learning rate times the factor."""
+    from offbeat.lab import train
+
+    rates = []
+    for factor in (1.0, 0.5):
+        one = find_recipe("digits").build(Setup(2, 1))
+        train._scale_lr(one, factor)
+        rates.append([])
+        for _ in range(10):
+            rates[-1].append(one.optimizer.param_groups[0]["lr"])
+            one.optimizer.step()
+            one.scheduler.step()
+    assert rates[1] == pytest.approx([0.5 * rate for rate in rates[0]])
