@@ -2,9 +2,10 @@
 
 (a) ``mnist:cnn`` with ten workers, each of which holds the images of one digit: local SGD, FedAvg
 and SelSync, without and with data injection, against the bytes they send: models and samples.
-BSP for comparison. (b) IID data, eight workers: SelSync whose workers read all of them by rotation
-(SelDP), an eighth each (DefDP), or another eighth in every epoch (torch's DistributedSampler). All rows of a table take the same number of steps of about the
-same batch. Real training, virtual seconds; three seeds.
+BSP for comparison. (b) IID data, eight workers: SelSync and local SGD whose workers read all
+of them by rotation (SelDP), an eighth each (DefDP), or another eighth in every epoch (torch's
+DistributedSampler). All rows of a table take the same number of steps of about the same batch.
+Real training, virtual seconds; three seeds.
 
 Writes ``results/noniid.json``, ``noniid.md`` and ``docs/images/noniid.png``.
 """
