@@ -20,6 +20,7 @@ NAMES = (
     "server",
     "strategies",
     "noniid",
+    "wire",
 )
 
 if __name__ == "__main__":

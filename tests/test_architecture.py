@@ -29,7 +29,7 @@ LEVELS = [
     {"__init__", "plan"},
     {"lab"},
     {"cli_options", "cli_view"},
-    {"cli_network"},
+    {"cli_lists", "cli_network"},
     {"cli", "__main__"},
 ]
 FRONT_DOOR = 3

@@ -74,12 +74,7 @@ def attach(
             f"strategy must be a strategy such as offbeat.SelSync(delta=0.3), got {strategy!r}; "
             "offbeat.parse_strategy reads the text form"
         )
-    require_precision(wire)
-    if wire != "float32" and not strategy.averages:
-        raise ValueError(
-            f"wire={wire!r}: {type(strategy).__name__} pushes to a parameter server; "
-            "wire applies to strategies that average"
-        )
+    require_wire(wire, strategy)
     if optimizer_state not in ("local", "average"):
         raise ValueError(f'optimizer_state must be "local" or "average", got {optimizer_state!r}')
     if optimizer_state == "average" and not strategy.averages_state:
@@ -102,6 +97,20 @@ def attach(
         wire=wire,
         log=log,
     )
+
+
+def require_wire(wire: Precision, strategy: Strategy) -> None:
+    """Raise unless ``strategy`` can use a wire of this precision.
+
+    Raises:
+        ValueError: an unknown precision, or a lossy one with a strategy that averages nothing.
+    """
+    require_precision(wire)
+    if wire != "float32" and not strategy.averages:
+        raise ValueError(
+            f"wire={wire!r}: {type(strategy).__name__} pushes to a parameter server; "
+            "wire applies to strategies that average"
+        )
 
 
 def _open(group: dist.ProcessGroup | None, timeout_seconds: float) -> Communicator:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import inspect
 import os
 import sys
 import time
@@ -13,7 +12,6 @@ from typing import Annotated
 
 try:
     import typer
-    from rich.table import Table
 except ImportError:
     sys.stderr.write("the command line needs typer and rich: pip install 'offbeat[cli]'\n")
     raise SystemExit(2) from None
@@ -21,6 +19,7 @@ except ImportError:
 import torch.distributed as dist
 
 import offbeat
+from offbeat.cli_lists import recipes, strategies
 from offbeat.cli_network import Jitter, Latency, measured_step, plan, probe
 from offbeat.cli_options import (
     Bandwidth,
@@ -35,6 +34,7 @@ from offbeat.cli_options import (
     StepTime,
     StrategyText,
     Timeout,
+    Wire,
     Workers,
 )
 from offbeat.cli_view import Bar, console, line, show
@@ -42,11 +42,10 @@ from offbeat.errors import OffbeatError
 from offbeat.lab import compare as comparison
 from offbeat.lab import report
 from offbeat.lab.cluster import Cluster
-from offbeat.lab.recipes import RECIPES, find_recipe
+from offbeat.lab.recipes import find_recipe
 from offbeat.lab.train import Event, Job, choose_backend, share_cores, train_worker
 from offbeat.lab.virtual import VirtualCluster
 from offbeat.simulate import Compute, Network
-from offbeat.strategies import STRATEGIES, Strategy
 from offbeat.units import parse_bandwidth, show_bytes
 
 app = typer.Typer(
@@ -111,6 +110,7 @@ def train(
     partition: Partition = None,
     sampler: Sampler = "seldp",
     injection: Injection = None,
+    wire: Wire = "float32",
 ) -> None:
     """Train a recipe under one strategy on local worker processes, or on those of torchrun.
 
@@ -135,6 +135,7 @@ def train(
         partition=partition,
         sampler=sampler,
         injection=injection,
+        wire=wire,
     )
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _join(dataclasses.replace(job, workers=int(os.environ["WORLD_SIZE"])), bandwidth)
@@ -168,6 +169,7 @@ def simulate(
     partition: Partition = None,
     sampler: Sampler = "seldp",
     injection: Injection = None,
+    wire: Wire = "float32",
 ) -> None:
     """Train a recipe on simulated workers in this process: real training, virtual seconds.
 
@@ -186,6 +188,7 @@ def simulate(
         partition=partition,
         sampler=sampler,
         injection=injection,
+        wire=wire,
     )
     job.check()
     place = _virtual(job, bandwidth, latency, step_time, jitter)
@@ -264,6 +267,7 @@ def compare(
     partition: Partition = None,
     sampler: Sampler = "seldp",
     injection: Injection = None,
+    wire: Wire = "float32",
 ) -> None:
     """Run strategies one after the other under the same seeds; write table, plot and report.
 
@@ -289,6 +293,7 @@ def compare(
         partition=partition,
         sampler=sampler,
         injection=injection,
+        wire=wire,
     )
     for one in strategy:
         dataclasses.replace(job, strategy=one).check()
@@ -312,59 +317,8 @@ def compare(
 
 app.command()(plan)
 app.command()(probe)
-
-
-@app.command()
-def recipes() -> None:
-    """List the recipes.
-
-    [bold]Example[/bold]
-
-    offbeat recipes
-    """
-    table = Table(box=None)
-    for heading in ("recipe", "what", "target", "needs"):
-        table.add_column(heading)
-    for one in RECIPES.values():
-        needs = f"--data DIR: {one.needs_data}" if one.needs_data else ""
-        table.add_row(one.name, one.description, f"{one.metric} {one.target:g}", needs)
-    console.print(table)
-
-
-@app.command()
-def strategies() -> None:
-    """List the strategies and their settings.
-
-    [bold]Example[/bold]
-
-    offbeat strategies
-    """
-    table = Table(box=None)
-    for heading in ("strategy", "what", "settings"):
-        table.add_column(heading)
-    for name, kind in STRATEGIES.items():
-        table.add_row(name, _summary(kind), _settings(kind))
-    console.print(table)
-    console.print("\nAs text: name:setting=value,setting=value")
-
-
-def _summary(kind: type[Strategy]) -> str:
-    return (inspect.getdoc(kind) or "").partition("\n\n")[0].replace("``", "")
-
-
-def _settings(kind: type[Strategy]) -> str:
-    """As in ``period (required), warmup_steps=0, flags=blocking|deferred``."""
-    shown = []
-    hints = typing.get_type_hints(kind)
-    for field in dataclasses.fields(kind):
-        choices = typing.get_args(hints[field.name])
-        if field.default is dataclasses.MISSING:
-            shown.append(f"{field.name} (required)")
-        elif typing.get_origin(hints[field.name]) is typing.Literal:
-            shown.append(f"{field.name}={'|'.join(choices)}")
-        else:
-            shown.append(f"{field.name}={field.default}")
-    return ", ".join(shown)
+app.command()(recipes)
+app.command()(strategies)
 
 
 def main() -> None:

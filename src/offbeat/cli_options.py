@@ -1,7 +1,7 @@
 """Options that several commands have."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -44,5 +44,9 @@ Injection = Annotated[
         help="In each step ALPHA of the workers give all others BETA of their batch, as 0.5,0.5.",
         show_default="none",
     ),
+]
+Wire = Annotated[
+    Literal["float32", "bfloat16", "int8"],
+    typer.Option(help="How means travel: as they are, or in half or a quarter of the bytes."),
 ]
 Timeout = Annotated[float, typer.Option(help="Seconds an operation between workers may take.")]

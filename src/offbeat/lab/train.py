@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from offbeat.attach import attach
+from offbeat.attach import attach, require_wire
 from offbeat.data import DataInjection, injected_batch_size
 from offbeat.errors import OffbeatError
+from offbeat.fabric.compression import Precision
 from offbeat.lab.reading import Batches, make_sampler, parse_injection
 from offbeat.lab.recipes import Setup, Task, find_recipe
 from offbeat.strategies import parse_strategy
@@ -47,6 +48,7 @@ class Job:
         evaluations: How often the consensus is evaluated, evenly spread, the end included.
         log: Where each worker's records go; see ``offbeat.attach``.
         timeout_seconds: See ``offbeat.attach``.
+        wire: How means travel; see ``offbeat.attach``.
         lr_scale: Factor on the recipe's learning rate, in all of its schedule.
         partition: Who holds which samples: ``label:K`` (K labels a worker) or ``dirichlet:A``
             (concentration A); None lets every worker read all of them.
@@ -68,6 +70,7 @@ class Job:
     partition: str | None = None
     sampler: str = "seldp"
     injection: str | None = None
+    wire: Precision = "float32"
 
     def setup(self) -> Setup:
         """The recipe's part of it."""
@@ -92,7 +95,7 @@ class Job:
             raise ValueError(f"timeout must be positive and finite, got {self.timeout_seconds}")
         if not 0 < self.lr_scale < math.inf:
             raise ValueError(f"lr-scale must be positive and finite, got {self.lr_scale}")
-        parse_strategy(self.strategy)
+        require_wire(self.wire, parse_strategy(self.strategy))
         task = find_recipe(self.recipe).build(self.setup())
         self.sampler_for(task, 0)
         if self.injection is not None:
@@ -150,6 +153,7 @@ def train_worker(job: Job, emit: Callable[[Event], None]) -> None:
         task.model,
         task.optimizer,
         parse_strategy(job.strategy),
+        wire=job.wire,
         log=job.log,
         timeout_seconds=job.timeout_seconds,
     )

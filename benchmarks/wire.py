@@ -1,0 +1,74 @@
+"""What a lossy wire does to accuracy, in the simulator: fewer bytes, or more means for as many.
+
+Eight workers on links of 100 Mbit/s, steps of 10 ms that vary by 20 %, on ``digits`` and
+``mnist:cnn``. A mean in int8 is four times shorter. That is spent either on less traffic at the
+same strategy, or on a quarter of the period or staleness at the same traffic. Encoding takes no
+virtual time; ``compression`` measures it. Writes ``results/wire.json`` and ``wire.md``.
+"""
+
+import json
+import statistics
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from multiprocessing import get_context
+
+from benchmarks.harness import RESULTS, Result, machine
+from benchmarks.strategies import MNIST, SEEDS, WORKERS, run, spread
+from offbeat.lab.train import Job
+
+ROWS = (
+    ("bsp", "float32"),
+    ("bsp", "int8"),
+    ("local:period=8", "float32"),
+    ("local:period=8", "bfloat16"),
+    ("local:period=8", "int8"),
+    ("local:period=2", "int8"),
+    ("async:staleness=16", "float32"),
+    ("async:staleness=16", "int8"),
+    ("async:staleness=4", "float32"),
+    ("async:staleness=4", "int8"),
+)
+
+
+def results(*, quick: bool = False) -> list[Result]:
+    """Run everything, two runs at a time."""
+    recipes = [("digits", None)]
+    if MNIST.is_dir() and not quick:
+        recipes.append(("mnist:cnn", str(MNIST)))
+    seeds = SEEDS[:1] if quick else SEEDS
+    jobs = [
+        Job(recipe, strategy, WORKERS, seed=seed, data=data, evaluations=6, wire=wire)
+        for recipe, data in recipes
+        for strategy, wire in ROWS
+        for seed in seeds
+    ]
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        rows = list(pool.map(run, jobs))
+    lines = [
+        "# A lossy wire, simulated",
+        "",
+        "Median (range) of three seeds. Written by `python -m benchmarks wire`.",
+        "",
+        "| recipe | strategy | wire | accuracy, % | virtual time | idle | sent |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for start in range(0, len(rows), len(seeds)):
+        found = rows[start : start + len(seeds)]
+        job = found[0]["job"]
+        seconds, idle, sent = (
+            statistics.median(row[key] for row in found)
+            for key in ("seconds", "idle", "payload_bytes")
+        )
+        lines.append(
+            f"| `{job['recipe']}` | `{job['strategy']}` | {job['wire']} | "
+            f"{spread([row['final'] for row in found])} | {seconds:.1f} s | {100 * idle:.0f} % | "
+            f"{sent / 1e6:.1f} MB |"
+        )
+    text = "\n".join([*lines, ""])
+    print(text)
+    if not quick:
+        RESULTS.mkdir(exist_ok=True)
+        saved = {"rows": rows, "jobs": [asdict(job) for job in jobs], "machine": machine()}
+        (RESULTS / "wire.json").write_text(json.dumps({**saved, "simulated": True}))
+        (RESULTS / "wire.md").write_text(text)
+    return []
