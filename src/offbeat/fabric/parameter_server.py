@@ -43,7 +43,7 @@ class ParameterServer:
         pulled_bytes: Bytes of the answers this worker has asked other ranks for.
 
     *Memory*: ``values``; a server has its shard, and a buffer of its size for each other rank: two
-    copies of the vector for each rank where all serve.
+    copies of the vector in all for each rank where all serve.
     """
 
     def __init__(

@@ -74,8 +74,8 @@ class EASGD(ServerStrategy):
         servers: See ``ServerStrategy``; None is every rank.
 
     *Communication*: the model to the server and back every ``period`` steps; waited for. *Memory*:
-    one flat copy of the model, the shard twice, another two for the exchange, and copies of it for
-    answers on their way. *State*: the counters and the centre.
+    one flat copy of the model, one for serving where all ranks serve, and for each exchange under
+    way three of the shard. *State*: the counters and the centre.
 
     *Differs from the paper*: a last exchange by ``finish`` brings a leftover period into z.
 

@@ -42,8 +42,8 @@ class SSP(ServerStrategy):
 
     *Communication*: the model is pushed every step and pulled when the view is too old: every step
     for s = 0, every s + 1 steps when all are equally fast. Pushes do not wait; pulls do. *Memory*:
-    two flat copies of the model (the view, what is sent), the shard twice, and copies of it for
-    answers on their way. *State*: the view, the clock, and the shard.
+    two flat copies of the model (the view, what is sent or pulled), and one for serving where all
+    ranks serve. *State*: the view, the clock, and the shard.
 
     *Differs from the paper*: there the server adds u, here u/N. The cache of the paper refreshes
     single rows, this one the whole model.
