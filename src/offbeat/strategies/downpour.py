@@ -78,8 +78,8 @@ class Downpour(ServerStrategy):
 
     *Communication*: G every n_push steps, which nobody waits for unless the one before has not
     left; the model every n_fetch steps, which is waited for. *Memory*: two flat copies (G, what is
-    sent or fetched), one for serving where all ranks serve, and the server optimizer's state. *State*:
-    G, the counters, the shard and its optimizer.
+    sent or fetched), one for serving where all ranks serve, and the server optimizer's state.
+    *State*: G, the counters, the shard and its optimizer.
 
     ``Stats.details`` tell the staleness of the pushes this rank served: how many pushes of others
     its server took in between the worker's download and its push.
