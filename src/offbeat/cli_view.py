@@ -68,7 +68,8 @@ def show(results: list[Result]) -> None:
         if heading == "strategy":  # of all columns it alone may be broken, where it is long
             table.add_column(heading, overflow="fold")
         else:
-            table.add_column(heading, justify="right", min_width=max(map(len, cells)))
+            width = max(map(len, cells))
+            table.add_column(heading.replace(" ", "\n"), justify="right", min_width=width)
     for row in rows:
         table.add_row(*row)
     console.print()
