@@ -14,14 +14,13 @@ import json
 import statistics
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
 from multiprocessing import get_context
 from typing import Any
 
 import torch
 
 from benchmarks.harness import RESULTS, Result, machine
-from benchmarks.strategies import MNIST, SEEDS, spread
+from benchmarks.strategies import MNIST, SEEDS, plain, spread
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.train import Job
 from offbeat.lab.virtual import VirtualCluster
@@ -48,7 +47,7 @@ def run(job: Job) -> Row:
     details = [one["details"] for one in result["stats"]]
     samples = statistics.mean(one.get("injected_bytes_sent", 0) for one in details)
     return {
-        "job": asdict(job),
+        "job": plain(job),
         "final": result["final"],
         "points": result["points"],
         "seconds": result["seconds"],

@@ -1,7 +1,7 @@
 """All strategies in the simulator: accuracy at equal virtual time and at equal samples.
 
 Eight workers on links of 100 Mbit/s, steps of 10 ms that vary by 20 %, on ``digits`` and on
-``mnist:cnn`` (needs the directory ``../shared/data/mnist`` or ``OFFBEAT_MNIST``). Every strategy
+``mnist:cnn`` (needs MNIST's files in the directory ``OFFBEAT_MNIST``). Every strategy
 reads as many samples. The factor on the recipe's learning rate is chosen for each strategy from one
 grid, by the final accuracy of a seed of its own that is not shown. Real training, virtual seconds.
 
@@ -64,7 +64,12 @@ def run(job: Job) -> Row:
     result = run_and_record(job, lambda event: None, place())
     kept = ("points", "final", "seconds", "time_to_target_seconds", "payload_bytes", "idle")
     assert result["simulated"]
-    return {"job": asdict(job), **{key: result[key] for key in kept}}
+    return {"job": plain(job), **{key: result[key] for key in kept}}
+
+
+def plain(job: Job) -> Row:
+    """The job as JSON values, of the data's directory the name alone."""
+    return {**asdict(job), "data": None if job.data is None else Path(job.data).name}
 
 
 def jobs_for(recipe: str, strategy: str, data: str | None, quick: bool) -> list[Job]:

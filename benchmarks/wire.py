@@ -9,7 +9,6 @@ virtual time; ``compression`` measures it. Writes ``results/wire.json`` and ``wi
 import json
 import statistics
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
 from multiprocessing import get_context
 
 from benchmarks.harness import RESULTS, Result, machine
@@ -68,7 +67,7 @@ def results(*, quick: bool = False) -> list[Result]:
     print(text)
     if not quick:
         RESULTS.mkdir(exist_ok=True)
-        saved = {"rows": rows, "jobs": [asdict(job) for job in jobs], "machine": machine()}
+        saved = {"rows": rows, "machine": machine()}
         (RESULTS / "wire.json").write_text(json.dumps({**saved, "simulated": True}))
         (RESULTS / "wire.md").write_text(text)
     return []
