@@ -156,3 +156,21 @@ def test_where_it_does_not_apply_it_is_an_error(text: str, choice: str, words: s
         lambda: _refused(dist.get_rank(), dist.get_world_size(), text, choice), workers=1
     )
     assert words in result.results[0]
+
+
+def _counted(rank: int, size: int) -> list[float]:
+    """Rank n's optimizer says that it has taken 10·n steps before."""
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    train_step(model, optimizer, make_batch(rank, 0))
+    for state in optimizer.state.values():
+        state["step"].fill_(10.0 * rank)
+    strategy = offbeat.LocalSGD(period=1)
+    with offbeat.attach(model, optimizer, strategy, optimizer_state="average", timeout_seconds=20):
+        train_step(model, optimizer, make_batch(rank, 1))
+    return sorted({float(state["step"]) for state in optimizer.state.values()})
+
+
+def test_counters_stay_with_the_worker() -> None:
+    """A mean of step counts would be nobody's, and shift Adam's bias correction."""
+    assert run(_counted, workers=3) == [[1.0], [11.0], [21.0]]
