@@ -14,7 +14,7 @@ from torch import nn
 import offbeat
 from benchmarks.harness import Result, interleave
 from benchmarks.processes import run
-from offbeat.strategies.base import Roll, Strategy, Worker
+from offbeat.strategies.base import Strategy, Worker
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -23,17 +23,8 @@ class Nothing(Strategy):
 
     name: ClassVar[str] = "nothing"
 
-    def start(self, worker: Worker) -> None:
-        return None
-
-    def before_step(self, worker: Worker) -> None:
-        return None
-
-    def after_step(self, worker: Worker) -> bool:
+    def due(self, worker: Worker) -> bool:
         return False
-
-    def answer(self, worker: Worker, *, finishing: bool) -> Roll | None:
-        return worker.call_roll(stepping=False, finishing=finishing).wait()
 
 
 def measure(repetitions: int) -> dict[str, list[float]]:

@@ -1,4 +1,4 @@
-"""A mean of models (``Worker.average``) against one bare all-reduce of as many bytes.
+"""A mean of models (``ModelMean``) against one bare all-reduce of as many bytes.
 
 Both in the same processes, in turn, behind a barrier; the time of the slowest worker counts. The
 bare all-reduce sums one flat tensor in place: it neither collects the model's tensors nor divides
@@ -13,9 +13,8 @@ from torch import nn
 
 from benchmarks.harness import Result, compare, interleave, slowest
 from benchmarks.processes import run
-from offbeat.fabric import Accounting, TorchCommunicator
-from offbeat.replica import Replica
-from offbeat.strategies.base import Roll, Worker
+from offbeat.fabric import Team, TorchCommunicator, Wire
+from offbeat.means import ModelMean, Replica
 
 
 def make_model(millions: int) -> nn.Module:
@@ -30,16 +29,18 @@ def measure(millions: int, repetitions: int) -> dict[str, list[float]]:
     """Runs on every worker: seconds of the mean and of the bare all-reduce."""
     torch.manual_seed(dist.get_rank())
     model = make_model(millions)
-    fabric = Accounting(TorchCommunicator(None, timeout_seconds=60))
-    worker = Worker(fabric, Replica(model, model.parameters()), [])
-    roll = Roll(float(fabric.size), fabric.size, 0, 0, 0.0, 1.0)
+    team = Team(TorchCommunicator(None, timeout_seconds=60))
+    models = ModelMean(team, Replica(model, model.parameters()), Wire(team), referenced=False)
     flat = torch.zeros(sum(p.numel() for p in model.parameters()))
     expected = torch.stack([p.detach().double().mean() for p in model.parameters()])
     dist.all_reduce(expected)
-    functions = {"average": lambda: worker.average(roll), "bare": lambda: dist.all_reduce(flat)}
+    functions = {
+        "average": lambda: models.average(1.0, team.size, what="benchmark"),
+        "bare": lambda: dist.all_reduce(flat),
+    }
     seconds = interleave(functions, repetitions, between=dist.barrier)
     found = torch.stack([p.detach().double().mean() for p in model.parameters()])
-    torch.testing.assert_close(found, expected / fabric.size, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(found, expected / team.size, rtol=1e-4, atol=1e-7)
     return seconds
 
 

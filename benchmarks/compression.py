@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from benchmarks.harness import Result, compare, interleave, slowest
 from benchmarks.processes import run
-from offbeat.fabric import Accounting, TorchCommunicator, Wire
+from offbeat.fabric import Team, TorchCommunicator, Wire
 from offbeat.fabric.codec import BLOCK, CODECS
 from offbeat.lab.cluster import Cluster
-from offbeat.replica import BUCKET_BYTES
+from offbeat.means.replica import BUCKET_BYTES
 
 MILLIONS = 10
 WORKERS = 4
@@ -35,8 +35,8 @@ def _bytes_sent() -> int:
 
 def measure(millions: int, repetitions: int) -> dict[str, Any]:
     """Runs on every worker: seconds of a sum of buckets at each precision, and bytes sent."""
-    fabric = Accounting(TorchCommunicator(None, timeout_seconds=60))
-    wires = [Wire(fabric, "float32"), Wire(fabric, "bfloat16"), Wire(fabric, "int8")]
+    team = Team(TorchCommunicator(None, timeout_seconds=60))
+    wires = [Wire(team, "float32"), Wire(team, "bfloat16"), Wire(team, "int8")]
     torch.manual_seed(dist.get_rank())
     buckets = list(torch.randn(int(millions * 1e6)).split(BUCKET_BYTES // 4))
 
@@ -48,7 +48,7 @@ def measure(millions: int, repetitions: int) -> dict[str, Any]:
             ]
             for bucket, handle in zip(buckets, handles, strict=True):
                 handle.wait()
-                bucket.div_(fabric.size)
+                bucket.div_(team.size)
 
         return work
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from benchmarks.harness import Result, compare, interleave, slowest
 from benchmarks.processes import run
-from offbeat.fabric import TorchCommunicator
+from offbeat.fabric import Team, TorchCommunicator
 from offbeat.fabric.parameter_server import ParameterServer
 
 
@@ -29,11 +29,11 @@ def _bare(flat: torch.Tensor) -> None:
 def measure(kilobytes: int, together: bool, repetitions: int) -> dict[str, list[float]]:
     """Runs on every worker: seconds of the push-pull and of what is bare."""
     elements = 250 * kilobytes
-    fabric = TorchCommunicator(None, timeout_seconds=60)
+    team = Team(TorchCommunicator(None, timeout_seconds=60))
     values = torch.zeros(elements)
-    server = ParameterServer(fabric, values, servers=None if together else (0,))
+    server = ParameterServer(team, values, servers=None if together else (0,))
     flat = torch.zeros(elements)
-    asks = together or fabric.rank == 1
+    asks = together or team.rank == 1
     rounds = 0
 
     def push_pull() -> None:
@@ -45,7 +45,7 @@ def measure(kilobytes: int, together: bool, repetitions: int) -> dict[str, list[
 
     bare = (lambda: dist.all_reduce(flat)) if together else (lambda: _bare(flat))
     seconds = interleave({"server": push_pull, "bare": bare}, repetitions, between=dist.barrier)
-    pushes = rounds * (fabric.size if together else 1)
+    pushes = rounds * (team.size if together else 1)
     assert not asks or torch.equal(values, torch.full_like(values, pushes))
     if not together:
         seconds = {name: times if asks else [0.0] * len(times) for name, times in seconds.items()}

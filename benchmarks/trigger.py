@@ -38,10 +38,10 @@ def measure(
     gradients = [torch.randn(shape) for shape in shapes]
     flat = torch.randn(sum(g.numel() for g in gradients))
     other = torch.randn(20_000_000 if cold else 1)
-    change = RelativeChange(0.04)
+    change = RelativeChange()
 
     def trigger() -> bool:
-        return change.update(squared_norm(gradients)) >= 0.3
+        return change.update(squared_norm(gradients), 0.04) >= 0.3
 
     def read() -> None:
         for gradient in gradients:

@@ -100,7 +100,7 @@ def test_everyone_starts_from_rank_0_and_frozen_parameters_stay() -> None:
             assert torch.equal(got, expected)
         assert same == [True, True]
         # one mean of first (15), norm (6), running mean and variance (6); 2 integers; 2 rolls
-        assert payload == 8 * (15 + 6 + 6) + 8 * 2 + 2 * 8 * 5
+        assert payload == 8 * (15 + 6 + 6) + 8 * 2 + 2 * 8 * 7
 
 
 class Tied(nn.Module):
@@ -135,7 +135,7 @@ def test_tied_weights_are_averaged_once() -> None:
     for end, tied, payload in run(train_tied, workers=3):
         close(end, reference.flat()[0])
         assert tied
-        assert payload == 4 * 8 * (16 + 4 + 4 + 5) + 5 * 8 * 5
+        assert payload == 4 * 8 * (16 + 4 + 4 + 5) + 5 * 8 * 7
 
 
 # -- the loop -------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from offbeat.replica import (
+from offbeat.means.replica import (
     BUCKET_BYTES,
     Bucket,
     Replica,

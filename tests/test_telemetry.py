@@ -96,15 +96,15 @@ def count(rank: int, size: int, steps: int) -> Any:
 
 @pytest.mark.parametrize(("steps", "rest"), [(7, 1), (6, 0)])
 def test_payload_bytes_of_local_sgd_are_exact(steps: int, rest: int) -> None:
-    """A mean is 5 float64 of the roll and the model; attach and consensus do not count."""
-    mean = 8 * 5 + 8 * 40
+    """A mean is 7 float64 of the roll and the model; attach and consensus do not count."""
+    mean = 8 * 7 + 8 * 40
     assert PARAMETERS == 40
     for start, each, running, stats, closed in run(count, steps, workers=2):
         assert start == 0
         assert each == [0, 0, mean, 0, 0, mean, 0][:steps]
         assert running == 2 * mean
         # finish: a roll, and the model only if there were steps since the last mean
-        assert stats.payload_bytes == 2 * mean + 8 * 5 + rest * 8 * 40
+        assert stats.payload_bytes == 2 * mean + 8 * 7 + rest * 8 * 40
         assert (stats.steps, stats.syncs, stats.flags) == (steps, 2, 0)
         assert stats.lssr == (steps - 2) / steps
         assert 0 < stats.idle < 1
@@ -180,7 +180,7 @@ def test_one_line_a_step_with_what_was_decided(tmp_path: Path) -> None:
         read(tmp_path / "run.rank0.jsonl"), read(tmp_path / "run.rank1.jsonl"), *flags, strict=True
     ):
         assert line0["decision"] == line1["decision"] == ("sync" if any(asked) else "local")
-        assert line0["payload_bytes"] == 8 * 5 + any(asked) * 8 * 40
+        assert line0["payload_bytes"] == 8 * 7 + any(asked) * 8 * 40
     assert any(not any(asked) for asked in zip(*flags, strict=True)), "some steps are local"
 
 

@@ -19,9 +19,9 @@ import offbeat
 from offbeat import Compute, Network, simulate
 from offbeat.errors import MismatchError
 from offbeat.lab.cluster import Cluster
-from offbeat.strategies import bsp, parse_strategy
-from offbeat.strategies.base import Roll, Strategy, Worker
-from offbeat.strategies.gradient_mean import GradientMean
+from offbeat.means.gradient_mean import gradient_buckets
+from offbeat.strategies import parse_strategy, worker
+from offbeat.strategies.base import Strategy, Worker
 from problems import make_batch
 from workers import run
 
@@ -231,17 +231,17 @@ def test_without_error_feedback_small_gradients_would_be_lost() -> None:
 # -- gradients ------------------------------------------------------------------------------------
 
 
-def small_buckets(fabric: Any, parameters: Any, **options: Any) -> GradientMean:
-    made = GradientMean(fabric, parameters, **{**options, "bucket_bytes": 4096})
-    assert len(made._buckets) >= 3
+def small_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    made = gradient_buckets(parameters, bucket_bytes=4096)
+    assert len(made) >= 3
     return made
 
 
 def accumulate(rank: int, size: int, passes: list[int], overlap: bool, how: str) -> list[Tensor]:
     """The gradients each step uses, with ``passes`` backward passes a step."""
-    bsp.GradientMean = lambda fabric, parameters, **o: small_buckets(  # type: ignore[assignment,misc]
-        fabric, parameters, **{**o, "overlap": o["overlap"] and overlap}
-    )
+    worker.gradient_buckets = small_buckets  # type: ignore[assignment]
+    if not overlap:
+        offbeat.BSP.bucket_ready = Strategy.bucket_ready  # type: ignore[method-assign]
     model = make(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     seen: list[Tensor] = []
@@ -281,7 +281,7 @@ def test_all_gradients_arrive_in_time() -> None:
     passes = [1, 2, 1, 3, 1, 1, 2, 1]
 
     def steps(rank: int, size: int) -> tuple[Tensor, Tensor]:
-        bsp.GradientMean = small_buckets  # type: ignore[assignment,misc]
+        worker.gradient_buckets = small_buckets  # type: ignore[assignment]
         model = make(0)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)  # the model stays where it is
         got = torch.zeros(8705)
@@ -303,7 +303,7 @@ def test_all_gradients_arrive_in_time() -> None:
     try:
         results = run(steps, workers=3)
     finally:
-        bsp.GradientMean = GradientMean  # type: ignore[misc]
+        worker.gradient_buckets = gradient_buckets
     exact = sum(own for _, own in results) / 3
     largest = 3 * float(exact.abs().max())
     for got, _ in results:
@@ -445,20 +445,16 @@ class Pushes(Strategy):
     """A strategy that averages nothing."""
 
     name = "pushes"
-    averages = False
+    averages = "nothing"
 
-    def start(self, worker: Worker) -> None: ...
-    def before_step(self, worker: Worker) -> None: ...
-    def after_step(self, worker: Worker) -> bool:
+    def due(self, worker: Worker) -> bool:
         return False
-
-    def answer(self, worker: Worker, *, finishing: bool) -> Roll | None: ...
 
 
 def test_bad_wires_are_refused() -> None:
     """An unknown precision; any but float32 with a strategy that pushes to a server."""
     model = make(0)
-    with pytest.raises(ValueError, match='wire must be one of "float32", "bfloat16", "int8"'):
+    with pytest.raises(ValueError, match='wire must be "float32", "bfloat16" or "int8"'):
         offbeat.attach(model, adamw(model), offbeat.BSP(), wire="float16")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Pushes pushes to a parameter server; wire applies to"):
         offbeat.attach(model, adamw(model), Pushes(), wire="int8")
@@ -488,7 +484,7 @@ def test_payload_bytes_of_local_sgd() -> None:
     """Per mean: five float64 of the roll, 1 + 1/N payloads of 516 bytes for each 512 numbers."""
     results = in_simulator(train, "local:period=1", "int8", [6] * 3)
     blocks = 6  # of each of 3 chunks: 8,705 / (3 · 512), rounded up
-    assert [r["bytes"] for r in results] == [6 * (5 * 8 + (3 + 1) * blocks * 516)] * 3
+    assert [r["bytes"] for r in results] == [6 * (7 * 8 + (3 + 1) * blocks * 516)] * 3
 
 
 ON_THE_LINK = """

@@ -1,7 +1,6 @@
 """Offbeat trains PyTorch models data-parallel on slow networks without waiting for them."""
 
 from offbeat import data
-from offbeat.attach import attach
 from offbeat.batchnorm import recalibrate_batchnorm
 from offbeat.errors import (
     AttachError,
@@ -25,8 +24,9 @@ from offbeat.strategies import (
     Strategy,
     parse_strategy,
 )
-from offbeat.synchronizer import Synchronizer
 from offbeat.telemetry import JsonLines, Stats, TensorBoard
+from offbeat.training.attach import attach
+from offbeat.training.synchronizer import Synchronizer
 
 __version__ = "0.1.0"
 

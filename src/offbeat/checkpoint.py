@@ -2,9 +2,15 @@
 
 import copy
 import dataclasses
+from dataclasses import field
 from typing import Any
 
 from torch import Tensor
+
+
+def transient(**options: Any) -> Any:
+    """A field of a strategy's state that no checkpoint holds: handles, buffers, hooks."""
+    return field(metadata={"transient": True}, **options)
 
 
 def save(state: Any) -> Any:
@@ -20,8 +26,10 @@ def save(state: Any) -> Any:
     return state.clone() if isinstance(state, Tensor) else copy.deepcopy(state)
 
 
-def load(state: Any, saved: dict[str, Any]) -> None:
+def load(state: Any, saved: dict[str, Any] | None) -> None:
     """Put plain values back into a dataclass of the same shape; tensors in place."""
+    if saved is None:  # of a strategy that keeps nothing
+        return
     for name, value in saved.items():
         present = getattr(state, name)
         if dataclasses.is_dataclass(present):

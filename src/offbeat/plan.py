@@ -13,9 +13,9 @@ from itertools import accumulate, repeat
 from statistics import NormalDist
 from typing import Any
 
-from offbeat.simulate.network import all_reduce_seconds
+from offbeat.arguments import require_integer, require_number
+from offbeat.costs import all_reduce_seconds
 from offbeat.strategies import BSP, AsyncAveraging, LocalSGD, SelSync, Strategy, parse_strategy
-from offbeat.strategies.base import require_integer, require_number
 from offbeat.units import (
     parse_count,
     show_bandwidth,

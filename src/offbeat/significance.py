@@ -14,6 +14,7 @@ from torch import Tensor
 _SMALL = 2**15  # elements; smaller gradients share one call, which costs as much as reading 20,000
 _LARGE = 2**18  # from here on the CPU norms _ROWS rows: torch norms whole tensors in one thread
 _ROWS = 8
+_OVERFLOWS = 2  # in a row, as a GradScaler looks for its scale
 
 
 def squared_norm(gradients: Iterable[Tensor]) -> float:
@@ -58,25 +59,38 @@ class RelativeChange:
         m_i = Σ_k (1−a)^k s_{i−k} / Σ_k (1−a)^k,  k < window   (finite window)
         Δ_i = |m_i − m_{i−1}| / m_{i−1}         Δ_0 = ∞, 0/0 = 0
 
-    A norm that is not finite (an overflow under AMP) leaves m as it is and gives Δ = 0.
+    A norm that is not finite gives Δ = 0 and leaves m as it is: a GradScaler lets a gradient
+    overflow now and then. After more than two in a row (a model that had diverged, say, and was
+    restored) m says nothing any more, and the next finite one is step 0 again.
 
     *State*: two floats, or ``window`` floats.
 
     Args:
-        smoothing: a, in (0, 1].
         window: How many steps the finite window holds; None for the recursion.
+
+    Attributes:
+        not_finite: How many norms in a row were not, up to the last.
     """
 
-    smoothing: float
     window: int | None = None
     mean: float | None = None
     recent: list[float] = field(default_factory=list)
+    not_finite: int = 0
 
-    def update(self, squared: float) -> float:
-        """Take in the squared norm of this step and return Δ (≥ 0, possibly ∞)."""
+    def update(self, squared: float, smoothing: float) -> float:
+        """Take in the squared norm of this step and return Δ (≥ 0, possibly ∞).
+
+        Args:
+            squared: s.
+            smoothing: a, in (0, 1].
+        """
         if not math.isfinite(squared):
+            self.not_finite += 1
             return 0.0
-        previous, self.mean = self.mean, self._smooth(squared)
+        if self.not_finite > _OVERFLOWS:
+            self.mean, self.recent = None, []
+        self.not_finite = 0
+        previous, self.mean = self.mean, self._smooth(squared, smoothing)
         if previous is None:
             return math.inf
         change = abs(self.mean - previous)
@@ -84,8 +98,7 @@ class RelativeChange:
             return math.inf if change else 0.0
         return change / previous
 
-    def _smooth(self, squared: float) -> float:
-        a = self.smoothing
+    def _smooth(self, squared: float, a: float) -> float:
         if self.window is None:
             return squared if self.mean is None else (1 - a) * self.mean + a * squared
         self.recent = [squared, *self.recent[: self.window - 1]]

@@ -464,6 +464,6 @@ def test_a_stream_is_of_one_size() -> None:
 
 
 def test_unknown_precisions_are_refused() -> None:
-    message = 'wire must be one of "float32", "bfloat16", "int8", got \'int4\''
+    message = 'wire must be "float32", "bfloat16" or "int8", got \'int4\''
     with pytest.raises(ValueError, match=message):
         Wire(SingleCommunicator(), "int4")  # type: ignore[arg-type]

@@ -10,24 +10,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.simulate import network
+from offbeat import costs
 from offbeat.simulate.network import Network
 
 Formula = Callable[[float, int, float, float], float]
 COLLECTIVES: list[Formula] = [
-    network.all_reduce_seconds,
-    network.broadcast_seconds,
-    network.reduce_seconds,
-    network.all_gather_seconds,
-    network.all_to_all_seconds,
+    costs.all_reduce_seconds,
+    costs.broadcast_seconds,
+    costs.reduce_seconds,
+    costs.all_gather_seconds,
+    costs.all_to_all_seconds,
 ]
 NAMES = [formula.__name__ for formula in COLLECTIVES]
 TRAFFIC = [
-    network.all_reduce_bytes,
-    network.broadcast_bytes,
-    network.reduce_bytes,
-    network.all_gather_bytes,
-    network.all_to_all_bytes,
+    costs.all_reduce_bytes,
+    costs.broadcast_bytes,
+    costs.reduce_bytes,
+    costs.all_gather_bytes,
+    costs.all_to_all_bytes,
 ]
 every_collective = pytest.mark.parametrize("formula", COLLECTIVES, ids=NAMES)
 
@@ -39,7 +39,7 @@ counts = st.integers(1, 1000)
 
 def test_a_message_costs_latency_and_transfer() -> None:
     """α + M/B: 1 MB at 125 MB/s is 8 ms, after 100 µs."""
-    assert network.message_seconds(1e6, 125e6, 1e-4) == pytest.approx(8.1e-3)
+    assert costs.message_seconds(1e6, 125e6, 1e-4) == pytest.approx(8.1e-3)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_message_costs_latency_and_transfer() -> None:
     ],
 )
 def test_collectives_cost_what_the_formulas_say(name: str, workers: int, seconds: float) -> None:
-    assert getattr(network, name)(1e6, workers, 125e6, 1e-4) == pytest.approx(seconds)
+    assert getattr(costs, name)(1e6, workers, 125e6, 1e-4) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_collectives_cost_what_the_formulas_say(name: str, workers: int, seconds
 )
 def test_workers_send_what_the_formulas_say(name: str, sent: float) -> None:
     """1000 bytes among 4 workers."""
-    assert getattr(network, name)(1000, 4) == sent
+    assert getattr(costs, name)(1000, 4) == sent
 
 
 def test_bytes_agree_with_counting_messages() -> None:
@@ -91,8 +91,8 @@ def test_bytes_agree_with_counting_messages() -> None:
                 if target < workers:
                     has.add(target)
                     sent[source] += 1
-        assert sum(sent) / workers == pytest.approx(network.broadcast_bytes(1, workers))
-        assert rounds == network.broadcast_seconds(0, workers, 1.0, 1.0) == sent[0]
+        assert sum(sent) / workers == pytest.approx(costs.broadcast_bytes(1, workers))
+        assert rounds == costs.broadcast_seconds(0, workers, 1.0, 1.0) == sent[0]
         parts = [{rank} for rank in range(workers)]  # a ring all-gather
         rounds = 0
         last = list(range(workers))
@@ -101,15 +101,15 @@ def test_bytes_agree_with_counting_messages() -> None:
             last = [last[rank - 1] for rank in range(workers)]
             for rank, piece in enumerate(last):
                 parts[rank].add(piece)
-        assert rounds == network.all_gather_bytes(1, workers)
+        assert rounds == costs.all_gather_bytes(1, workers)
         pairs: set[tuple[int, int]] = set()  # an all-to-all, in rounds of one chunk each
         rounds = 0
         while len(pairs) < workers * (workers - 1):
             rounds += 1
             pairs |= {(rank, (rank + rounds) % workers) for rank in range(workers)}
         chunks = sum(source == 0 for source, _ in pairs)
-        assert chunks / workers == pytest.approx(network.all_to_all_bytes(1, workers))
-        assert rounds == network.all_to_all_seconds(0, workers, 1.0, 1.0)
+        assert chunks / workers == pytest.approx(costs.all_to_all_bytes(1, workers))
+        assert rounds == costs.all_to_all_seconds(0, workers, 1.0, 1.0)
 
 
 def test_an_all_to_all_and_an_all_gather_of_its_chunks_are_an_all_reduce() -> None:
@@ -117,10 +117,10 @@ def test_an_all_to_all_and_an_all_gather_of_its_chunks_are_an_all_reduce() -> No
     for workers in (2, 3, 8):
         each = 1e6, workers, 125e6, 1e-4
         chunk = 1e6 / workers, workers, 125e6, 1e-4
-        total = network.all_to_all_seconds(*each) + network.all_gather_seconds(*chunk)
-        assert total == pytest.approx(network.all_reduce_seconds(*each))
-        sent = network.all_to_all_bytes(*each[:2]) + network.all_gather_bytes(*chunk[:2])
-        assert sent == pytest.approx(network.all_reduce_bytes(*each[:2]))
+        total = costs.all_to_all_seconds(*each) + costs.all_gather_seconds(*chunk)
+        assert total == pytest.approx(costs.all_reduce_seconds(*each))
+        sent = costs.all_to_all_bytes(*each[:2]) + costs.all_gather_bytes(*chunk[:2])
+        assert sent == pytest.approx(costs.all_reduce_bytes(*each[:2]))
 
 
 @every_collective
@@ -142,7 +142,7 @@ def test_more_bytes_or_latency_never_cost_less(
     """Monotone in size and in latency; so is a message."""
     (less, more), (sooner, later) = sorted((a, b)), sorted((c, d))
     assert formula(less, workers, rate, sooner) <= formula(more, workers, rate, later)
-    assert network.message_seconds(less, rate, sooner) <= network.message_seconds(more, rate, later)
+    assert costs.message_seconds(less, rate, sooner) <= costs.message_seconds(more, rate, later)
 
 
 @every_collective
@@ -160,11 +160,11 @@ def test_more_bandwidth_never_costs_more(
 def test_a_large_all_reduce_costs_two_transfers(size: float, rate: float) -> None:
     """2M/B without latency as N grows, from below; and its time is its bytes over B."""
     limit = 2 * size / rate
-    assert network.all_reduce_seconds(size, 10**6, rate, 0.0) == pytest.approx(limit, rel=1e-5)
+    assert costs.all_reduce_seconds(size, 10**6, rate, 0.0) == pytest.approx(limit, rel=1e-5)
     for workers in (2, 3, 64):
-        seconds = network.all_reduce_seconds(size, workers, rate, 0.0)
+        seconds = costs.all_reduce_seconds(size, workers, rate, 0.0)
         assert seconds < limit
-        assert seconds == pytest.approx(network.all_reduce_bytes(size, workers) / rate)
+        assert seconds == pytest.approx(costs.all_reduce_bytes(size, workers) / rate)
 
 
 @every_collective

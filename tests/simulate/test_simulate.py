@@ -52,13 +52,13 @@ def training(
         model = Big(elements)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         sync = offbeat.attach(model, optimizer, strategy)
-        start = sync._fabric.now()
+        start = sync._host.now()
         times = []
         for _ in range(steps):
             optimizer.zero_grad()
             model().backward()
             optimizer.step()
-            times.append(sync._fabric.now() - start)
+            times.append(sync._host.now() - start)
         stats = sync.stats.to_dict()
         sync.finish()
         return {"times": times, "stats": stats, "model": model.p[:3].tolist()}
@@ -66,7 +66,7 @@ def training(
     return worker
 
 
-ROLL = 5 * 8  # the five numbers of a roll, in float64
+ROLL = 7 * 8  # the seven numbers of a roll, in float64
 
 
 def test_a_bsp_step_is_compute_and_all_reduce() -> None:
@@ -74,8 +74,8 @@ def test_a_bsp_step_is_compute_and_all_reduce() -> None:
     result = simulate(
         training(offbeat.BSP(), 10), workers=4, network=NETWORK, compute=Compute(STEP)
     )
-    # one bucket: the gradient, the roll (5), 2 numbers of the bucket, 1 of the parameter, float32
-    step = STEP + ring(4 * (25_000 + 5 + 2 + 1), 4)
+    # one bucket: the gradient, the roll (7), 2 numbers of the bucket, 1 of the parameter, float32
+    step = STEP + ring(4 * (25_000 + 7 + 2 + 1), 4)
     for one in result.results:
         assert one["times"] == pytest.approx([step * (i + 1) for i in range(10)], rel=1e-12)
         assert one["stats"]["idle"] == pytest.approx(1 - STEP / step, rel=1e-9)
@@ -114,7 +114,7 @@ def test_a_permanent_straggler_sets_the_pace() -> None:
     compute = Compute(STEP, slowdown={2: 3.0})
     bsp = simulate(training(offbeat.BSP(), 10), workers=4, network=NETWORK, compute=compute)
     assert bsp.results[0]["times"][-1] == pytest.approx(
-        10 * (3 * STEP + ring(4 * 25_008, 4)), rel=1e-12
+        10 * (3 * STEP + ring(4 * 25_010, 4)), rel=1e-12
     )
     cyclic = simulate(
         training(AsyncAveraging(staleness=8), 40), workers=4, network=NETWORK, compute=compute
@@ -373,7 +373,7 @@ def test_sixty_four_workers_run() -> None:
 
 @pytest.mark.parametrize("workers", [0, -1, 2.0, True])
 def test_bad_worker_counts_are_refused(workers: Any) -> None:
-    with pytest.raises(ValueError, match="workers must be an integer of at least 1"):
+    with pytest.raises((ValueError, TypeError), match=r"workers must be (an integer of )?at least 1"):
         simulate(lambda: None, workers=workers)
 
 
@@ -401,7 +401,7 @@ def test_the_plan_agrees_with_the_simulator(text: str, workers: int) -> None:
 
 def all_to_all(elements: int) -> float:
     """Each worker sends to each other one, nearest first; the time when it has everything."""
-    fabric = dist.group.WORLD.make_communicator()  # type: ignore[union-attr]
+    fabric = dist.group.WORLD.make_communicator(60.0)  # type: ignore[union-attr]
     others = [(fabric.rank + i) % fabric.size for i in range(1, fabric.size)]
     handles = [
         fabric.send(torch.zeros(elements), destination=other, what="part") for other in others
@@ -411,7 +411,7 @@ def all_to_all(elements: int) -> float:
     ]
     for handle in handles:
         handle.wait()
-    return float(fabric.now())
+    return float(fabric.host.now())
 
 
 def test_messages_queue_on_each_link_apart() -> None:
@@ -424,13 +424,13 @@ def test_messages_queue_on_each_link_apart() -> None:
 
 def to_one(elements: int) -> float:
     """All others send to rank 0, which asks for the last one first."""
-    fabric = dist.group.WORLD.make_communicator()  # type: ignore[union-attr]
+    fabric = dist.group.WORLD.make_communicator(60.0)  # type: ignore[union-attr]
     if fabric.rank:
         fabric.send(torch.zeros(elements), destination=0, what="push").wait()
     else:
         for other in range(fabric.size - 1, 0, -1):
             fabric.receive(torch.zeros(elements), source=other, what="push").wait()
-    return float(fabric.now())
+    return float(fabric.host.now())
 
 
 def test_a_server_takes_messages_one_after_the_other() -> None:

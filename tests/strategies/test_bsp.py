@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import offbeat
-from offbeat.strategies import bsp
-from offbeat.strategies.gradient_mean import GradientMean
+from offbeat.strategies import worker
+from offbeat.means.gradient_mean import gradient_buckets
 from problems import (
     OPTIMIZERS,
     PARAMETERS,
@@ -54,9 +54,9 @@ def test_bsp_is_the_mean_gradient(kind: str, max_norm: float | None) -> None:
             close(got, want)
         stats = result["stats"]
         assert (stats.steps, stats.syncs, stats.local_steps, stats.lssr) == (12, 12, 0, 0.0)
-        # gradients, then 5 numbers of the roll, 2 of the bucket and one a parameter, as float64;
+        # gradients, then 7 numbers of the roll, 2 of the bucket and one a parameter, as float64;
         # finish: one more such round, no model
-        assert stats.payload_bytes == 13 * 8 * (PARAMETERS + 5 + 2 + 6)
+        assert stats.payload_bytes == 13 * 8 * (PARAMETERS + 7 + 2 + 6)
 
 
 class Wide(nn.Module):
@@ -88,17 +88,15 @@ def wide_step(rank: int, step: int) -> Tensor:
     return torch.randn(2, 40, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
-def small_buckets(parameters: Any, **options: Any) -> GradientMean:
-    made = GradientMean(parameters=parameters, **{**options, "bucket_bytes": 256})
-    assert len(made._buckets) >= 3
+def small_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    made = gradient_buckets(parameters, bucket_bytes=256)
+    assert len(made) >= 3
     return made
 
 
 def train_wide(rank: int, size: int, passes: list[int], how: str) -> list[list[Tensor | None]]:
     """The gradients the optimizer sees in each step, with ``passes`` backward passes."""
-    bsp.GradientMean = lambda fabric, parameters, **o: small_buckets(  # type: ignore[assignment,misc]
-        parameters, fabric=fabric, **o
-    )
+    worker.gradient_buckets = small_buckets  # type: ignore[assignment]
     model = Wide(seed=rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     sync = offbeat.attach(model, optimizer, offbeat.BSP(), timeout_seconds=20)
@@ -259,9 +257,7 @@ def test_accumulation_is_the_big_batch() -> None:
 
 def interrupt(rank: int, size: int) -> Tensor:
     """Rank 0 looks at the consensus between backward and step; others at other moments."""
-    bsp.GradientMean = lambda fabric, parameters, **o: GradientMean(  # type: ignore[assignment,misc]
-        fabric, parameters, **{**o, "bucket_bytes": 64}
-    )
+    worker.gradient_buckets = lambda parameters: gradient_buckets(parameters, bucket_bytes=64)
     model = make_model(seed=rank)
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     sync = offbeat.attach(model, optimizer, offbeat.BSP(), timeout_seconds=20)

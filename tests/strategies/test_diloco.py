@@ -17,7 +17,7 @@ from problems import OPTIMIZERS, PARAMETERS, Simulated, flat, make_batch, make_m
 from problems import train_step as take_step
 from workers import run
 
-ROLL_BYTES = 5 * 8
+ROLL_BYTES = 7 * 8
 
 # The parameters of make_model() by name have 5, 20, 2, 10, 1 and 2 elements. Cut by hand into
 # parts of about equal size; the names are in the order of the model's own list but for 0 and 1.

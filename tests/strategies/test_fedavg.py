@@ -19,7 +19,7 @@ from problems import OPTIMIZERS, PARAMETERS, Simulated, assign, flat, make_batch
 from problems import train_step as take_step
 from workers import run
 
-ROLL_BYTES = 5 * 8
+ROLL_BYTES = 7 * 8
 
 
 def close(a: Tensor, b: Tensor) -> None:

@@ -22,7 +22,7 @@ from problems import (
 )
 from workers import run
 
-ROLL_BYTES = 5 * 8  # weight, stepping, finishing, flag, measure as float64
+ROLL_BYTES = 7 * 8  # weight, stepping, finishing, flag, measure, view, round as float64
 
 
 def close(a: Tensor, b: Tensor) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from offbeat.data.samples import Part
 from offbeat.errors import OffbeatError
-from offbeat.fabric import Communicator, Completed, Handle, Promise
+from offbeat.fabric import Completed, Handle, Promise, Team, explained
 
 Key: TypeAlias = tuple[int, int]
 """The meeting (see ``Exchange.back``) before a step, and its number since then."""
@@ -85,7 +85,8 @@ class Exchange:
     """This worker's end. All workers make it alike, though it is no collective.
 
     Args:
-        fabric: A communicator for this alone; waiting for samples counts as its waiting.
+        team: The workers, with an order of operations for this alone. Waiting for samples counts as
+            waiting; their bytes do not count as the training's.
 
     Attributes:
         samples_sent: Samples handed to others, each as often as it was sent.
@@ -95,8 +96,8 @@ class Exchange:
     gone away.
     """
 
-    def __init__(self, fabric: Communicator) -> None:
-        self._fabric, self._background = fabric, fabric.background
+    def __init__(self, team: Team) -> None:
+        self._team, self._messages = team, team.uncounted
         self.samples_sent = self.bytes_sent = 0
         self._lock = threading.Lock()  # never held while waiting
         self._parts: dict[Key, Part] = {}
@@ -108,12 +109,11 @@ class Exchange:
         self._ended_epoch = -1
         self._error: Exception | None = None
         self._peers: dict[int, _Peer] = {}
-        for rank in range(fabric.size):
-            if rank != fabric.rank:
-                what = f"the goodbye of rank {rank} to data injection"
-                self._peers[rank] = _Peer(rank, self._background.promise(what=what))
+        for rank in team.members:
+            if rank != team.rank:
+                self._peers[rank] = _Peer(rank, team.host.promise())
         for peer in self._peers.values():
-            fabric.spawn(
+            team.host.spawn(
                 functools.partial(self._converse, peer), what=f"data injection with {peer.rank}"
             )
 
@@ -159,10 +159,10 @@ class Exchange:
             peer = self._peers[rank]
             if key in peer.legacy or peer.gone or peer.silent:
                 return Completed(peer.legacy.pop(key, None))
-            answer: Promise[Answer] = self._fabric.promise(what=what)
+            answer: Promise[Answer] = self._team.host.promise()
             peer.answers[key] = answer
             self._send(peer, _Kind.ASK, key, number=epoch)
-            return answer
+            return self._team.fabric.fulfilment(answer, what=what)
 
     def hurry(self, rank: int, key: Key) -> None:
         """This worker waits for what it has asked ``rank`` for."""
@@ -219,15 +219,16 @@ class Exchange:
                 self._say_goodbye(peer)
             self._review()
         for peer in self._peers.values():
-            error = peer.farewell.wait()
+            what = f"the goodbye of rank {peer.rank} to data injection"
+            error = self._messages.fulfilment(peer.farewell, what=what).wait()
             if error is not None:
-                raise self._fabric.explain(error)
+                raise explained(error)
 
     # -- what both do, under the lock --------------------------------------------------------
 
     def _require_service(self) -> None:
         if self._error is not None:
-            raise self._fabric.explain(self._error)
+            raise explained(self._error)
 
     def _send(
         self, peer: _Peer, kind: _Kind, key: Key, *, number: int = 0, data: Tensor | None = None
@@ -238,7 +239,7 @@ class Exchange:
         what = f"message about samples to rank {peer.rank}"
         peer.sent.append(
             [
-                self._background.send(part, destination=peer.rank, tag=i, what=what)
+                self._messages.send(part, destination=peer.rank, tag=i, what=what)
                 for i, part in enumerate(parts)
             ]
         )
@@ -322,9 +323,7 @@ class Exchange:
             self._handle(peer, _Kind(kind), (meeting, step), number, data)
 
     def _receive(self, tensor: Tensor, peer: _Peer, tag: int, what: str, *, patient: bool) -> None:
-        self._background.receive(
-            tensor, source=peer.rank, tag=tag, what=what, patient=patient
-        ).wait()
+        self._messages.receive(tensor, source=peer.rank, tag=tag, what=what, patient=patient).wait()
 
     def _handle(self, peer: _Peer, kind: _Kind, key: Key, number: int, data: Tensor | None) -> None:
         if kind is _Kind.ANSWER:
@@ -357,5 +356,5 @@ class Exchange:
                 for answer in peer.answers.values():
                     answer.fulfil(error)
                 peer.answers.clear()
-                if not peer.farewell.done():
+                if not peer.farewell.fulfilled:
                     peer.farewell.fulfil(error)

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -12,11 +12,8 @@ from offbeat.data.draws import draw_samples, draw_senders, require_fraction, req
 from offbeat.data.exchange import Answer, Exchange, Key
 from offbeat.data.samples import Part, count_samples, join, take
 from offbeat.errors import MismatchError, OffbeatError
-from offbeat.fabric import Handle, open_communicator
-from offbeat.fabric.companion import Companions
-
-if TYPE_CHECKING:
-    from offbeat.synchronizer import Synchronizer
+from offbeat.fabric import Handle, Team, explained, open_communicator
+from offbeat.training.synchronizer import Synchronizer, companions_of
 
 
 @dataclass
@@ -97,7 +94,7 @@ class DataInjection:
         alpha: float,
         beta: float,
         *,
-        sync: "Synchronizer | None" = None,
+        sync: Synchronizer | None = None,
         group: dist.ProcessGroup | None = None,
         seed: int = 0,
         dimension: int = 0,
@@ -129,20 +126,18 @@ class DataInjection:
         if sync is None:
             if not timeout_seconds > 0:
                 raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds}")
-            self._fabric = open_communicator(group, timeout_seconds, what="DataInjection()")
+            self._team = Team(open_communicator(group, timeout_seconds, what="DataInjection()"))
         else:
             if group is not None:
                 raise ValueError("give sync or group, not both: the synchronizer has a group")
-            companions = getattr(sync, "companions", None)
-            if not isinstance(companions, Companions):
-                raise TypeError(f"sync must be what offbeat.attach() returned, got {sync!r}")
+            companions = companions_of(sync)
             companions.add(self)
-            self._fabric, self._details = companions.fabric.twin(), companions.details
+            self._team, self._details = companions.team.twin(), companions.details
             self._steps_taken = companions.step
         steps = self._agree()
-        if self._fabric.size > 1:
-            self._exchange = Exchange(self._fabric)
-            own = steps[self._fabric.rank]
+        if self._team.size > 1:
+            self._exchange = Exchange(self._team)
+            own = steps[self._team.rank]
             others = [rank for rank, taken in enumerate(steps) if taken != own]
             self._exchange.start_at(0, None, others)
 
@@ -152,7 +147,7 @@ class DataInjection:
         settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
         what = "comparison of data injection"
         text = f"{settings}\n{self._steps_taken()}".encode()
-        gathered = self._fabric.background.gather_bytes(text, what=what)
+        gathered = self._team.uncounted.gather_bytes(text, what=what)
         everyone = [one.decode().split("\n") for one in gathered]
         for rank, (other, _) in enumerate(everyone):
             if other != everyone[0][0]:
@@ -215,8 +210,8 @@ class DataInjection:
                 exchange.end_epoch(self._epoch)
             return None
         key = self._number(exchange)
-        rank = self._fabric.rank
-        senders = draw_senders(self.seed, key, self._fabric.size, self.alpha)
+        rank = self._team.rank
+        senders = draw_senders(self.seed, key, self._team.size, self.alpha)
         exchange.publish(key, self._part(key, batch) if rank in senders else None)
         others = [sender for sender in senders if sender != rank]
         answers = {other: exchange.ask(other, key, self._epoch) for other in others}
@@ -233,7 +228,7 @@ class DataInjection:
         samples = count_samples(batch, self.dimension)
         if samples == 0:
             return None
-        chosen = draw_samples(self.seed, key, self._fabric.rank, samples, self.beta)
+        chosen = draw_samples(self.seed, key, self._team.rank, samples, self.beta)
         return take(batch, chosen, self.dimension)
 
     def _complete(self, present: _Ahead, exchange: Exchange) -> Any:
@@ -244,7 +239,7 @@ class DataInjection:
                 exchange.hurry(rank, present.key)
             answer = handle.wait()
             if isinstance(answer, Exception):
-                raise self._fabric.explain(answer)
+                raise explained(answer)
             if answer is not None:
                 parts.append((rank, answer))
         joined = join(present.batch, parts, self.dimension)
@@ -296,6 +291,8 @@ class DataInjection:
         if self._exchange is not None:
             self._exchange.leave()
             self._count()
+        if not self._synced:
+            self._team.close()
 
     def close(self) -> None:
         """``leave``, whatever state the others are in."""

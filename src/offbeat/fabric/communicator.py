@@ -1,109 +1,31 @@
-"""The seam between strategies and networks: what a strategy may ask of the other workers.
+"""The seam between strategies and networks: operations are values, a communicator starts them.
 
 Every operation is started by one call and finished by ``Handle.wait``, so that a strategy may do
-other work in between. All workers start the same operations in the same order.
+other work in between. All workers start the same collective operations in the same order.
 """
 
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Protocol, TypeVar, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from offbeat.errors import CommunicationTimeout
+from offbeat.fabric.handle import Handle
+from offbeat.fabric.host import Host, Promise
+from offbeat.fabric.operation import (
+    Await,
+    Broadcast,
+    Exchange,
+    Gather,
+    Maximum,
+    Operation,
+    Receive,
+    Send,
+    Sum,
+)
 
 T = TypeVar("T")
-U = TypeVar("U")
-
-
-class Handle(ABC, Generic[T]):
-    """An operation under way."""
-
-    @abstractmethod
-    def done(self) -> bool:
-        """Whether ``wait`` would return at once. Never blocks.
-
-        Of a message (``send``, ``receive``) a backend may know only once it was waited for; gloo
-        is one.
-        """
-
-    @abstractmethod
-    def wait(self) -> T:
-        """Block until the operation has ended and return its result.
-
-        Raises:
-            CommunicationError: the operation failed; the message names operation, rank, seconds
-                waited, the ranks that did not answer, and ``timeout_seconds`` when that ran out.
-        """
-
-    def then(self, function: Callable[[T], U]) -> "Handle[U]":
-        """The same operation with ``function`` applied to its result, once."""
-        return _Then(self, function)
-
-
-class _Then(Handle[U]):
-    def __init__(self, handle: Handle[T], function: Callable[[T], U]) -> None:
-        self._handle, self._function = handle, function
-        self._result: list[U] = []
-
-    def done(self) -> bool:
-        return self._handle.done()
-
-    def wait(self) -> U:
-        if not self._result:
-            self._result.append(self._function(self._handle.wait()))
-        return self._result[0]
-
-
-class Completed(Handle[T]):
-    """An operation that has already ended with ``result``."""
-
-    def __init__(self, result: T) -> None:
-        self._result = result
-
-    def done(self) -> bool:
-        """Always true."""
-        return True
-
-    def wait(self) -> T:
-        """The result, at once."""
-        return self._result
-
-
-class Promise(Handle[T]):
-    """A handle that another activity of this worker fulfils."""
-
-    def __init__(self, what: str, timeout_seconds: float) -> None:
-        self.what, self.timeout_seconds = what, timeout_seconds
-        self._fulfilled = threading.Event()
-        self._results: list[T] = []
-
-    def fulfil(self, result: T) -> None:
-        """Let ``wait`` return ``result``."""
-        self._results.append(result)
-        self._fulfilled.set()
-
-    def done(self) -> bool:
-        """Whether it is fulfilled."""
-        return self._fulfilled.is_set()
-
-    def wait(self) -> T:
-        """Block until it is fulfilled.
-
-        Raises:
-            CommunicationError: it was not within ``timeout_seconds``.
-        """
-        if not self._fulfilled.wait(self.timeout_seconds):
-            raise self.late()
-        return self._results[0]
-
-    def late(self) -> Exception:
-        """What to raise when the time is over."""
-        return CommunicationTimeout(
-            f"{self.what} did not come within timeout_seconds={self.timeout_seconds:g}"
-        )
 
 
 class Communicator(ABC):
@@ -111,20 +33,21 @@ class Communicator(ABC):
 
     Tensors are flat, contiguous and alike on all workers. Sums are exact in no particular order,
     but all workers receive bit-identical results.
+
+    An implementation has ``start``, ``twin``, ``close`` and these attributes; what else is here is
+    a shorter way to write ``start(Sum(…))`` and so on.
+
+    Attributes:
+        rank: This worker, from 0.
+        size: How many workers there are.
+        timeout_seconds: How long one operation may take.
+        host: This worker's clock and activities.
     """
 
     rank: int
     size: int
-    overlaps_backward: bool = True
-    """Whether an operation started during backward proceeds while backward goes on."""
-    timeout_seconds: float = 300.0
-    """How long one operation may take."""
-
-    def computed(self) -> None:  # noqa: B027 - only virtual time must be told
-        """This worker has computed the gradients of a step."""
-
-    def watch(self, totals: Callable[[], object]) -> None:  # noqa: B027 - likewise
-        """``totals`` gives, at any time, the totals of the training that uses this communicator."""
+    timeout_seconds: float
+    host: Host
 
     @property
     def control_device(self) -> torch.device:
@@ -132,45 +55,8 @@ class Communicator(ABC):
         return torch.device("cpu")
 
     @abstractmethod
-    def now(self) -> float:
-        """Seconds on this worker's clock (virtual ones in the simulator)."""
-
-    @abstractmethod
-    def sum(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
-        """Start replacing ``tensor`` by its sum over the workers; ``what`` names it in errors."""
-
-    @abstractmethod
-    def maximum(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
-        """Start replacing ``tensor`` by its elementwise maximum over the workers."""
-
-    @abstractmethod
-    def broadcast(self, tensor: Tensor, *, source: int = 0, what: str) -> Handle[Tensor]:
-        """Start replacing ``tensor`` by that of worker ``source``."""
-
-    @abstractmethod
-    def gather(self, tensor: Tensor, *, what: str) -> Handle[list[Tensor]]:
-        """Start collecting every worker's ``tensor``, in rank order, on all workers."""
-
-    @abstractmethod
-    def send(self, tensor: Tensor, *, destination: int, tag: int = 0, what: str) -> Handle[Tensor]:
-        """Start sending ``tensor`` to one worker."""
-
-    @abstractmethod
-    def receive(
-        self, tensor: Tensor, *, source: int, tag: int = 0, what: str, patient: bool = False
-    ) -> Handle[Tensor]:
-        """Start filling ``tensor`` with what worker ``source`` sends under the same ``tag``.
-
-        ``patient`` is for servers, which wait for requests: no time-out, but an error as soon as
-        the connection is lost.
-        """
-
-    @abstractmethod
-    def exchange(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
-        """Start an all-to-all: of ``size`` equal chunks of ``tensor``, the k-th goes to worker k.
-
-        The result is a new tensor of the same size, whose k-th chunk comes from worker k.
-        """
+    def start(self, operation: Operation[T]) -> Handle[T]:
+        """Start ``operation``."""
 
     @abstractmethod
     def twin(self) -> "Communicator":
@@ -179,34 +65,63 @@ class Communicator(ABC):
         A collective: all workers call it alike.
         """
 
-    @property
-    def background(self) -> "Communicator":
-        """For activities started by ``spawn``: their waits are not the worker's."""
-        return self
+    @abstractmethod
+    def close(self, *, together: bool = False) -> None:
+        """Give back connections, threads and descriptors, those of twins too.
 
-    def spawn(self, activity: Callable[[], None], *, what: str) -> None:
-        """Run ``activity`` beside the worker, until it returns or the worker ends."""
-        threading.Thread(target=activity, name=what, daemon=True).start()
+        Operations under way fail, here and on the workers that still wait for this one. Calling
+        it again does nothing.
 
-    def close(self) -> None:  # noqa: B027 - only connections must be closed
-        """Give up: end this worker's connections and activities. Not a collective.
-
-        Workers that still wait for this one fail at once.
+        Args:
+            together: All workers close, and nothing is under way: then no worker takes away what
+                another is still receiving. Without it this is no collective.
         """
 
-    def explain(self, error: Exception) -> Exception:
-        """What to raise for an ``error`` that has ended an activity."""
-        return error
+    @final
+    def sum(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
+        """Start replacing ``tensor`` by its sum over the workers; ``what`` names it in errors."""
+        return self.start(Sum(what=what, tensor=tensor))
 
-    def promise(self, *, what: str) -> Promise[T]:
-        """A handle that another activity of this worker fulfils."""
-        return Promise(what, self.timeout_seconds)
+    @final
+    def maximum(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
+        """Start replacing ``tensor`` by its elementwise maximum over the workers."""
+        return self.start(Maximum(what=what, tensor=tensor))
 
-    def any(self, flag: bool, *, what: str) -> Handle[bool]:
-        """Start deciding whether ``flag`` is true on at least one worker."""
-        tensor = torch.tensor([float(flag)], device=self.control_device)
-        return self.maximum(tensor, what=what).then(lambda result: bool(result.item()))
+    @final
+    def broadcast(self, tensor: Tensor, *, source: int = 0, what: str) -> Handle[Tensor]:
+        """Start replacing ``tensor`` by that of worker ``source``."""
+        return self.start(Broadcast(what=what, tensor=tensor, source=source))
 
+    @final
+    def gather(self, tensor: Tensor, *, what: str) -> Handle[list[Tensor]]:
+        """Start collecting every worker's ``tensor``, in rank order, on all workers."""
+        return self.start(Gather(what=what, tensor=tensor))
+
+    @final
+    def exchange(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
+        """Start an all-to-all; see ``operation.Exchange``."""
+        return self.start(Exchange(what=what, tensor=tensor))
+
+    @final
+    def send(self, tensor: Tensor, *, destination: int, tag: int = 0, what: str) -> Handle[Tensor]:
+        """Start sending ``tensor`` to one worker."""
+        return self.start(Send(what=what, tensor=tensor, destination=destination, tag=tag))
+
+    @final
+    def receive(
+        self, tensor: Tensor, *, source: int, tag: int = 0, what: str, patient: bool = False
+    ) -> Handle[Tensor]:
+        """Start filling ``tensor`` with a message; see ``operation.Receive``."""
+        return self.start(
+            Receive(what=what, tensor=tensor, source=source, tag=tag, patient=patient)
+        )
+
+    @final
+    def fulfilment(self, promise: Promise[T], *, what: str) -> Handle[T]:
+        """What another activity of this worker fulfils, with the time-out of an operation."""
+        return self.start(Await(what=what, promise=promise))
+
+    @final
     def gather_bytes(self, payload: bytes, *, what: str) -> list[bytes]:
         """Every worker's ``payload`` (of any length), in rank order. Blocks."""
         device = self.control_device
@@ -220,3 +135,46 @@ class Communicator(ABC):
         return [
             bytes(t.cpu().numpy().tobytes()[:n]) for t, n in zip(received, lengths, strict=True)
         ]
+
+
+class Wrapper(Communicator):
+    """A communicator around another one, to be given a ``start`` of its own.
+
+    Args:
+        inner: The communicator that does the work.
+    """
+
+    def __init__(self, inner: Communicator) -> None:
+        self.inner = inner
+        self.rank, self.size, self.host = inner.rank, inner.size, inner.host
+        self.timeout_seconds = inner.timeout_seconds
+
+    @property
+    @override
+    def control_device(self) -> torch.device:
+        return self.inner.control_device
+
+    @override
+    def start(self, operation: Operation[T]) -> Handle[T]:
+        return self.inner.start(operation)
+
+    @override
+    def twin(self) -> Communicator:
+        return self.inner.twin()
+
+    @override
+    def close(self, *, together: bool = False) -> None:
+        self.inner.close(together=together)
+
+
+class Transport(Protocol):
+    """What ``attach(group=…)`` takes besides a process group: workers reached in a way of its own.
+
+    The simulator is one; so is a test that puts a fault between the workers.
+    """
+
+    def make_communicator(self, timeout_seconds: float) -> Communicator:
+        """A communicator of its own for each caller, with ``timeout_seconds`` for an operation.
+
+        A collective: all workers call it alike.
+        """

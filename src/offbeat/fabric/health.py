@@ -1,37 +1,38 @@
-"""After a failure: who is still there, and telling the others that this worker has given up."""
+"""After a failure: who is still there."""
 
-import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
-_SECONDS = 3.0  # how long the others have to say that they are alive
-_TAG = 2**15  # of messages that nobody sends
+from offbeat.fabric.groups import Group, GroupFactory
 
 
 class Health:
     """A gloo group beside the group that does the work, used only when that has failed.
 
     Args:
-        members: Global ranks of the workers.
+        groups: Opens it.
+        seconds: How long the others have to say that they are alive.
     """
 
-    def __init__(self, members: list[int]) -> None:
-        self._group = dist.new_group(
-            members,
-            timeout=timedelta(seconds=_SECONDS),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
-        self._messages: list[dist.Work | None] = []  # gloo may lose one that nobody holds
+    def __init__(self, groups: GroupFactory, seconds: float) -> None:
+        self._seconds = seconds
+        self._group: Group | None = groups.open("gloo", seconds)
+        self._messages: list[Any] = []  # gloo may lose one that nobody holds
+
+    def close(self) -> None:
+        """End it: who asks this worker from now on is told that it is gone."""
+        self._group = None
+        self._messages.clear()
 
     def missing(self) -> tuple[list[int], list[int]]:
-        """Ranks whose connection is gone, and ranks that do not answer. Takes up to 3 s."""
-        rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        """Ranks whose connection is gone, and ranks that do not answer. Takes up to ``seconds``."""
+        if self._group is None:
+            return [], []
+        rank, size = self._group.rank(), self._group.size()
         others = [other for other in range(size) if other != rank]
         with ThreadPoolExecutor(len(others)) as pool:  # a time-out of one must not cost another
             found = dict(zip(others, pool.map(self._ask, others), strict=True))
@@ -41,27 +42,12 @@ class Health:
         )
 
     def _ask(self, other: int) -> Literal["well", "gone", "silent"]:
+        assert self._group is not None
         started = time.perf_counter()
         try:
-            self._messages.append(dist.isend(torch.ones(1), group=self._group, group_dst=other))
-            answer = dist.irecv(torch.zeros(1), group=self._group, group_src=other)
-            if answer is not None:
-                answer.wait(timedelta(seconds=_SECONDS))
+            self._messages.append(self._group.send([torch.ones(1)], other, 0))
+            answer = self._group.recv([torch.zeros(1)], other, 0)
+            answer.wait(timedelta(seconds=self._seconds))
         except RuntimeError:
-            return "gone" if time.perf_counter() - started < 0.9 * _SECONDS else "silent"
+            return "gone" if time.perf_counter() - started < 0.9 * self._seconds else "silent"
         return "well"
-
-
-def hang_up(group: dist.ProcessGroup | None) -> None:
-    """Close the connections of a gloo group that has failed here, so that it fails everywhere.
-
-    Otherwise workers that are not neighbours of the missing one in the ring would find out only
-    by their own time-out. gloo closes a connection on which a receive has timed out.
-    """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    for other in range(size):
-        if other != rank:
-            with contextlib.suppress(RuntimeError):
-                work = dist.irecv(torch.zeros(1), group=group, group_src=other, tag=_TAG)
-                if work is not None:
-                    work.wait(timedelta(milliseconds=1))

@@ -1,6 +1,6 @@
 """A parameter server: one flat vector in shards, each kept by one worker, for all to push and pull.
 
-A request is a header of eight numbers, sent to the rank that keeps the shard, and the values it
+A request is a header of seven numbers, sent to the rank that keeps the shard, and the values it
 pushes, if any. A serving rank has one thread for each other rank, so that no slow link holds up the
 others; requests are served in the order in which they have come in. The rank's own requests go to
 its shard directly. An answer is a header of three numbers and the values. Nothing is pickled, and
@@ -17,8 +17,11 @@ import torch
 from torch import Tensor
 
 from offbeat.errors import OffbeatError
-from offbeat.fabric.communicator import Communicator, Completed, Handle, Promise
+from offbeat.fabric.communicator import Communicator
+from offbeat.fabric.handle import Completed, Handle, explained
+from offbeat.fabric.host import Promise
 from offbeat.fabric.shard import HEADER, NEVER, Answer, Kind, Request, Rule, Shard
+from offbeat.fabric.team import Team
 
 _REQUEST, _VALUES = 1, 2  # message tags; answers use tags of their own
 _ANSWER = 16
@@ -31,7 +34,7 @@ class ParameterServer:
     A collective: all workers make it alike, with the same ``initial`` values.
 
     Args:
-        fabric: The communicator.
+        team: The workers.
         initial: The vector's first value, 1-D, on the CPU; afterwards ``values``, the place where
             a worker puts what it pushes and finds what it pulled.
         servers: The ranks that keep a shard; None is all of them, so that no link carries all.
@@ -48,14 +51,14 @@ class ParameterServer:
 
     def __init__(
         self,
-        fabric: Communicator,
+        team: Team,
         initial: Tensor,
         *,
         servers: Sequence[int] | None = None,
         rule: Callable[[], Rule] = Rule,
     ) -> None:
-        self._fabric = fabric
-        self.servers = list(range(fabric.size)) if servers is None else list(servers)
+        self._team = team
+        self.servers = list(team.members) if servers is None else list(servers)
         self.values = initial
         count = len(self.servers)
         ends = [initial.numel() * i // count for i in range(count + 1)]
@@ -67,10 +70,10 @@ class ParameterServer:
         self._meetings = 0
         self._left = False
         self._error: Exception | None = None
-        self._served: list[Promise[None]] = []  # of each other rank: it has left
-        if fabric.rank in self.servers:
-            own = self._slices[self.servers.index(fabric.rank)]
-            self.shard = Shard(own.clone(), rule(), fabric.size)
+        self._served: dict[int, Promise[None]] = {}  # by rank: it has left
+        if team.rank in self.servers:
+            own = self._slices[self.servers.index(team.rank)]
+            self.shard = Shard(own.clone(), rule(), team.size)
             self._serve(self.shard)
 
     # -- the worker's side -----------------------------------------------------------------------
@@ -82,21 +85,18 @@ class ParameterServer:
         self._sent = []
         return self.values
 
-    def push(self, *, clock: int = -1, value: float = 0.0) -> None:
+    def push(self, *, clock: int = -1) -> None:
         """Send ``values`` and go on. They must not be written before ``stage``."""
-        self._start("push", clock=clock, value=value)
+        self._start("push", clock=clock)
 
-    def push_pull(
-        self, *, clock: int = -1, least: int = -NEVER, value: float = 0.0
-    ) -> Handle[Answer]:
+    def push_pull(self, *, clock: int = -1, least: int = -NEVER) -> Handle[Answer]:
         """Send ``values`` and start to replace them by what the rule answers.
 
         Args:
             clock: This worker's clock from now on.
             least: Wait until the slowest worker's clock is at least this.
-            value: A number for the rule.
         """
-        return self._start("push_pull", clock=clock, least=least, value=value)
+        return self._start("push_pull", clock=clock, least=least)
 
     def pull(self, *, least: int = -NEVER) -> Handle[Answer]:
         """Start to replace ``values`` by the vector."""
@@ -111,7 +111,7 @@ class ParameterServer:
         """
         meeting, self._meetings = self._meetings, self._meetings + 1
         self._require_service()
-        first = Request("arrive", self._fabric.rank, meeting=meeting)
+        first = Request("arrive", self._team.rank, meeting=meeting)
         places = range(len(self.servers))
         answers = [self._ask(i, self._announce(i, first)) for i in places]
         clocks = []
@@ -130,43 +130,39 @@ class ParameterServer:
         if not self._left:
             self._left = True
             for server in self.servers:
-                if server != self._fabric.rank:
-                    self._send(Request("leave", self._fabric.rank).encode(), server, _REQUEST)
+                if server != self._team.rank:
+                    self._send(Request("leave", self._team.rank).encode(), server, _REQUEST)
             self.stage()
-            for served in self._served:
-                served.wait()  # the others' last requests need this rank's connections
-
-    def close(self) -> None:
-        """End without the others, after a failure. Not a collective."""
-        if not self._left:
-            self._left = True
-            self._fabric.close()
+            for rank, served in self._served.items():
+                # Their last requests need this rank's connections.
+                self._team.fabric.fulfilment(served, what=f"the leave of rank {rank}").wait()
 
     def _start(self, kind: Kind, **settings: Any) -> Handle[Answer]:
         self._require_service()
         self.stage()
-        request = Request(kind, self._fabric.rank, **settings)
+        request = Request(kind, self._team.rank, **settings)
         # Each begins with another server, and headers go ahead of values: then each server takes
         # the workers in another order, and no link is idle while another has a queue.
         order = sorted(
             range(len(self.servers)),
-            key=lambda i: (self.servers[i] - self._fabric.rank - 1) % self._fabric.size,
+            key=lambda i: (self.servers[i] - self._team.rank - 1) % self._team.size,
         )
         asked = [(i, self._announce(i, self._sized(request, i))) for i in order]
         return _Answers([self._ask(i, request) for i, request in asked])
 
     def _require_service(self) -> None:
         if self._error is not None:
-            raise self._fabric.explain(self._error)
+            raise explained(self._error)
 
     def _serve(self, shard: Shard) -> None:
         """Serve the other ranks, each from an activity of its own."""
-        for rank in range(self._fabric.size):
-            if rank != self._fabric.rank:
-                served: Promise[None] = self._fabric.promise(what=f"the leave of rank {rank}")
-                self._served.append(served)
-                client = _Client(self._fabric.background, rank, shard)
-                self._fabric.spawn(
+        host = self._team.host
+        for rank in self._team.members:
+            if rank != self._team.rank:
+                served: Promise[None] = host.promise()
+                self._served[rank] = served
+                client = _Client(self._team.uncounted, rank, shard)
+                host.spawn(
                     functools.partial(self._watch, client, served), what=f"server of rank {rank}"
                 )
 
@@ -185,13 +181,13 @@ class ParameterServer:
         """Send the header of a request to the server at place ``index``; gives it its number."""
         self._requests += 1
         request = replace(request, number=self._requests % _ANSWERS)
-        if self.servers[index] != self._fabric.rank:
+        if self.servers[index] != self._team.rank:
             self._send(request.encode(), self.servers[index], _REQUEST)
         return request
 
     def _ask(self, index: int, request: Request) -> Handle[Answer]:
         """Send the values of an announced request, if any, and start to receive the answer."""
-        fabric, server, part = self._fabric, self.servers[index], self._slices[index]
+        fabric, server, part = self._team.fabric, self.servers[index], self._slices[index]
         if server == fabric.rank:
             return self._ask_self(request, part)
         if request.elements:
@@ -209,9 +205,8 @@ class ParameterServer:
 
     def _ask_self(self, request: Request, part: Tensor) -> Handle[Answer]:
         assert self.shard is not None
-        fabric = self._fabric
         what = f"{request.kind} at this rank's own parameter server"
-        promise: Promise[Answer] = fabric.promise(what=what)
+        promise: Promise[Answer] = self._team.host.promise()
 
         def deliver(answer: Answer, values: Tensor | None) -> None:
             if values is not None:
@@ -220,11 +215,13 @@ class ParameterServer:
 
         pushed = part if request.pushes else None
         self.shard.handle(request, pushed, deliver)
-        return Completed(Answer(0)) if request.kind == "push" else promise
+        if request.kind == "push":
+            return Completed(Answer(0))
+        return self._team.fabric.fulfilment(promise, what=what)
 
     def _send(self, tensor: Tensor, server: int, tag: int) -> None:
         what = f"request to the parameter server of rank {server}"
-        self._sent.append(self._fabric.send(tensor, destination=server, tag=tag, what=what))
+        self._sent.append(self._team.fabric.send(tensor, destination=server, tag=tag, what=what))
 
 
 class _Client:

@@ -1,6 +1,5 @@
 """What a rank that serves knows and does: its shard, the requests for it, and everyone's clock."""
 
-import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,7 @@ from torch import Tensor
 from offbeat.errors import OffbeatError
 
 NEVER = 2**62
-HEADER = 8  # numbers of a request
+HEADER = 7  # numbers of a request
 
 Kind = Literal["push", "push_pull", "pull", "arrive", "leave"]
 _KINDS: tuple[Kind, ...] = ("push", "push_pull", "pull", "arrive", "leave")
@@ -31,7 +30,6 @@ class Request:
         least: Answer only when the slowest worker's clock is at least this.
         meeting: Of ``arrive``: which meeting; answered when all have come to it.
         seen: Of ``arrive``: answered, too, when the shard has seen other requests than these many.
-        value: A number for the rule, such as a learning rate.
     """
 
     kind: Kind
@@ -42,7 +40,6 @@ class Request:
     least: int = -NEVER
     meeting: int = 0
     seen: int = 0
-    value: float = 0.0
 
     @property
     def pushes(self) -> bool:
@@ -50,25 +47,23 @@ class Request:
         return self.kind in ("push", "push_pull")
 
     def encode(self) -> Tensor:
-        """Eight int64 numbers; who asks is known from the connection."""
-        (bits,) = struct.unpack("<q", struct.pack("<d", self.value))
+        """Seven int64 numbers; who asks is known from the connection."""
         numbers = [_KINDS.index(self.kind), self.number, self.elements, self.clock]
-        return torch.tensor([*numbers, self.least, self.meeting, self.seen, bits])
+        return torch.tensor([*numbers, self.least, self.meeting, self.seen])
 
     @classmethod
     def decode(cls, header: Tensor, source: int) -> "Request":
-        """From eight int64 numbers of rank ``source``.
+        """From seven int64 numbers of rank ``source``.
 
         Raises:
             OffbeatError: they are no request.
         """
-        kind, number, elements, clock, least, meeting, seen, bits = header.tolist()
+        kind, *numbers = header.tolist()
         if not 0 <= kind < len(_KINDS):
             raise OffbeatError(
                 f"a message to the parameter server is no request: {header.tolist()}"
             )
-        (value,) = struct.unpack("<d", struct.pack("<q", bits))
-        return cls(_KINDS[kind], source, number, elements, clock, least, meeting, seen, value)
+        return cls(_KINDS[kind], source, *numbers)
 
 
 class Rule:
@@ -77,8 +72,8 @@ class Rule:
     Called under the shard's lock, elementwise by nature, as each shard has a part of the vector.
     """
 
-    def push(self, shard: Tensor, values: Tensor, *, source: int, value: float) -> None:
-        """Take in ``values`` of rank ``source``; ``value`` is the request's number."""
+    def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
+        """Take in ``values`` of rank ``source``."""
         shard.add_(values)
 
     def advance(self, shard: Tensor) -> None:
@@ -197,7 +192,7 @@ class Shard:
         source = request.source
         behind = self.version - self.downloaded[source] - self._own_pushes[source]
         self.staleness[behind] = self.staleness.get(behind, 0) + 1
-        self.rule.push(self.values, values, source=source, value=request.value)
+        self.rule.push(self.values, values, source=source)
         self.version += 1
         self._own_pushes[source] += 1
 

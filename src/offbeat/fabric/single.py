@@ -1,10 +1,13 @@
 """The communicator of a lone worker: every operation ends at once and changes nothing."""
 
-import time
+from typing import Any
 
-from torch import Tensor
+from typing_extensions import override
 
-from offbeat.fabric.communicator import Communicator, Completed, Handle
+from offbeat.fabric.communicator import Communicator
+from offbeat.fabric.handle import Completed, Handle
+from offbeat.fabric.host import ThreadHost
+from offbeat.fabric.operation import Await, Exchange, Gather, Operation, Receive, Send
 
 
 class SingleCommunicator(Communicator):
@@ -12,41 +15,31 @@ class SingleCommunicator(Communicator):
 
     rank = 0
     size = 1
+    timeout_seconds = 300.0
 
-    def now(self) -> float:
-        """Seconds of the monotonic clock."""
-        return time.perf_counter()
+    def __init__(self) -> None:
+        self.host = ThreadHost()
 
-    def sum(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
-        """``tensor`` as it is."""
-        return Completed(tensor)
+    @override
+    def start(self, operation: Operation[Any]) -> Handle[Any]:
+        match operation:
+            case Gather(tensor=tensor):
+                return Completed([tensor])
+            case Exchange(tensor=tensor):
+                return Completed(tensor.clone())
+            case Send(what=what, destination=rank):
+                raise ValueError(f"{what}: a single worker has no rank {rank} to send to")
+            case Receive(what=what, source=rank):
+                raise ValueError(f"{what}: a single worker has no rank {rank} to receive from")
+            case Await(promise=promise):
+                assert promise.fulfilled, "nobody else is there who could fulfil it later"
+                return Completed(promise.result)
+        return Completed(operation.tensor)  # type: ignore[attr-defined]
 
-    def maximum(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
-        """``tensor`` as it is."""
-        return Completed(tensor)
-
-    def broadcast(self, tensor: Tensor, *, source: int = 0, what: str) -> Handle[Tensor]:
-        """``tensor`` as it is."""
-        return Completed(tensor)
-
-    def gather(self, tensor: Tensor, *, what: str) -> Handle[list[Tensor]]:
-        """A list of this worker's ``tensor`` alone."""
-        return Completed([tensor])
-
-    def send(self, tensor: Tensor, *, destination: int, tag: int = 0, what: str) -> Handle[Tensor]:
-        """Refused: there is nobody else."""
-        raise ValueError(f"{what}: a single worker has no rank {destination} to send to")
-
-    def receive(
-        self, tensor: Tensor, *, source: int, tag: int = 0, what: str, patient: bool = False
-    ) -> Handle[Tensor]:
-        """Refused: there is nobody else."""
-        raise ValueError(f"{what}: a single worker has no rank {source} to receive from")
-
-    def exchange(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
-        """A copy of ``tensor``."""
-        return Completed(tensor.clone())
-
+    @override
     def twin(self) -> Communicator:
-        """Another lone worker's."""
         return SingleCommunicator()
+
+    @override
+    def close(self, *, together: bool = False) -> None:
+        """Nothing is held."""

@@ -5,76 +5,41 @@ for the work, one (gloo) that is used only to find out who is missing after a fa
 """
 
 import atexit
-import copy
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from typing_extensions import override
 
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout
-from offbeat.fabric.communicator import Communicator, Handle, Promise
-from offbeat.fabric.health import Health, hang_up
+from offbeat.fabric import groups
+from offbeat.fabric.communicator import Communicator
+from offbeat.fabric.groups import GroupFactory
+from offbeat.fabric.handle import Handle, UnexplainedError
+from offbeat.fabric.health import Health
+from offbeat.fabric.host import ThreadHost, ThreadPromise
+from offbeat.fabric.operation import (
+    Await,
+    Broadcast,
+    Exchange,
+    Gather,
+    Maximum,
+    Operation,
+    Receive,
+    Send,
+    Sum,
+)
 
 T = TypeVar("T")
 _FOREVER = timedelta(days=365)
+_HEALTH_SECONDS = 3.0
 _FAREWELL_SECONDS = 5.0
-
-
-class _Work(Handle[Tensor]):
-    def __init__(
-        self,
-        communicator: "TorchCommunicator",
-        start: Callable[[], dist.Work | None],
-        result: Tensor,
-        what: str,
-        *,
-        patient: bool = False,
-    ) -> None:
-        self._communicator, self._result, self._what = communicator, result, what
-        self._patient = patient
-        self._started = time.perf_counter()
-        self._ended = False
-        try:
-            self._work = start()
-        except RuntimeError as error:
-            raise communicator.failure(what, self._started, error) from None
-
-    def done(self) -> bool:
-        return self._ended or self._work is None or self._work.is_completed()
-
-    def wait(self) -> Tensor:
-        if not self._ended and self._work is not None:
-            try:
-                self._work.wait(*([_FOREVER] if self._patient else []))
-            except RuntimeError as error:
-                raise self._communicator.failure(self._what, self._started, error) from None
-        self._ended = True
-        return self._result
-
-
-class _BackgroundError(CommunicationError):
-    """An operation of a background activity failed."""
-
-    def __init__(self, what: str, started: float, error: RuntimeError) -> None:
-        super().__init__(f"{what} failed: {_first_line(error)}")
-        self.origin = (what, started, error)
-
-
-class _Late(Promise[T]):
-    """A promise that, when it is late, asks who is missing."""
-
-    def __init__(self, communicator: "TorchCommunicator", what: str) -> None:
-        super().__init__(what, communicator.timeout_seconds)
-        self._communicator, self._started = communicator, time.perf_counter()
-
-    def late(self) -> CommunicationError:
-        error = RuntimeError("no answer")
-        return self._communicator.failure(self.what, self._started, error)
 
 
 class TorchCommunicator(Communicator):
@@ -83,164 +48,160 @@ class TorchCommunicator(Communicator):
     Args:
         group: The group whose members take part; None is the default group.
         timeout_seconds: How long one operation may take before it fails on every worker.
+        health_seconds: How long the others have, after a failure, to say that they are alive.
+        farewell_seconds: How long ``close`` waits for threads to end.
 
     Raises:
         AttachError: no process group was initialised, or this process is not a member.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, *, timeout_seconds: float) -> None:
-        self.timeout_seconds = timeout_seconds
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        timeout_seconds: float,
+        health_seconds: float = _HEALTH_SECONDS,
+        farewell_seconds: float = _FAREWELL_SECONDS,
+    ) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise AttachError("this process is not a member of the group given to attach()")
+        self.timeout_seconds = timeout_seconds
         self.backend = str(dist.get_backend(group))
-        members = dist.get_process_group_ranks(group)
-        self._members = members
-        self._groups: list[dist.ProcessGroup | None] = []  # shared with twins, as is what follows
-        self._failed: list[CommunicationError] = []
-        self._failing = threading.Lock()
-        self._threads: list[threading.Thread] = []
-        self._group = self._new_group(self.backend)
-        # Messages travel between CPUs: NCCL has none from any sender.
-        self._messages = self._group if self.backend == "gloo" else self._new_group("gloo")
-        self._health = Health(members)
-
-    def _new_group(self, backend: str) -> dist.ProcessGroup | None:
-        limit = timedelta(seconds=self.timeout_seconds)
-        group: dist.ProcessGroup | None = dist.new_group(
-            self._members, timeout=limit, backend=backend, use_local_synchronization=True
-        )
-        if backend == "gloo":
-            self._groups.append(group)
-        return group
+        self.host: ThreadHost = ThreadHost()
+        self._life = _Life(self, GroupFactory(group), health_seconds, farewell_seconds)
+        self._lines = self._life.open_lines()
 
     @property
+    @override
     def control_device(self) -> torch.device:
         """The current GPU under NCCL, else the CPU."""
         if self.backend == "nccl":
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
-    def now(self) -> float:
-        """Seconds of the monotonic clock."""
-        return time.perf_counter()
+    @override
+    def start(self, operation: Operation[Any]) -> Handle[Any]:
+        if isinstance(operation, Await):
+            return _Fulfilment(self, operation)
+        if self._life.closed:
+            raise self._life.why_closed(operation.what)
+        started = time.perf_counter()
+        try:
+            work, result = self._launch(operation)
+        except RuntimeError as error:
+            raise self._life.failure(operation.what, started, error) from None
+        patient = isinstance(operation, Receive) and operation.patient
+        return _Work(self._life, work, result, operation.what, started, patient)
 
-    def sum(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
-        """All-reduce by addition."""
-        return _Work(
-            self, lambda: dist.all_reduce(tensor, group=self._group, async_op=True), tensor, what
-        )
+    def _launch(self, operation: Operation[Any]) -> tuple[dist.Work | None, Any]:
+        """Hand the operation to the backend: what it runs as, and where its result will be."""
+        group, messages = self._lines.group, self._lines.messages
+        match operation:
+            case Sum(tensor=tensor):
+                return group.allreduce([tensor]), tensor
+            case Maximum(tensor=tensor):
+                largest = dist.AllreduceOptions()
+                largest.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+                return group.allreduce([tensor], largest), tensor
+            case Broadcast(tensor=tensor, source=source):
+                root = dist.BroadcastOptions()
+                root.rootRank, root.rootTensor = source, 0
+                return group.broadcast([tensor], root), tensor
+            case Gather(tensor=tensor):
+                parts = [torch.empty_like(tensor) for _ in range(self.size)]
+                return group.allgather([parts], [tensor]), parts
+            case Exchange(tensor=tensor):
+                result = torch.empty_like(tensor)
+                return group.alltoall_base(result, tensor, [], []), result
+            case Send(tensor=tensor, destination=destination, tag=tag):
+                return messages.send([tensor], destination, tag), tensor
+            case Receive(tensor=tensor, source=source, tag=tag):
+                return messages.recv([tensor], source, tag), tensor
+        raise TypeError(f"{self.backend} has no {type(operation).__name__}")
 
-    def maximum(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
-        """All-reduce by maximum."""
-        operation = dist.ReduceOp.MAX
-        return _Work(
-            self,
-            lambda: dist.all_reduce(tensor, op=operation, group=self._group, async_op=True),
-            tensor,
-            what,
-        )
-
-    def broadcast(self, tensor: Tensor, *, source: int = 0, what: str) -> Handle[Tensor]:
-        """Broadcast from worker ``source`` of this communicator."""
-        return _Work(
-            self,
-            lambda: dist.broadcast(tensor, group_src=source, group=self._group, async_op=True),
-            tensor,
-            what,
-        )
-
-    def gather(self, tensor: Tensor, *, what: str) -> Handle[list[Tensor]]:
-        """All-gather."""
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        return _Work(
-            self,
-            lambda: dist.all_gather(parts, tensor, group=self._group, async_op=True),
-            tensor,
-            what,
-        ).then(lambda _: parts)
-
-    def send(self, tensor: Tensor, *, destination: int, tag: int = 0, what: str) -> Handle[Tensor]:
-        """Point-to-point send."""
-        return _Work(
-            self,
-            lambda: dist.isend(tensor, group=self._messages, group_dst=destination, tag=tag),
-            tensor,
-            what,
-        )
-
-    def receive(
-        self, tensor: Tensor, *, source: int, tag: int = 0, what: str, patient: bool = False
-    ) -> Handle[Tensor]:
-        """Point-to-point receive."""
-        return _Work(
-            self,
-            lambda: dist.irecv(tensor, group=self._messages, group_src=source, tag=tag),
-            tensor,
-            what,
-            patient=patient,
-        )
-
-    def exchange(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
-        """All-to-all."""
-        result = torch.empty_like(tensor)
-        return _Work(
-            self,
-            lambda: dist.all_to_all_single(result, tensor, group=self._group, async_op=True),
-            result,
-            what,
-        )
-
+    @override
     def twin(self) -> Communicator:
-        """Another process group of the same workers."""
-        twin = copy.copy(self)
-        twin._group = self._new_group(self.backend)
-        twin._messages = twin._group if self.backend == "gloo" else self._new_group("gloo")
+        """Other process groups of the same workers, which end with the first communicator's."""
+        twin = object.__new__(TorchCommunicator)
+        twin.__dict__.update(self.__dict__)
+        twin._lines = self._life.open_lines()
         return twin
 
-    def spawn(self, activity: Callable[[], None], *, what: str) -> None:
-        """A daemon thread; one that still waits for a message when Python ends is woken first."""
-        if not self._threads:
-            atexit.register(self.close)  # Python would abort with a thread inside gloo
-        thread = threading.Thread(target=activity, name=what, daemon=True)
-        self._threads.append(thread)
-        thread.start()
+    @override
+    def close(self, *, together: bool = False) -> None:
+        if together and not self._life.closed:
+            with contextlib.suppress(CommunicationError):  # training is over, whoever is gone
+                self.sum(torch.zeros(1, device=self.control_device), what="the end").wait()
+        self._life.close()
 
-    def close(self) -> None:
-        """Close the connections of all gloo groups, and let the threads end."""
-        alive = [thread for thread in self._threads if thread.is_alive()]
-        if alive:
-            with self._failing:
-                if not self._failed:
-                    self._failed.append(CommunicationError(f"rank {self.rank} has given up"))
-            for group in self._groups:
-                hang_up(group)
-            for thread in alive:
-                thread.join(_FAREWELL_SECONDS)
 
-    def promise(self, *, what: str) -> Promise[T]:
-        """One that names who is missing when it is late."""
-        return _Late(self, what)
+@dataclass
+class _Lines:
+    """The groups of one communicator. Closing takes them away, or handles would keep them alive."""
+
+    group: Any
+    messages: Any
+
+
+class _Life:
+    """What a communicator and its twins share: their groups, the first failure, and the end."""
+
+    def __init__(
+        self,
+        fabric: TorchCommunicator,
+        factory: GroupFactory,
+        health_seconds: float,
+        farewell_seconds: float,
+    ) -> None:
+        self.rank, self.backend, self.host = fabric.rank, fabric.backend, fabric.host
+        self.timeout_seconds = fabric.timeout_seconds
+        self.closed = False
+        self.pending = 0  # operations that nobody has waited for yet
+        self._farewell_seconds = farewell_seconds
+        self._factory = factory
+        self._lines: list[_Lines] = []
+        self._failed: CommunicationError | None = None
+        self._failing = threading.Lock()
+        self._health = Health(factory, health_seconds)
+        _close_at_exit(self)
+
+    def open_lines(self) -> _Lines:
+        """Groups for one communicator. A collective."""
+        group = self._factory.open(self.backend, self.timeout_seconds)
+        # Messages travel between CPUs: NCCL has none from any sender.
+        gloo = self.backend == "gloo"
+        messages = group if gloo else self._factory.open("gloo", self.timeout_seconds)
+        self._lines.append(_Lines(group, messages))
+        return self._lines[-1]
+
+    def _hang_up(self) -> None:
+        for lines in self._lines:
+            for group in {id(g): g for g in (lines.group, lines.messages)}.values():
+                groups.hang_up(group)
+
+    def why_closed(self, what: str) -> CommunicationError:
+        """What to raise when an operation is started after the end."""
+        return self._failed or CommunicationError(
+            f"rank {self.rank}: {what} after this worker has left: attach again"
+        )
 
     def failure(self, what: str, started: float, error: RuntimeError) -> CommunicationError:
         """The error to raise when an operation failed. Asks once who is still there."""
         elapsed = time.perf_counter() - started
-        if threading.current_thread() in self._threads and not self._failed:
-            return _BackgroundError(what, started, error)  # explained by the worker itself
+        if self.host.in_background and self._failed is None:
+            # An activity beside the worker ends; the worker itself asks who is missing, because
+            # only its own messages of that kind are answered.
+            return _BackgroundError(self, what, started, error)
         with self._failing:
-            if not self._failed:
-                self._failed.append(self._describe(what, elapsed, error))
-        return self._failed[0]
-
-    def explain(self, error: Exception) -> Exception:
-        """With who is missing, which only the worker itself can find out, not its activities."""
-        return self.failure(*error.origin) if isinstance(error, _BackgroundError) else error
+            if self._failed is None:
+                self._failed = self._describe(what, elapsed, error)
+        return self._failed
 
     def _describe(self, what: str, elapsed: float, error: RuntimeError) -> CommunicationError:
         timed_out = elapsed >= 0.95 * self.timeout_seconds
-        for group in self._groups:
-            hang_up(group)
-        gone, silent = self._health.missing()
+        self._hang_up()
+        gone, silent = ([], []) if self.closed else self._health.missing()
         text = f"rank {self.rank}: {what} failed after {elapsed:.1f} s"
         if gone:
             text += f": lost the connection to {_ranks(gone)}, which died or gave up first"
@@ -256,6 +217,97 @@ class TorchCommunicator(Communicator):
             )
         kind = CommunicationTimeout if timed_out else CommunicationError
         return kind(f"{text}. {self.backend} said: {_first_line(error)}")
+
+    def close(self) -> None:
+        """Fail what is under way, let the threads end, and give the groups back."""
+        if self.closed:
+            return
+        self.closed = True
+        if self.pending or self.host.active:
+            with self._failing:
+                if self._failed is None:
+                    self._failed = CommunicationError(f"rank {self.rank} has given up")
+            self._hang_up()
+        current = threading.current_thread()
+        for thread in self.host.active:
+            if thread is not current:
+                thread.join(self._farewell_seconds)
+        for lines in self._lines:
+            groups.close(lines.group)
+            lines.group = lines.messages = None
+        self._lines.clear()
+        self._health.close()
+
+
+class _BackgroundError(UnexplainedError):
+    def __init__(self, life: _Life, what: str, started: float, error: RuntimeError) -> None:
+        super().__init__(f"{what} failed: {_first_line(error)}")
+        self._origin = (life, what, started, error)
+
+    @override
+    def explain(self) -> CommunicationError:
+        life, what, started, error = self._origin
+        return life.failure(what, started, error)
+
+
+class _Work(Handle[Any]):
+    def __init__(
+        self,
+        life: _Life,
+        work: dist.Work | None,
+        result: Any,
+        what: str,
+        started: float,
+        patient: bool,
+    ) -> None:
+        self._life, self._work, self._result = life, work, result
+        self._what, self._started, self._patient = what, started, patient
+        life.pending += work is not None
+
+    @override
+    def done(self) -> bool:
+        return self._work is None or self._work.is_completed()
+
+    @override
+    def wait(self) -> Any:
+        if self._work is not None:
+            try:
+                self._work.wait(*([_FOREVER] if self._patient else []))
+            except RuntimeError as error:
+                raise self._life.failure(self._what, self._started, error) from None
+            self._work = None
+            self._life.pending -= 1
+        return self._result
+
+
+class _Fulfilment(Handle[Any]):
+    def __init__(self, fabric: TorchCommunicator, operation: Await[Any]) -> None:
+        assert isinstance(operation.promise, ThreadPromise)
+        self._life, self._promise = fabric._life, operation.promise
+        self._what, self._started = operation.what, time.perf_counter()
+
+    @override
+    def done(self) -> bool:
+        return self._promise.fulfilled
+
+    @override
+    def wait(self) -> Any:
+        if not self._promise.wait(self._life.timeout_seconds):
+            raise self._life.failure(self._what, self._started, RuntimeError("no answer"))
+        return self._promise.result
+
+
+def _close_at_exit(life: _Life) -> None:
+    """Python would abort with a thread inside gloo, and wait for operations that cannot end."""
+    reference = weakref.ref(life)
+
+    def close() -> None:
+        alive = reference()
+        if alive is not None:
+            alive.close()
+
+    atexit.register(close)
+    weakref.finalize(life, atexit.unregister, close)
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from offbeat.lab.reading import Batches, make_sampler
 from offbeat.lab.recipes import Setup, find_recipe
-from offbeat.replica import Replica
+from offbeat.means import Replica
 
 
 def measure_recipe(

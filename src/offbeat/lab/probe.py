@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offbeat.errors import OffbeatError
-from offbeat.fabric.communicator import Communicator, Handle
-from offbeat.fabric.interface import interface_in_use
+from offbeat.fabric import Communicator, Handle
+from offbeat.fabric.network_interface import interface_in_use
 from offbeat.fabric.torch_distributed import TorchCommunicator
 from offbeat.units import show_bandwidth, show_bytes
 
@@ -224,7 +224,7 @@ def choose_pairs(size: int, seed: int = 0) -> list[tuple[int, int]]:
 
 def _meet(fabric: Communicator) -> None:
     """Wait until all workers are here, so that only one pair has the network."""
-    fabric.any(False, what="meeting between two measurements").wait()
+    fabric.sum(torch.zeros(1), what="meeting between two measurements").wait()
 
 
 def _control() -> tuple[Tensor, Tensor]:

@@ -22,14 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from offbeat.attach import attach, require_wire
 from offbeat.data import DataInjection, injected_batch_size
 from offbeat.errors import OffbeatError
-from offbeat.fabric.compression import Precision
+from offbeat.fabric.wire import Precision
 from offbeat.lab.reading import Batches, make_sampler, parse_injection
 from offbeat.lab.recipes import Setup, Task, find_recipe
 from offbeat.strategies import parse_strategy
-from offbeat.synchronizer import Synchronizer
+from offbeat.training.attach import attach, require_wire
+from offbeat.training.synchronizer import Synchronizer
 
 Event = dict[str, Any]
 

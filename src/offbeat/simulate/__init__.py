@@ -1,6 +1,6 @@
 """Virtual time: train really, on a cluster that is not there."""
 
-from offbeat.simulate.communicator import Span
+from offbeat.simulate.cluster import Span
 from offbeat.simulate.compute import Compute, Straggler
 from offbeat.simulate.network import Network
 from offbeat.simulate.run import simulate

@@ -6,16 +6,16 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from offbeat.strategies.base import require_integer, require_number
+from offbeat.arguments import Range, require_integer, require_number
 from offbeat.units import show_seconds, to_seconds
 
+_FACTOR = Range(above=0, hint="2: twice as slow")
+_NOT_NEGATIVE = Range(least=0)
 _JITTER = 0x6A697474  # the purpose in (seed, purpose, rank, step): no other draw shares the stream
 
 
 def _require_factor(name: str, value: float) -> None:
-    require_number(name, value)
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} must be finite and positive (2: twice as slow), got {value}")
+    require_number(name, value, _FACTOR)
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,7 @@ class Compute:
         stragglers: Iterable[Straggler] = (),
         trace: Iterable[float] | Mapping[int, Iterable[float]] | None = None,
     ) -> None:
-        require_number("jitter", jitter)
-        if not 0 <= jitter < math.inf:
-            raise ValueError(f"jitter must be finite and at least 0, got {jitter}")
+        require_number("jitter", jitter, _NOT_NEGATIVE)
         for rank, factor in slowdown.items():
             require_integer("a rank in slowdown", rank, least=0)
             _require_factor(f"slowdown[{rank}]", factor)

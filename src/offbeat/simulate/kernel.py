@@ -73,6 +73,8 @@ class Signal:
             callback()
 
     def then(self, callback: Callable[[], Any]) -> None:
-        """Call ``callback`` when it happens."""
-        assert not self.happened
-        self._waiting.append(callback)
+        """Call ``callback`` when it happens; at once if it has."""
+        if self.happened:
+            callback()
+        else:
+            self._waiting.append(callback)

@@ -1,162 +1,19 @@
-"""What communication costs: pure formulas, and the network whose links they are applied to.
-
-The functions take plain numbers: sizes in bytes (M), a bandwidth in bytes a second (B), a latency
-in seconds (α), a number of workers (N). They follow the α–β model (Hockney, "The communication
-challenge for MPP", Parallel Computing 20(3), 1994): a message costs α + M/B. The arithmetic of a
-reduction costs nothing.
-"""
+"""The network of a simulated cluster: the links to which the formulas of ``costs`` are applied."""
 
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from offbeat.strategies.base import require_integer
+from offbeat.arguments import require_integer
+from offbeat.costs import (
+    all_gather_seconds,
+    all_reduce_seconds,
+    all_to_all_seconds,
+    broadcast_seconds,
+    message_seconds,
+    reduce_seconds,
+)
 from offbeat.units import show_bandwidth, show_seconds, to_bandwidth, to_seconds
-
-
-def message_seconds(size_bytes: float, bytes_per_second: float, latency_seconds: float) -> float:
-    """One message from one worker to another: α + M/B.
-
-    Source: Hockney 1994.
-    """
-    _require_cost(size_bytes, bytes_per_second, latency_seconds)
-    return latency_seconds + size_bytes / bytes_per_second
-
-
-def all_reduce_seconds(
-    size_bytes: float, workers: int, bytes_per_second: float, latency_seconds: float
-) -> float:
-    """A ring all-reduce: 2(N−1)·(α + M/(N·B)), so 0 for one worker and 2M/B for many.
-
-    N−1 rounds of reduce-scatter and N−1 of all-gather, in each of which every worker sends one
-    N-th of the tensor.
-
-    Source: Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-    workstations", JPDC 69(2), 2009.
-    """
-    _require_cost(size_bytes, bytes_per_second, latency_seconds, workers)
-    chunk_bytes = size_bytes / workers
-    return 2 * (workers - 1) * (latency_seconds + chunk_bytes / bytes_per_second)
-
-
-def broadcast_seconds(
-    size_bytes: float, workers: int, bytes_per_second: float, latency_seconds: float
-) -> float:
-    """A broadcast down a binomial tree: ⌈log₂ N⌉·(α + M/B), 0 for one worker.
-
-    In each round everyone who has the tensor sends all of it to one who has not.
-
-    Source: Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in
-    MPICH", IJHPCA 19(1), 2005.
-    """
-    _require_cost(size_bytes, bytes_per_second, latency_seconds, workers)
-    return _tree_rounds(workers) * (latency_seconds + size_bytes / bytes_per_second)
-
-
-def reduce_seconds(
-    size_bytes: float, workers: int, bytes_per_second: float, latency_seconds: float
-) -> float:
-    """A reduction to one worker up a binomial tree: ⌈log₂ N⌉·(α + M/B), 0 for one worker.
-
-    Source: Thakur, Rabenseifner & Gropp 2005.
-    """
-    return broadcast_seconds(size_bytes, workers, bytes_per_second, latency_seconds)
-
-
-def all_gather_seconds(
-    size_bytes: float, workers: int, bytes_per_second: float, latency_seconds: float
-) -> float:
-    """A ring all-gather of M bytes from *each* worker: (N−1)·(α + M/B), 0 for one worker.
-
-    In each round every worker passes on the tensor that it received last.
-
-    Source: Thakur, Rabenseifner & Gropp 2005 (there with n = N·M bytes in total).
-    """
-    _require_cost(size_bytes, bytes_per_second, latency_seconds, workers)
-    return (workers - 1) * (latency_seconds + size_bytes / bytes_per_second)
-
-
-def all_to_all_seconds(
-    size_bytes: float, workers: int, bytes_per_second: float, latency_seconds: float
-) -> float:
-    """An all-to-all of M bytes from each worker, M/N to each: (N−1)·(α + M/(N·B)).
-
-    In round k every worker sends to the k-th after it and receives from the k-th before it.
-
-    Source: Thakur, Rabenseifner & Gropp 2005 (pairwise exchange).
-    """
-    _require_cost(size_bytes, bytes_per_second, latency_seconds, workers)
-    return (workers - 1) * (latency_seconds + size_bytes / workers / bytes_per_second)
-
-
-def all_reduce_bytes(size_bytes: float, workers: int) -> float:
-    """Bytes that each worker sends in a ring all-reduce: 2(N−1)/N·M.
-
-    Source: Patarasuk & Yuan 2009; no algorithm sends fewer.
-    """
-    _require_size(size_bytes, workers)
-    return 2 * (workers - 1) / workers * size_bytes
-
-
-def broadcast_bytes(size_bytes: float, workers: int) -> float:
-    """Bytes that a worker sends in a broadcast, the mean over workers: (N−1)/N·M.
-
-    All but the root receive M once. The root, which sends most, sends ⌈log₂ N⌉·M; leaves send
-    nothing.
-
-    Source: Thakur, Rabenseifner & Gropp 2005.
-    """
-    _require_size(size_bytes, workers)
-    return (workers - 1) / workers * size_bytes
-
-
-def reduce_bytes(size_bytes: float, workers: int) -> float:
-    """Bytes that a worker sends in a reduction, the mean over workers: (N−1)/N·M.
-
-    All but the root send M once.
-
-    Source: Thakur, Rabenseifner & Gropp 2005.
-    """
-    return broadcast_bytes(size_bytes, workers)
-
-
-def all_gather_bytes(size_bytes: float, workers: int) -> float:
-    """Bytes that each worker sends in a ring all-gather of M bytes from each: (N−1)·M.
-
-    Source: Thakur, Rabenseifner & Gropp 2005.
-    """
-    _require_size(size_bytes, workers)
-    return (workers - 1) * size_bytes
-
-
-def all_to_all_bytes(size_bytes: float, workers: int) -> float:
-    """Bytes that each worker sends in an all-to-all of M bytes from each: (N−1)/N·M.
-
-    Source: Thakur, Rabenseifner & Gropp 2005.
-    """
-    _require_size(size_bytes, workers)
-    return (workers - 1) / workers * size_bytes
-
-
-def _tree_rounds(workers: int) -> int:
-    """⌈log₂ N⌉, exactly."""
-    return (workers - 1).bit_length()
-
-
-def _require_size(size_bytes: float, workers: int) -> None:
-    require_integer("workers", workers, least=1)
-    if not 0 <= size_bytes < math.inf:
-        raise ValueError(f"size_bytes must be finite and at least 0, got {size_bytes}")
-
-
-def _require_cost(
-    size_bytes: float, bytes_per_second: float, latency_seconds: float, workers: int = 1
-) -> None:
-    _require_size(size_bytes, workers)
-    if not 0 < bytes_per_second < math.inf:
-        raise ValueError(f"bytes_per_second must be finite and positive, got {bytes_per_second}")
-    if not 0 <= latency_seconds < math.inf:
-        raise ValueError(f"latency_seconds must be finite and at least 0, got {latency_seconds}")
 
 
 @dataclass(frozen=True, init=False, repr=False)

@@ -53,7 +53,7 @@ class SimulatedGroup(dist.ProcessGroup):
     """
 
     def __init__(
-        self, communicator: SimulatedCommunicator, make: Callable[[], SimulatedCommunicator]
+        self, communicator: SimulatedCommunicator, make: Callable[[float], SimulatedCommunicator]
     ) -> None:
         super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
         self._communicator, self.make_communicator = communicator, make

@@ -5,7 +5,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from offbeat.simulate.communicator import SimulatedCluster, SimulatedCommunicator
+from offbeat.arguments import require_integer
+from offbeat.simulate.cluster import SimulatedCluster
+from offbeat.simulate.communicator import SimulatedCommunicator
 from offbeat.simulate.compute import Compute
 from offbeat.simulate.kernel import Kernel
 from offbeat.simulate.network import Network
@@ -48,8 +50,7 @@ def simulate(
         DeadlockError: the workers wait for each other, with what each waits in.
         Exception: what a worker raised, with a note that names its rank.
     """
-    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-        raise ValueError(f"workers must be an integer of at least 1, got {workers!r}")
+    require_integer("workers", workers, least=1)
     network = Network("1Gbit/s") if network is None else network
     compute = Compute() if compute is None else compute
     if dist.is_initialized():
@@ -64,7 +65,7 @@ def simulate(
         def live(one: SimulatedWorker) -> Any:
             mine = attached[one.rank]
 
-            def make() -> SimulatedCommunicator:
+            def make(timeout_seconds: float) -> SimulatedCommunicator:
                 mine.append(SimulatedCommunicator(cluster, one.rank, group=len(mine) + 1))
                 return mine[-1]
 

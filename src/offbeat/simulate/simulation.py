@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offbeat.simulate.communicator import SimulatedCluster, SimulatedCommunicator, Span
+from offbeat.simulate.cluster import SimulatedCluster, Span
+from offbeat.simulate.communicator import SimulatedCommunicator
 from offbeat.telemetry import Stats
 
 
@@ -48,7 +49,7 @@ class Simulation:
         busy = spent["compute"] + spent["wait"]
         stats: list[Stats | None] = []
         for communicators in attached:
-            totals = [total() for one in communicators for total in one.totals]
+            totals = [total() for one in communicators for total in one.host.totals]
             stats.append(totals[-1] if totals and isinstance(totals[-1], Stats) else None)
         return cls(
             seconds=max(ends),

@@ -1,11 +1,23 @@
 """Bulk synchronous parallel: every step uses the mean gradient of all workers."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offbeat.strategies.base import Roll, Strategy, Worker, transient
-from offbeat.strategies.gradient_mean import GradientMean
+from typing_extensions import override
+
+from offbeat.fabric import Completed, Handle
+from offbeat.means import GradientMean
+from offbeat.strategies.base import (
+    Averages,
+    Ballot,
+    Part,
+    Roll,
+    Round,
+    Rounds,
+    Strategy,
+    Worker,
+    transient,
+)
 
 
 @dataclass
@@ -13,8 +25,6 @@ class BSPState:
     """Nothing to checkpoint: between two steps all workers are equal."""
 
     means: list[GradientMean] = transient()  # one an optimizer
-    order: list[int] = transient()  # optimizers as they stepped last
-    stepped: list[int] = transient(default_factory=list)  # optimizers that stepped just now
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -33,69 +43,58 @@ class BSP(Strategy):
     """
 
     name: ClassVar[str] = "bsp"
+    averages: ClassVar[Averages] = "gradients"
+    rounds: ClassVar[Rounds] = "gradients"
     needs_unscaled: ClassVar[bool] = False
+    averages_state: ClassVar[bool] = True  # it is the same on all workers anyway
 
-    @property
-    def averages_state(self) -> bool:
-        """It is the same on all workers anyway."""
-        return True
-
+    @override
     def start(self, worker: Worker) -> BSPState:
-        """Hook the gradients."""
-        # With several optimizers one backward may fill the gradients of another's parameters,
-        # and the order in which buckets leave would depend on autograd: no overlap then.
-        overlap = len(worker.parts) == 1 and worker.size > 1 and worker.fabric.overlaps_backward
+        overlap = worker.overlaps_backward
         means = [
             GradientMean(
-                worker.fabric,
-                part.parameters,
-                wire=worker.wire,
-                name=f"gradients of optimizer {i}, bucket",
-                slots=Roll.SLOTS,
+                worker.team,
+                worker.wire,
+                part.buckets,
+                name=f"gradients of optimizer {part.index}, bucket",
+                slots=Ballot.SLOTS,
                 overlap=overlap,
             )
-            for i, part in enumerate(worker.parts)
+            for part in worker.parts
         ]
-        return BSPState(means, order=list(range(len(worker.parts))))
+        return BSPState(means)
 
-    def before_step(self, worker: Worker) -> None:
-        """g ← mean(g)."""
-        self._round(worker, worker.part, stepping=True, finishing=False)
-        worker.state.stepped.append(worker.part)
+    @override
+    def bucket_ready(self, worker: Worker, part: Part, bucket: int) -> bool:
+        mean: GradientMean = worker.state.means[part.index]
+        mean.start(bucket)
+        return mean.overlap
 
-    def after_step(self, worker: Worker) -> bool:
-        """Every iteration synchronizes."""
-        state: BSPState = worker.state
-        state.order, state.stepped = list(dict.fromkeys(state.stepped)), []
+    @override
+    def due(self, worker: Worker) -> bool:
         return True
 
-    def answer(self, worker: Worker, *, finishing: bool) -> Roll:
-        """Send zeros for every optimizer; whoever fell behind gets the others' model at the end."""
-        for part in worker.state.order:
-            roll = self._round(worker, part, stepping=False, finishing=finishing)
-            if roll.stepping == 0:
-                break
-        if roll.stepping == 0 and 0 < roll.weight < worker.size:
-            worker.average(roll, what="catching up")
-            worker.has_news = True
-            roll = dataclasses.replace(roll, weight=worker.size, own_weight=1.0)
-        return roll
-
-    def _round(self, worker: Worker, part: int, *, stepping: bool, finishing: bool) -> Roll:
-        values = worker.roll_values(stepping=stepping, finishing=finishing)
-        sums = values
+    @override
+    def call(self, worker: Worker, part: int, ballot: Ballot) -> Handle[Roll]:
+        """g ← mean(g), and the ballot rides along: a message less in every step."""
+        sums = ballot.values()
         if worker.size > 1:
-            sums = worker.state.means[part].reduce(values, contribute=stepping)
-        roll = Roll.read(sums, values[0])
-        if roll.stepping:
-            worker.has_news = stepping  # who took part in the last step has the newest model
-        return roll
+            sums = worker.state.means[part].reduce(sums, contribute=ballot.stepping)
+        return Completed(ballot.read(sums, worker.size))
 
-    def consensus(self, worker: Worker, roll: Roll) -> None:
+    @override
+    def act(self, worker: Worker, round: Round) -> bool:
+        worker.has_news = round.own.stepping  # who took part has the newest model
+        return True
+
+    @override
+    def catch_up(self, worker: Worker, roll: Roll) -> None:
+        """Who ran out of data before the others takes their model."""
+        if 0 < roll.weight < worker.size:
+            worker.average_all(roll.own.weight, roll.weight, final=True)
+            worker.has_news = True
+
+    @override
+    def consensus(self, worker: Worker, roll: Roll, *, final: bool) -> None:
         """The parameters are equal; the statistics in the buffers become their mean."""
-        worker.average(roll, buffers_only=True, what="consensus")
-
-    def stop(self, worker: Worker) -> None:
-        """Unhook the gradients."""
-        for mean in worker.state.means:
-            mean.close()
+        worker.average_buffers(final=final)

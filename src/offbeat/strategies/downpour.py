@@ -1,16 +1,16 @@
 """Downpour SGD: workers push gradients to a server with its own optimizer, and fetch its model."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from offbeat.fabric.shard import Rule
-from offbeat.replica import as_real, unpack
-from offbeat.strategies.base import Worker, require_integer, require_number, transient
+from offbeat.means.replica import as_real, unpack
+from offbeat.strategies.base import Part, Worker, setting, transient
 from offbeat.strategies.server import ServerState, ServerStrategy
 
 
@@ -24,7 +24,8 @@ class _Optimize(Rule):
         self._parameter: nn.Parameter | None = None
         self._loaded: dict[str, Any] = {}
 
-    def push(self, shard: Tensor, values: Tensor, *, source: int, value: float) -> None:
+    @override
+    def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
         if self._optimizer is None or self._parameter is None:
             self._parameter = nn.Parameter(shard)  # the same memory
             self._optimizer = self._make([self._parameter], lr=self._lr)
@@ -34,9 +35,11 @@ class _Optimize(Rule):
         self._optimizer.step()
         self._parameter.grad = None
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         return self._loaded if self._optimizer is None else self._optimizer.state_dict()
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loaded = state
         if self._optimizer is not None and state:
@@ -92,33 +95,25 @@ class Downpour(ServerStrategy):
     """
 
     name: ClassVar[str] = "downpour"
-    push_every: int = 1
-    fetch_every: int = 1
+    push_every: int = setting(1, least=1)
+    fetch_every: int = setting(1, least=1)
     server_optimizer: Literal["sgd", "adagrad"] = "sgd"
-    server_lr: float | None = None
+    server_lr: float | None = setting(None, above=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_integer("push_every", self.push_every, least=1)
-        require_integer("fetch_every", self.fetch_every, least=1)
-        if self.server_optimizer not in ("sgd", "adagrad"):
-            raise ValueError(
-                f'server_optimizer must be "sgd" or "adagrad", got {self.server_optimizer!r}'
-            )
-        if self.server_lr is not None:
-            require_number("server_lr", self.server_lr)
-            if not 0 < self.server_lr < math.inf:
-                raise ValueError(f"server_lr must be positive and finite, got {self.server_lr}")
-        elif self.server_optimizer == "adagrad":
+        if self.server_lr is None and self.server_optimizer == "adagrad":
             raise ValueError(
                 'server_optimizer="adagrad" needs server_lr, usually larger than the learning rate '
                 "of SGD, for example 0.1"
             )
 
+    @override
     def rule(self, worker: Worker) -> Rule:
         """One step of the server's optimizer."""
         return _Optimize(self.server_optimizer, 1.0 if self.server_lr is None else self.server_lr)
 
+    @override
     def start(self, worker: Worker) -> DownpourState:
         """Nothing is accumulated."""
         base = self.serve(worker)
@@ -130,45 +125,50 @@ class Downpour(ServerStrategy):
         state.sum = torch.zeros_like(base.server.values)
         return state
 
-    def before_step(self, worker: Worker) -> None:
+    @override
+    def gradients(self, worker: Worker, part: Part) -> None:
         """G ← G + η·λx/N, while x is still where the gradient was taken."""
         state: DownpourState = worker.state
-        if worker.part in state.decayed:
+        if part.index in state.decayed:
             return  # a GradScaler skipped the step: x has not moved since
-        state.decayed.add(worker.part)
-        for group, parameter, scale in self._used(worker):
+        state.decayed.add(part.index)
+        for group, parameter, scale in self._used(worker, part):
             decay = float(group.get("weight_decay", 0.0))
             if decay:
                 value = as_real(parameter.detach())
-                self._part(state, parameter, value).add_(value, alpha=scale * decay)
+                self._place(state, parameter, value).add_(value, alpha=scale * decay)
 
-    def after_part(self, worker: Worker) -> None:
+    @override
+    def stepped(self, worker: Worker, part: Part) -> None:
         """G ← G + η·g/N, with the gradients that one optimizer has just used."""
         state: DownpourState = worker.state
-        state.decayed.discard(worker.part)
-        for group, parameter, scale in self._used(worker):
+        state.decayed.discard(part.index)
+        for group, parameter, scale in self._used(worker, part):
             gradient = parameter.grad
             assert gradient is not None
             gradient = as_real(gradient.to_dense() if gradient.is_sparse else gradient)
             sign = -1 if group.get("maximize") else 1
-            self._part(state, parameter, gradient).add_(gradient, alpha=sign * scale)
+            self._place(state, parameter, gradient).add_(gradient, alpha=sign * scale)
 
-    def _used(self, worker: Worker) -> Iterator[tuple[dict[str, Any], nn.Parameter, float]]:
-        """Parameters with a gradient of the optimizer at work: their group, and η/N."""
+    def _used(
+        self, worker: Worker, part: Part
+    ) -> Iterator[tuple[dict[str, Any], nn.Parameter, float]]:
+        """Parameters of one optimizer that have a gradient: their group, and η/N."""
         places = worker.state.places
-        for group in worker.parts[worker.part].optimizer.param_groups:
+        for group in part.optimizer.param_groups:
             scale = float(group["lr"]) / worker.size if self.server_lr is None else 1.0
             for parameter in group["params"]:
                 if parameter.grad is not None and id(parameter) in places:
                     yield group, parameter, scale
 
     @staticmethod
-    def _part(state: DownpourState, parameter: nn.Parameter, like: Tensor) -> Tensor:
+    def _place(state: DownpourState, parameter: nn.Parameter, like: Tensor) -> Tensor:
         """The part of G that belongs to ``parameter``, in the shape of ``like``."""
         offset = state.places[id(parameter)]
         return state.sum[offset : offset + like.numel()].view(like.shape)
 
-    def after_step(self, worker: Worker) -> bool:
+    @override
+    def iterated(self, worker: Worker) -> bool:
         """Push and fetch when it is time."""
         state: DownpourState = worker.state
         state.steps += 1
@@ -192,6 +192,7 @@ class Downpour(ServerStrategy):
         state.sum.zero_()
         state.unpushed = 0
 
+    @override
     def flush(self, worker: Worker) -> None:
         """Push a leftover G."""
         if worker.state.unpushed:

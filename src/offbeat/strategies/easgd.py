@@ -1,27 +1,31 @@
 """Elastic averaging SGD: workers and a centre pull at each other."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from offbeat.fabric.shard import Rule
-from offbeat.replica import move_towards, read
-from offbeat.strategies.base import Worker, require_integer, require_number
+from offbeat.means.replica import move_towards, read
+from offbeat.strategies.base import Worker, setting
 from offbeat.strategies.server import ServerState, ServerStrategy
 
 
 class _Elastic(Rule):
     """z ← z + α(x − z), answered with the z before, from which the worker computes the same."""
 
-    def __init__(self, alpha: float) -> None:
-        self._alpha = alpha
+    def __init__(self, alpha: Callable[[], float]) -> None:
+        self._alpha = alpha  # asked each time: it may depend on how many workers there are
         self._before: dict[int, Tensor] = {}  # what each worker is answered with
 
-    def push(self, shard: Tensor, values: Tensor, *, source: int, value: float) -> None:
+    @override
+    def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
         self._before[source] = shard.clone()
-        shard.add_((values - shard).mul_(self._alpha))
+        shard.add_((values - shard).mul_(self._alpha()))
 
+    @override
     def answer(self, shard: Tensor, *, source: int) -> Tensor:
         return self._before.pop(source)
 
@@ -29,20 +33,22 @@ class _Elastic(Rule):
 class _ElasticTogether(_Elastic):
     """z ← z + α Σ (x − z) once all workers have pushed; answered with the z before."""
 
-    def __init__(self, alpha: float) -> None:
+    def __init__(self, alpha: Callable[[], float]) -> None:
         super().__init__(alpha)
         self._total: Tensor | None = None
         self._pushed: list[int] = []
 
-    def push(self, shard: Tensor, values: Tensor, *, source: int, value: float) -> None:
+    @override
+    def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
         distance = values - shard
         self._total = distance if self._total is None else self._total.add_(distance)
         self._pushed.append(source)
 
+    @override
     def advance(self, shard: Tensor) -> None:
         if self._total is not None:
             self._before |= dict.fromkeys(self._pushed, shard.clone())
-            shard.add_(self._total, alpha=self._alpha)
+            shard.add_(self._total, alpha=self._alpha())
             self._total, self._pushed = None, []
 
 
@@ -84,34 +90,27 @@ class EASGD(ServerStrategy):
     """
 
     name: ClassVar[str] = "easgd"
-    period: int = 10
-    alpha: float | None = None
+    period: int = setting(10, least=1)
+    alpha: float | None = setting(None, above=0, below=1)
     synchronous: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_integer("period", self.period, least=1)
-        if self.alpha is not None:
-            require_number("alpha", self.alpha)
-            if not 0 < self.alpha < 1:
-                raise ValueError(f"alpha must be between 0 and 1, got {self.alpha}")
-        if not isinstance(self.synchronous, bool):
-            raise TypeError(f"synchronous must be true or false, got {self.synchronous!r}")
 
     def _alpha(self, worker: Worker) -> float:
         return 0.9 / worker.size if self.alpha is None else self.alpha
 
+    @override
     def rule(self, worker: Worker) -> Rule:
         """How the centre moves."""
-        alpha = self._alpha(worker)
-        return _ElasticTogether(alpha) if self.synchronous else _Elastic(alpha)
+        kind = _ElasticTogether if self.synchronous else _Elastic
+        return kind(lambda: self._alpha(worker))
 
+    @override
     def start(self, worker: Worker) -> EASGDState:
         """The centre is the model that all hold."""
         base = self.serve(worker)
         return EASGDState(base.server, base.tensors)
 
-    def after_step(self, worker: Worker) -> bool:
+    @override
+    def iterated(self, worker: Worker) -> bool:
         """Exchange with the centre at the end of a period."""
         state: EASGDState = worker.state
         state.steps += 1
@@ -122,11 +121,11 @@ class EASGD(ServerStrategy):
         clock = state.exchanges if self.synchronous else -1
         state.server.push_pull(clock=clock, least=max(clock, 0)).wait()
         move_towards(state.tensors, state.server.values, self._alpha(worker))
-        worker.steps_since_sync = 0
-        worker.has_news = False
+        worker.synchronized()
         self.report(worker)
         return True
 
+    @override
     def flush(self, worker: Worker) -> None:
         """The steps since the last exchange move the centre, too."""
         read(worker.state.tensors, worker.state.server.stage())

@@ -1,22 +1,15 @@
 """FedAvg: rounds of local steps, after which the models of some workers are averaged."""
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar, Literal
 
 import numpy as np
+from typing_extensions import override
 
-from offbeat.fabric import Handle
-from offbeat.strategies.base import (
-    Roll,
-    Strategy,
-    Worker,
-    require_integer,
-    require_number,
-    transient,
-)
+from offbeat.arguments import POSITIVE, require_number, setting
+from offbeat.strategies.base import Roll, Round, Strategy, Vote, Worker
 
 _PURPOSE = int.from_bytes(b"fedavg", "big")  # in (seed, purpose, round)
 _FINEST = 10**6  # decimals are read as fractions with at most this denominator: 0.1 is 1/10
@@ -27,9 +20,8 @@ class FedAvgState:
     """Where the worker stands; ``rounds`` is the same on all workers."""
 
     rounds: int = 0
-    steps_in_round: int = 0  # own steps since the last round
+    last_step: int = 0  # own step at the end of the last round
     drawn: int = 0  # rounds in which this worker was drawn
-    roll: Handle[Roll] | None = transient(default=None)  # called before this step
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -82,15 +74,17 @@ class FedAvg(Strategy):
     """
 
     name: ClassVar[str] = "fedavg"
-    period: int | None = None
-    rounds_per_epoch: float | None = None
-    steps_per_epoch: int | None = None
-    fraction: float = 1.0
+    averages_state: ClassVar[bool] = True  # those who are not drawn keep theirs
+    period: int | None = setting(None, least=1)
+    rounds_per_epoch: float | None = setting(None, least=1 / _FINEST)
+    steps_per_epoch: int | None = setting(None, least=1)
+    fraction: float = setting(1.0, above=0, most=1)
     unselected: Literal["keep", "restart"] = "keep"
     weights: tuple[float, ...] | None = None
-    seed: int = 0
+    seed: int = setting(0, least=0)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.period is None) == (self.rounds_per_epoch is None):
             raise ValueError(
                 "give either period or rounds_per_epoch (with steps_per_epoch), got "
@@ -101,37 +95,20 @@ class FedAvg(Strategy):
                 "rounds_per_epoch and steps_per_epoch go together, got "
                 f"{self.rounds_per_epoch} and {self.steps_per_epoch}"
             )
-        if self.period is not None:
-            require_integer("period", self.period, least=1)
-        if self.rounds_per_epoch is not None:
-            require_integer("steps_per_epoch", self.steps_per_epoch, least=1)
-            require_number("rounds_per_epoch", self.rounds_per_epoch)
-            if not 1 / _FINEST <= self.rounds_per_epoch <= (self.steps_per_epoch or 0):
-                raise ValueError(
-                    "rounds_per_epoch must be positive and at most steps_per_epoch="
-                    f"{self.steps_per_epoch}, got {self.rounds_per_epoch}"
-                )
-        require_number("fraction", self.fraction)
-        if not 0 < self.fraction <= 1:
-            raise ValueError(f"fraction must be above 0 and at most 1, got {self.fraction}")
-        if self.unselected not in ("keep", "restart"):
-            raise ValueError(f'unselected must be "keep" or "restart", got {self.unselected!r}')
-        require_integer("seed", self.seed, least=0)
+        if (self.rounds_per_epoch or 0) > (self.steps_per_epoch or 0):
+            raise ValueError(
+                f"rounds_per_epoch must be at most steps_per_epoch={self.steps_per_epoch}, "
+                f"got {self.rounds_per_epoch}"
+            )
         if self.weights is not None:
             if not isinstance(self.weights, tuple):
                 raise TypeError(
                     f"weights must be a tuple, one number for each worker, got {self.weights!r}"
                 )
             for weight in self.weights:
-                require_number("each of weights", weight)
-                if not 0 < weight < math.inf:
-                    raise ValueError(f"each of weights must be positive and finite, got {weight}")
+                require_number("each of weights", weight, POSITIVE)
 
-    @property
-    def averages_state(self) -> bool:
-        """At every mean; those who are not drawn keep theirs."""
-        return True
-
+    @override
     def start(self, worker: Worker) -> FedAvgState:
         """Everyone holds the same model.
 
@@ -143,7 +120,6 @@ class FedAvg(Strategy):
                 f"weights must hold one number for each of the {worker.size} workers, "
                 f"got {len(self.weights)}: {self.weights}"
             )
-        worker.keep_reference()
         return FedAvgState()
 
     def _steps_until(self, rounds: int) -> int:
@@ -172,55 +148,35 @@ class FedAvg(Strategy):
             return 1.0
         return self.weights[worker.rank] * worker.size / math.fsum(self.weights)
 
-    def before_step(self, worker: Worker) -> None:
-        """Call the roll while the optimizer steps, if this step ends a round."""
+    @override
+    def due(self, worker: Worker) -> bool:
         state: FedAvgState = worker.state
         steps = self._steps_until(state.rounds + 1) - self._steps_until(state.rounds)
-        if worker.completes_iteration and state.steps_in_round + 1 >= steps:
-            state.roll = self._call(worker, stepping=True)
+        return worker.step - state.last_step >= steps
 
-    def _call(self, worker: Worker, *, stepping: bool, finishing: bool = False) -> Handle[Roll]:
-        """Start a roll: its weight is that of the drawn workers, its measure that of all."""
+    @override
+    def vote(self, worker: Worker, part: int, *, stepping: bool, finishing: bool) -> Vote:
+        """The weight is that of the drawn workers, the measure that of all."""
         weight = self._weight(worker) if stepping or worker.has_news else 0.0
-        return worker.call_roll(
-            stepping=stepping,
-            finishing=finishing,
-            measure=weight,
-            weight=weight if self._draws(worker) else 0.0,
-        )
+        return Vote(weight=weight if self._draws(worker) else 0.0, measure=weight)
 
-    def after_step(self, worker: Worker) -> bool:
-        """The mean, at the end of a round."""
-        state: FedAvgState = worker.state
-        state.steps_in_round += 1
-        if state.roll is None:
-            return False
-        roll, state.roll = state.roll.wait(), None
-        worker.record["drawn"] = self._end_round(worker, roll)
-        return True
-
-    def _end_round(self, worker: Worker, roll: Roll) -> bool:
-        """Average, and take the mean or not. Returns whether this worker was drawn."""
+    @override
+    def act(self, worker: Worker, round: Round) -> bool:
+        """Average, and take the mean or not."""
         state: FedAvgState = worker.state
         drawn = self._draws(worker)
-        worker.average(roll, take=drawn or self.unselected == "restart")
+        worker.average(round.wait(), take=drawn or self.unselected == "restart")
         state.rounds += 1
-        state.steps_in_round = 0
+        state.last_step = worker.step
         state.drawn += drawn
+        worker.record["drawn"] = drawn
         worker.details.update(rounds=state.rounds, drawn=state.drawn)
-        return drawn
+        return True
 
-    def answer(self, worker: Worker, *, finishing: bool) -> Roll:
-        """Take part in the next round, if there is one."""
-        roll = self._call(worker, stepping=False, finishing=finishing).wait()
-        if roll.stepping:
-            self._end_round(worker, roll)
-        return roll
-
-    def consensus(self, worker: Worker, roll: Roll) -> None:
+    @override
+    def consensus(self, worker: Worker, roll: Roll, *, final: bool) -> None:
         """The mean of all models; of those that have moved if the last round made all equal."""
         own, total = self._weight(worker), float(worker.size)
         if self.unselected == "restart" or self._count(worker.size) == worker.size:
             own, total = own * worker.has_news, roll.measure
-        everyone = dataclasses.replace(roll, weight=total, own_weight=own)
-        worker.average(everyone, exact=True, what="consensus")
+        worker.average_all(own, total, final=final)

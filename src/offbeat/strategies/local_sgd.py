@@ -3,15 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offbeat.fabric import Handle
-from offbeat.strategies.base import Roll, Strategy, Worker, require_integer, transient
+from typing_extensions import override
 
-
-@dataclass
-class LocalSGDState:
-    """Between two steps nothing but ``worker.steps_since_sync`` matters."""
-
-    roll: Handle[Roll] | None = transient(default=None)  # called before this step
+from offbeat.strategies.base import Strategy, Worker, setting
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -35,40 +29,11 @@ class LocalSGD(Strategy):
     """
 
     name: ClassVar[str] = "local"
-    period: int
-    warmup_steps: int = 0
+    averages_state: ClassVar[bool] = True
+    period: int = setting(least=1)
+    warmup_steps: int = setting(0, least=0)
 
-    def __post_init__(self) -> None:
-        require_integer("period", self.period, least=1)
-        require_integer("warmup_steps", self.warmup_steps, least=0)
-
-    @property
-    def averages_state(self) -> bool:
-        """At every mean."""
-        return True
-
-    def start(self, worker: Worker) -> LocalSGDState:
-        """Everyone holds the same model."""
-        worker.keep_reference()
-        return LocalSGDState()
-
-    def before_step(self, worker: Worker) -> None:
-        """Call the roll while the optimizer steps, if this step ends a period."""
-        period = 1 if worker.step < self.warmup_steps else self.period
-        if worker.completes_iteration and worker.steps_since_sync + 1 >= period:
-            worker.state.roll = worker.call_roll(stepping=True)
-
-    def after_step(self, worker: Worker) -> bool:
-        """x ← mean(x) at the end of a period."""
-        if worker.state.roll is None:
-            return False
-        roll, worker.state.roll = worker.state.roll.wait(), None
-        worker.average(roll)
-        return True
-
-    def answer(self, worker: Worker, *, finishing: bool) -> Roll:
-        """Take part in the next mean, if there is one."""
-        roll = worker.call_roll(stepping=False, finishing=finishing).wait()
-        if roll.stepping:
-            worker.average(roll)
-        return roll
+    @override
+    def due(self, worker: Worker) -> bool:
+        period = 1 if worker.step <= self.warmup_steps else self.period
+        return worker.steps_since_sync >= period

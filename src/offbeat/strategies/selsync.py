@@ -1,37 +1,42 @@
 """SelSync: synchronize when the gradient changes, go on locally when it does not."""
 
+import logging
 import math
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from typing_extensions import override
+
 from offbeat.fabric import Completed, Handle
+from offbeat.means import GradientMean
 from offbeat.significance import RelativeChange, ThresholdController, squared_norm
 from offbeat.strategies.base import (
+    Averages,
+    Part,
     Roll,
+    Round,
+    Rounds,
     Strategy,
+    Vote,
     Worker,
-    require_integer,
-    require_number,
+    setting,
     transient,
 )
-from offbeat.strategies.gradient_mean import GradientMean
+
+logger = logging.getLogger("offbeat")
 
 
 @dataclass
 class SelSyncState:
-    """The trigger (one an optimizer with ``aggregate="gradients"``) and the rolls under way."""
+    """The trigger; lists have one entry an optimizer with ``aggregate="gradients"``, else one."""
 
     changes: list[RelativeChange]
     rounds: list[int]  # since the last synchronization; the same on all workers
     controller: ThresholdController | None
-    means: list[GradientMean] = transient()  # one an optimizer, with aggregate="gradients"
-    order: list[int] = transient()  # optimizers as they stepped last
-    stepped: list[int] = transient(default_factory=list)  # optimizers that stepped just now
-    squared: float = transient(default=0.0)  # ‖g‖² of this iteration so far
-    synced: bool = transient(default=False)  # gradients were averaged in this iteration
-    roll: Handle[Roll] | None = transient(default=None)  # called in this round
-    # With deferred flags the rolls of the round before, by optimizer; `late` once checkpointed.
-    pending: dict[int, Handle[Roll]] = transient(default_factory=dict)
+    means: list[GradientMean] = transient()  # with aggregate="gradients"
+    squared: list[float] = transient()  # ‖g‖² of this iteration so far
+    # With deferred flags the rolls of the round before; `late` once checkpointed.
+    before: dict[int, Handle[tuple[float, float]]] = transient(default_factory=dict)
     late: dict[int, list[float]] = field(default_factory=dict)
 
 
@@ -63,7 +68,11 @@ class SelSync(Strategy):
             "deferred" acts one step later on flags that have had a whole step to arrive; its first
             step never synchronizes.
 
-    *Communication*: five numbers a step, and the model (or gradient) when any worker's flag is
+    A norm that is not finite asks for nothing and leaves m alone. After more than two in a row the
+    next finite one counts as the first of all: m begins anew, and Δ = ∞ brings the workers
+    together. ``Stats.details`` count ``norms_not_finite``, and the first one is logged.
+
+    *Communication*: seven numbers a step, and the model (or gradient) when any worker's flag is
     set; 1/(1 − LSSR) times less than BSP. *Memory*: one flat copy of the model. *State*: m, the
     threshold, the steps since the last synchronization; kept in checkpoints.
 
@@ -75,173 +84,146 @@ class SelSync(Strategy):
     """
 
     name: ClassVar[str] = "selsync"
-    delta: float = 0.3
-    target_lssr: float | None = None
+    delta: float = setting(0.3, least=0, finite=False, hint="0 is BSP, inf never syncs")
+    target_lssr: float | None = setting(None, above=0, below=1)
     aggregate: Literal["parameters", "gradients"] = "parameters"
-    smoothing: float | None = None
-    window: int | None = None
-    max_interval: int | None = None
-    warmup_steps: int = 0
+    smoothing: float | None = setting(None, above=0, most=1)
+    window: int | None = setting(None, least=1)
+    max_interval: int | None = setting(None, least=1)
+    warmup_steps: int = setting(0, least=0)
     flags: Literal["blocking", "deferred"] = "blocking"
 
     def __post_init__(self) -> None:
-        require_number("delta", self.delta)
-        if not self.delta >= 0:
+        super().__post_init__()
+        if self.target_lssr is not None and self.delta != type(self).delta:
             raise ValueError(
-                f"delta must be at least 0 (0 is BSP, inf never syncs), got {self.delta}"
+                "target_lssr finds the threshold itself: give delta or target_lssr, not both"
             )
-        if self.target_lssr is not None:
-            require_number("target_lssr", self.target_lssr)
-            if not 0 < self.target_lssr < 1:
-                raise ValueError(f"target_lssr must be between 0 and 1, got {self.target_lssr}")
-            if self.delta != type(self).delta:
-                raise ValueError(
-                    "target_lssr finds the threshold itself: give delta or target_lssr, not both"
-                )
-        if self.aggregate not in ("parameters", "gradients"):
-            raise ValueError(
-                f'aggregate must be "parameters" or "gradients", got {self.aggregate!r}'
-            )
-        if self.flags not in ("blocking", "deferred"):
-            raise ValueError(f'flags must be "blocking" or "deferred", got {self.flags!r}')
-        if self.smoothing is not None:
-            require_number("smoothing", self.smoothing)
-            if not 0 < self.smoothing <= 1:
-                raise ValueError(f"smoothing must be in (0, 1], got {self.smoothing}")
-        if self.window is not None:
-            require_integer("window", self.window, least=1)
-        if self.max_interval is not None:
-            require_integer("max_interval", self.max_interval, least=1)
-        require_integer("warmup_steps", self.warmup_steps, least=0)
 
     @property
-    def averages_state(self) -> bool:
+    def averages(self) -> Averages:  # type: ignore[override]
+        """What a synchronization averages."""
+        return "models" if self.aggregate == "parameters" else "gradients"
+
+    @property
+    def rounds(self) -> Rounds:  # type: ignore[override]
+        """A mean of gradients comes before the step, one of models after it."""
+        return "step" if self.aggregate == "parameters" else "gradients"
+
+    @property
+    def averages_state(self) -> bool:  # type: ignore[override]
         """At every mean of the parameters."""
         return self.aggregate == "parameters"
 
+    @override
     def start(self, worker: Worker) -> SelSyncState:
-        """A fresh trigger."""
-        if self.aggregate == "parameters":
-            worker.keep_reference()
-        a = min(1.0, worker.size / 100) if self.smoothing is None else self.smoothing
         averaged = worker.parts if self.aggregate == "gradients" else []
         target, count = self.target_lssr, len(averaged) or 1
         return SelSyncState(
-            changes=[RelativeChange(a, self.window) for _ in range(count)],
+            changes=[RelativeChange(self.window) for _ in range(count)],
             rounds=[int(self.flags == "deferred")] * count,  # its first step acts on no round
             controller=None if target is None else ThresholdController(target, self.delta),
             means=[
                 GradientMean(
-                    worker.fabric,
-                    part.parameters,
-                    wire=worker.wire,
-                    name=f"gradients of optimizer {i}, bucket",
-                    overlap=False,
+                    worker.team,
+                    worker.wire,
+                    part.buckets,
+                    name=f"gradients of optimizer {part.index}, bucket",
                 )
-                for i, part in enumerate(averaged)
+                for part in averaged
             ],
-            order=list(range(len(worker.parts))),
+            squared=[0.0] * count,
         )
 
-    def before_step(self, worker: Worker) -> None:
-        """Measure Δ and send the flag; with gradients, decide and average at once."""
-        state: SelSyncState = worker.state
-        squared = squared_norm(worker.parts[worker.part].gradients())
-        state.squared += squared
-        if self.aggregate == "gradients":
-            self._send_flag(worker, state.changes[worker.part].update(squared))
-            self._average_gradients(worker, worker.part, contribute=math.isfinite(squared))
-            state.stepped.append(worker.part)
-        elif worker.completes_iteration:
-            worker.norm_squared = state.squared
-            self._send_flag(worker, state.changes[0].update(state.squared))
-        if worker.completes_iteration:
-            state.squared = 0.0
+    @override
+    def gradients(self, worker: Worker, part: Part) -> None:
+        """s ← ‖g‖², before anything clips it."""
+        squared: list[float] = worker.state.squared
+        squared[part.index % len(squared)] += squared_norm(part.gradients())
 
-    def _send_flag(self, worker: Worker, change: float) -> None:
-        """Call the roll: whether this worker asks for a synchronization, and its Δ."""
+    @override
+    def due(self, worker: Worker) -> bool:
+        return True  # flags are exchanged every step
+
+    @override
+    def vote(self, worker: Worker, part: int, *, stepping: bool, finishing: bool) -> Vote:
+        """Δ, and whether it asks for a synchronization."""
+        if not stepping:
+            return Vote()
         state: SelSyncState = worker.state
+        squared, state.squared[part] = state.squared[part], 0.0
+        if self.aggregate == "parameters":
+            worker.norm_squared = squared  # clip_grad_norm_ needs it, too
+        if not math.isfinite(squared):
+            self._tell(worker)
+        smoothing = min(1.0, worker.size / 100) if self.smoothing is None else self.smoothing
+        change = state.changes[part].update(squared, smoothing)
         delta = self.delta if state.controller is None else state.controller.delta
         # Δ is ∞ at the first step, and ∞ ≥ ∞: a threshold that nothing reaches must stay so.
         flag = change >= delta and delta != math.inf
         worker.record.update(change=change, threshold=delta, flag=flag)
-        state.roll = worker.call_roll(
-            stepping=True,
-            flag=flag or worker.step < self.warmup_steps,
-            measure=change if math.isfinite(change) else 0.0,
-        )
+        forced = worker.step <= self.warmup_steps
+        return Vote(flag=flag or forced, measure=change if math.isfinite(change) else 0.0)
 
-    def after_step(self, worker: Worker) -> bool:
-        """With parameters: take the mean if any flag is set."""
+    @override
+    def act(self, worker: Worker, round: Round) -> bool:
+        """If any flag is set: x ← mean(x), or g ← mean(g) over those whose gradient is finite."""
         state: SelSyncState = worker.state
+        if not self._decides(state, round):
+            return False
         if self.aggregate == "parameters":
-            return self._average_models(worker)[1]
-        state.order, state.stepped = list(dict.fromkeys(state.stepped)), []
-        synced, state.synced = state.synced, False
-        if synced:
+            # Weighted as in this round: deferred flags are a step old, and since then a worker that
+            # has finished may have been averaged, and must not count again.
+            worker.average(round.wait())
+        else:
+            finite = state.changes[round.part].not_finite == 0
+            state.means[round.part].reduce([], contribute=round.own.stepping and finite)
             worker.steps_since_sync = 0
-        return synced
+        return True
 
-    def answer(self, worker: Worker, *, finishing: bool) -> Roll | None:
-        """Send no flag, and take part in the mean that others ask for."""
-        state: SelSyncState = worker.state
-        roll = None
-        for part in state.order if self.aggregate == "gradients" else [0]:
-            state.roll = worker.call_roll(stepping=False, finishing=finishing)
-            if self.aggregate == "gradients":
-                roll = self._average_gradients(worker, part, contribute=False)
-            else:
-                roll, _ = self._average_models(worker)
-            if roll is not None and roll.stepping == 0:
-                # Everyone has arrived; a deferred roll called since says the same, more recently.
-                newest = state.pending.pop(part, None)
-                return roll if newest is None else newest.wait()
-        return roll
-
-    def _decide(self, worker: Worker, part: int) -> tuple[Roll | None, bool]:
-        """The roll to act on, None in the first round with deferred flags; whether to synchronize.
-
-        Every worker takes part in every round, so all decide alike.
-        """
-        state: SelSyncState = worker.state
-        handle, state.roll = state.roll, None
-        if self.flags == "deferred" and handle is not None:
-            if part in state.late:  # loaded from a checkpoint
-                late = state.late.pop(part)
-                state.pending.setdefault(part, Completed(Roll.read(late[:-1], late[-1])))
-            before = state.pending.get(part)
-            state.pending[part], handle = handle, before
-        roll = None if handle is None else handle.wait()
-        if roll is None or roll.stepping == 0:
-            return roll, False
+    def _decides(self, state: SelSyncState, round: Round) -> bool:
+        """Whether to synchronize. Every worker takes part in every round, so all decide alike."""
+        part, result = round.part, round.then(_decision)
+        if self.flags == "deferred":
+            before = state.before.get(part)
+            state.before[part] = result
+            if before is None:
+                return False
+            result = before
+        flags, mean_change = result.wait()
         state.rounds[part] += 1
-        due = self.max_interval is not None and state.rounds[part] >= self.max_interval
-        synced = roll.flag > 0 or due
-        if synced:
+        overdue = self.max_interval is not None and state.rounds[part] >= self.max_interval
+        synchronizes = flags > 0 or overdue
+        if synchronizes:
             state.rounds[part] = 0
         if state.controller is not None:
-            state.controller.update(synced, roll.measure / roll.stepping)
-        return roll, synced
+            state.controller.update(synchronizes, mean_change)
+        return synchronizes
 
-    def settle(self, worker: Worker) -> None:
+    @override
+    def before_save(self, worker: Worker, meet: object) -> None:
         """Keep the deferred rolls, which the next step will act on."""
         state: SelSyncState = worker.state
-        state.late |= {part: list(astuple(p.wait())) for part, p in state.pending.items()}
+        state.late = {part: list(result.wait()) for part, result in state.before.items()}
 
-    def _average_models(self, worker: Worker) -> tuple[Roll | None, bool]:
-        """x ← mean(x), if any flag is set."""
-        roll, synced = self._decide(worker, 0)
-        if synced and roll is not None:
-            # Deferred flags are a step old: since then a worker that has finished may have been
-            # averaged, and must not count again.
-            now = worker.call_roll(stepping=False).wait() if self.flags == "deferred" else roll
-            worker.average(now)
-        return roll, synced
+    @override
+    def after_load(self, worker: Worker) -> None:
+        state: SelSyncState = worker.state
+        state.before = {part: Completed((late[0], late[1])) for part, late in state.late.items()}
 
-    def _average_gradients(self, worker: Worker, part: int, *, contribute: bool) -> Roll | None:
-        """g ← mean(g) over the workers whose gradient is finite, if any flag is set."""
-        roll, synced = self._decide(worker, part)
-        if synced:
-            worker.state.means[part].reduce([], contribute=contribute)
-            worker.state.synced = True
-        return roll
+    def _tell(self, worker: Worker) -> None:
+        """Count a norm that is not finite; the first one is logged."""
+        count = worker.details["norms_not_finite"] = worker.details.get("norms_not_finite", 0) + 1
+        if count == 1:
+            logger.warning(
+                "rank %d: the gradient is not finite at step %d, so SelSync asks for nothing there "
+                "(Stats.details count such steps; a worker whose model has become NaN stays so "
+                "until a checkpoint is loaded)",
+                worker.rank,
+                worker.step,
+            )
+
+
+def _decision(roll: Roll) -> tuple[float, float]:
+    """Of a roll: how many ask for a synchronization, and the mean Δ of those that step."""
+    return float(roll.flag), roll.measure / max(1, roll.stepping)

@@ -1,16 +1,19 @@
 """What the strategies with a parameter server share: the model as a vector, meetings, the end."""
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from offbeat.arguments import require_integer
 from offbeat.fabric.parameter_server import ParameterServer
 from offbeat.fabric.shard import Rule
-from offbeat.replica import as_real, read, staging_dtype, unpack
-from offbeat.strategies.base import Roll, Strategy, Worker, require_integer, transient
+from offbeat.means.replica import as_real, read, staging_dtype, unpack
+from offbeat.strategies.base import Averages, Roll, Strategy, Worker, transient
 
 
 @dataclass
@@ -35,10 +38,11 @@ class ServerStrategy(Strategy):
             text form; None is all of them, so that no single link carries everything.
     """
 
-    averages: ClassVar[bool] = False
+    averages: ClassVar[Averages] = "nothing"
     servers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.servers is None:
             return
         if isinstance(self.servers, int) and not isinstance(self.servers, bool):
@@ -73,7 +77,7 @@ class ServerStrategy(Strategy):
         )
         read(tensors, vector)
         server = ParameterServer(
-            worker.fabric, vector, servers=self.servers, rule=lambda: self.rule(worker)
+            worker.team, vector, servers=self.servers, rule=lambda: self.rule(worker)
         )
         return ServerState(server, tensors)
 
@@ -94,48 +98,44 @@ class ServerStrategy(Strategy):
                 staleness_histogram=dict(shard.staleness),
             )
 
-    def before_step(self, worker: Worker) -> None:
-        """Nothing: gradients are used where they arise."""
+    @override
+    def due(self, worker: Worker) -> bool:
+        return False  # workers do not meet in training
 
-    def answer(self, worker: Worker, *, finishing: bool) -> Roll:
-        """Nobody has rounds to answer: wait until all have come."""
+    @override
+    def meet(self, worker: Worker, *, finishing: bool) -> None:
+        """Wait at the server until all have come; nobody waits for this worker's clock."""
         if finishing and worker.has_news:
             self.flush(worker)
         if finishing:
             worker.has_news = False
         self.met(worker, worker.state.server.arrive())
-        return worker.call_roll(stepping=False, finishing=finishing).wait()
 
-    def consensus(self, worker: Worker, roll: Roll) -> None:
+    @override
+    def consensus(self, worker: Worker, roll: Roll, *, final: bool) -> None:
         """The server's model, and the mean of the buffers."""
         state: ServerState = worker.state
         state.server.pull().wait()
         unpack(state.server.values, state.tensors)
-        everyone = Roll(worker.size, 0, 0, 0, 0.0, 1.0)
-        worker.average(everyone, buffers_only=True, what="consensus")
-        worker.call_roll(stepping=False).wait()  # nobody pushes before all have pulled
+        worker.average_buffers(final=final)
+        worker.barrier("a look at the server's model")  # nobody pushes before all have pulled
+        if final:
+            self.report(worker)
+            state.server.leave()
 
-    def drain(self, worker: Worker, roll: Roll) -> None:
-        """Everyone takes the server's model, and the server ends."""
-        self.consensus(worker, roll)
-        self.report(worker)
-        worker.state.server.leave()
-
-    def stop(self, worker: Worker) -> None:
-        """Without ``finish`` this rank's shard is gone: the others fail when they need it."""
-        worker.state.server.close()
-
-    def settle(self, worker: Worker) -> None:
+    @override
+    def before_save(self, worker: Worker, meet: Callable[[], object]) -> None:
         """Keep a copy of the shard when all pushes have arrived. A collective."""
         state: ServerState = worker.state
         state.server.stage()
         state.server.arrive()
         state.shard = {} if state.server.shard is None else state.server.shard.state_dict()
-        worker.call_roll(stepping=False).wait()  # nobody pushes before all have copied
+        worker.barrier("the state of the parameter server")  # nobody pushes before all have copied
 
-    def resume(self, worker: Worker) -> None:
+    @override
+    def after_load(self, worker: Worker) -> None:
         """Put the shard back. A collective."""
         state: ServerState = worker.state
         if state.server.shard is not None:
             state.server.shard.load_state_dict(state.shard)
-        worker.call_roll(stepping=False).wait()
+        worker.barrier("the state of the parameter server")

@@ -5,10 +5,11 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from offbeat.fabric.shard import Rule
-from offbeat.replica import read, unpack
-from offbeat.strategies.base import Worker, require_integer
+from offbeat.means.replica import read, unpack
+from offbeat.strategies.base import Worker, setting
 from offbeat.strategies.server import ServerState, ServerStrategy
 
 
@@ -53,22 +54,21 @@ class SSP(ServerStrategy):
     """
 
     name: ClassVar[str] = "ssp"
-    staleness: int
+    staleness: int = setting(least=0)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_integer("staleness", self.staleness, least=0)
-
+    @override
     def rule(self, worker: Worker) -> Rule:
         """z ← z + u."""
         return Rule()
 
+    @override
     def start(self, worker: Worker) -> SSPState:
         """The view is the model."""
         base = self.serve(worker)
         return SSPState(base.server, base.tensors, view=base.server.values.clone())
 
-    def after_step(self, worker: Worker) -> bool:
+    @override
+    def iterated(self, worker: Worker) -> bool:
         """Push the update; pull if the view has become too old."""
         state: SSPState = worker.state
         update = state.server.stage()
@@ -85,7 +85,7 @@ class SSP(ServerStrategy):
             handle = state.server.push_pull(clock=state.clock, least=least)
             state.slowest = handle.wait().clock
             state.view.copy_(state.server.values)
-            worker.steps_since_sync = 0
+            worker.synchronized()
         else:
             state.view.add_(update)
             state.server.push(clock=state.clock)
@@ -96,6 +96,7 @@ class SSP(ServerStrategy):
         self.report(worker)
         return pulled
 
+    @override
     def met(self, worker: Worker, clock: int) -> None:
         """A worker that was at the meeting may be far behind: the view is as old as its clock."""
         worker.state.slowest = min(worker.state.slowest, clock)

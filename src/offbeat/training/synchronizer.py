@@ -1,4 +1,4 @@
-"""A strategy at work: optimizer hooks call it, and the life cycle around them."""
+"""A strategy at work, as the user sees it: figures, consensus, the end, checkpoints."""
 
 import contextlib
 import dataclasses
@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from offbeat.agreement import copy_rank_0, describe, require_agreement
 from offbeat.checkpoint import load, save
 from offbeat.errors import AttachError
-from offbeat.fabric import Accounting, Communicator, Wire
-from offbeat.fabric.companion import Companions
-from offbeat.fabric.compression import Precision
-from offbeat.hooks import ScalerHooks, hook_optimizer
-from offbeat.replica import Replica
+from offbeat.fabric import Team, Wire
+from offbeat.fabric.wire import Precision
+from offbeat.means import ModelMean, OptimizerState, Replica
 from offbeat.significance import squared_norm
 from offbeat.strategies.base import Part, Roll, Strategy, Worker
-from offbeat.strategies.optimizer_state import OptimizerState
 from offbeat.telemetry import Stats, open_sinks
+from offbeat.training.agreement import copy_rank_0, describe, require_agreement
+from offbeat.training.companion import Companions
+from offbeat.training.hooks import ScalerHooks, hook_optimizer
+from offbeat.training.iteration import Iteration
 
 attached: "weakref.WeakSet[Any]" = weakref.WeakSet()  # models and optimizers in use
 
@@ -36,56 +36,56 @@ class Synchronizer:
         model: nn.Module,
         parts: list[Part],
         strategy: Strategy,
-        communicator: Communicator,
+        team: Team,
         *,
         scaler: torch.amp.GradScaler | None = None,
         optimizer_state: str = "local",
         wire: Precision = "float32",
         log: object = None,
     ) -> None:
-        self.strategy = strategy
-        self._model = model
-        self._fabric = Accounting(communicator)
+        self._strategy, self._team, self._active = strategy, team, True
+        self._host = team.host
+        self._extra: dict[str, Any] = {}  # what the user gave to record()
         moved = {id(p) for part in parts for p in part.parameters}
         trainable = [p for p in model.parameters() if p.requires_grad or id(p) in moved]
         replica = Replica(model, trainable)
-        self._worker = Worker(self._fabric, replica, parts)
-        self._stats = Stats(details=self._worker.details)
-        self.companions = Companions(self._fabric, self._worker.details, lambda: self.step)
-        self._hooks: list[RemovableHandle] = []
-        self._prepared: set[int] = set()  # parts whose before_step has run
-        self._stepped: set[int] = set()  # parts that have stepped in this iteration
-        self._extra: dict[str, Any] = {}  # what the user gave to record()
-        self._active = True
-        self._looking = False  # inside consensus()
-        with self._fabric.paused():
+        with team.account.paused():
             chosen = [f"optimizer_state {optimizer_state!r}", f"wire {wire!r}"]
-            require_agreement(self._fabric, [*chosen, *describe(strategy, self._worker)])
-            self._worker.wire = Wire(self._fabric, wire)
-            copy_rank_0(self._fabric, self._worker.replica.everything())
+            require_agreement(team.fabric, [*chosen, *describe(strategy, replica, parts)])
+            copy_rank_0(team.fabric, replica.everything())
+            means = Wire(team, wire)
+            models = ModelMean(team, replica, means, referenced=strategy.averages == "models")
         if optimizer_state == "average":
             optimizers = [part.optimizer for part in parts]
-            self._worker.optimizer_state = OptimizerState(
-                self._fabric, replica.parameters, optimizers
-            )
-        self._sinks = open_sinks(log, rank=self._fabric.rank)
-        self._groups = [len(part.optimizer.param_groups) for part in parts]
-        self._worker.state = strategy.start(self._worker)
-        for index, part in enumerate(parts):
-            self._hooks += hook_optimizer(part.optimizer, index, self)
-        self._scaler = None if scaler is None else ScalerHooks(scaler, self)
+            models.optimizer_state = OptimizerState(team, replica.parameters, optimizers)
+        worker = self._worker = Worker(team, replica, parts, means, models)
+        self._stats = Stats(details=worker.details)
+        self._companions = Companions(team, worker.details, lambda: self.step)
+        self._iteration = Iteration(strategy, worker, self._companions, self._completed)
+        self._sinks = open_sinks(log, rank=team.rank)
+        worker.state = strategy.start(worker)
+        self._hook(scaler)
         self._things = (model, *(part.optimizer for part in parts))
         attached.update(self._things)
-        self._fabric.watch(lambda: self._stats)
-        self._clock = self._fabric.now()
-        self._seen = (self._fabric.wait_seconds, self._fabric.payload_bytes)
+        self._host.watch(lambda: self._stats)
+        self._clock = self._host.now()
+        self._seen = (team.account.wait_seconds, team.account.payload_bytes)
+
+    def _hook(self, scaler: torch.amp.GradScaler | None) -> None:
+        self._hooks: list[RemovableHandle] = []
+        for part in self._worker.parts:
+            self._hooks += hook_optimizer(
+                part.optimizer, part.index, self._iteration, lambda loss: self.record(loss=loss)
+            )
+        self._iteration.watch_backward()
+        self._scaler = None if scaler is None else ScalerHooks(scaler, self._iteration)
 
     # -- what the user reads -----------------------------------------------------------------
 
     @property
     def step(self) -> int:
         """Iterations so far: steps of the optimizers, skipped ones of a GradScaler included."""
-        return self._worker.step
+        return self._stats.steps
 
     @property
     def stats(self) -> Stats:
@@ -95,12 +95,12 @@ class Synchronizer:
     @property
     def rank(self) -> int:
         """This worker's number."""
-        return self._fabric.rank
+        return self._team.rank
 
     @property
     def size(self) -> int:
         """The number of workers."""
-        return self._fabric.size
+        return self._team.size
 
     def record(self, **values: object) -> None:
         """Add ``values`` (``loss=loss``, say) to the telemetry record of the coming step.
@@ -109,68 +109,14 @@ class Synchronizer:
         """
         self._extra.update(values)
 
-    # -- every step --------------------------------------------------------------------------
-
-    def prepare(self, index: int) -> None:
-        """Run the strategy's ``before_step`` for optimizer ``index``, once an iteration.
-
-        Called by the hooks; ``clip_grad_norm_`` calls it earlier.
-        """
-        if not self._active or index in self._prepared:
-            return
-        self._require_own_model("a training step")
-        worker = self._worker
-        if len(worker.parts[index].optimizer.param_groups) != self._groups[index]:
-            raise AttachError(
-                "a parameter group was added to the optimizer after attach(): detach() and attach "
-                "again so that all workers agree on what is averaged"
-            )
-        if not self._stepped and not self._prepared:
-            self._fabric.computed()
-        worker.part = index
-        coming = self._stepped | self._prepared | {index}
-        worker.completes_iteration = len(coming) == len(worker.parts)
-        with self.companions:
-            self.strategy.before_step(worker)
-        self._prepared.add(index)  # not before: a step after a failure must fail, too
-
-    def complete(self, index: int, *, skipped: bool = False) -> None:
-        """Optimizer ``index`` has stepped, or a GradScaler has ``skipped`` its step."""
-        if not self._active:
-            return
-        worker = self._worker
-        if not skipped:
-            worker.part = index
-            self.strategy.after_part(worker)
-        self._prepared.discard(index)
-        self._stepped.add(index)
-        if len(self._stepped) < len(worker.parts):
-            return
-        self._stepped.clear()
-        worker.has_news = True
-        worker.steps_since_sync += 1
-        worker.norm_squared = None
-        with self.companions:
-            synced = self.strategy.after_step(worker)
-        worker.step += 1
-        self._account(synced)
-
-    def awaits_step(self, index: int) -> bool:
-        """Whether optimizer ``index`` was prepared and has not stepped since."""
-        return index in self._prepared
-
-    def index_of(self, optimizer: Optimizer) -> int | None:
-        """The index of an attached optimizer; None for any other."""
-        parts = self._worker.parts
-        return next((i for i, part in enumerate(parts) if part.optimizer is optimizer), None)
-
-    def _account(self, synced: bool) -> None:
-        stats, fabric, worker = self._stats, self._fabric, self._worker
-        now = fabric.now()
-        waited = fabric.wait_seconds - self._seen[0]
-        sent = fabric.payload_bytes - self._seen[1]
+    def _completed(self, synced: bool) -> None:
+        """An iteration has ended."""
+        stats, account, worker = self._stats, self._team.account, self._worker
+        now = self._host.now()
+        waited = account.wait_seconds - self._seen[0]
+        sent = account.payload_bytes - self._seen[1]
         computed = max(0.0, now - self._clock - waited)
-        self._clock, self._seen = now, (fabric.wait_seconds, fabric.payload_bytes)
+        self._clock, self._seen = now, (account.wait_seconds, account.payload_bytes)
         stats.steps += 1
         stats.syncs += synced
         stats.flags += bool(worker.record.get("flag"))
@@ -179,8 +125,8 @@ class Synchronizer:
         stats.payload_bytes += sent
         if self._sinks:
             record = {
-                "step": worker.step,
-                "rank": fabric.rank,
+                "step": stats.steps,
+                "rank": self.rank,
                 "decision": "sync" if synced else "local",
                 "compute_seconds": computed,
                 "wait_seconds": waited,
@@ -192,6 +138,8 @@ class Synchronizer:
                 sink.write(record)
         worker.record.clear()
         self._extra.clear()
+
+    # -- every step --------------------------------------------------------------------------
 
     def clip_grad_norm_(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
         """Scale the gradients so that their total L2 norm is at most ``max_norm``.
@@ -213,20 +161,19 @@ class Synchronizer:
             AttachError: without ``optimizer``, when one has stepped and others have not yet.
         """
         worker = self._worker
-        indices = range(len(worker.parts))
+        parts = worker.parts
         if optimizer is not None:
-            index = self.index_of(optimizer)
+            index = self._iteration.index_of(optimizer)
             if index is None:
                 raise AttachError("clip_grad_norm_() was given an optimizer that is not attached")
-            indices = range(index, index + 1)
-        elif self._stepped:
+            parts = parts[index : index + 1]
+        elif self._iteration.begun:
             raise AttachError(
                 "one optimizer has stepped already in this iteration, so its gradients are spent: "
                 "use clip_grad_norm_(max_norm, optimizer) with the one that is about to step"
             )
-        for index in indices:
-            self.prepare(index)
-        parts = [worker.parts[index] for index in indices]
+        for part in parts:
+            self._iteration.prepare(part.index)
         squared = worker.norm_squared
         if squared is None or len(parts) < len(worker.parts):
             squared = squared_norm(g for part in parts for g in part.gradients())
@@ -239,14 +186,12 @@ class Synchronizer:
 
     # -- meeting the others ------------------------------------------------------------------
 
-    def _arrive(self, *, finishing: bool) -> Roll:
-        """Answer the others' rounds with weight 0 until nobody steps any more."""
-        self.companions.away()
-        while True:
-            roll = self.strategy.answer(self._worker, finishing=finishing)
-            if roll is not None and roll.stepping == 0:
-                self.companions.back()
-                return roll
+    def _meet(self, *, finishing: bool) -> Roll:
+        """Take part in the others' rounds with weight 0 until nobody steps any more."""
+        self._companions.away()
+        roll = self._iteration.meet(finishing=finishing)
+        self._companions.back()
+        return roll
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
@@ -259,26 +204,24 @@ class Synchronizer:
             AttachError: after ``finish`` or ``detach``, or inside another ``consensus``.
         """
         self._require_active("consensus()")
-        self._require_own_model("consensus()")
-        start = self._fabric.now()
-        with self._fabric.paused():
-            roll = self._arrive(finishing=False)
-            own = self._meet(roll)
-        self._looking = True
+        self._iteration.require_own_model("consensus()")
+        start = self._host.now()
+        with self._iteration.guard, self._team.account.paused():
+            own = self._take_consensus(self._meet(finishing=False))
         try:
-            yield
+            with self._iteration.forbidden("consensus()"):
+                yield
         finally:
-            self._looking = False
             self._worker.replica.restore(own)
-            self._clock += self._fabric.now() - start
+            self._clock += self._host.now() - start
 
-    def _meet(self, roll: Roll) -> list[Tensor]:
-        """Take the mean of all models; returns the own one."""
+    def _take_consensus(self, roll: Roll) -> list[Tensor]:
+        """Put the mean of all models into this one; returns the own one."""
         worker = self._worker
         own = worker.replica.snapshot()
         steps, news = worker.steps_since_sync, worker.has_news
         try:
-            self.strategy.consensus(worker, roll)
+            self._strategy.consensus(worker, roll, final=False)
         except BaseException:
             worker.replica.restore(own)
             raise
@@ -293,28 +236,33 @@ class Synchronizer:
         """
         if not self._active:
             return
-        self._require_own_model("finish()")
-        worker = self._worker
-        while True:
-            roll = self._arrive(finishing=True)
-            if roll.finishing == self._fabric.size:
-                break
-            with self._fabric.paused():  # the others are in consensus(): help, and go on waiting
-                worker.replica.restore(self._meet(roll))
-        self.strategy.drain(worker, roll)
-        self.companions.leave()
-        stats, fabric = self._stats, self._fabric
-        stats.wait_seconds += fabric.wait_seconds - self._seen[0]
-        stats.payload_bytes += fabric.payload_bytes - self._seen[1]
-        self.detach()
+        self._iteration.require_own_model("finish()")
+        worker, team = self._worker, self._team
+        with self._iteration.guard:
+            roll = self._meet(finishing=True)
+            while roll.finishing < team.size:  # the others are in consensus(): help, and wait on
+                with team.account.paused():
+                    worker.replica.restore(self._take_consensus(roll))
+                roll = self._meet(finishing=True)
+            self._strategy.consensus(worker, roll, final=True)
+            self._companions.leave()
+        self._stats.wait_seconds += team.account.wait_seconds - self._seen[0]
+        self._stats.payload_bytes += team.account.payload_bytes - self._seen[1]
+        self._end(together=True)
 
     def detach(self) -> None:
-        """Remove all hooks and leave this worker's model as it is. Not a collective."""
-        if not self._active:
-            return
+        """Remove all hooks and leave this worker's model as it is. Not a collective.
+
+        Connections, threads and descriptors are given back. Workers that still wait for this one
+        fail at once.
+        """
+        if self._active:
+            self._end(together=False)
+
+    def _end(self, *, together: bool) -> None:
         self._active = False
-        self.companions.close()
-        self.strategy.stop(self._worker)
+        self._iteration.close()
+        self._companions.close()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -324,17 +272,11 @@ class Synchronizer:
             attached.discard(thing)
         for sink in self._sinks:
             sink.close()
+        self._team.close(together=together)
 
     def _require_active(self, what: str) -> None:
         if not self._active:
             raise AttachError(f"{what} after finish() or detach(): attach again first")
-
-    def _require_own_model(self, what: str) -> None:
-        if self._looking:
-            raise AttachError(
-                f"{what} inside consensus(): there the model holds the mean of all workers for "
-                "evaluation; leave the block first"
-            )
 
     def __enter__(self) -> "Synchronizer":
         return self
@@ -360,15 +302,20 @@ class Synchronizer:
         optimizer are saved by their own ``state_dict``.
         """
         worker = self._worker
-        self.strategy.settle(worker)
+        with self._iteration.guard:
+            self._strategy.before_save(worker, lambda: self._iteration.meet(finishing=False))
         return {
-            "strategy": repr(self.strategy),
+            "strategy": repr(self._strategy),
             "step": worker.step,
             "steps_since_sync": worker.steps_since_sync,
             "has_news": worker.has_news,
             "stats": dataclasses.asdict(self._stats),
             "state": save(worker.state),
-            "wire": worker.wire_state(),
+            "wire": {
+                "precision": worker.wire.precision,
+                "errors": worker.wire.state_dict(),
+                "references": worker.models.state_dict(),
+            },
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -377,12 +324,18 @@ class Synchronizer:
         Raises:
             ValueError: it was saved under another strategy or wire.
         """
-        if state["strategy"] != repr(self.strategy):
+        if state["strategy"] != repr(self._strategy):
             raise ValueError(
-                f"the state was saved under {state['strategy']}, this is {self.strategy!r}"
+                f"the state was saved under {state['strategy']}, this is {self._strategy!r}"
             )
-        worker = self._worker
-        worker.load_wire_state(state["wire"])
+        worker, wire = self._worker, state["wire"]
+        if wire["precision"] != worker.wire.precision:
+            raise ValueError(
+                f"the state was saved with wire={wire['precision']!r}, this is "
+                f"wire={worker.wire.precision!r}"
+            )
+        worker.wire.load_state_dict(wire["errors"])
+        worker.models.load_state_dict(wire["references"])
         worker.step = state["step"]
         worker.steps_since_sync = state["steps_since_sync"]
         worker.has_news = state["has_news"]
@@ -390,4 +343,16 @@ class Synchronizer:
         worker.details.update(totals.pop("details"))
         self._stats = Stats(**totals, details=worker.details)
         load(worker.state, state["state"])
-        self.strategy.resume(worker)
+        with self._iteration.guard:
+            self._strategy.after_load(worker)
+
+
+def companions_of(sync: Synchronizer) -> Companions:
+    """Where something that accompanies the training of ``sync`` joins it.
+
+    Raises:
+        TypeError: it is no synchronizer.
+    """
+    if not isinstance(sync, Synchronizer):
+        raise TypeError(f"sync must be what offbeat.attach() returned, got {sync!r}")
+    return sync._companions

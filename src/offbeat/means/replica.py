@@ -67,6 +67,34 @@ def unpack(flat: Tensor, tensors: Sequence[Tensor], divisor: float = 1.0) -> Non
             offset += target.numel()
 
 
+_PIECE = 2**16  # elements that are exchanged at a time: they stay in the cache
+
+
+def swap(flat: Tensor, tensors: Sequence[Tensor], divisor: float = 1.0) -> None:
+    """Tensors ← flat / divisor as by ``unpack``, and flat ← what the tensors were.
+
+    ``unpack(flat, tensors)`` then brings that back.
+    """
+    with torch.no_grad():
+        scratch = flat.new_empty(min(_PIECE, flat.numel()))
+        offset = 0
+        for tensor in tensors:
+            target = as_real(tensor.detach())
+            part = flat[offset : offset + target.numel()]
+            offset += target.numel()
+            if not target.is_contiguous():
+                before = target.clone()
+                unpack(part, [target], divisor)
+                part.view(target.shape).copy_(before)
+                continue
+            target = target.view(-1)
+            for start in range(0, target.numel(), _PIECE):
+                new, own = part[start : start + _PIECE], target[start : start + _PIECE]
+                before = scratch[: own.numel()].copy_(own)
+                torch.div(new, divisor, out=own)
+                new.copy_(before)
+
+
 class Bucket:
     """Tensors of one dtype and device and their staging tensor, allocated on first use.
 
@@ -111,6 +139,10 @@ class Bucket:
     def unpack(self, divisor: float = 1.0) -> None:
         """Replace the tensors by the staged values divided by ``divisor``."""
         unpack(self.body, self.tensors, divisor)
+
+    def swap(self, divisor: float = 1.0) -> None:
+        """``unpack``, and stage what the tensors were before, for ``unpack()`` to bring back."""
+        swap(self.body, self.tensors, divisor)
 
     def release(self) -> None:
         """Free the staging tensor until it is needed again."""

@@ -1,6 +1,5 @@
 """The front door: ``attach`` puts a synchronization strategy on an ordinary training loop."""
 
-import logging
 from collections.abc import Sequence
 from typing import Literal
 
@@ -10,13 +9,10 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from offbeat.errors import AttachError
-from offbeat.fabric import Communicator, TorchCommunicator, open_communicator
-from offbeat.fabric.compression import Precision, require_precision
-from offbeat.fabric.interface import interface_in_use
+from offbeat.fabric import Team, Transport, open_communicator
+from offbeat.fabric.wire import Precision, require_precision
 from offbeat.strategies.base import Part, Strategy
-from offbeat.synchronizer import Synchronizer, attached
-
-logger = logging.getLogger("offbeat")
+from offbeat.training.synchronizer import Synchronizer, attached
 
 
 def attach(
@@ -24,7 +20,7 @@ def attach(
     optimizer: Optimizer | Sequence[Optimizer],
     strategy: Strategy,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | Transport | None = None,
     scaler: torch.amp.GradScaler | None = None,
     optimizer_state: Literal["local", "average"] = "local",
     wire: Precision = "float32",
@@ -42,7 +38,8 @@ def attach(
         model: The model. Its trainable parameters, and those the optimizers hold, are averaged.
         optimizer: The optimizer that moves them, or a list of optimizers.
         strategy: When to synchronize, for example ``offbeat.SelSync(delta=0.3)``.
-        group: The process group of the workers; None is the default group.
+        group: The process group of the workers; None is the default group. Or a transport of your
+            own, which makes a communicator: see ``offbeat.fabric.Transport``.
         scaler: The GradScaler in use, if any. Iterations then count even where it skips a step.
         optimizer_state: "local" leaves each optimizer's state (momentum, second moments) as it is.
             "average" averages it whenever all workers wait for a mean of models, with
@@ -87,16 +84,21 @@ def attach(
         raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds}")
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     parts = _parts(model, optimizers)
-    return Synchronizer(
-        model,
-        parts,
-        strategy,
-        _open(group, timeout_seconds),
-        scaler=scaler,
-        optimizer_state=optimizer_state,
-        wire=wire,
-        log=log,
-    )
+    team = Team(open_communicator(group, timeout_seconds, what="offbeat.attach()"))
+    try:
+        return Synchronizer(
+            model,
+            parts,
+            strategy,
+            team,
+            scaler=scaler,
+            optimizer_state=optimizer_state,
+            wire=wire,
+            log=log,
+        )
+    except BaseException:
+        team.close()
+        raise
 
 
 def require_wire(wire: Precision, strategy: Strategy) -> None:
@@ -106,23 +108,11 @@ def require_wire(wire: Precision, strategy: Strategy) -> None:
         ValueError: an unknown precision, or a lossy one with a strategy that averages nothing.
     """
     require_precision(wire)
-    if wire != "float32" and not strategy.averages:
+    if wire != "float32" and strategy.averages == "nothing":
         raise ValueError(
             f"wire={wire!r}: {type(strategy).__name__} pushes to a parameter server; "
             "wire applies to strategies that average"
         )
-
-
-def _open(group: dist.ProcessGroup | None, timeout_seconds: float) -> Communicator:
-    communicator = open_communicator(group, timeout_seconds, what="offbeat.attach()")
-    if communicator.rank == 0 and isinstance(communicator, TorchCommunicator):
-        logger.info(
-            "%d workers over %s on %s",
-            communicator.size,
-            communicator.backend,
-            interface_in_use(communicator.backend),
-        )
-    return communicator
 
 
 def _parts(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Part]:
@@ -130,7 +120,7 @@ def _parts(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Part]:
     if not optimizers:
         raise AttachError("attach() needs at least one optimizer")
     named = {id(p): name for name, p in model.named_parameters()}
-    parts = []
+    parts: list[Part] = []
     owner: dict[int, Optimizer] = {}
     for one in optimizers:
         if not isinstance(one, Optimizer):
@@ -156,7 +146,7 @@ def _parts(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Part]:
             if key in owner:
                 raise AttachError(f"two optimizers both move parameter {named[key]!r}")
             owner[key] = one
-        parts.append(Part(one, [p for p in model.parameters() if id(p) in held]))
+        parts.append(Part(len(parts), one, [p for p in model.parameters() if id(p) in held]))
     for thing in (model, *optimizers):
         if thing in attached:
             raise AttachError(

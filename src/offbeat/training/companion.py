@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from offbeat.errors import AttachError
-from offbeat.fabric.communicator import Communicator
+from offbeat.fabric import Team
 
 
 class Companion(Protocol):
@@ -29,18 +29,14 @@ class Companion(Protocol):
 class Companions:
     """The companions of one synchronizer, which tells them all at once.
 
-    Inside of it as a context manager the strategy is at work.
-
     Args:
-        fabric: The synchronizer's communicator; a companion takes a ``twin`` of it.
+        team: The synchronizer's; a companion takes a ``twin`` of it.
         details: The totals of ``Stats.details``, to which companions add their own.
         step: Gives the iterations so far.
     """
 
-    def __init__(
-        self, fabric: Communicator, details: dict[str, Any], step: Callable[[], int]
-    ) -> None:
-        self.fabric, self.details, self.step = fabric, details, step
+    def __init__(self, team: Team, details: dict[str, Any], step: Callable[[], int]) -> None:
+        self.team, self.details, self.step = team, details, step
         self._all: list[Companion] = []
         self._closed = False
 
@@ -54,13 +50,15 @@ class Companions:
             raise AttachError("this synchronizer is finished or detached: attach again first")
         self._all.append(companion)
 
-    def __enter__(self) -> None:
-        for one in self._all:
-            one.busy(True)
+    @property
+    def any(self) -> bool:
+        """Whether there is one."""
+        return bool(self._all)
 
-    def __exit__(self, *error: object) -> None:
+    def busy(self, busy: bool) -> None:
+        """See ``Companion``."""
         for one in self._all:
-            one.busy(False)
+            one.busy(busy)
 
     def away(self) -> None:
         """See ``Companion``."""

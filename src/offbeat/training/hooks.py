@@ -1,26 +1,25 @@
 """Hooks on the user's own objects: optimizers, which stay what they are, and a GradScaler."""
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import AttachError
-
-if TYPE_CHECKING:
-    from offbeat.synchronizer import Synchronizer
+from offbeat.training.iteration import Iteration
 
 
 def hook_optimizer(
-    optimizer: Optimizer, index: int, synchronizer: "Synchronizer"
+    optimizer: Optimizer, index: int, iteration: Iteration, told: Callable[[Any], None]
 ) -> list[RemovableHandle]:
-    """Call ``synchronizer.prepare(index)`` and ``complete(index)`` around every step."""
+    """Call ``prepare(index)`` and ``complete(index)`` around every step; tell a closure's loss."""
 
     def before(_: Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]] | None:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            synchronizer.prepare(index)
+            iteration.prepare(index)
             return None
         calls: list[bool] = []
 
@@ -32,8 +31,8 @@ def hook_optimizer(
                 )
             calls.append(True)
             loss = closure()
-            synchronizer.record(loss=loss)
-            synchronizer.prepare(index)
+            told(loss)
+            iteration.prepare(index)
             return loss
 
         if len(args) > 1:
@@ -41,7 +40,7 @@ def hook_optimizer(
         return args, {**kwargs, "closure": counted}
 
     def after(_: Optimizer, args: Any, kwargs: Any) -> None:
-        synchronizer.complete(index)
+        iteration.complete(index)
 
     return [
         optimizer.register_step_pre_hook(before),
@@ -57,9 +56,9 @@ class ScalerHooks:
     would average its next iteration with the others' current one.
     """
 
-    def __init__(self, scaler: torch.amp.GradScaler, synchronizer: "Synchronizer") -> None:
+    def __init__(self, scaler: torch.amp.GradScaler, iteration: Iteration) -> None:
         self._scaler = scaler
-        self._synchronizer = synchronizer
+        self._iteration = iteration
         self._unscaled: set[Optimizer] = set()
         self._unscale, self._step = scaler.unscale_, scaler.step
         scaler.unscale_ = self._watched_unscale  # type: ignore[method-assign]
@@ -71,23 +70,23 @@ class ScalerHooks:
         del self._scaler.step
 
     def _watched_unscale(self, optimizer: Optimizer) -> None:
-        index = self._synchronizer.index_of(optimizer)
+        index = self._iteration.index_of(optimizer)
         if index is not None:
-            if not self._synchronizer.strategy.needs_unscaled:
+            if not self._iteration.strategy.needs_unscaled:
                 # The mean of scaled gradients, so that all workers see the same overflow.
-                self._synchronizer.prepare(index)
+                self._iteration.prepare(index)
             self._unscaled.add(optimizer)
         self._unscale(optimizer)
 
     def _watched_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        index = self._synchronizer.index_of(optimizer)
+        index = self._iteration.index_of(optimizer)
         if index is None or not self._scaler.is_enabled():
             return self._step(optimizer, *args, **kwargs)
         if optimizer not in self._unscaled:  # fused optimizers would unscale inside of step()
             self._scaler.unscale_(optimizer)
         self._unscaled.discard(optimizer)
-        self._synchronizer.prepare(index)
+        self._iteration.prepare(index)
         result = self._step(optimizer, *args, **kwargs)
-        if self._synchronizer.awaits_step(index):
-            self._synchronizer.complete(index, skipped=True)
+        if self._iteration.awaits_step(index):
+            self._iteration.complete(index, skipped=True)
         return result

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offbeat.fabric import Communicator
-from offbeat.replica import make_buckets
+from offbeat.fabric import Team
+from offbeat.means.landing import Landing, bucket_landing
+from offbeat.means.replica import Bucket, make_buckets
 
 
 class OptimizerState:
@@ -18,34 +19,36 @@ class OptimizerState:
     yet: only what all workers have is averaged.
 
     Args:
-        fabric: The communicator.
+        team: The workers.
         parameters: Name and tensor of each averaged parameter, the same on all workers.
         optimizers: Who keeps their state.
     """
 
     def __init__(
         self,
-        fabric: Communicator,
+        team: Team,
         parameters: Sequence[tuple[str, Tensor]],
         optimizers: Sequence[Optimizer],
     ) -> None:
-        self._fabric, self._optimizers = fabric, optimizers
+        self._team, self._optimizers = team, optimizers
         self._names = {id(tensor): name for name, tensor in parameters}
 
-    def average(self, own_weight: float, weight: float, *, take: bool) -> None:
-        """state ← Σ w·state / Σ w, in place; ``take`` False only contributes. Blocks.
+    def launch(self, own: float, total: float) -> list[Landing]:
+        """Start state ← Σ w·state / Σ w: the sums under way.
+
+        Blocks while the workers find out what all of them have.
 
         *Communication*: as many bytes as the state has, exactly, whatever the wire, and 16.
         """
         found = self._present()
         common = self._common(sorted(found))
-        buckets = make_buckets(found[name] for name in common)
         what = "mean of the optimizer's state"
-        handles = [self._fabric.sum(bucket.pack(own_weight), what=what) for bucket in buckets]
-        for bucket, handle in zip(buckets, handles, strict=True):
-            handle.wait()
-            if take:
-                bucket.unpack(weight)
+
+        def start(bucket: Bucket) -> Landing:
+            handle = self._team.fabric.sum(bucket.pack(own), what=what)
+            return bucket_landing(handle, bucket, total)
+
+        return [start(bucket) for bucket in make_buckets(found[name] for name in common)]
 
     def _present(self) -> dict[str, Tensor]:
         """Tensors by a line that describes them."""
@@ -62,10 +65,11 @@ class OptimizerState:
         """What all workers have, in order; found out by a hash where they have the same."""
         digest = hashlib.sha256("\n".join(lines).encode()).digest()
         number = int.from_bytes(digest[:7], "big")
-        pair = torch.tensor([number, -number], device=self._fabric.control_device)
-        largest, smallest = self._fabric.maximum(pair, what="comparison of states").wait().tolist()
+        pair = torch.tensor([number, -number], device=self._team.fabric.control_device)
+        handle = self._team.fabric.maximum(pair, what="comparison of states")
+        largest, smallest = handle.wait().tolist()
         if largest == -smallest:
             return lines
-        everyone = self._fabric.gather_bytes("\n".join(lines).encode(), what="list of states")
+        everyone = self._team.fabric.gather_bytes("\n".join(lines).encode(), what="list of states")
         sets = [set(payload.decode().split("\n")) for payload in everyone]
         return sorted(set.intersection(*sets) - {""})

@@ -13,23 +13,26 @@ same on all workers whenever each of them asks.
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from offbeat.fabric.accounting import Accounting
+from offbeat.arguments import require_choice
 from offbeat.fabric.codec import BLOCK, CODECS, Codec
-from offbeat.fabric.communicator import Communicator, Completed, Handle
+from offbeat.fabric.communicator import Communicator, Wrapper
+from offbeat.fabric.handle import Completed, Handle
+from offbeat.fabric.operation import Operation
+from offbeat.fabric.team import Team
 
+T = TypeVar("T")
 Precision = Literal["float32", "bfloat16", "int8"]
 
 
 def require_precision(precision: object) -> None:
     """Raise ValueError unless ``precision`` is one of ``Precision``."""
-    if precision not in get_args(Precision):
-        allowed = ", ".join(f'"{p}"' for p in get_args(Precision))
-        raise ValueError(f"wire must be one of {allowed}, got {precision!r}")
+    require_choice("wire", precision, get_args(Precision))
 
 
 class _Stream:
@@ -76,10 +79,12 @@ class _Sum(Handle[Tensor]):
     second: Handle[list[Tensor]] | None = None
     ended: bool = False
 
+    @override
     def done(self) -> bool:
         self.wire.advance()
         return self.ended or (self.second is not None and self.second.done())
 
+    @override
     def wait(self) -> Tensor:
         if not self.ended:
             self.wire.end(self)
@@ -93,27 +98,25 @@ class Wire:
     A collective, unless ``precision`` is "float32".
 
     Args:
-        fabric: The communicator. If it is no ``Accounting``, its own blocking operations do not
-            start second stages.
+        team: The workers.
         precision: "float32" sends tensors as they are. "bfloat16" and "int8" quantise them.
     """
 
-    def __init__(self, fabric: Communicator, precision: Precision = "float32") -> None:
+    def __init__(self, team: Team, precision: Precision = "float32") -> None:
         require_precision(precision)
-        self._fabric = fabric if isinstance(fabric, Accounting) else Accounting(fabric)
-        self.precision = precision
+        self._team, self.precision = team, precision
         self._streams: dict[str, _Stream] = {}
         self._queue: deque[_Sum] = deque()  # first stage started, second stage not
         self._waiting = False  # inside a wait of its own
         if not self.exact:
             self._codec: Codec = CODECS[precision]()
-            self._twin = self._fabric.twin()
-            self._fabric.before_waiting = self._before_waiting
+            self._twin = team.fabric.twin()
+            team.account.before_waiting.append(self._before_waiting)
 
     @property
     def exact(self) -> bool:
         """Whether tensors travel as they are; those of a single worker do not travel."""
-        return self.precision == "float32" or self._fabric.size == 1
+        return self.precision == "float32" or self._team.size == 1
 
     def sum(
         self,
@@ -143,10 +146,10 @@ class Wire:
         if not contribute:
             tensor.zero_()
         if self.exact:
-            return self._fabric.sum(tensor, what=what)
-        size, chunk_bytes = self._fabric.size, self._chunk_blocks(tensor) * self._codec.block_bytes
+            return self._team.fabric.sum(tensor, what=what)
+        size, chunk_bytes = self._team.size, self._chunk_blocks(tensor) * self._codec.block_bytes
         if size * chunk_bytes >= tensor.nbytes:
-            return self._fabric.sum(tensor, what=what)
+            return self._team.fabric.sum(tensor, what=what)
         state = self._stream(stream, tensor)
         if tentative:
             state.remember("sent")
@@ -160,8 +163,8 @@ class Wire:
                 zip(state.sent, payload.chunk(size), strict=True)
             ):
                 self._codec.encode(errors, part, plus=tensor[rank * errors.numel() :])
-        self._fabric.count(chunk_bytes)  # of the second stage, which starts at any time
-        first = self._fabric.exchange(payload, what=what)
+        self._team.account.sent(chunk_bytes)  # of the second stage, which starts at any time
+        first = self._team.fabric.exchange(payload, what=what)
         one = _Sum(self, state, tensor, first, contribute, tentative, what)
         self._queue.append(one)
         return one
@@ -176,10 +179,10 @@ class Wire:
 
     def _chunk_blocks(self, tensor: Tensor) -> int:
         """Blocks of each worker's chunk of ``tensor``."""
-        return -(-tensor.numel() // (BLOCK * self._fabric.size))
+        return -(-tensor.numel() // (BLOCK * self._team.size))
 
     def _stream(self, name: str, tensor: Tensor) -> _Stream:
-        shape = (self._fabric.size, self._chunk_blocks(tensor) * BLOCK)
+        shape = (self._team.size, self._chunk_blocks(tensor) * BLOCK)
         state, device = self._streams.get(name), tensor.device
         if state is None:
             sent = torch.zeros(shape, device=device)
@@ -234,12 +237,12 @@ class Wire:
         block_bytes = self._codec.block_bytes
         payload = torch.empty(blocks * block_bytes, dtype=torch.uint8, device=errors.device)
         if one.contribute or bool(received.any()):
-            for part in received.chunk(self._fabric.size):
+            for part in received.chunk(self._team.size):
                 self._codec.add(part, errors)
             self._codec.encode(errors, payload)
         else:  # nobody contributes: the sum is zero, and the errors wait for another one
             payload.zero_()
-        with self._fabric.paused():  # counted when the sum was started
+        with self._team.account.paused():  # counted when the sum was started
             one.second = self._twin.gather(payload, what=one.what)
 
     def state_dict(self) -> dict[str, Any]:
@@ -255,3 +258,29 @@ class Wire:
         self._streams = {
             name: _Stream(one["sent"].clone(), one["summed"].clone()) for name, one in state.items()
         }
+
+
+class ControlOnly(Wrapper):
+    """The communicator of a strategy while the wire is lossy: for decisions, not for models.
+
+    Otherwise a strategy that sums its tensors by itself would send them as they are, and the user's
+    ``wire`` would be accepted and not honoured.
+    """
+
+    MOST = 4 * BLOCK
+    """Numbers that an operation may carry."""
+
+    def __init__(self, inner: Communicator, precision: Precision) -> None:
+        super().__init__(inner)
+        self._precision = precision
+
+    @override
+    def start(self, operation: Operation[T]) -> Handle[T]:
+        tensor = getattr(operation, "tensor", None)
+        if tensor is not None and tensor.is_floating_point() and tensor.numel() > self.MOST:
+            raise ValueError(
+                f"{operation.what}: {tensor.numel()} numbers sent past wire={self._precision!r}. "
+                "In a strategy use worker.average(), worker.gradient_mean() or worker.sum(), which "
+                'honour the wire, or declare averages = "nothing", which refuses it'
+            )
+        return self.inner.start(operation)

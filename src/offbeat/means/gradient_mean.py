@@ -3,22 +3,38 @@
 Buckets follow the reverse order of the parameters, in which backward fills them. All but the last
 may start while backward still runs; the last one starts when the optimizer is about to step. Just
 before it leaves what the workers must agree on: their roll, whether a gradient changed after its
-bucket had left (accumulation, clipping, unscaling), and which parameters have a gradient. So the
-first means are put in place while the last bucket is under way. A single bucket carries these
-numbers in its tail, unless the wire is lossy: they travel exactly.
+bucket had left (accumulation, clipping, unscaling), and which parameters have a gradient. A single
+bucket carries these numbers in its tail, unless the wire is lossy: they travel exactly.
 """
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from offbeat.fabric import Communicator, Completed, Handle, Wire
-from offbeat.replica import BUCKET_BYTES, Bucket, group_tensors, pack, unpack
+from offbeat.fabric import Completed, Handle, Team, Wire
+from offbeat.means.landing import Landing, land
+from offbeat.means.replica import BUCKET_BYTES, Bucket, group_tensors, pack, swap, unpack
 
 _FIRST_BUCKET_BYTES = 2**20  # small, so that the network gets to work early in backward
 _STRIKES = 2  # windows in a row that may start too early before the overlap is given up
+
+
+def gradient_buckets(
+    parameters: Sequence[nn.Parameter], bucket_bytes: int = BUCKET_BYTES
+) -> list[list[nn.Parameter]]:
+    """The parameters of one optimizer in buckets, in the order in which backward completes them.
+
+    Args:
+        parameters: In the model's order, the same on all workers.
+        bucket_bytes: Size of a bucket; the first one is smaller.
+    """
+    order = [p for p in reversed(parameters) if p.numel()]
+    groups = group_tensors(order, bucket_bytes, min(bucket_bytes, _FIRST_BUCKET_BYTES))
+    # Backward completes first the bucket whose last parameter comes first in `order`.
+    place = {id(p): i for i, p in enumerate(order)}
+    groups.sort(key=lambda group: place[id(group[-1])])
+    return [[p for p in group if isinstance(p, nn.Parameter)] for group in groups]
 
 
 class _GradientBucket(Bucket):
@@ -60,22 +76,36 @@ class _GradientBucket(Bucket):
         # NaN differs from itself: an overflow counts as a change, which costs a second round only
         return gradient is None or not torch.equal(gradient.detach(), value)
 
-    def wait(self) -> None:
-        """Wait until the sum over the workers has arrived."""
-        self.handle.wait()
-
-    def distribute(self, divisor: float, present: list[bool]) -> None:
-        """Write the mean into the gradients; a gradient nobody has stays None."""
+    def landing(self, divisor: float, present: list[bool]) -> Landing:
+        """How the mean gets into the gradients; a gradient nobody has stays None."""
         targets: list[Tensor] = []
+        missing: list[tuple[nn.Parameter, Tensor]] = []
         for parameter, somewhere in zip(self.parameters, present, strict=True):
             gradient = parameter.grad
             if gradient is None or gradient.is_sparse:
+                gradient = torch.empty_like(parameter)  # a place to unpack into
                 if somewhere:
-                    parameter.grad = gradient = torch.zeros_like(parameter)
-                else:
-                    gradient = torch.empty_like(parameter)  # a place to unpack into, dropped
+                    missing.append((parameter, gradient))
             targets.append(gradient)
-        unpack(self.body, targets, divisor)
+
+        def write() -> None:
+            unpack(self.body, targets, divisor)
+            for parameter, gradient in missing:
+                parameter.grad = gradient
+
+        before = [(parameter, parameter.grad) for parameter, _ in missing]
+
+        def exchange() -> None:
+            swap(self.body, targets, divisor)
+            for parameter, gradient in missing:
+                parameter.grad = gradient
+
+        def undo() -> None:
+            unpack(self.body, targets)
+            for parameter, gradient in before:
+                parameter.grad = gradient
+
+        return Landing(self.handle, write, exchange, undo)
 
 
 def _version(parameter: nn.Parameter) -> tuple[int, int] | None:
@@ -91,71 +121,42 @@ class GradientMean:
     errors, and with ``overlap`` what they were before.
 
     Args:
-        fabric: The communicator.
-        parameters: The optimizer's parameters in the model's order, the same on all workers.
-        wire: Sums the gradients; None sends them as they are.
+        team: The workers.
+        wire: Sums the gradients.
+        buckets: The optimizer's parameters, from ``gradient_buckets``.
         name: Begins the names of the wire's streams: another one for each optimizer.
         slots: Numbers that the caller sends along and gets back summed.
-        overlap: Start buckets during backward.
-        bucket_bytes: Size of a bucket.
+        overlap: ``start`` may be called while backward runs.
+
+    Attributes:
+        overlap: Whether that still makes sense; all workers give it up together.
     """
 
     def __init__(
         self,
-        fabric: Communicator,
-        parameters: Sequence[nn.Parameter],
+        team: Team,
+        wire: Wire,
+        buckets: Sequence[Sequence[nn.Parameter]],
         *,
-        wire: Wire | None = None,
         name: str = "gradients",
         slots: int = 0,
-        overlap: bool,
-        bucket_bytes: int = BUCKET_BYTES,
+        overlap: bool = False,
     ) -> None:
-        self._fabric, self._slots = fabric, slots
-        self._wire = Wire(fabric) if wire is None else wire
-        order = [p for p in reversed(parameters) if p.numel()]
-        groups = group_tensors(order, bucket_bytes, min(bucket_bytes, _FIRST_BUCKET_BYTES))
-        # Backward completes first the bucket whose last parameter comes first in `order`.
-        place = {id(p): i for i, p in enumerate(order)}
-        groups.sort(key=lambda group: place[id(group[-1])])
-        agreed = slots + 2 + len(order)  # the caller's, changed, contributing, has a gradient
-        tail = agreed if len(groups) == 1 and self._wire.exact else 0
+        self._team, self._wire, self._slots = team, wire, slots
+        parameters = sum(map(len, buckets))
+        agreed = slots + 2 + parameters  # the caller's, changed, contributing, has a gradient
+        tail = agreed if len(buckets) == 1 and self._wire.exact else 0
         self._buckets = [
-            _GradientBucket([p for p in g if isinstance(p, nn.Parameter)], tail, f"{name} {i}")
-            for i, g in enumerate(groups)
+            _GradientBucket(group, tail, f"{name} {i}") for i, group in enumerate(buckets)
         ]
-        self._bucket_of = {id(p): b for b in self._buckets for p in b.parameters}
-        self._passes = 1  # backward passes per step, learned
-        self._seen: dict[int, int] = {}
         self._next = 0  # the first bucket that has not left
         self._strikes = 0
         self.overlap = overlap and len(self._buckets) > 1
-        self._hooks: list[RemovableHandle] = []
-        if self.overlap:
-            self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in order]
-        self._begin()
 
-    def close(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    def _begin(self) -> None:
-        self._seen.clear()
-        self._next = 0
-        for bucket in self._buckets:
-            bucket.waiting = len(bucket.parameters)
-
-    def _ready(self, parameter: Tensor) -> None:
-        """Autograd has added to ``parameter.grad``."""
-        key = id(parameter)
-        seen = self._seen[key] = self._seen.get(key, 0) + 1
-        if seen != self._passes or not self.overlap:
-            return
-        self._bucket_of[key].waiting -= 1
-        while self._next < len(self._buckets) - 1 and self._buckets[self._next].waiting == 0:
-            self._launch(self._buckets[self._next], contribute=True)
+    def start(self, index: int) -> None:
+        """The gradients of bucket ``index`` are complete: send them. In order, never the last."""
+        if self.overlap and index == self._next:
+            self._launch(self._buckets[index], contribute=True)
             self._next += 1
 
     def _launch(self, bucket: _GradientBucket, *, contribute: bool) -> None:
@@ -163,7 +164,7 @@ class GradientMean:
         if self.overlap:
             bucket.remember()
         if bucket.tail.numel():
-            bucket.handle = self._fabric.sum(flat, what="mean of the gradients")
+            bucket.handle = self._team.fabric.sum(flat, what="mean of the gradients")
             return
         bucket.handle = self._wire.sum(
             flat,
@@ -177,6 +178,8 @@ class GradientMean:
     def reduce(self, slots: Sequence[float], *, contribute: bool) -> list[float]:
         """Replace the gradients by their mean over the contributing workers. Blocks.
 
+        No gradient is written before all means have arrived.
+
         Args:
             slots: The caller's numbers, ``slots`` of them.
             contribute: False sends zeros, and leaves the gradients as they are.
@@ -184,6 +187,9 @@ class GradientMean:
         Returns:
             The caller's numbers summed over the workers.
         """
+        if not self._buckets:  # of empty tensors there is nothing to send but the numbers
+            sums: list[float] = self._sum([*slots]).wait().tolist()
+            return sums
         early = self._buckets[: self._next]
         stale = any(b.changed() for b in early) if contribute else bool(early)
         parameters = [p for b in self._buckets for p in b.parameters]
@@ -197,19 +203,23 @@ class GradientMean:
         present = [count > 0 for count in sums[self._slots + 2 :]]
         if changed:  # somewhere a bucket left too early: all workers send all of them again
             for bucket in others:
-                bucket.wait()
+                bucket.handle.wait()
                 self._wire.take_back(bucket.stream)
             for bucket in others:
                 self._launch(bucket, contribute=contribute)
-        offset = 0
+        landings, offset = [], 0
         for bucket in self._buckets:
-            bucket.wait()
             count = len(bucket.parameters)
             if contribute:
-                bucket.distribute(contributing, present[offset : offset + count])
+                landings.append(bucket.landing(contributing, present[offset : offset + count]))
+            else:
+                landings.append(Landing(bucket.handle, write=lambda: None))
             offset += count
-        self._learn(bool(changed))
-        self._begin()
+        land(landings, self._team.host)
+        if self.overlap:  # learned from what is common, so that all workers learn the same
+            self._strikes = self._strikes + 1 if changed else 0
+            self.overlap = self._strikes <= _STRIKES
+        self._next = 0
         return sums[: self._slots]
 
     def _agree(self, numbers: list[float], contribute: bool) -> Handle[Tensor]:
@@ -219,21 +229,10 @@ class GradientMean:
             last.tail.copy_(torch.tensor(numbers, dtype=last.flat.dtype))
             self._launch(last, contribute=contribute)
             return last.handle.then(lambda _: last.tail)
-        flat = torch.tensor(numbers, dtype=torch.float64, device=self._fabric.control_device)
-        handle = self._fabric.sum(flat, what="agreement on the gradients")
+        handle = self._sum(numbers)
         self._launch(last, contribute=contribute)
         return handle
 
-    def _learn(self, changed: bool) -> None:
-        """Expect as many backward passes as this step had; stop overlapping where it misleads.
-
-        Every worker learns the same from the common ``changed``, except for the number of passes,
-        which only decides how early its own buckets leave.
-        """
-        if not self.overlap:
-            return
-        self._passes = max(self._seen.values(), default=1)
-        self._strikes = self._strikes + 1 if changed else 0
-        if self._strikes > _STRIKES:
-            self.overlap = False
-            self.close()
+    def _sum(self, numbers: list[float]) -> Handle[Tensor]:
+        flat = torch.tensor(numbers, dtype=torch.float64, device=self._team.fabric.control_device)
+        return self._team.fabric.sum(flat, what="agreement on the gradients")

@@ -7,18 +7,17 @@ from torch import Tensor
 
 from offbeat.errors import MismatchError
 from offbeat.fabric import Communicator
-from offbeat.replica import make_buckets
-from offbeat.strategies.base import Strategy, Worker
+from offbeat.means.replica import Replica, make_buckets
+from offbeat.strategies.base import Part, Strategy
 
 
-def describe(strategy: Strategy, worker: Worker) -> list[str]:
+def describe(strategy: Strategy, replica: Replica, parts: Sequence[Part]) -> list[str]:
     """What must be alike on all workers: strategy, optimizers, tensors; one line each."""
-    lines = [f"strategy {strategy!r}"]
-    lines += [
-        f"optimizer {i}: {type(part.optimizer).__name__} with {len(part.parameters)} parameters"
-        for i, part in enumerate(worker.parts)
+    optimizers = [
+        f"optimizer {p.index}: {type(p.optimizer).__name__} with {len(p.parameters)} parameters"
+        for p in parts
     ]
-    return lines + worker.replica.describe()
+    return [f"strategy {strategy!r}", *optimizers, *replica.describe()]
 
 
 def require_agreement(fabric: Communicator, lines: Sequence[str]) -> None:

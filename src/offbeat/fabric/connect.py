@@ -1,0 +1,51 @@
+"""Which communicator belongs to a process group: the one door for every transport."""
+
+import logging
+
+import torch.distributed as dist
+
+from offbeat.errors import AttachError
+from offbeat.fabric.communicator import Communicator, Transport
+from offbeat.fabric.network_interface import interface_in_use
+from offbeat.fabric.single import SingleCommunicator
+from offbeat.fabric.torch_distributed import TorchCommunicator
+
+logger = logging.getLogger("offbeat")
+
+
+def open_communicator(
+    group: dist.ProcessGroup | Transport | None, timeout_seconds: float, *, what: str
+) -> Communicator:
+    """A communicator of its own for the members of ``group``. A collective.
+
+    Args:
+        group: A process group of ``torch.distributed``, or whatever makes communicators by itself
+            (``Transport``); None is the default group.
+        timeout_seconds: How long one operation may take.
+        what: Who asks, for the error.
+
+    Raises:
+        AttachError: no process group was initialised.
+        TypeError: what a transport made is no communicator.
+    """
+    make = getattr(group, "make_communicator", None)
+    if make is None and not (dist.is_available() and dist.is_initialized()):
+        raise AttachError(
+            "torch.distributed is not initialised: call torch.distributed.init_process_group() "
+            f"before {what}, and start the script with torchrun"
+        )
+    if group is None:
+        make = getattr(dist.group.WORLD, "make_communicator", None)  # that of the simulator
+    if make is not None:
+        made = make(timeout_seconds)
+        if not isinstance(made, Communicator):
+            raise TypeError(f"make_communicator() must return a Communicator, got {made!r}")
+        return made
+    assert group is None or isinstance(group, dist.ProcessGroup)
+    if dist.get_world_size(group) == 1:
+        return SingleCommunicator()
+    fabric = TorchCommunicator(group, timeout_seconds=timeout_seconds)
+    if fabric.rank == 0:
+        interface = interface_in_use(fabric.backend)
+        logger.info("%d workers over %s on %s", fabric.size, fabric.backend, interface)
+    return fabric

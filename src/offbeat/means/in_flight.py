@@ -1,0 +1,292 @@
+"""A mean under way while the worker goes on: of a whole model or of a part that flies by itself.
+
+Each part is launched, arrives, and lands; several may be under way at once, each with sums, codecs
+and an outer step of its own. ``AsyncAveraging`` has one part, ``DiLoCo`` one a fragment.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offbeat.checkpoint import transient
+from offbeat.fabric import Completed, Handle, Team, Wire
+from offbeat.means.replica import (
+    Bucket,
+    add_clamped,
+    add_to,
+    as_real,
+    make_buckets,
+    staging_dtype,
+    unpack,
+)
+
+
+@dataclass(frozen=True)
+class Outer:
+    """A step of the shared model along the mean update D (Nesterov momentum).
+
+        v ← μ·v + D
+        P ← P + η·(D + μ·v)
+
+    Attributes:
+        lr: η.
+        momentum: μ; with 0 there is no v.
+    """
+
+    lr: float = 1.0
+    momentum: float = 0.0
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is P ← P + D."""
+        return (self.lr, self.momentum) == (1.0, 0.0)
+
+
+@dataclass(init=False, eq=False)
+class InFlight:
+    """The mean of some of the model's tensors, from its launch to its landing.
+
+    s is this worker's snapshot at the launch, P what all workers hold in common, w 1 for a worker
+    that contributes, else 0:
+
+        anchored:      D = Σ w·(s − P) / Σ w;  v ← μ·v + D;  P ← P + η·(D + μ·v)
+        not anchored:  P ← Σ w·s / Σ w         P is not kept; that is the same for η = 1, μ = 0
+        landing:       x ← x + (P − s)         the own steps since the launch stay
+                       x ← P                   if there are none
+
+    Floating-point buffers that fly along are averaged exactly, and their shift is kept between
+    their own value and the mean, so that a variance stays positive. Of integer ones the maximum is
+    taken.
+
+    Args:
+        team: The workers.
+        wire: Sums the parameters.
+        tensors: The parameters of this part.
+        name: Names the streams of the wire; another one for each part.
+        anchored: Keep P. Always so with an outer step, and over a lossy wire, where rounding is
+            relative to what is sent.
+        outer: How P moves.
+        dtype: Of P and v; None is that in which the parameters are summed.
+        keeps_steps: False: it always lands before the worker's next step, so s is not kept.
+        buffers: Floating-point buffers that fly along.
+        integers: Integer buffers that do.
+
+    *Memory*, in copies of the part: the sums; s, if steps are kept; P, if anchored; v.
+    """
+
+    base: list[Tensor]  # P, one a bucket of parameters; empty if not anchored
+    velocity: list[Tensor]  # v, likewise; with outer momentum
+    sums: list[
+        Tensor
+    ]  # Σ w·(s − P), or Σ w·s, one a bucket; kept in checkpoints while they may fly
+    own: list[Tensor]  # s, likewise
+    largest: list[Tensor]  # the maximum of the integer buffers: one tensor, or none
+    flying: bool  # launched and not yet landed
+    weight: float  # Σ w, once known
+    launched_step: int  # own step of the last launch
+    launched_seconds: float
+    arrived_seconds: float | None
+    outer: Outer = transient()
+    buckets: list[Bucket] = transient()
+    parameter_buckets: int = transient()  # so many of them; the others hold buffers
+
+    def __init__(
+        self,
+        team: Team,
+        wire: Wire,
+        tensors: Sequence[Tensor],
+        *,
+        name: str,
+        anchored: bool = False,
+        outer: Outer | None = None,
+        dtype: torch.dtype | None = None,
+        keeps_steps: bool = True,
+        buffers: Sequence[Tensor] = (),
+        integers: Sequence[Tensor] = (),
+    ) -> None:
+        outer = Outer() if outer is None else outer
+        anchored = anchored or not outer.plain or not wire.exact
+        self._team, self._wire, self._name = team, wire, name
+        self._integers = list(integers)
+        self._outer, self._keeps_steps = outer, keeps_steps
+        parameters = make_buckets(tensors)
+        self.buckets = [*parameters, *make_buckets(buffers)]
+        self.parameter_buckets = len(parameters)
+        self.base = [_copy(b, dtype) for b in parameters] if anchored else []
+        self.velocity = [torch.zeros_like(p) for p in self.base] if outer.momentum else []
+        self.sums = [b.flat for b in self.buckets] if keeps_steps else []
+        self.own = [torch.empty_like(s) for s in self.sums]
+        elements = sum(t.numel() for t in self._integers)
+        device = team.fabric.control_device
+        empty = torch.empty(elements, dtype=torch.int64, device=device)
+        self.largest = [empty] if elements else []
+        self.flying, self.weight, self.launched_step = False, 0.0, 0
+        self.launched_seconds, self.arrived_seconds = 0.0, None
+        self._total: Handle[float] = Completed(0.0)
+        self._handles: list[tuple[Tensor, Handle[Tensor]]] = []
+
+    def launch(self, total: Handle[float], *, contribute: bool, step: int, what: str) -> None:
+        """Take the snapshot and start the sums.
+
+        Args:
+            total: Σ w over the workers; not waited for.
+            contribute: Whether w is 1, else 0.
+            step: Own steps so far.
+            what: Names the operations in errors.
+        """
+        # Two payloads over the same entries would put disagreement back with the opposite sign.
+        assert not self.flying, "it must land before it is launched again"
+        fabric = self._team.fabric
+        for i, bucket in enumerate(self.buckets):
+            flat = bucket.pack()
+            if self.own:
+                self.own[i].copy_(flat)
+            if not contribute:
+                flat.zero_()
+            if i >= self.parameter_buckets:
+                self._handles.append((flat, fabric.sum(flat, what=what)))
+                continue
+            if contribute and self.base:
+                torch.sub(flat, self.base[i], out=flat)
+            stream = f"{self._name}, bucket {i}"
+            handle = self._wire.sum(flat, stream=stream, what=what, contribute=contribute)
+            self._handles.append((flat, handle))
+        for flat in self.largest:
+            torch.cat([t.reshape(-1).to(flat) for t in self._integers], out=flat)
+            self._handles.append((flat, fabric.maximum(flat, what=what)))
+        self._total, self.flying, self.launched_step = total, True, step
+        self.launched_seconds, self.arrived_seconds = self._team.host.now(), None
+
+    def arrived(self) -> bool:
+        """Whether landing would not wait. Never blocks; asks one operation, mostly."""
+        if self.flying and self.arrived_seconds is None:
+            self._wire.advance()
+            handles = [handle for _, handle in self._handles]
+            if not handles or (handles[-1].done() and all(h.done() for h in handles)):
+                self.arrived_seconds = self._team.host.now()
+        return self.flying and self.arrived_seconds is not None
+
+    def wait(self) -> None:
+        """Let what is under way arrive, without landing it."""
+        if not self.flying or not self._handles:
+            return
+        self.weight = self._total.wait()
+        for flat, handle in self._handles:
+            flat.copy_(handle.wait())
+        self._handles = []
+        if self.arrived_seconds is None:
+            self.arrived_seconds = self._team.host.now()
+
+    def land(self, step: int) -> bool:
+        """Move P and the model; waits if it has not arrived. Nothing is written before all has.
+
+        Args:
+            step: Own steps so far.
+
+        Returns:
+            Whether there was anything to land.
+        """
+        if not self.flying:
+            return False
+        self.wait()
+        self.flying = False
+        if self.weight:
+            self._apply(moved=step > self.launched_step)
+        return True
+
+    def show(self, step: int) -> None:
+        """The model as if it had landed; what is under way stays so, and so does P."""
+        if not self.flying:
+            return
+        self.wait()
+        if self.weight:
+            self._apply(moved=step > self.launched_step, show=True)
+
+    def _apply(self, *, moved: bool, show: bool = False) -> None:
+        moved = moved and bool(self.own)
+        for i, bucket in enumerate(self.buckets):
+            if i >= self.parameter_buckets:
+                self._apply_buffer(i, moved)
+            elif not self.base:
+                if moved:
+                    shift = bucket.flat.clone() if show else bucket.flat
+                    shift.sub_(self.own[i], alpha=self.weight)
+                    add_to(bucket.tensors, shift, 1 / self.weight)
+                else:
+                    unpack(bucket.flat, bucket.tensors, self.weight)
+            else:
+                base = self._step(i, show)
+                if moved:
+                    add_to(bucket.tensors, (base - self.own[i]).to(bucket.flat.dtype), 1.0)
+                else:
+                    unpack(base, bucket.tensors)
+        for largest in self.largest:
+            parts = largest.split([t.numel() for t in self._integers])
+            for tensor, part in zip(self._integers, parts, strict=True):
+                tensor.copy_(torch.maximum(tensor.to(part), part.view(tensor.shape)))
+
+    def _step(self, i: int, show: bool) -> Tensor:
+        """The outer step of bucket i; with ``show`` P and v stay as they are. The new P."""
+        kept, flat = self.base[i], self.buckets[i].flat
+        dtype = torch.promote_types(kept.dtype, flat.dtype)
+        mean = flat.to(dtype, copy=True).div_(self.weight)  # D
+        if self.velocity:
+            velocity = self.velocity[i].to(dtype, copy=True).mul_(self._outer.momentum).add_(mean)
+            if not show:
+                self.velocity[i].copy_(velocity)
+            mean.add_(velocity, alpha=self._outer.momentum)
+        base = kept.to(dtype, copy=True).add_(mean, alpha=self._outer.lr)
+        if show:
+            return base.to(kept.dtype)
+        return kept.copy_(base)
+
+    def _apply_buffer(self, i: int, moved: bool) -> None:
+        bucket = self.buckets[i]
+        if moved:
+            add_clamped(bucket, self.own[i], self.weight)
+        else:
+            bucket.unpack(self.weight)
+
+    def distance(self) -> float:
+        """‖mean(s) − s‖ over the parameters, of what has arrived and not landed."""
+        parts = []
+        for i, bucket in enumerate(self.buckets[: self.parameter_buckets]):
+            mean = bucket.flat / self.weight
+            if self.base:
+                mean += self.base[i]
+            parts.append(torch.linalg.vector_norm(mean - self.own[i]).double())
+        return float(torch.linalg.vector_norm(torch.stack(parts)).item())
+
+    def release(self) -> None:
+        """Free the staging memory of a part that is not under way."""
+        if not self._keeps_steps:
+            for bucket in self.buckets:
+                bucket.release()
+
+
+def _copy(bucket: Bucket, dtype: torch.dtype | None) -> Tensor:
+    flat = bucket.pack()
+    return flat.to(dtype or flat.dtype, copy=True)
+
+
+def cut(tensors: Sequence[Tensor], parts: int) -> list[list[Tensor]]:
+    """Contiguous, non-empty parts of about equal bytes; a tensor is not divided.
+
+    The cuts are at the places nearest to 1/P, 2/P, … of all bytes.
+
+    Raises:
+        ValueError: there are more parts than tensors.
+    """
+    if parts > len(tensors):
+        raise ValueError(f"{len(tensors)} tensors cannot be cut into {parts} parts")
+    sizes = [as_real(t.detach()).numel() * staging_dtype(t).itemsize for t in tensors]
+    before = [0, *itertools.accumulate(sizes)]
+    cuts = [0]
+    for part in range(1, parts):
+        target = before[-1] * part / parts
+        places = range(cuts[-1] + 1, len(sizes) - parts + part + 1)
+        cuts.append(min(places, key=lambda place: abs(before[place] - target)))
+    return [list(tensors[a:b]) for a, b in itertools.pairwise([*cuts, len(sizes)])]

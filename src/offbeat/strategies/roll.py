@@ -1,0 +1,122 @@
+"""The roll: what every worker puts into the decision of a round, summed over all.
+
+It tells how many workers are still stepping, so a worker that has run out of data goes on taking
+part with weight 0 until all have, and workers may take different numbers of steps.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from typing_extensions import override
+
+from offbeat.errors import OffbeatError
+from offbeat.fabric import Handle
+
+_WRAP = 1024  # numbers of rounds are sent modulo this, so that their sum is exact in float32
+
+
+@dataclass(frozen=True)
+class Vote:
+    """What an algorithm contributes to the decision of a round.
+
+    Attributes:
+        weight: Of this worker in a mean of models. None: 1 if it steps or has own steps that no
+            mean has seen, else 0.
+        flag: Whether it asks for a synchronization.
+        measure: A number of the algorithm's own.
+    """
+
+    weight: float | None = None
+    flag: bool = False
+    measure: float = 0.0
+
+
+@dataclass(frozen=True)
+class Ballot:
+    """A worker's numbers for one roll.
+
+    Attributes:
+        weight: Of its vote, or the default.
+        stepping: Whether it takes a step in this round.
+        finishing: Whether it is inside ``finish``.
+        flag: Of its vote.
+        measure: Of its vote.
+        view: Number of the team's view.
+        round: Number of the round.
+    """
+
+    weight: float
+    stepping: bool
+    finishing: bool
+    flag: bool
+    measure: float
+    view: int
+    round: int
+
+    SLOTS: ClassVar[int] = 7
+
+    def values(self) -> list[float]:
+        """The numbers, to be summed over the workers."""
+        common = [float(self.view % _WRAP), float(self.round % _WRAP)]
+        counts = [float(self.stepping), float(self.finishing), float(self.flag)]
+        return [self.weight, *counts, self.measure, *common]
+
+    def read(self, sums: Sequence[float], workers: int) -> "Roll":
+        """The roll, from the sums of the numbers of so many ``workers``.
+
+        Raises:
+            OffbeatError: they do not belong to the same round.
+        """
+        weight, stepping, finishing, flag, measure, *common = sums
+        if [round(n) for n in common] != [round(n) * workers for n in self.values()[-2:]]:
+            raise OffbeatError(
+                f"the workers are not in the same round: this one is in round {self.round} of view "
+                f"{self.view}. One of them went on after an interruption, perhaps: detach() and "
+                "attach again on all"
+            )
+        return Roll(weight, round(stepping), round(finishing), round(flag), measure, self)
+
+
+@dataclass(frozen=True)
+class Roll:
+    """What all workers of a round put in, summed.
+
+    Attributes:
+        weight: Total weight of a mean of models.
+        stepping: Workers that take a step in this round; 0 once all have arrived.
+        finishing: Workers inside ``finish``.
+        flag: Workers that ask for a synchronization.
+        measure: Sum of a number of the strategy's own.
+        own: What this worker put in.
+    """
+
+    weight: float
+    stepping: int
+    finishing: int
+    flag: int
+    measure: float
+    own: Ballot
+
+
+@dataclass(frozen=True)
+class Round(Handle[Roll]):
+    """A round under way; ``wait`` gives its roll.
+
+    Attributes:
+        part: Index of the optimizer with ``rounds="gradients"``, else 0.
+        own: What this worker put in.
+        handle: The roll on its way.
+    """
+
+    part: int
+    own: Ballot
+    handle: Handle[Roll]
+
+    @override
+    def done(self) -> bool:
+        return self.handle.done()
+
+    @override
+    def wait(self) -> Roll:
+        return self.handle.wait()

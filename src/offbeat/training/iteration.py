@@ -1,0 +1,231 @@
+"""One iteration after the other: which optimizer is at work, and when all of them have stepped.
+
+Hooks on the user's own objects call ``prepare`` and ``complete``; what happens then is the
+strategy's. An iteration is one step of every optimizer, in whatever order.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import TracebackType
+
+from offbeat.errors import AttachError, OffbeatError
+from offbeat.strategies.base import Strategy, Worker
+from offbeat.strategies.roll import Roll
+from offbeat.training.backward import Backward
+from offbeat.training.companion import Companions
+from offbeat.training.rounds import Rounds
+
+
+class Guard:
+    """Around all that communicates: what is interrupted there leaves the workers out of step.
+
+    Entering it after that raises the CommunicationError again that an operation has raised; or, if
+    something else came (a Ctrl-C that a notebook caught, say), an OffbeatError: this worker no
+    longer knows which operation is everybody's next one.
+
+    Attributes:
+        failure: What came out of it.
+    """
+
+    def __init__(self) -> None:
+        self.failure: BaseException | None = None
+
+    def refuse(self) -> None:
+        """Raise on account of an earlier failure."""
+        failure = self.failure
+        if isinstance(failure, OffbeatError):
+            raise failure
+        raise OffbeatError(
+            f"a synchronization was interrupted by {type(failure).__name__}, so this worker is out "
+            "of step with the others: detach() and attach again, on all workers"
+        ) from failure
+
+    def __enter__(self) -> None:
+        if self.failure is not None:
+            self.refuse()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.failure = error
+
+
+class _AtWork:
+    """The guard around a step, in which companions know that the strategy is at work."""
+
+    def __init__(self, guard: Guard, companions: Companions) -> None:
+        self._guard, self._companions = guard, companions
+
+    def __enter__(self) -> None:
+        if self._guard.failure is not None:
+            self._guard.refuse()
+        if self._companions.any:
+            self._companions.busy(True)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self._guard.failure = error
+        if self._companions.any:
+            self._companions.busy(False)
+
+
+class Iteration:
+    """Where one worker stands in its iteration.
+
+    Args:
+        strategy: What is called.
+        worker: What it is called with.
+        companions: Told when the strategy is at work.
+        completed: Called after each iteration with whether it synchronized.
+
+    Attributes:
+        active: Whether hooks do anything; false after the end.
+        guard: Around all that communicates.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        worker: Worker,
+        companions: Companions,
+        completed: Callable[[bool], None],
+    ) -> None:
+        self.strategy, self._worker = strategy, worker
+        self._completed = completed
+        self.active = True
+        self.guard = Guard()
+        self._at_work = _AtWork(self.guard, companions)
+        self._host = worker.team.host
+        self._rounds = Rounds(strategy, worker)
+        self._prepared: set[int] = set()  # optimizers that are about to step
+        self._stepped: set[int] = set()  # that have stepped in this iteration
+        self._synced = False
+        self._order: list[int] = []  # of the gradients in this iteration
+        self._last_order = [part.index for part in worker.parts]  # in the one before
+        self._groups = [len(part.optimizer.param_groups) for part in worker.parts]
+        self._forbidden = ""
+        worker.overlaps_backward = worker.size > 1 and len(worker.parts) == 1
+        self._backward: Backward | None = None
+
+    def watch_backward(self) -> None:
+        """Tell the strategy of buckets while backward runs, if it wants to know.
+
+        With several optimizers one backward may fill the gradients of another's parameters, and
+        the order of the buckets would depend on autograd: not then.
+        """
+        wants = type(self.strategy).bucket_ready is not Strategy.bucket_ready
+        part = self._worker.parts[0]
+        if wants and self._worker.overlaps_backward and len(part.buckets) > 1:
+            self._backward = Backward(part, self._host, self._bucket_ready)
+
+    def _bucket_ready(self, bucket: int) -> bool:
+        if not self.active:
+            return False
+        with self.guard:
+            part = self._worker.parts[0]
+            return self.strategy.bucket_ready(self._worker, part, bucket)
+
+    # -- called by the hooks -----------------------------------------------------------------
+
+    def index_of(self, optimizer: object) -> int | None:
+        """The index of an attached optimizer; None for any other."""
+        parts = self._worker.parts
+        return next((part.index for part in parts if part.optimizer is optimizer), None)
+
+    def awaits_step(self, index: int) -> bool:
+        """Whether optimizer ``index`` was prepared and has not stepped since."""
+        return index in self._prepared
+
+    def prepare(self, index: int) -> None:
+        """The gradients of optimizer ``index`` are ready. Once an iteration.
+
+        Called by the hooks; ``clip_grad_norm_`` calls it earlier.
+        """
+        if not self.active or index in self._prepared:
+            return
+        self.require_own_model("a training step")
+        worker = self._worker
+        part = worker.parts[index]
+        if len(part.optimizer.param_groups) != self._groups[index]:
+            raise AttachError(
+                "a parameter group was added to the optimizer after attach(): detach() and attach "
+                "again so that all workers agree on what is averaged"
+            )
+        with self._at_work:
+            if not self._stepped and not self._prepared:
+                self._host.computed(1.0)
+            self._order.append(index)
+            count = len(worker.parts)
+            last = count == 1 or len({*self._stepped, *self._prepared, index}) == count
+            if last:
+                worker.step += 1
+                worker.steps_since_sync += 1
+            self.strategy.gradients(worker, part)
+            synced = self._rounds.at_gradients(index, last=last)
+            self._synced = self._synced or synced
+            if self._backward is not None:
+                self._backward.end_step()
+        self._prepared.add(index)  # not before: a step after a failure must fail, too
+
+    def complete(self, index: int, *, skipped: bool = False) -> None:
+        """Optimizer ``index`` has stepped, or a GradScaler has ``skipped`` its step."""
+        if not self.active:
+            return
+        worker = self._worker
+        with self._at_work:
+            if not skipped:
+                self.strategy.stepped(worker, worker.parts[index])
+            self._prepared.discard(index)
+            self._stepped.add(index)
+            if len(self._stepped) < len(worker.parts):
+                return
+            self._stepped.clear()
+            self._last_order, self._order = self._order, []
+            worker.has_news = True
+            worker.norm_squared = None
+            synced = self._rounds.at_boundary() or self._synced
+            self._synced = False
+        self._completed(synced)
+
+    # -- called by the synchronizer ----------------------------------------------------------
+
+    @property
+    def begun(self) -> bool:
+        """Whether one optimizer has stepped, and others have not yet."""
+        return bool(self._stepped)
+
+    def meet(self, *, finishing: bool) -> Roll:
+        """Take part in the others' rounds until nobody steps any more; see ``Rounds.meet``."""
+        return self._rounds.meet(self._last_order, finishing=finishing)
+
+    @contextlib.contextmanager
+    def forbidden(self, where: str) -> Iterator[None]:
+        """Inside, the model is not this worker's own, and nothing may move it."""
+        self._forbidden = where
+        try:
+            yield
+        finally:
+            self._forbidden = ""
+
+    def require_own_model(self, what: str) -> None:
+        """Raise AttachError inside ``forbidden``."""
+        if self._forbidden:
+            raise AttachError(
+                f"{what} inside {self._forbidden}: there the model holds the mean of all workers "
+                "for evaluation; leave the block first"
+            )
+
+    def close(self) -> None:
+        """Do nothing from now on."""
+        self.active = False
+        if self._backward is not None:
+            self._backward.close()
