@@ -162,7 +162,9 @@ def test_relative_change_is_its_definition(
 @settings(deadline=None, max_examples=100, derandomize=True, database=None)
 @given(
     norms,
-    st.dictionaries(st.integers(0, 40), st.lists(st.sampled_from([math.nan, math.inf]), max_size=2)),
+    st.dictionaries(
+        st.integers(0, 40), st.lists(st.sampled_from([math.nan, math.inf]), max_size=2)
+    ),
     st.one_of(st.none(), st.integers(1, 6)),
 )
 def test_an_overflow_now_and_then_changes_nothing(
@@ -203,7 +205,9 @@ def test_a_constant_norm_has_no_change() -> None:
     """The window is normalised: a constant norm has Δ = 0 also while the window fills."""
     for window in (None, 4):
         trigger = RelativeChange(window)
-        assert [trigger.update(3.0, 0.16) for _ in range(9)][1:] == pytest.approx([0.0] * 8, abs=1e-15)
+        assert [trigger.update(3.0, 0.16) for _ in range(9)][1:] == pytest.approx(
+            [0.0] * 8, abs=1e-15
+        )
 
 
 @pytest.mark.parametrize("target", [0.3, 0.5, 0.8, 0.9, 0.95])

@@ -237,11 +237,8 @@ def small_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     return made
 
 
-def accumulate(rank: int, size: int, passes: list[int], overlap: bool, how: str) -> list[Tensor]:
+def accumulate(rank: int, size: int, passes: list[int], how: str) -> list[Tensor]:
     """The gradients each step uses, with ``passes`` backward passes a step."""
-    worker.gradient_buckets = small_buckets  # type: ignore[assignment]
-    if not overlap:
-        offbeat.BSP.bucket_ready = Strategy.bucket_ready  # type: ignore[method-assign]
     model = make(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     seen: list[Tensor] = []
@@ -267,21 +264,24 @@ def accumulate(rank: int, size: int, passes: list[int], overlap: bool, how: str)
     ("passes", "how"),
     [([1, 1, 1, 1], ""), ([1, 3, 2, 1, 2, 1], ""), ([1] * 6, "clip"), ([1] * 5, "meet")],
 )
-def test_buckets_sent_twice_feed_their_errors_once(passes: list[int], how: str) -> None:
+def test_buckets_sent_twice_feed_their_errors_once(
+    passes: list[int], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Buckets that leave too early and are sent again: the same bits as without overlap."""
-    early = run(accumulate, passes, True, how, workers=3)
-    late = run(accumulate, passes, False, how, workers=3)
+    monkeypatch.setattr(worker, "gradient_buckets", small_buckets)
+    early = run(accumulate, passes, how, workers=3)
+    monkeypatch.setattr(offbeat.BSP, "bucket_ready", Strategy.bucket_ready)  # nobody watches
+    late = run(accumulate, passes, how, workers=3)
     for a, b in zip(early, late, strict=True):
         assert torch.equal(torch.stack(a), torch.stack(b))
         assert torch.equal(torch.stack(a), torch.stack(early[0]))
 
 
-def test_all_gradients_arrive_in_time() -> None:
+def test_all_gradients_arrive_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Σ over steps of the means is the exact Σ but for one rounding, accumulated or not."""
     passes = [1, 2, 1, 3, 1, 1, 2, 1]
 
     def steps(rank: int, size: int) -> tuple[Tensor, Tensor]:
-        worker.gradient_buckets = small_buckets  # type: ignore[assignment]
         model = make(0)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)  # the model stays where it is
         got = torch.zeros(8705)
@@ -300,10 +300,8 @@ def test_all_gradients_arrive_in_time() -> None:
                 optimizer.step()
         return got, own
 
-    try:
-        results = run(steps, workers=3)
-    finally:
-        worker.gradient_buckets = gradient_buckets
+    monkeypatch.setattr(worker, "gradient_buckets", small_buckets)
+    results = run(steps, workers=3)
     exact = sum(own for _, own in results) / 3
     largest = 3 * float(exact.abs().max())
     for got, _ in results:

@@ -1,4 +1,4 @@
-"""Real worker processes for tests: gloo over loopback, finite time-outs, no ports to collide.
+"""Real worker processes for tests: gloo over loopback, finite time-outs, ports that are free.
 
 ``run(function, workers=3)`` starts processes that each call ``function(rank, size)`` inside an
 initialised process group and returns their results in rank order.
@@ -26,18 +26,21 @@ class WorkerFailedError(AssertionError):
 
 
 def _main(
-    rank: int, size: int, function: Callable[..., Any], args: tuple[Any, ...], folder: str
+    rank: int,
+    size: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    folder: str,
+    port: int,
 ) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
+        # A store in the parent: a file would be polled, which takes longer than most tests.
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
         dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder}/rendezvous",
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=30),
+            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30)
         )
         result = (True, function(rank, size, *args))
     except BaseException:
@@ -60,10 +63,13 @@ def run(
         WorkerFailedError: a worker raised, or died without being in ``may_die``, or the time ran
             out.
     """
-    context = mp.get_context("fork")  # torch is imported once; no threads have been started yet
+    context = mp.get_context("fork")  # torch is imported once
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=_main, args=(rank, workers, function, args, folder), daemon=True)
+            context.Process(
+                target=_main, args=(rank, workers, function, args, folder, store.port), daemon=True
+            )
             for rank in range(workers)
         ]
         for process in processes:

@@ -373,7 +373,9 @@ def test_sixty_four_workers_run() -> None:
 
 @pytest.mark.parametrize("workers", [0, -1, 2.0, True])
 def test_bad_worker_counts_are_refused(workers: Any) -> None:
-    with pytest.raises((ValueError, TypeError), match=r"workers must be (an integer of )?at least 1"):
+    with pytest.raises(
+        (ValueError, TypeError), match=r"workers must be (an integer of )?at least 1"
+    ):
         simulate(lambda: None, workers=workers)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import offbeat
 from offbeat.strategies.base import Strategy
-from workers import run
+from worlds import run
 
 BOTH = ["cyclic", "eager"]
 
@@ -438,7 +438,7 @@ def test_telemetry_tells_of_merges() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"staleness": 0}, "staleness must be at least 2"),
+        ({"staleness": 1}, "staleness must be at least 2"),
         ({"staleness": 5}, "staleness must be even"),
         ({"staleness": 0, "schedule": "eager"}, "staleness must be at least 1"),
         ({"schedule": "lazy"}, "schedule must be"),

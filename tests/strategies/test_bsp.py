@@ -1,5 +1,6 @@
 """BSP against one worker that computes the mean of all gradients itself."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import offbeat
-from offbeat.strategies import worker
 from offbeat.means.gradient_mean import gradient_buckets
+from offbeat.strategies import worker
 from problems import (
     OPTIMIZERS,
     PARAMETERS,
@@ -19,7 +20,7 @@ from problems import (
     make_model,
     train_step,
 )
-from workers import run
+from worlds import run
 
 
 def close(a: Tensor, b: Tensor) -> None:
@@ -88,15 +89,14 @@ def wide_step(rank: int, step: int) -> Tensor:
     return torch.randn(2, 40, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
-def small_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    made = gradient_buckets(parameters, bucket_bytes=256)
+def small_buckets(size: int, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    made = gradient_buckets(parameters, bucket_bytes=size)
     assert len(made) >= 3
     return made
 
 
 def train_wide(rank: int, size: int, passes: list[int], how: str) -> list[list[Tensor | None]]:
     """The gradients the optimizer sees in each step, with ``passes`` backward passes."""
-    worker.gradient_buckets = small_buckets  # type: ignore[assignment]
     model = Wide(seed=rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     sync = offbeat.attach(model, optimizer, offbeat.BSP(), timeout_seconds=20)
@@ -131,11 +131,14 @@ def train_wide(rank: int, size: int, passes: list[int], how: str) -> list[list[T
         ([2, 2, 1, 2], "discard"),
     ],
 )
-def test_every_bucket_is_reduced(passes: list[int], how: str) -> None:
+def test_every_bucket_is_reduced(
+    passes: list[int], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Pitfall 1, 6: ≥ 3 buckets, a tensor over the bucket size, mixed dtypes, early buckets.
 
     Whatever the user does to the gradients between backward and step counts.
     """
+    monkeypatch.setattr(worker, "gradient_buckets", partial(small_buckets, 256))
     results = run(train_wide, passes, how, workers=3)
     model = Wide(seed=0)
     for step, count in enumerate(passes):
@@ -257,7 +260,6 @@ def test_accumulation_is_the_big_batch() -> None:
 
 def interrupt(rank: int, size: int) -> Tensor:
     """Rank 0 looks at the consensus between backward and step; others at other moments."""
-    worker.gradient_buckets = lambda parameters: gradient_buckets(parameters, bucket_bytes=64)
     model = make_model(seed=rank)
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     sync = offbeat.attach(model, optimizer, offbeat.BSP(), timeout_seconds=20)
@@ -272,8 +274,9 @@ def interrupt(rank: int, size: int) -> Tensor:
     return flat(model)
 
 
-def test_early_buckets_survive_a_meeting() -> None:
+def test_early_buckets_survive_a_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets that left during backward before a consensus() are sent again by the step."""
+    monkeypatch.setattr(worker, "gradient_buckets", partial(small_buckets, 64))
     expected = bsp_reference(2, "momentum", 6)[-1]
     for end in run(interrupt, workers=2):
         close(end, expected)

@@ -15,7 +15,7 @@ from offbeat import DiLoCo, LocalSGD, simulate
 from offbeat.strategies.base import Strategy
 from problems import OPTIMIZERS, PARAMETERS, Simulated, flat, make_batch, make_model
 from problems import train_step as take_step
-from workers import run
+from worlds import run
 
 ROLL_BYTES = 7 * 8
 

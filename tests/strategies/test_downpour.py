@@ -13,7 +13,7 @@ import offbeat
 from offbeat import Compute, Network, simulate
 from offbeat.strategies.downpour import Downpour
 from problems import assign, flat, gradients, loss_of, make_batch, make_model, train_step
-from workers import run
+from worlds import run
 
 STEP = 0.01
 FAST = Network("100Gbit/s", latency=0)  # messages of this model take nanoseconds

@@ -13,7 +13,7 @@ import offbeat
 from offbeat import Compute, Network, simulate
 from offbeat.strategies.easgd import EASGD
 from problems import OPTIMIZERS, assign, flat, gradients, make_batch, make_model, train_step
-from workers import run
+from worlds import run
 
 FAST = Network("100Gbit/s", latency=0)  # messages of this model take nanoseconds
 RATE = 0.05

@@ -20,7 +20,7 @@ from problems import (
     make_model,
     train_step,
 )
-from workers import run
+from worlds import run
 
 ROLL_BYTES = 7 * 8  # weight, stepping, finishing, flag, measure, view, round as float64
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import offbeat
 from offbeat import parse_strategy
 from problems import OPTIMIZERS, assign, flat, make_batch, make_model, train_step
-from workers import run
+from worlds import run
 
 STATE = {"momentum": ["momentum_buffer"], "adamw": ["exp_avg", "exp_avg_sq"]}
 

@@ -28,7 +28,7 @@ from problems import (
     make_model,
     squared,
 )
-from workers import run
+from worlds import run
 
 ROLL_BYTES = 7 * 8  # weight, stepping, finishing, flag, measure, view, round as float64
 

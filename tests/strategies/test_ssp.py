@@ -25,7 +25,7 @@ from problems import (
     make_model,
     train_step,
 )
-from workers import run
+from worlds import run
 
 STEP = 0.01
 FAST = Network("100Gbit/s", latency=0)  # messages of this model take nanoseconds

@@ -5,7 +5,7 @@ and an outer step of its own. ``AsyncAveraging`` has one part, ``DiLoCo`` one a 
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from offbeat.means.replica import (
     add_clamped,
     add_to,
     as_real,
+    group_tensors,
     make_buckets,
     staging_dtype,
     unpack,
@@ -71,8 +72,9 @@ class InFlight:
         outer: How P moves.
         dtype: Of P and v; None is that in which the parameters are summed.
         keeps_steps: False: it always lands before the worker's next step, so s is not kept.
-        buffers: Floating-point buffers that fly along.
-        integers: Integer buffers that do.
+        buffers: Gives the floating-point buffers that fly along; asked each time, because modules
+            rebind theirs.
+        integers: Gives the integer buffers that do.
 
     *Memory*, in copies of the part: the sums; s, if steps are kept; P, if anchored; v.
     """
@@ -104,22 +106,22 @@ class InFlight:
         outer: Outer | None = None,
         dtype: torch.dtype | None = None,
         keeps_steps: bool = True,
-        buffers: Sequence[Tensor] = (),
-        integers: Sequence[Tensor] = (),
+        buffers: Callable[[], Sequence[Tensor]] = tuple,
+        integers: Callable[[], Sequence[Tensor]] = tuple,
     ) -> None:
         outer = Outer() if outer is None else outer
         anchored = anchored or not outer.plain or not wire.exact
         self._team, self._wire, self._name = team, wire, name
-        self._integers = list(integers)
+        self._buffers, self._integers = buffers, integers
         self._outer, self._keeps_steps = outer, keeps_steps
         parameters = make_buckets(tensors)
-        self.buckets = [*parameters, *make_buckets(buffers)]
+        self.buckets = [*parameters, *make_buckets(buffers())]
         self.parameter_buckets = len(parameters)
         self.base = [_copy(b, dtype) for b in parameters] if anchored else []
         self.velocity = [torch.zeros_like(p) for p in self.base] if outer.momentum else []
         self.sums = [b.flat for b in self.buckets] if keeps_steps else []
         self.own = [torch.empty_like(s) for s in self.sums]
-        elements = sum(t.numel() for t in self._integers)
+        elements = sum(t.numel() for t in integers())
         device = team.fabric.control_device
         empty = torch.empty(elements, dtype=torch.int64, device=device)
         self.largest = [empty] if elements else []
@@ -140,6 +142,7 @@ class InFlight:
         # Two payloads over the same entries would put disagreement back with the opposite sign.
         assert not self.flying, "it must land before it is launched again"
         fabric = self._team.fabric
+        self._find_buffers()
         for i, bucket in enumerate(self.buckets):
             flat = bucket.pack()
             if self.own:
@@ -155,7 +158,7 @@ class InFlight:
             handle = self._wire.sum(flat, stream=stream, what=what, contribute=contribute)
             self._handles.append((flat, handle))
         for flat in self.largest:
-            torch.cat([t.reshape(-1).to(flat) for t in self._integers], out=flat)
+            torch.cat([t.reshape(-1).to(flat) for t in self._integers()], out=flat)
             self._handles.append((flat, fabric.maximum(flat, what=what)))
         self._total, self.flying, self.launched_step = total, True, step
         self.launched_seconds, self.arrived_seconds = self._team.host.now(), None
@@ -207,6 +210,7 @@ class InFlight:
 
     def _apply(self, *, moved: bool, show: bool = False) -> None:
         moved = moved and bool(self.own)
+        self._find_buffers()
         for i, bucket in enumerate(self.buckets):
             if i >= self.parameter_buckets:
                 self._apply_buffer(i, moved)
@@ -224,9 +228,15 @@ class InFlight:
                 else:
                     unpack(base, bucket.tensors)
         for largest in self.largest:
-            parts = largest.split([t.numel() for t in self._integers])
-            for tensor, part in zip(self._integers, parts, strict=True):
+            integers = self._integers()
+            parts = largest.split([t.numel() for t in integers])
+            for tensor, part in zip(integers, parts, strict=True):
                 tensor.copy_(torch.maximum(tensor.to(part), part.view(tensor.shape)))
+
+    def _find_buffers(self) -> None:
+        groups = group_tensors(t for t in self._buffers() if t.numel())
+        for bucket, tensors in zip(self.buckets[self.parameter_buckets :], groups, strict=True):
+            bucket.tensors = tensors
 
     def _step(self, i: int, show: bool) -> Tensor:
         """The outer step of bucket i; with ``show`` P and v stay as they are. The new P."""

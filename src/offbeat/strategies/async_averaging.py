@@ -110,7 +110,7 @@ class AsyncAveraging(Strategy):
                 [p for _, p in worker.replica.parameters],
                 name="merge",
                 outer=Outer(self.outer_lr, self.outer_momentum),
-                buffers=worker.replica.float_buffers(),
+                buffers=worker.replica.float_buffers,
             )
         )
 

@@ -132,8 +132,8 @@ class DiLoCo(Strategy):
                     outer=Outer(self.outer_lr, self.outer_momentum),
                     dtype=dtype,
                     keeps_steps=self.overlap > 0,
-                    buffers=worker.replica.float_buffers() if last else (),
-                    integers=worker.replica.integer_buffers() if last else (),
+                    buffers=worker.replica.float_buffers if last else tuple,
+                    integers=worker.replica.integer_buffers if last else tuple,
                 )
             )
             self._release(fragments[-1])
