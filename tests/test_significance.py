@@ -170,7 +170,7 @@ def test_relative_change_is_its_definition(
 def test_an_overflow_now_and_then_changes_nothing(
     values: list[float], bad: dict[int, list[float]], window: int | None
 ) -> None:
-    """NaN and ∞, at most two in a row, give Δ = 0: the other steps see what they would have seen."""
+    """At most two in a row give Δ = 0, and the other steps see what they would have seen."""
     clean, disturbed = RelativeChange(window), RelativeChange(window)
     for i, value in enumerate(values):
         for wrong in bad.get(i, []):

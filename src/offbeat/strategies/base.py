@@ -51,7 +51,8 @@ Rounds = Literal["gradients", "step", "boundary"]
 class Strategy(ABC):
     """When workers synchronize, and whether anyone waits."""
 
-    name: ClassVar[str]
+    name: ClassVar[str] = ""
+    """Of the text form, for the strategies of this package; others go by module and class."""
 
     averages: ClassVar[Averages] = "models"
     """What travels over the wire: whole models (``worker.average``), gradients, or updates.
@@ -182,7 +183,8 @@ class Strategy(ABC):
     def __str__(self) -> str:
         """The short text form that ``parse_strategy`` reads, such as ``local:period=8``."""
         shown = ",".join(f"{k}={_as_text(v)}" for k, v in self._settings().items())
-        return f"{self.name}:{shown}" if shown else self.name
+        name = self.name or f"{type(self).__module__}:{type(self).__qualname__}"
+        return f"{name}:{shown}" if shown else name
 
     def _settings(self) -> dict[str, Any]:
         return {

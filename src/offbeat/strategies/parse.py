@@ -1,6 +1,7 @@
 """The short text form of strategies, for command lines: ``selsync:delta=0.3,max_interval=50``."""
 
 import dataclasses
+import importlib
 
 from offbeat.strategies.async_averaging import AsyncAveraging
 from offbeat.strategies.base import Strategy
@@ -17,6 +18,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     s.name: s
     for s in (BSP, LocalSGD, FedAvg, SelSync, AsyncAveraging, DiLoCo, SSP, Downpour, EASGD)
 }
+"""By the short name of the text form."""
 
 _CONSTANTS: dict[str, bool | None] = {"none": None, "true": True, "false": False}
 
@@ -28,15 +30,25 @@ def parse_strategy(text: str) -> Strategy:
     ``LocalSGD(period=8)``. Numbers with slashes are a tuple: ``fedavg:period=8,weights=600/300``
     is ``FedAvg(period=8, weights=(600, 300))``; ``600/`` is a tuple of one.
 
+    A strategy of your own is named by the module and the class:
+    ``parse_strategy("growing_period:GrowingPeriod:most=8")``.
+
     Raises:
         ValueError: unknown name or setting, a missing or an impossible value; the message lists
             what is allowed.
         TypeError: a value of the wrong type.
     """
     name, _, settings = text.strip().partition(":")
-    if name not in STRATEGIES:
-        raise ValueError(f"unknown strategy {name!r}; there are {', '.join(sorted(STRATEGIES))}")
-    kind = STRATEGIES[name]
+    if name in STRATEGIES:
+        kind = STRATEGIES[name]
+    else:
+        of_class, _, settings = settings.partition(":")
+        if not of_class.isidentifier():
+            raise ValueError(
+                f"unknown strategy {name!r}; there are {', '.join(sorted(STRATEGIES))}, and your "
+                "own as package.module:Class or package.module:Class:setting=value"
+            )
+        kind, name = _find(name, of_class), f"{name}:{of_class}"
     fields = {field.name: field for field in dataclasses.fields(kind)}
     values: dict[str, object] = {}
     for setting in filter(None, settings.split(",")):
@@ -53,6 +65,20 @@ def parse_strategy(text: str) -> Strategy:
         if field.default is dataclasses.MISSING and key not in values:
             raise ValueError(f"{name} needs {key}, as in {name}:{key}=8")
     return kind(**values)
+
+
+def _find(module: str, name: str) -> type[Strategy]:
+    """The strategy class ``name`` of an importable module."""
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ImportError as error:
+        raise ValueError(
+            f"cannot import {module!r} for the strategy {module}:{name}: {error}; it must lie in "
+            "the current directory or be installed"
+        ) from None
+    if not (isinstance(found, type) and issubclass(found, Strategy)):
+        raise ValueError(f"{module} has no strategy class {name!r}; got {found!r}")
+    return found
 
 
 def _value(text: str) -> object:
