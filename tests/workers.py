@@ -6,6 +6,7 @@ initialised process group and returns their results in rank order.
 
 import faulthandler
 import os
+import socket
 import tempfile
 import time
 import traceback
@@ -31,14 +32,21 @@ def _main(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     folder: str,
-    port: int,
+    listener: socket.socket,
 ) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
-        # A store in the parent: a file would be polled, which takes longer than most tests.
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
+        # No file: it would be polled, which takes longer than most tests.
+        store = dist.TCPStore(
+            "127.0.0.1",
+            listener.getsockname()[1],
+            is_master=rank == 0,
+            master_listen_fd=listener.fileno() if rank == 0 else None,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=30),
+        )
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30)
         )
@@ -64,11 +72,11 @@ def run(
             out.
     """
     context = mp.get_context("fork")  # torch is imported once
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory() as folder:
+    listener = socket.create_server(("127.0.0.1", 0))  # rank 0 serves the store behind it
+    with tempfile.TemporaryDirectory() as folder, listener:
         processes = [
             context.Process(
-                target=_main, args=(rank, workers, function, args, folder, store.port), daemon=True
+                target=_main, args=(rank, workers, function, args, folder, listener), daemon=True
             )
             for rank in range(workers)
         ]

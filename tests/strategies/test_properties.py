@@ -6,7 +6,6 @@ A new strategy is one row here. What only one strategy promises stands in its ow
 import contextlib
 import io
 import json
-import math
 import os
 import re
 import signal

@@ -157,7 +157,7 @@ class _Life:
         self.rank, self.backend, self.host = fabric.rank, fabric.backend, fabric.host
         self.timeout_seconds = fabric.timeout_seconds
         self.closed = False
-        self.pending = 0  # operations that nobody has waited for yet
+        self.under_way: set[_Work] = set()  # operations that nobody has waited for
         self._farewell_seconds = farewell_seconds
         self._factory = factory
         self._lines: list[_Lines] = []
@@ -223,7 +223,7 @@ class _Life:
         if self.closed:
             return
         self.closed = True
-        if self.pending or self.host.active:
+        if self.host.active or not all(work.done() for work in list(self.under_way)):
             with self._failing:
                 if self._failed is None:
                     self._failed = CommunicationError(f"rank {self.rank} has given up")
@@ -236,6 +236,7 @@ class _Life:
             groups.close(lines.group)
             lines.group = lines.messages = None
         self._lines.clear()
+        self.under_way.clear()
         self._health.close()
 
 
@@ -262,7 +263,7 @@ class _Work(Handle[Any]):
     ) -> None:
         self._life, self._work, self._result = life, work, result
         self._what, self._started, self._patient = what, started, patient
-        life.pending += work is not None
+        life.under_way.add(self)
 
     @override
     def done(self) -> bool:
@@ -276,7 +277,7 @@ class _Work(Handle[Any]):
             except RuntimeError as error:
                 raise self._life.failure(self._what, self._started, error) from None
             self._work = None
-            self._life.pending -= 1
+            self._life.under_way.discard(self)
         return self._result
 
 
@@ -307,7 +308,7 @@ def _close_at_exit(life: _Life) -> None:
             alive.close()
 
     atexit.register(close)
-    weakref.finalize(life, atexit.unregister, close)
+    weakref.finalize(life, atexit.unregister, close).atexit = False
 
 
 def _ranks(ranks: list[int]) -> str:
