@@ -47,8 +47,8 @@ class Kept:
 
 def test_stats_arithmetic() -> None:
     """LSSR = local / all steps, idle = waiting / (waiting + computing)."""
-    stats = Stats(steps=10, syncs=4, flags=3, wait_seconds=1.0, compute_seconds=3.0)
-    assert (stats.local_steps, stats.lssr, stats.idle) == (6, 0.6, 0.25)
+    stats = Stats(steps=10, syncs=4, wait_seconds=1.0, compute_seconds=3.0, details={"flags": 3})
+    assert (stats.local_steps, stats.lssr, stats.idle, stats.flags) == (6, 0.6, 0.25, 3)
     assert Stats(steps=5, syncs=5).lssr == 0.0
     assert Stats(steps=5).lssr == 1.0
     assert Stats(wait_seconds=2.0).idle == 1.0
@@ -67,6 +67,7 @@ def test_stats_to_dict_has_all_numbers() -> None:
     stats = Stats(steps=4, syncs=1, wait_seconds=1.0, compute_seconds=1.0, details={"merges": 2})
     shown = json.loads(json.dumps(stats.to_dict()))
     assert shown.keys() == {f.name for f in dataclasses.fields(Stats)} | {
+        "flags",
         "local_steps",
         "lssr",
         "idle",

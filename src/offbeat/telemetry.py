@@ -18,7 +18,6 @@ class Stats:
     Attributes:
         steps: Iterations.
         syncs: Iterations in which models or gradients were averaged.
-        flags: Iterations in which this worker's own trigger fired (SelSync).
         payload_bytes: Bytes of the tensors this worker handed to collectives and pushes, after
             compression. Set-up and evaluation (``attach``, ``consensus``) do not count.
         wait_seconds: Time blocked in communication.
@@ -28,7 +27,6 @@ class Stats:
 
     steps: int = 0
     syncs: int = 0
-    flags: int = 0
     payload_bytes: int = 0
     wait_seconds: float = 0.0
     compute_seconds: float = 0.0
@@ -38,6 +36,11 @@ class Stats:
     def local_steps(self) -> int:
         """Iterations without a synchronization."""
         return self.steps - self.syncs
+
+    @property
+    def flags(self) -> int:
+        """How often this worker's own trigger has fired (SelSync)."""
+        return int(self.details.get("flags", 0))
 
     @property
     def lssr(self) -> float:
@@ -52,8 +55,8 @@ class Stats:
 
     def to_dict(self) -> dict[str, Any]:
         """All numbers, the derived ones too."""
-        derived = {"local_steps": self.local_steps, "lssr": self.lssr, "idle": self.idle}
-        return {**asdict(self), **derived}
+        names = ("flags", "local_steps", "lssr", "idle")
+        return {**asdict(self), **{name: getattr(self, name) for name in names}}
 
 
 class Sink(Protocol):

@@ -20,7 +20,7 @@ from offbeat.errors import OffbeatError
 from offbeat.fabric.communicator import Communicator
 from offbeat.fabric.handle import Completed, Handle, explained
 from offbeat.fabric.host import Promise
-from offbeat.fabric.shard import HEADER, NEVER, Answer, Kind, Request, Rule, Shard
+from offbeat.fabric.shard import HEADER, NEVER, Answer, Request, RequestKind, Rule, Shard
 from offbeat.fabric.team import Team
 
 _REQUEST, _VALUES = 1, 2  # message tags; answers use tags of their own
@@ -137,7 +137,7 @@ class ParameterServer:
                 # Their last requests need this rank's connections.
                 self._team.fabric.fulfilment(served, what=f"the leave of rank {rank}").wait()
 
-    def _start(self, kind: Kind, **settings: Any) -> Handle[Answer]:
+    def _start(self, kind: RequestKind, **settings: Any) -> Handle[Answer]:
         self._require_service()
         self.stage()
         request = Request(kind, self._team.rank, **settings)

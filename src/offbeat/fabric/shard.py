@@ -13,8 +13,8 @@ from offbeat.errors import OffbeatError
 NEVER = 2**62
 HEADER = 7  # numbers of a request
 
-Kind = Literal["push", "push_pull", "pull", "arrive", "leave"]
-_KINDS: tuple[Kind, ...] = ("push", "push_pull", "pull", "arrive", "leave")
+RequestKind = Literal["push", "push_pull", "pull", "arrive", "leave"]
+_KINDS: tuple[RequestKind, ...] = ("push", "push_pull", "pull", "arrive", "leave")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Request:
         seen: Of ``arrive``: answered, too, when the shard has seen other requests than these many.
     """
 
-    kind: Kind
+    kind: RequestKind
     source: int
     number: int = 0
     elements: int = 0

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 BUCKET_BYTES = 8 * 2**20
-Kind = Literal["averaged", "parameters", "buffers"]
+Contents = Literal["averaged", "parameters", "buffers"]
 
 
 def as_real(tensor: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ class Replica:
             ((name, p) for name, p in model.named_parameters() if id(p) in chosen),
             key=lambda item: item[0],
         )
-        self._buckets: dict[Kind, tuple[list[Tensor], list[Bucket]]] = {}
+        self._buckets: dict[Contents, tuple[list[Tensor], list[Bucket]]] = {}
 
     def describe(self) -> list[str]:
         """One line a tensor of the model, to be compared between workers."""
@@ -233,7 +233,7 @@ class Replica:
         """All tensors that a mean of models replaces."""
         return [*(p for _, p in self.parameters), *self.float_buffers()]
 
-    def buckets(self, kind: Kind = "averaged") -> list[Bucket]:
+    def buckets(self, kind: Contents = "averaged") -> list[Bucket]:
         """Buckets over ``averaged()``, or over the parameters or the floating-point buffers alone.
 
         They are kept from call to call, and made anew when a buffer was rebound.

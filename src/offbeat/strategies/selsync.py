@@ -162,6 +162,7 @@ class SelSync(Strategy):
         # Δ is ∞ at the first step, and ∞ ≥ ∞: a threshold that nothing reaches must stay so.
         flag = change >= delta and delta != math.inf
         worker.record.update(change=change, threshold=delta, flag=flag)
+        worker.details["flags"] = worker.details.get("flags", 0) + flag
         forced = worker.step <= self.warmup_steps
         return Vote(flag=flag or forced, measure=change if math.isfinite(change) else 0.0)
 

@@ -119,7 +119,6 @@ class Synchronizer:
         self._clock, self._seen = now, (account.wait_seconds, account.payload_bytes)
         stats.steps += 1
         stats.syncs += synced
-        stats.flags += bool(worker.record.get("flag"))
         stats.wait_seconds += waited
         stats.compute_seconds += computed
         stats.payload_bytes += sent
