@@ -190,6 +190,8 @@ class GradientMean:
         if not self._buckets:  # of empty tensors there is nothing to send but the numbers
             sums: list[float] = self._sum([*slots]).wait().tolist()
             return sums
+        # What left during backward was the gradient only if nobody has touched it since: a further
+        # backward pass, a clip. Each worker sees its own part; the sum says whether all may go on.
         early = self._buckets[: self._next]
         stale = any(b.changed() for b in early) if contribute else bool(early)
         parameters = [p for b in self._buckets for p in b.parameters]
@@ -201,7 +203,9 @@ class GradientMean:
         sums = agreed.wait().tolist()
         changed, contributing = sums[self._slots : self._slots + 2]
         present = [count > 0 for count in sums[self._slots + 2 :]]
-        if changed:  # somewhere a bucket left too early: all workers send all of them again
+        if changed:
+            # Somewhere a bucket left too early: all workers send all of them again, alike, and the
+            # wire forgets the errors of the first time, or it would feed them back twice.
             for bucket in others:
                 bucket.handle.wait()
                 self._wire.take_back(bucket.stream)

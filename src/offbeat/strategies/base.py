@@ -88,8 +88,8 @@ class Strategy(ABC):
     def due(self, worker: Worker) -> bool:
         """Whether the step at hand ends with a round; the same on all workers that step.
 
-        Asked once for each optimizer with ``rounds="gradients"``, and again after each round with
-        "boundary".
+        Asked for each optimizer with ``rounds="gradients"``; with "boundary" while no round is
+        under way.
         """
 
     def vote(self, worker: Worker, part: int, *, stepping: bool, finishing: bool) -> Vote:

@@ -37,18 +37,14 @@ class Rounds:
         """All optimizers have stepped. Returns whether this synchronized."""
         strategy, worker = self._strategy, self._worker
         synced = strategy.iterated(worker)
-        while True:
-            if self._pending is None:
-                if strategy.rounds != "boundary" or not strategy.due(worker):
-                    return synced
-                self._pending = self._call(0)
+        if self._pending is None and strategy.rounds == "boundary" and strategy.due(worker):
+            self._pending = self._call(0)
+        if self._pending is not None:
             acted = strategy.act(worker, self._pending)
-            if acted is None:  # not decided yet: ask again after the next step
-                return synced
-            self._pending = None
-            synced = synced or acted
-            if strategy.rounds != "boundary":
-                return synced
+            if acted is not None:  # else not decided yet: ask again after the next step
+                self._pending = None
+                synced = synced or acted
+        return synced
 
     def meet(self, order: Sequence[int], *, finishing: bool) -> Roll:
         """Take part in the others' rounds until nobody steps any more.
