@@ -1,17 +1,9 @@
-"""What every communicator does, whatever carries its bytes.
-
-A row of ``WORLDS`` is a way to run ``function(communicator)`` on all workers of one communicator
-and to get the results in rank order. A communicator is held to this suite by adding its row.
-"""
+"""What every communicator does, whatever carries its bytes."""
 
 import math
-import os
-import signal
-import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -20,49 +12,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 import offbeat
-from offbeat.fabric import (
-    Accounting,
-    Communicator,
-    Completed,
-    Handle,
-    Promise,
-    SingleCommunicator,
-    TorchCommunicator,
+from fabric.communicators import World, every_world
+from fabric.operations import classes, expected, start_all
+from offbeat.fabric import Communicator, Completed, Handle, Promise, SingleCommunicator
+from offbeat.fabric.operation import (
+    Await,
+    Broadcast,
+    Exchange,
+    Gather,
+    Maximum,
+    Operation,
+    Receive,
+    Send,
+    Sum,
 )
-from workers import run
-
-Function = Callable[[Communicator], Any]
-World = Callable[[Function], list[Any]]
-
-
-def _on_gloo(rank: int, size: int, function: Function) -> Any:
-    result = function(TorchCommunicator(None, timeout_seconds=20))
-    dist.barrier()  # who leaves early would end connections that others are still making
-    return result
-
-
-def gloo(function: Function) -> list[Any]:
-    return run(_on_gloo, function, workers=3)
-
-
-def single(function: Function) -> list[Any]:
-    return [function(SingleCommunicator())]
-
-
-def simulated(function: Function) -> list[Any]:
-    return offbeat.simulate(
-        lambda: function(dist.group.WORLD.make_communicator()),  # type: ignore[union-attr]
-        workers=3,
-        network=offbeat.Network("100Mbit/s"),
-    ).results
-
-
-WORLDS = [
-    pytest.param(gloo, id="gloo"),
-    pytest.param(single, id="single"),
-    pytest.param(simulated, id="simulated"),
-]
-every_world = pytest.mark.parametrize("world", WORLDS)
 
 DTYPES = [torch.float32, torch.float64, torch.int64, torch.uint8]
 
@@ -74,6 +37,99 @@ def numbers(rank: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 def size_of(results: list[Any]) -> range:
     return range(len(results))
+
+
+# -- operations as values -------------------------------------------------------------------------
+
+
+@every_world
+def test_every_operation_is_handled(world: World) -> None:
+    """Of whatever class: a new one must be taught to every communicator, and be added here."""
+    for rank, results in enumerate(got := world(start_all)):
+        assert results == expected(rank, len(got))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Product(Operation[Tensor]):
+    tensor: Tensor
+
+
+@every_world
+def test_an_unknown_operation_is_refused(world: World) -> None:
+    """It is named, and not mistaken for one of the others because it has a tensor."""
+
+    def work(fabric: Communicator) -> str:
+        try:
+            fabric.start(Product(what="test", tensor=torch.ones(1)))
+        except TypeError as error:
+            return str(error)
+        return "nothing was raised"
+
+    for text in world(work):
+        assert "Product" in text
+
+
+@every_world
+def test_methods_are_short_for_operations(world: World) -> None:
+    """sum() starts a Sum, and so on, with every argument in its place."""
+
+    def work(fabric: Communicator) -> Any:
+        started: list[Operation[Any]] = []
+
+        class Listening(offbeat.fabric.Wrapper):
+            def start(self, operation: Operation[Any]) -> Handle[Any]:
+                started.append(operation)
+                return Completed(None)
+
+        one, x = Listening(fabric), torch.ones(1)
+        promise: Promise[int] = fabric.host.promise()
+        calls: list[tuple[Handle[Any], Operation[Any]]] = [
+            (one.sum(x, what="a"), Sum(what="a", tensor=x)),
+            (one.maximum(x, what="b"), Maximum(what="b", tensor=x)),
+            (one.broadcast(x, what="c"), Broadcast(what="c", tensor=x, source=0)),
+            (one.broadcast(x, source=2, what="d"), Broadcast(what="d", tensor=x, source=2)),
+            (one.gather(x, what="e"), Gather(what="e", tensor=x)),
+            (one.exchange(x, what="f"), Exchange(what="f", tensor=x)),
+            (
+                one.send(x, destination=3, tag=4, what="g"),
+                Send(what="g", tensor=x, destination=3, tag=4),
+            ),
+            (
+                one.receive(x, source=5, tag=6, what="h", patient=True),
+                Receive(what="h", tensor=x, source=5, tag=6, patient=True),
+            ),
+            (one.fulfilment(promise, what="i"), Await(what="i", promise=promise)),
+        ]
+        return [
+            type(got) is type(want) and vars(got) == vars(want)
+            for got, (_, want) in zip(started, calls, strict=True)
+        ]
+
+    for alike in world(work):
+        assert alike == [True] * 9
+
+
+def test_sent_bytes_are_what_a_worker_hands_over() -> None:
+    """A broadcast costs its source alone, a receive and a promise nobody."""
+    x = torch.zeros(6)
+    sizes = {
+        Sum(what="", tensor=x): (24, 24),
+        Maximum(what="", tensor=x): (24, 24),
+        Gather(what="", tensor=x): (24, 24),
+        Exchange(what="", tensor=x): (24, 24),
+        Broadcast(what="", tensor=x, source=1): (0, 24),
+        Send(what="", tensor=x, destination=0): (24, 24),
+        Receive(what="", tensor=x, source=0): (0, 0),
+        Await(what="", promise=SingleCommunicator().host.promise()): (0, 0),
+    }
+    assert {type(operation) for operation in sizes} == set(classes())
+    for operation, want in sizes.items():
+        assert (operation.sent_bytes(0), operation.sent_bytes(1)) == want
+
+
+def test_collectives_are_what_all_workers_start() -> None:
+    """Messages and promises are not."""
+    assert {kind for kind in classes() if not kind.collective} == {Send, Receive, Await}
 
 
 # -- operations -----------------------------------------------------------------------------------
@@ -225,48 +281,6 @@ def test_messages_of_one_sender_and_tag_arrive_in_order(world: World) -> None:
             assert torch.equal(values, numbers(source) * (place % 5 + 1))
 
 
-def meet(folder: str, rank: int, ranks: list[int]) -> None:
-    """Wait until all of ``ranks`` are here; not through a communicator."""
-    store = dist.FileStore(f"{folder}/meeting", -1)
-    store.set(str(rank), "here")
-    store.wait([str(other) for other in ranks], timedelta(seconds=30))
-
-
-def be_patient(rank: int, size: int, folder: str) -> Any:
-    fabric = TorchCommunicator(None, timeout_seconds=0.5)
-    outcomes = []
-    if rank == 0:
-        for source in (1, 2):
-            fabric.send(torch.zeros(1), destination=source, what="go").wait()
-            started = time.perf_counter()
-            handle = fabric.receive(torch.zeros(1), source=source, what="a push", patient=True)
-            try:
-                outcomes.append(f"{handle.wait().item():g}")
-            except offbeat.CommunicationError as error:
-                outcomes.append(f"{type(error).__name__}: {error}")
-            outcomes[-1] += f" in {time.perf_counter() - started:.1f}"
-        meet(folder, rank, [0, 1])
-    elif rank == 1:
-        fabric.receive(torch.zeros(1), source=0, what="go", patient=True).wait()
-        time.sleep(1.2)  # more than two time-outs
-        fabric.send(torch.tensor([7.0]), destination=0, what="a push").wait()
-        meet(folder, rank, [0, 1])
-    elif rank == 2:
-        fabric.receive(torch.zeros(1), source=0, what="go", patient=True).wait()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return outcomes
-
-
-def test_a_patient_receive_has_no_time_out_but_ends_with_its_connection(tmp_path: Path) -> None:
-    """The message may come late; when the sender dies the error comes at once and names it."""
-    late, lost = run(be_patient, str(tmp_path), workers=3, may_die=(2,))[0]
-    value, seconds = late.split(" in ")
-    assert (value, float(seconds) >= 1.0) == ("7", True), late
-    assert lost.startswith(("CommunicationError", "CommunicationTimeout")), lost
-    assert "rank 0: a push failed" in lost
-    assert "lost the connection to rank 2, which died" in lost
-
-
 @every_world
 def test_exchange_sends_chunk_k_to_worker_k(world: World) -> None:
     """All-to-all into a new tensor of the same dtype; what was given stays as it was."""
@@ -292,20 +306,6 @@ def test_exchange_sends_chunk_k_to_worker_k(world: World) -> None:
             assert kept
             assert result.dtype == dtype
             assert torch.equal(result, torch.cat(rows))
-
-
-@every_world
-def test_any_is_true_if_one_worker_says_so(world: World) -> None:
-    """One flag suffices, whoever raises it; none is none."""
-
-    def work(fabric: Communicator) -> list[bool]:
-        raised = [fabric.any(fabric.rank == r, what="test").wait() for r in range(fabric.size)]
-        return [*raised, fabric.any(False, what="test").wait()]
-
-    results = world(work)
-    for result in results:
-        assert result == [*[True] * len(results), False]
-        assert {type(flag) for flag in result} == {bool}
 
 
 @every_world
@@ -498,8 +498,7 @@ def test_two_communicators_of_a_simulation_do_not_mix() -> None:
     """Messages and collectives meet within one communicator, as those of two process groups do."""
 
     def work() -> Any:
-        make = dist.group.WORLD.make_communicator  # type: ignore[union-attr]
-        first, second = make(), make()
+        first, second = (dist.group.WORLD.make_communicator(20.0) for _ in range(2))
         rank, size = first.rank, first.size
         after, before = (rank + 1) % size, (rank - 1) % size
         messages = {1: torch.full((2,), 10.0 + rank), 2: torch.full((2,), 20.0 + rank)}
@@ -526,30 +525,31 @@ def test_two_communicators_of_a_simulation_do_not_mix() -> None:
 
 @every_world
 def test_an_activity_beside_the_worker_fulfils_its_promise(world: World) -> None:
-    """spawn() runs it at once, beside collectives of the worker; its result arrives."""
+    """spawn() runs it beside collectives of the worker; its result arrives, now or later."""
 
     def work(fabric: Communicator) -> Any:
-        promise: Promise[list[float]] = fabric.promise(what="what the neighbour sends")
+        promise: Promise[list[float]] = fabric.host.promise()
 
         def activity() -> None:
             received = []
             for _ in range(3 if fabric.size > 1 else 0):
                 message, before = torch.zeros(1), (fabric.rank - 1) % fabric.size
-                fabric.background.receive(message, source=before, tag=6, what="test").wait()
+                fabric.receive(message, source=before, tag=6, what="test").wait()
                 received.append(message.item())
             promise.fulfil(received)
 
-        fabric.spawn(activity, what="a test activity")
+        fabric.host.spawn(activity, what="a test activity")
+        answer = fabric.fulfilment(promise, what="what the neighbour sends")
         sends = []
         for i in range(3 if fabric.size > 1 else 0):
             fabric.sum(numbers(fabric.rank), what="test").wait()
             message = torch.tensor([10.0 * fabric.rank + i])
             after = (fabric.rank + 1) % fabric.size
             sends.append(fabric.send(message, destination=after, tag=6, what="test"))
-        first, second = promise.wait(), promise.wait()
+        first, second = answer.wait(), answer.wait()
         for handle in sends:
             handle.wait()
-        return first, first is second, promise.done()
+        return first, first is second, answer.done() and promise.fulfilled
 
     results = world(work)
     for rank, (received, same, done) in enumerate(results):
@@ -561,113 +561,55 @@ def test_an_activity_beside_the_worker_fulfils_its_promise(world: World) -> None
 
 @every_world
 def test_a_promise_can_be_polled(world: World) -> None:
-    """done() becomes true without anyone waiting, as that of any other handle."""
+    """done() is false before and becomes true without anyone waiting, as for other handles."""
 
-    def work(fabric: Communicator) -> bool:
-        if fabric.size == 1:
-            return True
-        promise: Promise[int] = fabric.promise(what="a message")
+    def work(fabric: Communicator) -> Any:
+        promise: Promise[int] = fabric.host.promise()
+        answer = fabric.fulfilment(promise, what="a message")
+        early = answer.done() or promise.fulfilled
 
         def activity() -> None:
-            before = (fabric.rank - 1) % fabric.size
-            fabric.background.receive(torch.zeros(1), source=before, tag=6, what="test").wait()
+            if fabric.size > 1:
+                before = (fabric.rank - 1) % fabric.size
+                fabric.receive(torch.zeros(1), source=before, tag=6, what="test").wait()
             promise.fulfil(1)
 
-        fabric.spawn(activity, what="a test activity")
-        after = (fabric.rank + 1) % fabric.size
-        fabric.send(torch.zeros(1), destination=after, tag=6, what="test").wait()
-        deadline = time.perf_counter() + 1
-        while not promise.done() and time.perf_counter() < deadline:
+        fabric.host.spawn(activity, what="a test activity")
+        if fabric.size > 1:
+            after = (fabric.rank + 1) % fabric.size
+            fabric.send(torch.zeros(1), destination=after, tag=6, what="test").wait()
+        deadline = time.perf_counter() + 10
+        while not answer.done() and time.perf_counter() < deadline:
             pass
-        done = promise.done()
-        promise.wait()
-        return done
+        return early, answer.done(), answer.wait()
 
-    assert all(world(work))
+    assert set(world(work)) == {(False, True, 1)}
 
 
-def break_a_promise(rank: int, size: int) -> Any:
-    fabric = TorchCommunicator(None, timeout_seconds=1.0)
-    promise: Promise[int] = fabric.promise(what="an answer of rank 0's own")
-    started = time.perf_counter()
-    try:
-        promise.wait()
-    except offbeat.CommunicationTimeout as error:
-        return str(error), time.perf_counter() - started
-    return "nothing was raised", 0.0
+@every_world
+def test_what_was_fulfilled_before_is_there_at_once(world: World) -> None:
+    """A promise may be kept before anyone asks for it, and None may be promised."""
 
+    def work(fabric: Communicator) -> Any:
+        promise: Promise[None] = fabric.host.promise()
+        promise.fulfil(None)
+        answer = fabric.fulfilment(promise, what="nothing")
+        return answer.done(), answer.wait()
 
-def test_a_promise_that_is_not_kept_ends_in_a_time_out() -> None:
-    """Finite, and the error names the rank, what was waited for and the knob."""
-    for rank, (text, seconds) in enumerate(run(break_a_promise, workers=2)):
-        assert text.startswith(f"rank {rank}: an answer of rank 0's own failed after 1."), text
-        assert "timeout_seconds=1" in text
-        assert 0.95 <= seconds < 6
-
-
-def close_one(rank: int, size: int, folder: str) -> Any:
-    fabric = TorchCommunicator(None, timeout_seconds=20)
-    started = time.perf_counter()
-    if rank == 0:
-        outcome: list[str] = []
-
-        def activity() -> None:
-            try:
-                fabric.background.receive(
-                    torch.zeros(1), source=1, tag=6, what="a request", patient=True
-                ).wait()
-            except offbeat.CommunicationError as error:
-                outcome.append(str(error))
-
-        fabric.spawn(activity, what="a test activity")
-        fabric.send(torch.zeros(1), destination=1, what="test").wait()  # the thread is running
-        fabric.close()
-        alive = [t.name for t in threading.enumerate() if t.name == "a test activity"]
-        seconds = time.perf_counter() - started
-        fabric.close()  # again: nothing
-        meet(folder, rank, [0, 1, 2])  # alive while the others ask what has happened
-        return alive, outcome, seconds
-    if rank == 1:
-        fabric.receive(torch.zeros(1), source=0, what="test").wait()
-    text = "nothing was raised"
-    try:
-        fabric.receive(torch.zeros(1), source=0, tag=9, what="an answer").wait()
-    except offbeat.CommunicationError as error:
-        text = str(error)
-    seconds = time.perf_counter() - started
-    meet(folder, rank, [0, 1, 2])
-    return text, seconds
-
-
-def test_closing_ends_activities_and_whoever_waits_for_this_worker(tmp_path: Path) -> None:
-    """close() is no collective: own threads end, the others' operations fail long before 20 s."""
-    (alive, outcome, seconds), *others = run(close_one, str(tmp_path), workers=3)
-    assert alive == []
-    assert len(outcome) == 1
-    assert "rank 0 has given up" in outcome[0]
-    assert seconds < 6
-    for rank, (text, waited) in enumerate(others, start=1):
-        assert text.startswith(f"rank {rank}: an answer failed after"), text
-        assert waited < 10
-
-
-def test_a_plain_promise_ends_in_a_time_out() -> None:
-    """Without a network, too."""
-    promise: Promise[int] = Promise("an answer", 0.01)
-    assert not promise.done()
-    with pytest.raises(offbeat.CommunicationTimeout, match=r"an answer.*timeout_seconds=0\.01"):
-        promise.wait()
+    assert set(world(work)) == {(True, None)}
 
 
 @every_world
 def test_the_clock_does_not_go_back(world: World) -> None:
-    """now() counts seconds and never decreases."""
+    """now() counts seconds and never decreases; sleep() lets at least so many pass."""
 
     def work(fabric: Communicator) -> bool:
-        times = [fabric.now() for _ in range(50)]
-        fabric.any(False, what="test").wait()
-        times.append(fabric.now())
-        return times == sorted(times) and all(isinstance(t, float) for t in times)
+        times = [fabric.host.now() for _ in range(50)]
+        fabric.sum(torch.ones(1), what="test").wait()
+        times.append(fabric.host.now())
+        fabric.host.sleep(0.02, "a test")
+        slept = fabric.host.now() - times[-1]
+        return times == sorted(times) and slept >= 0.0199
 
     assert all(world(work))
 
@@ -680,214 +622,19 @@ def test_completed_is_done_at_once() -> None:
     assert handle.then(lambda value: value + 1).wait() == 4
 
 
-# -- accounting -----------------------------------------------------------------------------------
-
-
-@every_world
-def test_accounting_counts_what_this_worker_hands_over(world: World) -> None:
-    """payload_bytes: sums, maxima and gathers in full, a broadcast at its source only."""
-
-    def work(fabric: Communicator) -> Any:
-        account = Accounting(fabric)
-        counts = []
-        operations: list[Callable[[], object]] = [
-            lambda: account.sum(torch.zeros(7), what="test").wait(),
-            lambda: account.maximum(torch.zeros(7, dtype=torch.float64), what="test").wait(),
-            lambda: account.gather(torch.zeros(5, dtype=torch.uint8), what="test").wait(),
-            lambda: account.broadcast(torch.zeros(6), source=0, what="test").wait(),
-            lambda: account.any(True, what="test").wait(),
-            lambda: account.gather_bytes(b"x" * (account.rank + 1), what="test"),
-            lambda: account.exchange(torch.zeros(2 * account.size), what="test").wait(),
-        ]
-        for operation in operations:
-            before = account.payload_bytes
-            operation()
-            counts.append(account.payload_bytes - before)
-        same = (account.rank, account.size, account.control_device) == (
-            fabric.rank,
-            fabric.size,
-            fabric.control_device,
-        )
-        return counts, same
-
-    results = world(work)
-    for rank, (counts, same) in enumerate(results):
-        # any: one float32; gather_bytes: an int64 length, then padded to the longest payload
-        size = len(results)
-        assert counts == [28, 56, 5, 24 if rank == 0 else 0, 4, 8 + size, 8 * size]
-        assert same
-
-
-def test_accounting_counts_what_is_sent_and_not_what_is_received() -> None:
-    """A push counts at its sender alone."""
-
-    def work(fabric: Communicator) -> int:
-        account = Accounting(fabric)
-        if account.rank == 0:
-            account.send(torch.zeros(9), destination=1, what="test").wait()
-        if account.rank == 1:
-            account.receive(torch.zeros(9), source=0, what="test").wait()
-        return account.payload_bytes
-
-    assert gloo(work) == [36, 0, 0]
-
-
-@every_world
-def test_a_twin_counts_on_the_same_account(world: World) -> None:
-    """Its bytes and its waits, those of a twin of a twin too; and nothing while paused."""
-
-    def work(fabric: Communicator) -> Any:
-        account = Accounting(fabric)
-        twin = account.twin()
-        other = twin.twin()
-        alike = (twin.rank, twin.size) == (fabric.rank, fabric.size)
-        twin.sum(torch.zeros(7), what="test").wait()
-        other.gather(torch.zeros(3), what="test").wait()
-        counted, waited = account.payload_bytes, account.wait_seconds
-        with account.paused():
-            twin.sum(torch.zeros(7), what="test").wait()
-            twin.exchange(torch.zeros(2 * fabric.size), what="test").wait()
-        paused = account.payload_bytes - counted, account.wait_seconds - waited
-        return alike, counted, waited, paused
-
-    for alike, counted, waited, paused in world(work):
-        assert alike
-        assert counted == 28 + 12
-        assert waited > 0
-        assert paused == (0, 0.0)
-
-
-@every_world
-def test_the_background_is_not_accounted(world: World) -> None:
-    """What an activity sends and waits for does not count; the worker's wait for a promise does."""
-
-    def work(fabric: Communicator) -> Any:
-        account = Accounting(fabric)
-        promise: Promise[float] = account.promise(what="a message")
-
-        def activity() -> None:
-            background, message = account.background, torch.full((9,), 1.0 + fabric.rank)
-            if fabric.size > 1:
-                after, before = (fabric.rank + 1) % fabric.size, (fabric.rank - 1) % fabric.size
-                send = background.send(message, destination=after, tag=6, what="test")
-                message = torch.zeros(9)
-                background.receive(message, source=before, tag=6, what="test").wait()
-                send.wait()
-                background.receive(torch.zeros(1), source=before, tag=7, what="test").wait()
-            promise.fulfil(message[0].item())
-
-        account.spawn(activity, what="a test activity")
-        nothing = account.payload_bytes, account.wait_seconds
-        if fabric.size > 1:
-            after = (fabric.rank + 1) % fabric.size
-            fabric.send(torch.zeros(1), destination=after, tag=7, what="test").wait()
-        start = account.now()
-        got = promise.wait()
-        elapsed = account.now() - start
-        return nothing, got, account.payload_bytes, account.wait_seconds, elapsed
-
-    results = world(work)
-    for rank, (nothing, got, payload, waited, elapsed) in enumerate(results):
-        assert nothing == (0, 0.0)
-        assert got == 1.0 + (rank - 1) % len(results)
-        assert payload == 0
-        assert 0 < waited <= elapsed or waited == elapsed == 0
-
-
-def test_waiting_for_a_promise_takes_virtual_time_that_counts() -> None:
-    """Exactly the time until it is fulfilled; a background that waits meanwhile adds nothing."""
-
-    def work() -> Any:
-        fabric = dist.group.WORLD.make_communicator()  # type: ignore[union-attr]
-        account = Accounting(fabric)
-        promise: Promise[int] = account.promise(what="a message")
-
-        def activity() -> None:
-            message, before = torch.zeros(250), (fabric.rank - 1) % fabric.size
-            account.background.receive(message, source=before, tag=6, what="test").wait()
-            promise.fulfil(1)
-
-        account.spawn(activity, what="a test activity")
-        after = (fabric.rank + 1) % fabric.size
-        fabric.send(torch.zeros(250), destination=after, tag=6, what="test")
-        promise.wait()
-        return account.wait_seconds, account.payload_bytes
-
-    network = offbeat.Network("8Mbit/s", latency="1ms")  # 1000 bytes: 1 ms + 1 ms
-    result = offbeat.simulate(work, workers=2, network=network)
-    for waited, payload in result.results:
-        assert waited == pytest.approx(2e-3, rel=1e-9)
-        assert payload == 0
-    assert {span.kind for span in result.timeline} == {"wait", "transfer"}
-    assert sum(span.kind == "wait" for span in result.timeline) == 2
-
-
-@every_world
-def test_paused_accounting_counts_nothing(world: World) -> None:
-    """Inside paused() neither bytes nor waits count, also nested and after an exception."""
-
-    def work(fabric: Communicator) -> Any:
-        account = Accounting(fabric)
-        with account.paused():
-            account.sum(torch.zeros(7), what="test").wait()
-            with account.paused():
-                account.sum(torch.zeros(7), what="test").wait()
-            account.sum(torch.zeros(7), what="test").wait()
-        try:
-            with account.paused():
-                raise KeyError
-        except KeyError:
-            pass
-        nothing = account.payload_bytes, account.wait_seconds
-        account.sum(torch.zeros(7), what="test").wait()
-        return nothing, account.payload_bytes, account.wait_seconds
-
-    for nothing, payload, waited in world(work):
-        assert nothing == (0, 0.0)
-        assert payload == 28
-        assert waited > 0
-
-
-class Clocked(SingleCommunicator):
-    """A clock that the test moves, and operations that take as long as it says."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def now(self) -> float:
-        return self.seconds
-
-    def sum(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
-        return _Slow(self, tensor)
-
-
-class _Slow(Handle[Tensor]):
-    def __init__(self, clock: Clocked, tensor: Tensor) -> None:
-        self._clock, self._tensor = clock, tensor
-
+class Lost(Handle[int]):
     def done(self) -> bool:
-        return False
+        return True
 
-    def wait(self) -> Tensor:
-        self._clock.seconds += 1.5
-        if self._tensor.isnan().any():
-            raise offbeat.CommunicationError("lost")
-        return self._tensor
+    def wait(self) -> int:
+        raise offbeat.CommunicationError("lost")
 
 
-def test_wait_seconds_are_those_blocked_in_wait() -> None:
-    """Only time inside wait() is waiting, through then() and failures too."""
-    clock = Clocked()
-    account = Accounting(clock)
-    handle = account.sum(torch.zeros(2), what="test")
-    clock.seconds += 10  # computing
-    assert not handle.done()
-    handle.wait()
-    assert account.wait_seconds == 1.5
-    account.sum(torch.zeros(2), what="test").then(lambda result: result).wait()
-    assert account.wait_seconds == 3.0
-    failing = account.sum(torch.tensor([math.nan]), what="test")
-    with pytest.raises(offbeat.CommunicationError):
-        failing.wait()
-    assert account.wait_seconds == 4.5
-    assert account.now() == clock.seconds == 14.5
+def test_nothing_follows_a_failure() -> None:
+    """then() does not call its function, and raises at every wait()."""
+    calls: list[int] = []
+    handle = Lost().then(calls.append)
+    for _ in range(2):
+        with pytest.raises(offbeat.CommunicationError, match="lost"):
+            handle.wait()
+    assert not calls

@@ -43,7 +43,7 @@ def open_communicator(
         return made
     assert group is None or isinstance(group, dist.ProcessGroup)
     if dist.get_world_size(group) == 1:
-        return SingleCommunicator()
+        return SingleCommunicator(timeout_seconds)
     fabric = TorchCommunicator(group, timeout_seconds=timeout_seconds)
     if fabric.rank == 0:
         interface = interface_in_use(fabric.backend)

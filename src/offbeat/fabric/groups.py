@@ -49,6 +49,7 @@ class GroupFactory:
         self._members = tuple(dist.get_process_group_ranks(group))
         self.rank, self.size = dist.get_rank(group), len(self._members)
         self._store = (group or dist.group.WORLD).get_group_store()  # type: ignore[union-attr]
+        self._meeting: Any = None  # the store of the last opening: who has come
 
     def open(self, backend: str, timeout_seconds: float) -> Group:
         """A new group. A collective of the members."""
@@ -65,7 +66,18 @@ class GroupFactory:
             )
         name = f"offbeat/{'-'.join(map(str, self._members))}/{next(_numbers[self._members])}"
         store = dist.PrefixStore(name, self._store)  # type: ignore[attr-defined]
+        self._meeting = store
+        store.set(f"here/{self.rank}", "")
         return cast(Group, dist.ProcessGroupGloo(store, self.rank, self.size, limit))
+
+    def absent(self) -> list[int]:
+        """Ranks that have not come to the last opening, as far as that is known."""
+        if self._meeting is None:
+            return []
+        with contextlib.suppress(RuntimeError):  # the store is gone, too
+            meeting = self._meeting
+            return [rank for rank in range(self.size) if not meeting.check([f"here/{rank}"])]
+        return []
 
 
 def hang_up(group: Group) -> None:

@@ -7,20 +7,20 @@ from typing import Any, Literal
 
 import torch
 
-from offbeat.fabric.groups import Group, GroupFactory
+from offbeat.fabric.groups import Group
 
 
 class Health:
     """A gloo group beside the group that does the work, used only when that has failed.
 
     Args:
-        groups: Opens it.
+        group: That group.
         seconds: How long the others have to say that they are alive.
     """
 
-    def __init__(self, groups: GroupFactory, seconds: float) -> None:
+    def __init__(self, group: Group, seconds: float) -> None:
         self._seconds = seconds
-        self._group: Group | None = groups.open("gloo", seconds)
+        self._group: Group | None = group
         self._messages: list[Any] = []  # gloo may lose one that nobody holds
 
     def close(self) -> None:
@@ -30,10 +30,10 @@ class Health:
 
     def missing(self) -> tuple[list[int], list[int]]:
         """Ranks whose connection is gone, and ranks that do not answer. Takes up to ``seconds``."""
-        if self._group is None:
+        group = self._group
+        others = [] if group is None else [r for r in range(group.size()) if r != group.rank()]
+        if not others:
             return [], []
-        rank, size = self._group.rank(), self._group.size()
-        others = [other for other in range(size) if other != rank]
         with ThreadPoolExecutor(len(others)) as pool:  # a time-out of one must not cost another
             found = dict(zip(others, pool.map(self._ask, others), strict=True))
         return (

@@ -4,25 +4,42 @@ from typing import Any
 
 from typing_extensions import override
 
+from offbeat.errors import CommunicationTimeout
 from offbeat.fabric.communicator import Communicator
 from offbeat.fabric.handle import Completed, Handle
-from offbeat.fabric.host import ThreadHost
-from offbeat.fabric.operation import Await, Exchange, Gather, Operation, Receive, Send
+from offbeat.fabric.host import ThreadHost, ThreadPromise
+from offbeat.fabric.operation import (
+    Await,
+    Broadcast,
+    Exchange,
+    Gather,
+    Maximum,
+    Operation,
+    Receive,
+    Send,
+    Sum,
+)
 
 
 class SingleCommunicator(Communicator):
-    """One worker by itself, so that the same script runs with ``--nproc-per-node 1``."""
+    """One worker by itself, so that the same script runs with ``--nproc-per-node 1``.
+
+    Args:
+        timeout_seconds: How long a promise may take.
+    """
 
     rank = 0
     size = 1
-    timeout_seconds = 300.0
 
-    def __init__(self) -> None:
-        self.host = ThreadHost()
+    def __init__(self, timeout_seconds: float = 300.0) -> None:
+        self.timeout_seconds = timeout_seconds
+        self.host: ThreadHost = ThreadHost()
 
     @override
     def start(self, operation: Operation[Any]) -> Handle[Any]:
         match operation:
+            case Sum(tensor=tensor) | Maximum(tensor=tensor) | Broadcast(tensor=tensor):
+                return Completed(tensor)
             case Gather(tensor=tensor):
                 return Completed([tensor])
             case Exchange(tensor=tensor):
@@ -31,15 +48,34 @@ class SingleCommunicator(Communicator):
                 raise ValueError(f"{what}: a single worker has no rank {rank} to send to")
             case Receive(what=what, source=rank):
                 raise ValueError(f"{what}: a single worker has no rank {rank} to receive from")
-            case Await(promise=promise):
-                assert promise.fulfilled, "nobody else is there who could fulfil it later"
-                return Completed(promise.result)
-        return Completed(operation.tensor)  # type: ignore[attr-defined]
+            case Await(promise=promise, what=what):
+                assert isinstance(promise, ThreadPromise)
+                return _Fulfilment(promise, what, self.timeout_seconds)
+        raise TypeError(f"a single worker has no {type(operation).__name__}")
 
     @override
     def twin(self) -> Communicator:
-        return SingleCommunicator()
+        twin = SingleCommunicator(self.timeout_seconds)
+        twin.host = self.host
+        return twin
 
     @override
     def close(self, *, together: bool = False) -> None:
         """Nothing is held."""
+
+
+class _Fulfilment(Handle[Any]):
+    def __init__(self, promise: ThreadPromise[Any], what: str, timeout_seconds: float) -> None:
+        self._promise, self._what, self._timeout_seconds = promise, what, timeout_seconds
+
+    @override
+    def done(self) -> bool:
+        return self._promise.fulfilled
+
+    @override
+    def wait(self) -> Any:
+        if not self._promise.wait(self._timeout_seconds):
+            raise CommunicationTimeout(
+                f"{self._what} did not come within timeout_seconds={self._timeout_seconds:g}"
+            )
+        return self._promise.result

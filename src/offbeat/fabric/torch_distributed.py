@@ -6,9 +6,11 @@ for the work, one (gloo) that is used only to find out who is missing after a fa
 
 import atexit
 import contextlib
+import functools
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -53,6 +55,7 @@ class TorchCommunicator(Communicator):
 
     Raises:
         AttachError: no process group was initialised, or this process is not a member.
+        CommunicationError: a worker did not come, or left at once.
     """
 
     def __init__(
@@ -83,18 +86,18 @@ class TorchCommunicator(Communicator):
     @override
     def start(self, operation: Operation[Any]) -> Handle[Any]:
         if isinstance(operation, Await):
-            return _Fulfilment(self, operation)
+            return _Fulfilment(self._life, operation)
         if self._life.closed:
             raise self._life.why_closed(operation.what)
         started = time.perf_counter()
+        patient = isinstance(operation, Receive) and operation.patient
         try:
             work, result = self._launch(operation)
         except RuntimeError as error:
-            raise self._life.failure(operation.what, started, error) from None
-        patient = isinstance(operation, Receive) and operation.patient
+            raise self._life.failure(operation.what, started, error, patient=patient) from None
         return _Work(self._life, work, result, operation.what, started, patient)
 
-    def _launch(self, operation: Operation[Any]) -> tuple[dist.Work | None, Any]:
+    def _launch(self, operation: Operation[Any]) -> tuple[dist.Work, Any]:
         """Hand the operation to the backend: what it runs as, and where its result will be."""
         group, messages = self._lines.group, self._lines.messages
         match operation:
@@ -161,17 +164,31 @@ class _Life:
         self._farewell_seconds = farewell_seconds
         self._factory = factory
         self._lines: list[_Lines] = []
-        self._failed: CommunicationError | None = None
+        # Makes the first error: one for all would keep alive what all that raise it hold.
+        self._failed: Callable[[], CommunicationError] | None = None
         self._failing = threading.Lock()
-        self._health = Health(factory, health_seconds)
+        self._health = Health(self._open("gloo"), health_seconds)
         _close_at_exit(self)
+
+    def _open(self, backend: str) -> groups.Group:
+        started = time.perf_counter()
+        try:
+            return self._factory.open(backend, self.timeout_seconds)
+        except RuntimeError as error:
+            elapsed = time.perf_counter() - started
+            text = f"rank {self.rank}: opening connections failed after {elapsed:.1f} s"
+            absent = self._factory.absent()
+            if absent:
+                text += f": {_ranks(absent)} did not come"
+            timed_out = elapsed >= 0.95 * self.timeout_seconds
+            failure = _Failure("opening", elapsed, timed_out, _first_line(error))
+            raise self._error(text, failure)() from None
 
     def open_lines(self) -> _Lines:
         """Groups for one communicator. A collective."""
-        group = self._factory.open(self.backend, self.timeout_seconds)
+        group = self._open(self.backend)
         # Messages travel between CPUs: NCCL has none from any sender.
-        gloo = self.backend == "gloo"
-        messages = group if gloo else self._factory.open("gloo", self.timeout_seconds)
+        messages = group if self.backend == "gloo" else self._open("gloo")
         self._lines.append(_Lines(group, messages))
         return self._lines[-1]
 
@@ -181,28 +198,37 @@ class _Life:
                 groups.hang_up(group)
 
     def why_closed(self, what: str) -> CommunicationError:
-        """What to raise when an operation is started after the end."""
-        return self._failed or CommunicationError(
+        """What to raise for an operation after the end."""
+        if self._failed is not None:
+            return self._failed()
+        return CommunicationError(
             f"rank {self.rank}: {what} after this worker has left: attach again"
         )
 
-    def failure(self, what: str, started: float, error: RuntimeError) -> CommunicationError:
+    def failure(
+        self, what: str, started: float, error: RuntimeError, *, patient: bool = False
+    ) -> CommunicationError:
         """The error to raise when an operation failed. Asks once who is still there."""
+        error.__traceback__ = None  # it would keep a process group
         elapsed = time.perf_counter() - started
+        timed_out = not patient and elapsed >= 0.95 * self.timeout_seconds
+        return self.explain(_Failure(what, elapsed, timed_out, _first_line(error)))
+
+    def explain(self, failure: "_Failure") -> CommunicationError:
+        """The error to raise for a failure, with who is missing if the worker itself asks."""
         if self.host.in_background and self._failed is None:
             # An activity beside the worker ends; the worker itself asks who is missing, because
             # only its own messages of that kind are answered.
-            return _BackgroundError(self, what, started, error)
+            return _BackgroundError(self, failure)
         with self._failing:
             if self._failed is None:
-                self._failed = self._describe(what, elapsed, error)
-        return self._failed
+                self._failed = self._describe(failure)
+        return self._failed()
 
-    def _describe(self, what: str, elapsed: float, error: RuntimeError) -> CommunicationError:
-        timed_out = elapsed >= 0.95 * self.timeout_seconds
+    def _describe(self, failure: "_Failure") -> Callable[[], CommunicationError]:
         self._hang_up()
         gone, silent = ([], []) if self.closed else self._health.missing()
-        text = f"rank {self.rank}: {what} failed after {elapsed:.1f} s"
+        text = f"rank {self.rank}: {failure.what} failed after {failure.seconds:.1f} s"
         if gone:
             text += f": lost the connection to {_ranks(gone)}, which died or gave up first"
         elif silent:
@@ -210,13 +236,17 @@ class _Life:
                 f": no answer from {_ranks(silent)}, busy elsewhere or stuck "
                 "(one that skips a step under a GradScaler needs attach(..., scaler=scaler))"
             )
-        if timed_out:
+        return self._error(text, failure)
+
+    def _error(self, text: str, failure: "_Failure") -> Callable[[], CommunicationError]:
+        """What makes the error: ``text``, the knob to turn, and what the backend said."""
+        if failure.timed_out:
             text += (
                 f". The time-out is timeout_seconds={self.timeout_seconds:g}: raise it in "
                 "attach(..., timeout_seconds=...) if a worker may be that much slower"
             )
-        kind = CommunicationTimeout if timed_out else CommunicationError
-        return kind(f"{text}. {self.backend} said: {_first_line(error)}")
+        kind = CommunicationTimeout if failure.timed_out else CommunicationError
+        return functools.partial(kind, f"{text}. {self.backend} said: {failure.said}")
 
     def close(self) -> None:
         """Fail what is under way, let the threads end, and give the groups back."""
@@ -226,43 +256,57 @@ class _Life:
         if self.host.active or not all(work.done() for work in list(self.under_way)):
             with self._failing:
                 if self._failed is None:
-                    self._failed = CommunicationError(f"rank {self.rank} has given up")
+                    text = f"rank {self.rank} has given up"
+                    self._failed = functools.partial(CommunicationError, text)
             self._hang_up()
         current = threading.current_thread()
         for thread in self.host.active:
             if thread is not current:
                 thread.join(self._farewell_seconds)
+        for work in list(self.under_way):
+            work.abandon()
+        self.under_way.clear()
         for lines in self._lines:
             groups.close(lines.group)
             lines.group = lines.messages = None
         self._lines.clear()
-        self.under_way.clear()
         self._health.close()
 
 
+@dataclass(frozen=True)
+class _Failure:
+    """An operation that failed, after how long, and the first line of what the backend said."""
+
+    what: str
+    seconds: float
+    timed_out: bool
+    said: str
+
+
 class _BackgroundError(UnexplainedError):
-    def __init__(self, life: _Life, what: str, started: float, error: RuntimeError) -> None:
-        super().__init__(f"{what} failed: {_first_line(error)}")
-        self._origin = (life, what, started, error)
+    def __init__(self, life: _Life, failure: _Failure) -> None:
+        super().__init__(f"{failure.what} failed: {failure.said}")
+        self._life, self._failure = life, failure
 
     @override
     def explain(self) -> CommunicationError:
-        life, what, started, error = self._origin
-        return life.failure(what, started, error)
+        return self._life.explain(self._failure)
 
 
 class _Work(Handle[Any]):
     def __init__(
         self,
         life: _Life,
-        work: dist.Work | None,
+        work: dist.Work,
         result: Any,
         what: str,
         started: float,
         patient: bool,
     ) -> None:
-        self._life, self._work, self._result = life, work, result
+        self._life, self._result = life, result
+        self._work: dist.Work | None = work
         self._what, self._started, self._patient = what, started, patient
+        self._ended = False
         life.under_way.add(self)
 
     @override
@@ -271,20 +315,28 @@ class _Work(Handle[Any]):
 
     @override
     def wait(self) -> Any:
-        if self._work is not None:
-            try:
-                self._work.wait(*([_FOREVER] if self._patient else []))
-            except RuntimeError as error:
-                raise self._life.failure(self._what, self._started, error) from None
-            self._work = None
-            self._life.under_way.discard(self)
+        if self._ended:
+            return self._result
+        if self._work is None:
+            raise self._life.why_closed(self._what)
+        try:
+            self._work.wait(*([_FOREVER] if self._patient else []))
+        except RuntimeError as error:
+            failure = self._life.failure(self._what, self._started, error, patient=self._patient)
+            raise failure from None
+        self._work, self._ended = None, True
+        self._life.under_way.discard(self)
         return self._result
+
+    def abandon(self) -> None:
+        """Let go of the backend, which would live on with whoever holds this handle."""
+        self._work = None
 
 
 class _Fulfilment(Handle[Any]):
-    def __init__(self, fabric: TorchCommunicator, operation: Await[Any]) -> None:
+    def __init__(self, life: _Life, operation: Await[Any]) -> None:
         assert isinstance(operation.promise, ThreadPromise)
-        self._life, self._promise = fabric._life, operation.promise
+        self._life, self._promise = life, operation.promise
         self._what, self._started = operation.what, time.perf_counter()
 
     @override
@@ -293,6 +345,8 @@ class _Fulfilment(Handle[Any]):
 
     @override
     def wait(self) -> Any:
+        if self._life.closed and not self._promise.fulfilled:
+            raise self._life.why_closed(self._what)
         if not self._promise.wait(self._life.timeout_seconds):
             raise self._life.failure(self._what, self._started, RuntimeError("no answer"))
         return self._promise.result

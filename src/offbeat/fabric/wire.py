@@ -8,7 +8,8 @@ same bytes. What rounding took away is kept, on both stages, and added the next 
 The second stage starts as soon as somebody asks (``done``, ``wait``, the next ``sum``) and finds
 the first one ended, at the latest before the worker blocks in any operation. It runs on a twin of
 the communicator, in the order in which the first stages were started, so that the order is the
-same on all workers whenever each of them asks.
+same on all workers whenever each of them asks. All wires of a team keep one such order: a worker
+that waited for one of a later sum would hold up the others in an earlier one.
 """
 
 from collections import deque
@@ -20,6 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from offbeat.arguments import require_choice
+from offbeat.fabric.accounting import Account
 from offbeat.fabric.codec import BLOCK, CODECS, Codec
 from offbeat.fabric.communicator import Communicator, Wrapper
 from offbeat.fabric.handle import Completed, Handle
@@ -92,6 +94,49 @@ class _Sum(Handle[Tensor]):
         return self.result
 
 
+class _Stages:
+    """The sums of all wires of one account whose first stage is started and whose second is not."""
+
+    def __init__(self) -> None:
+        self.queue: deque[_Sum] = deque()
+        self._waiting = False  # inside a wait of its own
+
+    @classmethod
+    def of(cls, account: Account) -> "_Stages":
+        """Those of ``account``, which tells them before the worker may block."""
+        for callback in account.before_waiting:
+            if isinstance(callback, cls):
+                return callback
+        account.before_waiting.append(stages := cls())
+        return stages
+
+    def advance(self) -> None:
+        """Start the second stage of every sum whose first one has ended. Never blocks."""
+        while self.queue and self.queue[0].first.done():
+            self._start()
+
+    def __call__(self, handle: Handle[Any]) -> None:
+        """The worker may be about to block: others need its second stages to come that far."""
+        if self.queue and not self._waiting and not handle.done():
+            self.wait_for(None)
+
+    def wait_for(self, one: _Sum | None) -> list[Tensor]:
+        """The second stage's result; with None only start those that are due."""
+        self._waiting = True
+        try:
+            while self.queue and (one is None or one.second is None):
+                self.queue[0].first.wait()
+                self._start()
+            self.advance()
+            return [] if one is None or one.second is None else one.second.wait()
+        finally:
+            self._waiting = False
+
+    def _start(self) -> None:
+        head = self.queue.popleft()
+        head.wire.start_second(head)
+
+
 class Wire:
     """Sums over the workers, at the precision chosen for the wire.
 
@@ -106,12 +151,10 @@ class Wire:
         require_precision(precision)
         self._team, self.precision = team, precision
         self._streams: dict[str, _Stream] = {}
-        self._queue: deque[_Sum] = deque()  # first stage started, second stage not
-        self._waiting = False  # inside a wait of its own
+        self._stages = _Stages.of(team.account)
         if not self.exact:
             self._codec: Codec = CODECS[precision]()
             self._twin = team.fabric.twin()
-            team.account.before_waiting.append(self._before_waiting)
 
     @property
     def exact(self) -> bool:
@@ -166,7 +209,7 @@ class Wire:
         self._team.account.sent(chunk_bytes)  # of the second stage, which starts at any time
         first = self._team.fabric.exchange(payload, what=what)
         one = _Sum(self, state, tensor, first, contribute, tentative, what)
-        self._queue.append(one)
+        self._stages.queue.append(one)
         return one
 
     def take_back(self, stream: str) -> None:
@@ -199,35 +242,16 @@ class Wire:
 
     def advance(self) -> None:
         """Start the second stage of every sum whose first one has ended. Never blocks."""
-        while self._queue and self._queue[0].first.done():
-            self._start_second(self._queue.popleft())
-
-    def _before_waiting(self, handle: Handle[Any]) -> None:
-        """The worker may be about to block: others need its second stages to come that far."""
-        if self._queue and not self._waiting and not handle.done():
-            self._wait_for(None)
+        self._stages.advance()
 
     def end(self, one: _Sum) -> None:
         """Wait for a sum of this wire and decode it."""
-        parts = self._wait_for(one)
+        parts = self._stages.wait_for(one)
         chunk_elements = one.stream.summed.numel()
         for part, chunk in zip(parts, one.result.split(chunk_elements), strict=False):
             self._codec.decode(part, chunk)
 
-    def _wait_for(self, one: _Sum | None) -> list[Tensor]:
-        """The second stage's result; with None only start those that are due."""
-        self._waiting = True
-        try:
-            while self._queue and (one is None or one.second is None):
-                head = self._queue[0]
-                head.first.wait()
-                self._start_second(self._queue.popleft())
-            self.advance()
-            return [] if one is None or one.second is None else one.second.wait()
-        finally:
-            self._waiting = False
-
-    def _start_second(self, one: _Sum) -> None:
+    def start_second(self, one: _Sum) -> None:
         """Add up this worker's chunk of a sum and send it to all."""
         received, errors = one.first.wait(), one.stream.summed
         one.first = Completed(one.result)  # frees the payloads
@@ -247,7 +271,7 @@ class Wire:
 
     def state_dict(self) -> dict[str, Any]:
         """The errors not yet fed back, by stream. No sum may be under way."""
-        assert not self._queue, "a sum is under way"
+        assert all(one.wire is not self for one in self._stages.queue), "a sum is under way"
         return {
             name: {"sent": one.sent.clone(), "summed": one.summed.clone()}
             for name, one in self._streams.items()
@@ -272,15 +296,23 @@ class ControlOnly(Wrapper):
 
     def __init__(self, inner: Communicator, precision: Precision) -> None:
         super().__init__(inner)
-        self._precision = precision
+        self._precision: Precision = precision
+
+    @override
+    def twin(self) -> Communicator:
+        return ControlOnly(self.inner.twin(), self._precision)
 
     @override
     def start(self, operation: Operation[T]) -> Handle[T]:
-        tensor = getattr(operation, "tensor", None)
-        if tensor is not None and tensor.is_floating_point() and tensor.numel() > self.MOST:
+        tensor: Tensor | None = getattr(operation, "tensor", None)
+        if tensor is not None and tensor.numel() > self.MOST and _holds_reals(tensor):
             raise ValueError(
                 f"{operation.what}: {tensor.numel()} numbers sent past wire={self._precision!r}. "
                 "In a strategy use worker.average(), worker.gradient_mean() or worker.sum(), which "
                 'honour the wire, or declare averages = "nothing", which refuses it'
             )
         return self.inner.start(operation)
+
+
+def _holds_reals(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

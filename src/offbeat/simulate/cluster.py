@@ -97,7 +97,8 @@ class SimulatedCluster:
         """Let ``seconds`` pass for a worker that polls in a loop; it counts as waiting."""
         start = self.workers.kernel.now
         self.workers.sleep(seconds, f"polling {what}")
-        self.spans.append(Span(rank, "wait", start, self.workers.kernel.now, what))
+        if not self.workers.current.background:
+            self.spans.append(Span(rank, "wait", start, self.workers.kernel.now, what))
 
     def join(
         self,

@@ -1,4 +1,4 @@
-"""Quantised sums: bounds computed here, error feedback, and the order of the second stages."""
+"""Quantised sums: bounds, error feedback, and the order of the second stages."""
 
 import math
 import random
@@ -8,155 +8,34 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 import offbeat
-from offbeat.fabric import Accounting, Communicator, SingleCommunicator, TorchCommunicator, Wire
-from offbeat.fabric.codec import BLOCK, CODECS
-from workers import run
+from fabric import communicators
+from fabric.rounding import largest, most, values
+from offbeat.fabric import Communicator, SingleCommunicator, Team, Wire
+from offbeat.fabric.codec import BLOCK
+from offbeat.fabric.wire import ControlOnly
 
-Function = Callable[[Wire, Accounting], Any]
+Function = Callable[[Wire, Team], Any]
 both = pytest.mark.parametrize("precision", ["bfloat16", "int8"])
 SIZE = 3
 
 
-def _on_gloo(rank: int, size: int, function: Function, precision: Any) -> Any:
-    fabric = Accounting(TorchCommunicator(None, timeout_seconds=20))
-    result = function(Wire(fabric, precision), fabric)
-    dist.barrier()  # who leaves early would end connections that others are still making
-    return result
+def gloo(function: Function, precision: Any) -> list[Any]:
+    return communicators.gloo(lambda fabric: _on_wire(function, fabric, precision))
 
 
-def gloo(function: Function, precision: str) -> list[Any]:
-    return run(_on_gloo, function, precision, workers=SIZE)
+def simulated(function: Function, precision: Any) -> list[Any]:
+    return communicators.simulated(lambda fabric: _on_wire(function, fabric, precision))
 
 
-def simulated(function: Function, precision: str) -> list[Any]:
-    def work() -> Any:
-        fabric = Accounting(dist.group.WORLD.make_communicator())  # type: ignore[union-attr]
-        return function(Wire(fabric, precision), fabric)  # type: ignore[arg-type]
-
-    return offbeat.simulate(work, workers=SIZE, network=offbeat.Network("100Mbit/s")).results
+def _on_wire(function: Function, fabric: Communicator, precision: Any) -> Any:
+    team = Team(fabric)
+    return function(Wire(team, precision), team)
 
 
 every_world = pytest.mark.parametrize("world", [gloo, simulated], ids=["gloo", "simulated"])
-
-
-def values(seed: int, elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normal numbers whose size changes from place to place by many orders of magnitude."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(elements, generator=generator, dtype=torch.float64)
-    return (x * torch.logspace(-6, 3, elements, dtype=torch.float64)).to(dtype)
-
-
-def largest(x: Tensor) -> Tensor:
-    """The largest absolute value of each block, for each element."""
-    blocks = [part.abs().max().expand(part.numel()) for part in x.double().split(BLOCK)]
-    return torch.cat(blocks)
-
-
-def most(x: Tensor, precision: str) -> Tensor:
-    """The largest error that rounding ``x`` may make, for each element."""
-    if precision == "bfloat16":
-        return x.double().abs() * 2**-8 + 1e-38
-    return largest(x) / 254 * (1 + 1e-4) + 1e-28
-
-
-def round_trip(x: Tensor, precision: str) -> tuple[Tensor, Tensor]:
-    """What ``x`` decodes to, and the error that the codec reports."""
-    codec = CODECS[precision]()
-    blocks = -(-x.numel() // BLOCK)
-    errors = torch.zeros(blocks * BLOCK)
-    payload = torch.full((blocks * codec.block_bytes,), 7, dtype=torch.uint8)
-    codec.encode(errors, payload, plus=x)
-    out = torch.empty_like(x)
-    codec.decode(payload, out)
-    total = torch.ones(blocks * BLOCK)
-    codec.add(payload, total)
-    torch.testing.assert_close(total[: x.numel()], 1 + out.float(), equal_nan=True)
-    return out, errors[: x.numel()]
-
-
-# -- codecs ---------------------------------------------------------------------------------------
-
-
-@both
-@given(
-    elements=st.integers(1, 4 * BLOCK + 1),
-    seed=st.integers(0, 10**6),
-    scale=st.sampled_from([1e-20, 1e-3, 1.0, 1e10]),
-    dtype=st.sampled_from([torch.float32, torch.float64]),
-)
-@settings(deadline=None, max_examples=60)
-def test_the_error_is_bounded(
-    precision: str, elements: int, seed: int, scale: float, dtype: torch.dtype
-) -> None:
-    """|x − decode(encode(x))| ≤ largest of the block / 254 (int8); x = decoded + error."""
-    x = values(seed, elements, dtype) * scale
-    decoded, errors = round_trip(x, precision)
-    assert decoded.dtype == dtype
-    assert ((decoded.double() - x.double()).abs() <= most(x, precision)).all()
-    torch.testing.assert_close(
-        decoded.double() + errors, x.double(), rtol=2e-7, atol=1e-6 * float(x.abs().max())
-    )
-
-
-@both
-def test_many_pieces_and_odd_ends(precision: str) -> None:
-    """A tensor longer than what is worked on at a time, which ends inside of a block."""
-    x = values(0, 1300 * BLOCK + 17)
-    decoded, _ = round_trip(x, precision)
-    assert ((decoded.double() - x.double()).abs() <= most(x, precision)).all()
-
-
-@both
-def test_zeros_are_exact_and_tiny_blocks_are_kept_for_later(precision: str) -> None:
-    x = torch.zeros(2 * BLOCK + 5)
-    x[BLOCK + 3] = 1e-35
-    decoded, errors = round_trip(x, precision)
-    assert not decoded[:BLOCK].any()
-    assert not decoded[BLOCK + 4 :].any()
-    assert torch.equal(decoded + errors, x)
-
-
-def test_int8_keeps_what_it_can_represent() -> None:
-    """Multiples of the scale are exact, and rounding is to the nearest."""
-    x = torch.arange(-127.0, 128.0) / 4
-    decoded, errors = round_trip(x, "int8")
-    assert torch.equal(decoded, x)
-    assert not errors.any()
-    decoded, _ = round_trip(torch.tensor([127.0, 2.4, 2.6, -2.4, -2.6]), "int8")
-    assert decoded.tolist() == [127.0, 2.0, 3.0, -2.0, -3.0]
-
-
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, 1e300])
-def test_a_block_that_is_not_finite_decodes_to_nan(bad: float) -> None:
-    """int8: the whole block, never garbage, and nothing else; its error is forgotten."""
-    x = values(1, 3 * BLOCK, torch.float64)
-    x[BLOCK + 9] = bad
-    decoded, errors = round_trip(x, "int8")
-    assert decoded[BLOCK : 2 * BLOCK].isnan().all()
-    assert decoded[:BLOCK].isfinite().all()
-    assert decoded[2 * BLOCK :].isfinite().all()
-    assert errors.isfinite().all()
-    assert not errors[BLOCK : 2 * BLOCK].any()
-
-
-def test_bfloat16_keeps_what_is_not_finite() -> None:
-    """Each number by itself; what overflows becomes infinite; no error is poisoned."""
-    x = torch.tensor([math.inf, -math.inf, math.nan, 3.4e38, 1.0])
-    decoded, errors = round_trip(x, "bfloat16")
-    assert decoded[:2].tolist() == [math.inf, -math.inf]
-    assert decoded[2].isnan()
-    assert decoded[3:].tolist() == [math.inf, 1.0]
-    assert not errors.any()
-
-
-def test_bytes_of_a_block() -> None:
-    assert CODECS["int8"].block_bytes == BLOCK + 4
-    assert CODECS["bfloat16"].block_bytes == 2 * BLOCK
 
 
 # -- sums -----------------------------------------------------------------------------------------
@@ -164,10 +43,10 @@ def test_bytes_of_a_block() -> None:
 ELEMENTS = 10_007
 
 
-def quantised(wire: Wire, fabric: Accounting) -> Any:
+def quantised(wire: Wire, team: Team) -> Any:
     results = []
     for dtype in (torch.float32, torch.float64):
-        x = values(fabric.rank, ELEMENTS, dtype)
+        x = values(team.rank, ELEMENTS, dtype)
         handle = wire.sum(x, stream=str(dtype), what="test")
         result = handle.wait()
         results.append(result)
@@ -193,8 +72,8 @@ def test_a_sum_is_within_its_bound_and_the_same_bits_everywhere(precision: str) 
         assert not torch.equal(on_gloo[0][index].double(), exact)
 
 
-def repeated(wire: Wire, fabric: Accounting) -> Any:
-    x = values(fabric.rank, 4000)
+def repeated(wire: Wire, team: Team) -> Any:
+    x = values(team.rank, 4000)
     fed = fresh = torch.zeros(4000, dtype=torch.float64)
     for i in range(64):
         fed = fed + wire.sum(x.clone(), stream="a", what="test").wait()
@@ -222,9 +101,9 @@ def test_error_feedback_loses_nothing(precision: str) -> None:
         assert (fresh / 64 - exact).norm() > 10 * (fed / 64 - exact).norm()
 
 
-def weighted(wire: Wire, fabric: Accounting) -> Any:
+def weighted(wire: Wire, team: Team) -> Any:
     def total(*contributors: int) -> Tensor:
-        x, contribute = values(fabric.rank, 4000), fabric.rank in contributors
+        x, contribute = values(team.rank, 4000), team.rank in contributors
         return wire.sum(x, stream="a", what="test", contribute=contribute).wait()
 
     total(0, 1, 2)
@@ -253,10 +132,10 @@ def test_who_does_not_contribute_keeps_its_errors(precision: str) -> None:
         assert ((some - exact - kept).abs() <= bound).all()
 
 
-def tentative(wire: Wire, fabric: Accounting) -> Any:
+def tentative(wire: Wire, team: Team) -> Any:
     seen = []
     for i in range(4):
-        x = values(10 * i + fabric.rank, 4000)
+        x = values(10 * i + team.rank, 4000)
         wrong = wire.sum(values(99, 4000), stream="a", what="test", tentative=True)
         wrong.wait()
         wire.take_back("a")
@@ -274,12 +153,12 @@ def test_a_tentative_sum_can_be_taken_back(precision: str) -> None:
     assert len(simulated(tentative, precision)) == SIZE
 
 
-def poisoned(wire: Wire, fabric: Accounting) -> Any:
-    x = values(fabric.rank, ELEMENTS)
-    if fabric.rank == 1:
+def poisoned(wire: Wire, team: Team) -> Any:
+    x = values(team.rank, ELEMENTS)
+    if team.rank == 1:
         x[600], x[9000] = math.nan, math.inf
     bad = wire.sum(x, stream="a", what="test").wait()
-    good = wire.sum(values(fabric.rank, ELEMENTS), stream="a", what="test").wait()
+    good = wire.sum(values(team.rank, ELEMENTS), stream="a", what="test").wait()
     return bad, good
 
 
@@ -299,19 +178,19 @@ def test_what_is_not_finite_is_seen_by_all_and_gone_next_time(world: Any, precis
 LENGTHS = [5000, 700, 3000, 10, 9000, 2000, 4001]  # the fourth one goes as it is
 
 
-def in_any_order(wire: Wire, fabric: Accounting) -> Any:
+def in_any_order(wire: Wire, team: Team) -> Any:
     """Every worker asks and waits at other moments, in another order, between other operations."""
-    moments = random.Random(fabric.rank)
+    moments = random.Random(team.rank)
     results = []
     for repetition in range(3):
         handles = []
         for i, length in enumerate(LENGTHS):
-            x = values(100 * repetition + 10 * i + fabric.rank, length)
+            x = values(100 * repetition + 10 * i + team.rank, length)
             handles.append(wire.sum(x, stream=str(i), what=f"sum {i}"))
             for _ in range(moments.randrange(4)):
                 moments.choice(handles).done()
             if i == 4:
-                assert fabric.any(fabric.rank == 1, what="test").wait()
+                assert team.fabric.sum(torch.ones(1), what="test").wait().item() == team.size
         order = list(range(len(LENGTHS)))
         moments.shuffle(order)
         totals = {i: handles[i].wait() for i in order}
@@ -319,11 +198,11 @@ def in_any_order(wire: Wire, fabric: Accounting) -> Any:
     return results
 
 
-def in_order(wire: Wire, fabric: Accounting) -> Any:
+def in_order(wire: Wire, team: Team) -> Any:
     return [
         [
             wire.sum(
-                values(100 * repetition + 10 * i + fabric.rank, length), stream=str(i), what="test"
+                values(100 * repetition + 10 * i + team.rank, length), stream=str(i), what="test"
             ).wait()
             for i, length in enumerate(LENGTHS)
         ]
@@ -342,19 +221,19 @@ def test_the_moments_of_asking_do_not_matter(world: Any) -> None:
                     assert torch.equal(a, b)
 
 
-def ask_early(wire: Wire, fabric: Accounting) -> bool:
+def ask_early(wire: Wire, team: Team) -> bool:
     tensor = torch.zeros(1)
-    if fabric.rank == 0:
+    if team.rank == 0:
         handle = wire.sum(torch.ones(4000), stream="a", what="test")
         early = handle.done()
-        for other in range(1, fabric.size):  # only now let the others start
-            fabric.send(tensor, destination=other, tag=5, what="go").wait()
+        for other in range(1, team.size):  # only now let the others start
+            team.fabric.send(tensor, destination=other, tag=5, what="go").wait()
     else:
-        fabric.receive(tensor, source=0, tag=5, what="go").wait()
+        team.fabric.receive(tensor, source=0, tag=5, what="go").wait()
         handle, early = wire.sum(torch.ones(4000), stream="a", what="test"), False
     while not handle.done():
         pass  # asking alone brings it to its end
-    return not early and bool((handle.wait() == fabric.size).all())
+    return not early and bool((handle.wait() == team.size).all())
 
 
 @every_world
@@ -362,13 +241,13 @@ def test_done_never_blocks_and_drives_both_stages(world: Any) -> None:
     assert all(world(ask_early, "int8"))
 
 
-def blocked_elsewhere(wire: Wire, fabric: Accounting) -> float:
+def blocked_elsewhere(wire: Wire, team: Team) -> float:
     handle = wire.sum(torch.ones(4000), stream="a", what="test")
-    if fabric.rank == 0:  # the others are in any() already, and have not asked for the sum
+    if team.rank == 0:  # the others are in the maximum already, and have not asked for the sum
         total = handle.wait()
-        fabric.any(True, what="test").wait()
+        team.fabric.maximum(torch.ones(1), what="test").wait()
     else:
-        fabric.any(True, what="test").wait()
+        team.fabric.maximum(torch.ones(1), what="test").wait()
         total = handle.wait()
     return float(total[0])
 
@@ -379,23 +258,90 @@ def test_who_waits_for_something_else_does_not_hold_up_a_sum(world: Any) -> None
     assert world(blocked_elsewhere, "int8") == [SIZE] * SIZE
 
 
+# -- several wires --------------------------------------------------------------------------------
+
+
+def on_two_wires(wire: Wire, team: Team) -> Any:
+    """Sums of two wires of one team, of which each worker waits for another one first."""
+    other = Wire(team, "bfloat16")
+    moments, totals = random.Random(team.rank), []
+    for _ in range(4):
+        handles = []
+        for i, one in enumerate((wire, other, other, wire)):
+            x = torch.full((4000,), float(2**i))
+            handles.append(one.sum(x, stream=str(i), what=f"sum {i}"))
+            if moments.random() < 0.5:
+                moments.choice(handles).wait()
+        totals.append([handle.wait().unique().tolist() for handle in handles])
+    return totals
+
+
+@every_world
+def test_wires_of_one_team_do_not_wait_for_each_other(world: Any) -> None:
+    """Second stages of both come in one order, whichever sum each worker waits for first."""
+    for totals in world(on_two_wires, "int8"):
+        assert totals == [[[SIZE * 2.0**i] for i in range(4)]] * 4
+
+
+def blocked_with_two_wires(wire: Wire, team: Team) -> Any:
+    other, handles = Wire(team, "bfloat16"), []
+    if team.rank == 0:
+        handles = [one.sum(torch.ones(4000), stream="a", what="a sum") for one in (wire, other)]
+        return [handle.wait()[0].item() for handle in handles]
+    first = wire.sum(torch.ones(4000), stream="a", what="a sum").wait()
+    return [first[0].item(), other.sum(torch.ones(4000), stream="a", what="a sum").wait()[0].item()]
+
+
+@every_world
+def test_a_sum_is_not_held_up_by_a_later_one_of_another_wire(world: Any) -> None:
+    """Rank 0 has started both when it waits; the others wait for the first before they start."""
+    assert world(blocked_with_two_wires, "int8") == [[SIZE, SIZE]] * SIZE
+
+
+def blocked_elsewhere_with_two_wires(wire: Wire, team: Team) -> Any:
+    other = Wire(team, "bfloat16")
+    handles = [one.sum(torch.ones(4000), stream="a", what="a sum") for one in (wire, other)]
+    if team.rank == 0:
+        totals = [handle.wait()[0].item() for handle in handles]
+    team.fabric.maximum(torch.ones(1), what="something else").wait()
+    return totals if team.rank == 0 else [handle.wait()[0].item() for handle in handles]
+
+
+@every_world
+def test_who_waits_for_something_else_starts_the_second_stages_of_all_wires(world: Any) -> None:
+    """The account tells every wire before the worker blocks, not the first or the last alone."""
+    assert world(blocked_elsewhere_with_two_wires, "int8") == [[SIZE, SIZE]] * SIZE
+
+
+def test_two_wires_count_their_bytes_on_one_account() -> None:
+    """Each its own payload: 516 and 1024 bytes a block of 512."""
+
+    def work(wire: Wire, team: Team) -> int:
+        other = Wire(team, "bfloat16")
+        for one in (wire, other):
+            one.sum(torch.ones(3 * BLOCK), stream="a", what="test").wait()
+        return team.account.payload_bytes
+
+    assert simulated(work, "int8") == [4 * 516 + 4 * 1024] * SIZE
+
+
 # -- what it costs --------------------------------------------------------------------------------
 
 
-def cost(wire: Wire, fabric: Accounting) -> list[int]:
+def cost(wire: Wire, team: Team) -> list[int]:
     counts = []
     for elements in (3 * 40 * BLOCK, 3 * BLOCK, 100):
-        before = fabric.payload_bytes
+        before = team.account.payload_bytes
         handle = wire.sum(torch.ones(elements), stream=str(elements), what="test")
-        at_once = fabric.payload_bytes - before
+        at_once = team.account.payload_bytes - before
         handle.wait()
-        assert fabric.payload_bytes - before == at_once
+        assert team.account.payload_bytes - before == at_once
         counts.append(at_once)
-    with fabric.paused():
+    with team.account.paused():
         handle = wire.sum(torch.ones(4000), stream="paused", what="test")
-    before = fabric.payload_bytes
+    before = team.account.payload_bytes
     handle.wait()
-    assert fabric.payload_bytes == before
+    assert team.account.payload_bytes == before
     return counts
 
 
@@ -410,8 +356,8 @@ def test_the_simulated_link_carries_a_quarter() -> None:
 
     def work(precision: Any) -> Callable[[], None]:
         def one() -> None:
-            fabric = dist.group.WORLD.make_communicator()  # type: ignore[union-attr]
-            Wire(fabric, precision).sum(torch.ones(300_000), stream="a", what="test").wait()
+            team = Team(dist.group.WORLD.make_communicator(20.0))
+            Wire(team, precision).sum(torch.ones(300_000), stream="a", what="test").wait()
 
         return one
 
@@ -425,7 +371,7 @@ def test_the_simulated_link_carries_a_quarter() -> None:
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
 def test_a_lone_worker_loses_nothing(precision: Any) -> None:
-    wire = Wire(SingleCommunicator(), precision)
+    wire = Wire(Team(SingleCommunicator()), precision)
     x = values(0, 4000)
     handle = wire.sum(x.clone(), stream="a", what="test")
     assert wire.exact
@@ -435,9 +381,9 @@ def test_a_lone_worker_loses_nothing(precision: Any) -> None:
 
 
 def test_float32_is_the_communicators_sum() -> None:
-    def work(wire: Wire, fabric: Communicator) -> Any:
-        x = values(fabric.rank, 4000)
-        quiet = wire.sum(x.clone(), stream="a", what="test", contribute=fabric.rank > 0).wait()
+    def work(wire: Wire, team: Team) -> Any:
+        x = values(team.rank, 4000)
+        quiet = wire.sum(x.clone(), stream="a", what="test", contribute=team.rank > 0).wait()
         return wire.sum(x, stream="a", what="test").wait(), quiet, wire.state_dict()
 
     for total, without, state in simulated(work, "float32"):
@@ -450,7 +396,7 @@ def test_float32_is_the_communicators_sum() -> None:
 
 
 def test_a_stream_is_of_one_size() -> None:
-    def work(wire: Wire, fabric: Communicator) -> str:
+    def work(wire: Wire, team: Team) -> str:
         wire.sum(torch.ones(4000), stream="a", what="test").wait()
         try:
             wire.sum(torch.ones(9000), stream="a", what="test")
@@ -466,4 +412,50 @@ def test_a_stream_is_of_one_size() -> None:
 def test_unknown_precisions_are_refused() -> None:
     message = 'wire must be "float32", "bfloat16" or "int8", got \'int4\''
     with pytest.raises(ValueError, match=message):
-        Wire(SingleCommunicator(), "int4")  # type: ignore[arg-type]
+        Wire(Team(SingleCommunicator()), "int4")
+
+
+# -- past the wire --------------------------------------------------------------------------------
+
+
+OPERATIONS: dict[str, Callable[[Communicator, Tensor], Any]] = {
+    "sum": lambda fabric, x: fabric.sum(x, what="my own mean"),
+    "maximum": lambda fabric, x: fabric.maximum(x, what="my own mean"),
+    "gather": lambda fabric, x: fabric.gather(x, what="my own mean"),
+    "broadcast": lambda fabric, x: fabric.broadcast(x, what="my own mean"),
+    "exchange": lambda fabric, x: fabric.exchange(x, what="my own mean"),
+    "of a twin": lambda fabric, x: fabric.twin().sum(x, what="my own mean"),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_models_are_not_sent_past_a_lossy_wire(name: str) -> None:
+    """Pitfall 31: more numbers than decisions have are refused, in every operation and dtype."""
+    fabric = ControlOnly(SingleCommunicator(), "int8")
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
+        with pytest.raises(ValueError, match=r"my own mean: 2049 numbers sent past wire='int8'"):
+            OPERATIONS[name](fabric, torch.zeros(2049, dtype=dtype))
+
+
+@pytest.mark.parametrize("name", ["send", "receive"])
+def test_models_are_not_sent_past_a_lossy_wire_in_messages(name: str) -> None:
+    fabric = ControlOnly(SingleCommunicator(), "bfloat16")
+    at = {"destination": 1} if name == "send" else {"source": 1}
+    with pytest.raises(ValueError, match="past wire='bfloat16'"):
+        getattr(fabric, name)(torch.zeros(2049), what="my own mean", **at)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_decisions_pass_a_lossy_wire(name: str) -> None:
+    """A few numbers, and integers and bytes in any number; promises, too."""
+    fabric = ControlOnly(SingleCommunicator(), "int8")
+    for tensor in (
+        torch.ones(2048),
+        torch.ones(10**5, dtype=torch.int64),
+        torch.ones(10**5, dtype=torch.uint8),
+    ):
+        result = OPERATIONS[name](fabric, tensor).wait()
+        assert torch.equal(result[0] if name == "gather" else result, tensor)
+    promise = fabric.host.promise()
+    promise.fulfil(3)
+    assert fabric.fulfilment(promise, what="test").wait() == 3

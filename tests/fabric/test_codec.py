@@ -1,0 +1,106 @@
+"""What each codec rounds to: bounds computed by themselves, extremes, and numbers that are none."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fabric.rounding import most, values
+from offbeat.fabric.codec import BLOCK, CODECS
+
+both = pytest.mark.parametrize("precision", ["bfloat16", "int8"])
+
+
+def round_trip(x: Tensor, precision: str) -> tuple[Tensor, Tensor]:
+    """What ``x`` decodes to, and the error that the codec reports."""
+    codec = CODECS[precision]()
+    blocks = -(-x.numel() // BLOCK)
+    errors = torch.zeros(blocks * BLOCK)
+    payload = torch.full((blocks * codec.block_bytes,), 7, dtype=torch.uint8)
+    codec.encode(errors, payload, plus=x)
+    out = torch.empty_like(x)
+    codec.decode(payload, out)
+    total = torch.ones(blocks * BLOCK)
+    codec.add(payload, total)
+    torch.testing.assert_close(total[: x.numel()], 1 + out.float(), equal_nan=True)
+    return out, errors[: x.numel()]
+
+
+@both
+@given(
+    elements=st.integers(1, 4 * BLOCK + 1),
+    seed=st.integers(0, 10**6),
+    scale=st.sampled_from([1e-20, 1e-3, 1.0, 1e10]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+@settings(deadline=None, max_examples=60)
+def test_the_error_is_bounded(
+    precision: str, elements: int, seed: int, scale: float, dtype: torch.dtype
+) -> None:
+    """|x − decode(encode(x))| ≤ largest of the block / 254 (int8); x = decoded + error."""
+    x = values(seed, elements, dtype) * scale
+    decoded, errors = round_trip(x, precision)
+    assert decoded.dtype == dtype
+    assert ((decoded.double() - x.double()).abs() <= most(x, precision)).all()
+    torch.testing.assert_close(
+        decoded.double() + errors, x.double(), rtol=2e-7, atol=1e-6 * float(x.abs().max())
+    )
+
+
+@both
+def test_many_pieces_and_odd_ends(precision: str) -> None:
+    """A tensor longer than what is worked on at a time, which ends inside of a block."""
+    x = values(0, 1300 * BLOCK + 17)
+    decoded, _ = round_trip(x, precision)
+    assert ((decoded.double() - x.double()).abs() <= most(x, precision)).all()
+
+
+@both
+def test_zeros_are_exact_and_tiny_blocks_are_kept_for_later(precision: str) -> None:
+    x = torch.zeros(2 * BLOCK + 5)
+    x[BLOCK + 3] = 1e-35
+    decoded, errors = round_trip(x, precision)
+    assert not decoded[:BLOCK].any()
+    assert not decoded[BLOCK + 4 :].any()
+    assert torch.equal(decoded + errors, x)
+
+
+def test_int8_keeps_what_it_can_represent() -> None:
+    """Multiples of the scale are exact, and rounding is to the nearest."""
+    x = torch.arange(-127.0, 128.0) / 4
+    decoded, errors = round_trip(x, "int8")
+    assert torch.equal(decoded, x)
+    assert not errors.any()
+    decoded, _ = round_trip(torch.tensor([127.0, 2.4, 2.6, -2.4, -2.6]), "int8")
+    assert decoded.tolist() == [127.0, 2.0, 3.0, -2.0, -3.0]
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, 1e300])
+def test_a_block_that_is_not_finite_decodes_to_nan(bad: float) -> None:
+    """int8: the whole block, never garbage, and nothing else; its error is forgotten."""
+    x = values(1, 3 * BLOCK, torch.float64)
+    x[BLOCK + 9] = bad
+    decoded, errors = round_trip(x, "int8")
+    assert decoded[BLOCK : 2 * BLOCK].isnan().all()
+    assert decoded[:BLOCK].isfinite().all()
+    assert decoded[2 * BLOCK :].isfinite().all()
+    assert errors.isfinite().all()
+    assert not errors[BLOCK : 2 * BLOCK].any()
+
+
+def test_bfloat16_keeps_what_is_not_finite() -> None:
+    """Each number by itself; what overflows becomes infinite; no error is poisoned."""
+    x = torch.tensor([math.inf, -math.inf, math.nan, 3.4e38, 1.0])
+    decoded, errors = round_trip(x, "bfloat16")
+    assert decoded[:2].tolist() == [math.inf, -math.inf]
+    assert decoded[2].isnan()
+    assert decoded[3:].tolist() == [math.inf, 1.0]
+    assert not errors.any()
+
+
+def test_bytes_of_a_block() -> None:
+    assert CODECS["int8"].block_bytes == BLOCK + 4
+    assert CODECS["bfloat16"].block_bytes == 2 * BLOCK
