@@ -42,6 +42,22 @@ def make_batch(rank: int, step: int, samples: int = 4, dtype: torch.dtype = torc
     return x.to(dtype), y.to(dtype)
 
 
+def make_wide(seed: int, *, norm: bool = False) -> nn.Sequential:
+    """8,705 parameters, enough for quantising to pay with 3 workers, in small buckets too."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        layers: list[nn.Module] = [nn.Linear(4, 64), nn.Tanh()]
+        layers += [nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()]
+        if norm:
+            layers.append(nn.BatchNorm1d(64))
+        return nn.Sequential(*layers, nn.Linear(64, 1))
+
+
+def wide_loss(model: nn.Module, rank: int, step: int, samples: int = 8) -> Tensor:
+    """Of a model of ``make_wide`` on a batch of ``rank``."""
+    return loss_of(model, make_batch(rank, step, samples, torch.float32))
+
+
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
 

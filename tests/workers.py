@@ -6,6 +6,7 @@ initialised process group and returns their results in rank order.
 
 import faulthandler
 import os
+import signal
 import socket
 import tempfile
 import time
@@ -90,6 +91,9 @@ def run(
             for process in processes:
                 process.join(max(0.1, deadline - time.monotonic()))
             stuck = [rank for rank, process in enumerate(processes) if process.is_alive()]
+            for rank in stuck:  # faulthandler shows where
+                os.kill(processes[rank].pid or 0, signal.SIGABRT)
+                processes[rank].join(5)
         finally:
             for process in processes:
                 process.kill()

@@ -24,6 +24,11 @@ def run(function: Callable[..., Any], *args: Any, workers: int, seconds: float =
     """
     if world == "gloo":
         return real(function, *args, workers=workers, seconds=seconds)
+    return simulated(function, *args, workers=workers)
+
+
+def simulated(function: Callable[..., Any], *args: Any, workers: int) -> list[Any]:
+    """The same on simulated workers, whatever the world."""
 
     def worker() -> Any:
         return function(dist.get_rank(), dist.get_world_size(), *args)

@@ -59,9 +59,9 @@ def land(landings: Sequence[Landing], host: Host) -> None:
         for landing in landings:
             while slow and arrived and not landing.handle.done():
                 early = arrived.pop(0)
-                written.append(early)  # first: an interruption in the middle is undone, too
                 assert early.swap is not None
-                early.swap()
+                early.swap()  # undoes itself if it is interrupted
+                written.append(early)
             sums = landing.handle.wait()
             now = host.now()
             slow, before = sums.nbytes < (now - before) * _SLOW_BYTES_PER_SECOND, now

@@ -5,7 +5,7 @@ tensors are staged, and therefore summed, in float32. Parameters are never rebou
 copied into the storage that the optimizer holds.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -73,26 +73,36 @@ _PIECE = 2**16  # elements that are exchanged at a time: they stay in the cache
 def swap(flat: Tensor, tensors: Sequence[Tensor], divisor: float = 1.0) -> None:
     """Tensors ← flat / divisor as by ``unpack``, and flat ← what the tensors were.
 
-    ``unpack(flat, tensors)`` then brings that back.
+    ``unpack(flat, tensors)`` then brings that back. If it is interrupted (a Ctrl-C), the tensors
+    are what they were, and flat is of no use.
     """
+    kept: list[tuple[Tensor, Tensor]] = []  # what was overwritten, and where its value is now
     with torch.no_grad():
         scratch = flat.new_empty(min(_PIECE, flat.numel()))
-        offset = 0
-        for tensor in tensors:
-            target = as_real(tensor.detach())
-            part = flat[offset : offset + target.numel()]
-            offset += target.numel()
-            if not target.is_contiguous():
-                before = target.clone()
-                unpack(part, [target], divisor)
-                part.view(target.shape).copy_(before)
-                continue
-            target = target.view(-1)
-            for start in range(0, target.numel(), _PIECE):
-                new, own = part[start : start + _PIECE], target[start : start + _PIECE]
-                before = scratch[: own.numel()].copy_(own)
+        try:
+            for own, new in _pieces(flat, tensors):
+                fits = own.numel() <= scratch.numel()
+                before = scratch[: own.numel()].view(own.shape) if fits else torch.empty_like(new)
+                kept.append((own, before.copy_(own)))
                 torch.div(new, divisor, out=own)
-                new.copy_(before)
+                kept[-1] = (own, new.copy_(before))
+        except BaseException:
+            for own, value in kept:
+                own.copy_(value)
+            raise
+
+
+def _pieces(flat: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parts of the tensors, and the part of ``flat`` that stands for each."""
+    offset = 0
+    for tensor in tensors:
+        target = as_real(tensor.detach())
+        part = flat[offset : offset + target.numel()]
+        offset += target.numel()
+        if target.is_contiguous():
+            yield from zip(target.view(-1).split(_PIECE), part.split(_PIECE), strict=True)
+        else:
+            yield target, part.view(target.shape)
 
 
 class Bucket:

@@ -9,6 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from loops import bits
+from offbeat.means import replica
 from offbeat.means.replica import (
     BUCKET_BYTES,
     Bucket,
@@ -20,6 +22,7 @@ from offbeat.means.replica import (
     make_buckets,
     pack,
     staging_dtype,
+    swap,
     unpack,
 )
 
@@ -125,6 +128,85 @@ def test_a_mean_of_equal_models_is_the_model(tensors: list[Tensor], workers: flo
     for tensor, original in zip(tensors, originals, strict=True):
         tolerance = {torch.float32: 1e-6, torch.float64: 1e-14}.get(tensor.dtype, 0.0)
         torch.testing.assert_close(tensor, original, rtol=tolerance, atol=0)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "_PIECE", 16)
+
+
+def swapped() -> list[Tensor]:
+    """Of several pieces, of no whole number of pieces, strided in one and in two dimensions."""
+    generator = torch.Generator().manual_seed(4)
+    many = 2 * 16 + 5
+    return [
+        torch.randn(many, generator=generator),
+        torch.randn(3, generator=generator)[0],
+        torch.tensor([float("inf"), -0.0, 6e-8, 1e-45]),
+        torch.randn(2 * many, generator=generator)[::2],
+        torch.randn(7, 8, generator=generator).t(),
+        torch.randn(4, 3, 2, 2, generator=generator).to(memory_format=torch.channels_last),
+    ]
+
+
+SWAPPED = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("dtype", SWAPPED, ids=str)
+@pytest.mark.parametrize("divisor", [1.0, 3.0])
+def test_swap_is_unpack_and_unpack_brings_back(dtype: torch.dtype, divisor: float) -> None:
+    """Bit for bit: tensors ← flat / divisor in place, and then what they were."""
+    tensors = [t.to(dtype) for t in swapped()]
+    strides, addresses = [t.stride() for t in tensors], [t.data_ptr() for t in tensors]
+    before, want = [t.clone() for t in tensors], [t.clone() for t in tensors]
+    sums = torch.cat([2 * as_real(t).reshape(-1).to(staging_dtype(t)) + 1 for t in tensors])
+    unpack(sums, want, divisor)
+    flat = sums.clone()
+    swap(flat, tensors, divisor)
+    for tensor, new in zip(tensors, want, strict=True):
+        assert torch.equal(bits(tensor), bits(new))
+    kept = torch.cat([as_real(t).reshape(-1).to(flat.dtype) for t in before])
+    assert torch.equal(bits(flat), bits(kept))
+    unpack(flat, tensors)
+    for tensor, old in zip(tensors, before, strict=True):
+        assert torch.equal(bits(tensor), bits(old))
+    assert [t.stride() for t in tensors] == strides
+    assert [t.data_ptr() for t in tensors] == addresses
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interrupted_swap_leaves_the_tensors_as_they_were(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever a Ctrl-C comes: before or after any of the writes."""
+    divide, pieces = torch.div, 3 + 1 + 1 + 1 + 1 + 1
+    count = 0
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count -= 1
+        if count == 0 and when == "before":
+            raise KeyboardInterrupt
+        result = divide(*args, **kwargs)
+        if count == 0:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(torch, "div", interrupted)
+    tensors = swapped()
+    before = [t.clone() for t in tensors]
+    sums = torch.cat([2 * t.reshape(-1) + 1 for t in tensors])
+    for place in range(1, pieces + 1):
+        count = place
+        with pytest.raises(KeyboardInterrupt):
+            swap(sums.clone(), tensors, 3.0)
+        for tensor, old in zip(tensors, before, strict=True):
+            assert torch.equal(bits(tensor), bits(old)), place
+    count = pieces + 1
+    swap(sums.clone(), tensors, 3.0)
+    assert count == 1, "so many pieces there are"
 
 
 def test_three_buckets_and_a_tensor_larger_than_a_bucket() -> None:

@@ -1,0 +1,103 @@
+"""What tests of training have in common: attaching, meeting, sinks, and transports with faults."""
+
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import offbeat
+from offbeat.fabric import Communicator, open_communicator
+from offbeat.fabric.faults import Fault, Faults
+from offbeat.fabric.torch_distributed import TorchCommunicator
+from offbeat.strategies.base import Strategy
+
+
+def attach(model: nn.Module, optimizer: Any, strategy: Strategy | str, **options: Any) -> Any:
+    """``offbeat.attach`` with a time-out that ends a test; a strategy may be text."""
+    if isinstance(strategy, str):
+        strategy = offbeat.parse_strategy(strategy)
+    return offbeat.attach(model, optimizer, strategy, **{"timeout_seconds": 20, **options})
+
+
+def close(a: Tensor, b: Tensor, atol: float = 1e-12) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=atol)
+
+
+def everything(model: nn.Module) -> list[Tensor]:
+    """Copies of all parameters and buffers."""
+    return [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The bytes of a copy, by which NaN equals itself and 0 differs from −0."""
+    value = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return (
+        (torch.view_as_real(value) if value.is_complex() else value).reshape(-1).view(torch.uint8)
+    )
+
+
+def sgd(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+class Sink:
+    """Keeps the records in memory."""
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+        self.closed = 0
+
+    def write(self, record: dict[str, Any]) -> None:
+        assert not self.closed
+        self.records.append(dict(record))
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def error_of(function: Callable[[], object]) -> tuple[list[str], str]:
+    """Class names and text of the error that ``function`` raises."""
+    try:
+        function()
+    except Exception as error:
+        return [kind.__name__ for kind in type(error).__mro__], str(error)
+    return [], "nothing was raised"
+
+
+def meet(folder: str, rank: int, ranks: Iterable[int]) -> None:
+    """Wait until all of ``ranks`` are here; not through Offbeat and not through the group."""
+    store = dist.FileStore(f"{folder}/meeting", -1)
+    store.set(str(rank), "here")
+    store.wait([str(other) for other in ranks], timedelta(seconds=40))
+
+
+class Quick:
+    """gloo, with less patience after a failure than a user needs."""
+
+    def make_communicator(self, timeout_seconds: float) -> Communicator:
+        return TorchCommunicator(
+            None, timeout_seconds=timeout_seconds, health_seconds=0.5, farewell_seconds=1.0
+        )
+
+
+class Faulty:
+    """The world's own communicators, in which the given faults happen.
+
+    Attributes:
+        made: The communicator of this worker.
+    """
+
+    def __init__(self, faults: Iterable[Fault] = ()) -> None:
+        self._faults = list(faults)
+        self.made: Faults
+
+    def make_communicator(self, timeout_seconds: float) -> Communicator:
+        if dist.get_backend() == "gloo":
+            inner = Quick().make_communicator(timeout_seconds)
+        else:
+            inner = open_communicator(None, timeout_seconds, what="a test")
+        self.made = Faults(inner, self._faults)
+        return self.made

@@ -1,0 +1,255 @@
+"""Backward, watched: buckets in order, in the last pass, and the share of a step's time."""
+
+import itertools
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import offbeat
+from loops import attach
+from offbeat import Compute, Network, simulate
+from offbeat.fabric import Communicator, open_communicator
+from offbeat.fabric.communicator import Wrapper
+from offbeat.fabric.host import ThreadHost
+from offbeat.means.gradient_mean import gradient_buckets
+from offbeat.strategies import worker
+from offbeat.strategies.base import Part, Strategy
+from offbeat.training.backward import Backward
+from problems import flat, gradients, loss_of, make_batch, make_model
+from worlds import run
+
+small_buckets = partial(gradient_buckets, bucket_bytes=64)
+
+
+class Told(ThreadHost):
+    """A host that keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.progress: list[float] = []
+
+    def computed(self, progress: float) -> None:
+        self.progress.append(progress)
+
+
+class Watched:
+    """A model whose layers are used in any order, and what is told of its buckets.
+
+    Attributes:
+        told: Number of the bucket, and the backward pass in which it was told of.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, until: int = 1000) -> None:
+        monkeypatch.setattr(worker, "gradient_buckets", small_buckets)
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(5, 5, bias=False) for _ in range(4))
+        self.host = Told()
+        self.told: list[tuple[int, int]] = []
+        self.passes, self.until = 0, until
+        parameters = list(self.layers.parameters())
+        self.part = Part(0, torch.optim.SGD(parameters, lr=0.1), parameters)
+        self.backward = Backward(self.part, self.host, self.ready)
+        assert [[id(p) for p in b] for b in self.part.buckets] == [
+            [id(p)] for p in parameters[::-1]
+        ]
+
+    def ready(self, bucket: int) -> bool:
+        # What it is told of is complete: backward adds to these gradients no more in this pass.
+        self.told.append((bucket, self.passes))
+        return len(self.told) < self.until
+
+    def step(self, *orders: str) -> list[tuple[int, int]]:
+        """Backward passes through layers in the given orders; what was told of in them."""
+        self.told.clear()
+        for p in self.part.parameters:
+            p.grad = None
+        for self.passes, order in enumerate(orders, start=1):
+            x = torch.ones(1, 5)
+            for layer in order:
+                x = self.layers[int(layer)](x)
+            x.sum().backward()
+        self.backward.end_step()
+        return list(self.told)
+
+
+def test_buckets_are_told_of_in_order_and_never_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers used the other way round complete the other way round, and are told of in order."""
+    watched = Watched(monkeypatch)
+    assert watched.step("0123") == [(0, 1), (1, 1), (2, 1)]
+    assert watched.step("3210") == [(0, 1), (1, 1), (2, 1)]
+    assert watched.step("2031") == [(0, 1), (1, 1), (2, 1)]
+
+
+def test_a_bucket_is_told_of_when_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradients then have their final values, and the next bucket's are not there yet."""
+    watched = Watched(monkeypatch)
+    seen = []
+
+    def ready(bucket: int) -> bool:
+        there = [all(p.grad is not None for p in b) for b in watched.part.buckets]
+        seen.append((bucket, there))
+        return True
+
+    watched.backward.close()
+    watched.backward = Backward(watched.part, watched.host, ready)
+    watched.step("0123")
+    assert seen == [
+        (0, [True, False, False, False]),
+        (1, [True, True, False, False]),
+        (2, [True, True, True, False]),
+    ]
+
+
+def test_with_accumulation_buckets_wait_for_the_last_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many passes a step has is learned from the one before."""
+    watched = Watched(monkeypatch)
+    three = ["0123"] * 3
+    assert watched.step(*three) == [(0, 1), (1, 1), (2, 1)], "too early, as nobody knew"
+    assert watched.step(*three) == [(0, 3), (1, 3), (2, 3)]
+    assert watched.step("0123") == [], "it waits for passes that do not come"
+    assert watched.step("0123") == [(0, 1), (1, 1), (2, 1)]
+
+
+def test_what_is_not_used_holds_up_what_comes_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket with a gradient missing is not complete; a step later it may be."""
+    watched = Watched(monkeypatch)
+    assert watched.step("013") == [(0, 1)], "layer 2 is that of the second bucket"
+    assert watched.step("0123") == [(0, 1), (1, 1), (2, 1)]
+    assert watched.step() == []
+    assert watched.step("0123") == [(0, 1), (1, 1), (2, 1)]
+
+
+def test_who_does_not_want_to_know_is_not_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """False ends the watch: the hooks are gone, within the same backward and for ever."""
+    watched = Watched(monkeypatch, until=2)
+    assert watched.step("0123") == [(0, 1), (1, 1)]
+    watched.host.progress.clear()
+    assert watched.step("0123") == []
+    assert watched.host.progress == []
+
+
+def test_time_passes_with_the_elements_that_have_their_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A third of each pass is forward, and the buckets, here of one size, share the rest."""
+    watched = Watched(monkeypatch)
+    watched.step("0123")
+    assert watched.host.progress == pytest.approx([1 / 3 + 2 / 3 * i / 4 for i in (1, 2, 3)])
+    watched.step("0123", "0123")
+    watched.host.progress.clear()
+    watched.step("0123", "0123")
+    assert watched.host.progress == pytest.approx(
+        [(1 + 1 / 3 + 2 / 3 * i / 4) / 2 for i in (1, 2, 3)]
+    )
+
+
+# -- in training ----------------------------------------------------------------------------------
+
+
+class Telling:
+    """The world's communicator, whose host also keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.progress: list[float] = []
+
+    def make_communicator(self, timeout_seconds: float) -> Communicator:
+        inner = open_communicator(None, timeout_seconds, what="a test")
+        computed = inner.host.computed
+
+        def told(progress: float) -> None:
+            self.progress.append(progress)
+            computed(progress)
+
+        inner.host.computed = told  # type: ignore[method-assign]
+        return Wrapper(inner)
+
+
+def progress_of(rank: int, size: int, strategy: Strategy, passes: list[int]) -> list[list[float]]:
+    """What the host was told in each step."""
+    model = make_model(seed=rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    transport = Telling()
+    seen = []
+    with attach(model, optimizer, strategy, group=transport):
+        for step, count in enumerate(passes):
+            optimizer.zero_grad()
+            for micro in range(count):
+                loss_of(model, make_batch(rank, 10 * step + micro)).backward()
+            optimizer.step()
+            seen.append(list(transport.progress))
+            transport.progress.clear()
+    return seen
+
+
+def test_progress_rises_to_1_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many passes it has; a strategy that does not ask for buckets tells of the end only."""
+    monkeypatch.setattr(worker, "gradient_buckets", small_buckets)
+    passes = [1, 3, 3, 1, 1, 2]
+    for seen in run(progress_of, offbeat.BSP(), passes, workers=2):
+        for told in seen:
+            assert told[-1] == 1
+            assert all(0 < a < b for a, b in itertools.pairwise(told)), told
+        assert len(seen[0]) > 2  # the end, and at least two buckets before it
+    for seen in run(progress_of, offbeat.LocalSGD(period=2), passes, workers=2):
+        assert seen == [[1.0]] * len(passes)
+
+
+def two_optimizers(rank: int, size: int) -> Any:
+    """One backward fills the gradients of both."""
+    model = make_model(seed=rank)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.05) for part in (model[0], model[2:])]
+    transport = Telling()
+    with attach(model, optimizers, offbeat.BSP(), group=transport):
+        loss_of(model, make_batch(rank, 0)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return transport.progress, flat(model)
+
+
+def test_with_two_optimizers_nobody_is_told_of_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their order would depend on autograd; the gradients are averaged all the same."""
+    monkeypatch.setattr(worker, "gradient_buckets", small_buckets)
+    model = make_model(seed=0)
+    each = [gradients(model, make_batch(rank, 0)) for rank in range(2)]
+    mean = torch.cat([((a + b) / 2).reshape(-1) for a, b in zip(*each, strict=True)])
+    want = flat(model) - 0.05 * mean
+    for progress, end in run(two_optimizers, workers=2):
+        assert progress == [1.0]
+        torch.testing.assert_close(end, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_buckets_travel_while_backward_runs_in_virtual_time(
+    passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step takes as long as it did, but what left early needs no time after it."""
+    seconds, steps = 0.040, 4
+    network = Network("1Mbit/s", latency="10us")
+
+    def train() -> None:
+        rank = dist.get_rank()
+        progress_of(rank, 2, offbeat.BSP(), [passes] * steps)
+
+    def timeline(overlap: bool) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(worker, "gradient_buckets", small_buckets)
+            if not overlap:  # nobody is told
+                patch.setattr(offbeat.BSP, "bucket_ready", Strategy.bucket_ready)
+            return simulate(train, workers=2, network=network, compute=Compute(seconds))
+
+    results = {overlap: timeline(overlap) for overlap in (True, False)}
+    for result in results.values():
+        for rank in range(2):
+            spans = [s for s in result.timeline if (s.rank, s.kind) == (rank, "compute")]
+            assert sum(s.end - s.start for s in spans) == pytest.approx(steps * seconds)
+    assert results[True].seconds < results[False].seconds
+    computing = [s for s in results[True].timeline if (s.rank, s.kind) == (0, "compute")]
+    last = computing[-4:]  # of the last step: buckets, one after the other
+    travels = [
+        s.start for s in results[True].timeline if s.rank == 0 and s.what == "mean of the gradients"
+    ]
+    assert any(last[0].start < start < last[-1].end for start in travels)

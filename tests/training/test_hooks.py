@@ -1,0 +1,239 @@
+"""Hooks on the user's own objects: schedulers, closures, scalers, and no trace of them later."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import OneCycleLR
+
+import offbeat
+from loops import attach, close, error_of
+from offbeat.strategies.base import Strategy
+from problems import (
+    OPTIMIZERS,
+    assign,
+    bsp_reference,
+    flat,
+    gradients,
+    loss_of,
+    make_batch,
+    make_model,
+    train_step,
+)
+from worlds import run
+
+
+def one_cycle(
+    strategy: Strategy | None, rank: int, scheduler_first: bool
+) -> tuple[list[float], list[str], Tensor]:
+    model = make_model(seed=0)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    events: list[str] = []
+    rates, sync, scheduler = [], None, None
+    if scheduler_first:
+        scheduler = OneCycleLR(optimizer, max_lr=0.1, total_steps=8)
+    optimizer.register_step_pre_hook(lambda *_: events.append("pre"))
+    if strategy is not None:
+        sync = attach(model, optimizer, strategy)
+    optimizer.register_step_post_hook(lambda *_: events.append("post"))
+    if scheduler is None:
+        scheduler = OneCycleLR(optimizer, max_lr=0.1, total_steps=8)
+    for step in range(8):
+        rates.append(optimizer.param_groups[0]["lr"])
+        train_step(model, optimizer, make_batch(rank, step))
+        scheduler.step()
+    if sync is not None:
+        sync.finish()
+    return rates, events, flat(model)
+
+
+def schedules(rank: int, size: int) -> Any:
+    results = [
+        one_cycle(strategy, rank, first)
+        for strategy in (offbeat.BSP(), offbeat.SelSync(delta=0.05))
+        for first in (True, False)
+    ]
+    return results, one_cycle(None, rank, True)
+
+
+def test_schedulers_and_the_users_hooks_go_on_working() -> None:
+    """Pitfall 4: OneCycleLR gives the rates of plain training, hooks fire once a step."""
+    for results, (rates, events, end) in run(schedules, workers=2):
+        assert len(set(rates)) == 8
+        assert events == ["pre", "post"] * 8
+        for got in results:
+            assert got[0] == rates
+            assert got[1] == events
+            assert not torch.equal(got[2], end), "workers have different data"
+
+
+def closures(rank: int, size: int, keyword: bool) -> Any:
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    sync = attach(model, optimizer, offbeat.BSP())
+    losses = []
+    for step in range(4):
+
+        def closure(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, make_batch(rank, step))
+            loss.backward()
+            return loss
+
+        losses.append(optimizer.step(closure=closure) if keyword else optimizer.step(closure))
+    sync.finish()
+    return flat(model), [loss.item() for loss in losses], sync.step
+
+
+@pytest.mark.parametrize("keyword", [False, True])
+def test_closures_are_synchronized(keyword: bool) -> None:
+    """Pitfall 4: gradients made by a closure are averaged too, and step() returns its loss."""
+    trace = bsp_reference(2, "adamw", 4)
+    for rank, (end, losses, steps) in enumerate(run(closures, keyword, workers=2)):
+        close(end, trace[-1])
+        assert steps == 4
+        model = make_model(seed=0)
+        for step, loss in enumerate(losses):
+            assert abs(loss - loss_of(model, make_batch(rank, step)).item()) < 1e-12
+            assign(model, trace[step].clone())
+
+
+class TwiceSGD(torch.optim.SGD):
+    """Evaluates its closure twice a step, as line searches do."""
+
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        return super().step(closure)
+
+
+def closure_twice(rank: int, size: int) -> tuple[list[str], str]:
+    model = make_model(seed=rank)
+    optimizer = TwiceSGD(model.parameters(), lr=0.1)
+    sync = attach(model, optimizer, offbeat.LocalSGD(period=1))
+    error = error_of(lambda: optimizer.step(lambda: loss_of(model, make_batch(rank, 0)).backward()))
+    sync.detach()
+    return error
+
+
+def test_a_closure_that_is_called_twice_is_refused() -> None:
+    """An AttachError with the optimizer's name: line searches cannot be synchronized."""
+    for kinds, text in run(closure_twice, workers=2):
+        assert kinds[0] == "AttachError"
+        assert "TwiceSGD calls its closure more than once" in text
+
+
+SCALED = [
+    offbeat.BSP(),
+    offbeat.LocalSGD(period=2),
+    offbeat.SelSync(delta=0.0),
+    offbeat.SelSync(delta=0.0, aggregate="gradients"),
+]
+
+OVERFLOWS = {(1, 2), (1, 3), (0, 5)}  # (rank, step); BSP skips these on all ranks
+
+
+def scaled(rank: int, size: int, unscale: bool) -> Any:
+    results = []
+    for strategy in SCALED:
+        model = make_model(seed=rank, dtype=torch.float32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        sync = attach(model, optimizer, strategy, scaler=scaler)
+        trace, counts = [], []
+        for step in range(8):
+            optimizer.zero_grad()
+            batch = make_batch(rank, step, dtype=torch.float32)
+            scaler.scale(loss_of(model, batch)).backward()
+            if (rank, step) in OVERFLOWS:
+                model[0].weight.grad[0, 0] = float("inf")
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            trace.append(flat(model))
+            counts.append(sync.step)
+        scale = scaler.get_scale()
+        sync.finish()
+        results.append((trace, counts, sync.stats.syncs, scale))
+    return results
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_an_overflow_on_one_rank_keeps_iterations_aligned(unscale: bool) -> None:
+    """Pitfall 3: a skipped step counts as an iteration, so ranks average the same ones."""
+    results = run(scaled, unscale, workers=2)
+    for index, strategy in enumerate(SCALED):
+        models = [make_model(seed=0, dtype=torch.float32) for _ in range(2)]
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in models]
+        by_gradient = "gradients" in str(strategy)
+        for step in range(8):
+            bad = [(rank, step) in OVERFLOWS for rank in range(2)]
+            each = []
+            for rank, model in enumerate(models):
+                each.append(gradients(model, make_batch(rank, step, dtype=torch.float32)))
+            good = [g for g, overflow in zip(each, bad, strict=True) if not overflow]
+            for rank, model in enumerate(models):
+                used = good if by_gradient else each if index == 0 else [each[rank]]
+                if bad[rank] or (index == 0 and any(bad)):
+                    continue
+                for p, *parts in zip(model.parameters(), *used, strict=True):
+                    p.grad = sum(parts) / len(parts)
+                optimizers[rank].step()
+            if not by_gradient and (index == 2 or (index == 1 and step % 2)):
+                mean = sum(flat(m) for m in models) / 2
+                for m in models:
+                    assign(m, mean.clone())
+            for rank, model in enumerate(models):
+                close(results[rank][index][0][step], flat(model), atol=2e-6)
+        for rank in range(2):
+            _, counts, syncs, scale = results[rank][index]
+            assert counts == list(range(1, 9))
+            assert syncs == (4 if index == 1 else 8)
+            skipped = 3 if index == 0 else sum(r == rank for r, _ in OVERFLOWS)
+            assert scale == 256.0 / 2**skipped
+
+
+DETACHED = [
+    offbeat.BSP(),
+    offbeat.LocalSGD(period=2),
+    offbeat.SelSync(delta=0.05, flags="deferred"),
+    offbeat.AsyncAveraging(staleness=4, schedule="eager"),
+]
+
+
+def detach_and_again(rank: int, size: int) -> Any:
+    results = {}
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for strategy in DETACHED:
+        model = make_model(seed=rank)
+        optimizer = OPTIMIZERS["momentum"](model.parameters())
+        first = attach(model, optimizer, strategy, scaler=scaler)
+        train_step(model, optimizer, make_batch(rank, 0))
+        first.detach()
+        first.detach()
+        plain = copy.deepcopy(model)
+        other = OPTIMIZERS["momentum"](plain.parameters())
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for step in range(1, 1 + 3 * (rank + 1)):  # uneven: whoever still averaged would hang
+            train_step(model, optimizer, make_batch(rank, step))
+            train_step(plain, other, make_batch(rank, step))
+        alone = torch.equal(flat(model), flat(plain)) and first.step == 1
+        second = attach(model, optimizer, offbeat.LocalSGD(period=1), scaler=scaler)
+        train_step(model, optimizer, make_batch(rank, 9))
+        second.finish()
+        unwatched = not {"step", "unscale_"} & vars(scaler).keys()
+        results[str(strategy)] = (alone, unwatched, second.step, flat(model))
+    return results
+
+
+def test_detach_removes_all_hooks_and_attach_works_again() -> None:
+    """After detach() training is plain, bit for bit, and the next synchronizer starts afresh."""
+    results = run(detach_and_again, workers=2)
+    assert results[0].keys() == {str(strategy) for strategy in DETACHED}
+    for name, (alone, unwatched, steps, end) in results[0].items():
+        for other in results:
+            assert other[name][:3] == (True, True, 1)
+        assert (alone, unwatched, steps) == (True, True, 1)
+        assert torch.equal(end, results[1][name][3])

@@ -1,0 +1,226 @@
+"""An iteration is one step of every optimizer, whatever comes before it."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import offbeat
+from loops import attach, close
+from offbeat.strategies.base import Strategy
+from problems import (
+    OPTIMIZERS,
+    Simulated,
+    assign,
+    flat,
+    loss_of,
+    make_batch,
+    make_model,
+    train_step,
+)
+from worlds import run
+
+
+def gan(seed: int) -> nn.ModuleDict:
+    torch.manual_seed(seed)
+    return nn.ModuleDict({"g": nn.Linear(4, 3).double(), "d": nn.Linear(3, 1).double()})
+
+
+def gan_loss(model: nn.Module, which: str, batch: tuple[Tensor, Tensor]) -> Tensor:
+    fake = model["g"](batch[0]).tanh()
+    if which == "d":
+        return F.mse_loss(model["d"](fake.detach()), batch[1])
+    return model["d"](fake).square().mean()
+
+
+def gan_optimizers(model: nn.Module) -> dict[str, Optimizer]:
+    return {
+        "g": torch.optim.SGD(model["g"].parameters(), lr=0.05, momentum=0.9),
+        "d": torch.optim.AdamW(model["d"].parameters(), lr=0.01),
+    }
+
+
+def train_gan(rank: int, size: int, strategy: Strategy) -> Any:
+    model = gan(seed=rank)
+    optimizers = gan_optimizers(model)
+    sync = attach(model, [optimizers["g"], optimizers["d"]], strategy)
+    trace, counts = [], []
+    for step in range(7):
+        for which in ("d", "g"):  # the other way round than in attach()
+            model.zero_grad()
+            gan_loss(model, which, make_batch(rank, 10 * step + (which == "d"))).backward()
+            optimizers[which].step()
+            counts.append(sync.step)
+        trace.append(flat(model))
+    sync.finish()
+    return trace, counts, sync.stats, flat(model)
+
+
+@pytest.mark.parametrize("strategy", [offbeat.BSP(), offbeat.LocalSGD(period=3)], ids=str)
+def test_optimizers_that_step_in_turn_are_one_iteration(strategy: Strategy) -> None:
+    """Pitfall 5: GAN order; each part is averaged equally often, at the end of the iteration."""
+    models = [gan(seed=0) for _ in range(3)]
+    optimizers = [gan_optimizers(model) for model in models]
+    expected = []
+    for step in range(7):
+        for which in ("d", "g"):
+            for rank, model in enumerate(models):
+                model.zero_grad()
+                batch = make_batch(rank, 10 * step + (which == "d"))
+                gan_loss(model, which, batch).backward()
+            if isinstance(strategy, offbeat.BSP):
+                for same in zip(*(m[which].parameters() for m in models), strict=True):
+                    mean = sum(p.grad for p in same) / 3
+                    for p in same:
+                        p.grad = mean.clone()
+            for each in optimizers:
+                each[which].step()
+        if not isinstance(strategy, offbeat.BSP) and step % 3 == 2:
+            mean = sum(flat(m) for m in models) / 3
+            for m in models:
+                assign(m, mean.clone())
+        expected.append([flat(m) for m in models])
+    end = sum(expected[-1]) / 3
+    for rank, (trace, counts, stats, final) in enumerate(run(train_gan, strategy, workers=3)):
+        for got, want in zip(trace, expected, strict=True):
+            close(got, want[rank])
+        close(final, end)
+        assert counts == [step + half for step in range(7) for half in (0, 1)]
+        assert stats.steps == 7
+        assert stats.syncs == (7 if isinstance(strategy, offbeat.BSP) else 2)
+
+
+FEW: list[Strategy] = [offbeat.BSP(), offbeat.AsyncAveraging(staleness=4)]
+
+
+def addresses(rank: int, size: int) -> dict[str, bool]:
+    kept = {}
+    for strategy in FEW:
+        model = nn.Sequential(make_model(seed=rank), nn.BatchNorm1d(1).double())
+        optimizer = OPTIMIZERS["momentum"](model.parameters())
+        tensors = [*model.parameters(), *model.buffers()]
+        before = [t.data_ptr() for t in tensors]
+        ok = True
+
+        def check(
+            model: nn.Module = model,
+            tensors: list[Tensor] = tensors,
+            before: list[int] = before,
+        ) -> bool:
+            now = [*model.parameters(), *model.buffers()]
+            same = all(a is b for a, b in zip(now, tensors, strict=True))
+            return same and [t.data_ptr() for t in now] == before
+
+        sync = attach(model, optimizer, strategy)
+        for step in range(6):
+            train_step(model, optimizer, make_batch(rank, step))
+            ok = ok and check()
+        with sync.consensus():
+            ok = ok and check()
+        sync.finish()
+        storages = {t.untyped_storage().nbytes() == t.nbytes for t in model.parameters()}
+        kept[str(strategy)] = ok and check() and storages == {True}
+    return kept
+
+
+def test_parameters_stay_where_they_are() -> None:
+    """Pitfall 9: no tensor is rebound or becomes a view of a larger one."""
+    for kept in run(addresses, workers=2):
+        assert kept == {str(strategy): True for strategy in FEW}
+
+
+def accumulate(rank: int, size: int) -> Any:
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    sync = attach(model, optimizer, offbeat.LocalSGD(period=2))
+    for step in range(5):
+        optimizer.zero_grad()
+        x, y = make_batch(rank, step)
+        for half in range(2):
+            (loss_of(model, (x[half::2], y[half::2])) / 2).backward()
+        optimizer.step()
+    sync.finish()
+    return flat(model), sync.step, sync.stats.syncs
+
+
+def test_accumulation_counts_one_step() -> None:
+    """Pitfall 6: the period counts optimizer steps, not micro-batches."""
+    reference = Simulated.start(2, "momentum")
+    for step in range(5):
+        reference.step(step)
+        if step % 2:
+            reference.average()
+    reference.average()
+    for end, steps, syncs in run(accumulate, workers=2):
+        close(end, reference.flat()[0])
+        assert (steps, syncs) == (5, 2)
+
+
+WARMED: list[Strategy] = [
+    *FEW,
+    offbeat.LocalSGD(period=2),
+    offbeat.SelSync(delta=0.05),
+    offbeat.SelSync(delta=0.05, flags="deferred"),
+    offbeat.SelSync(delta=0.05, aggregate="gradients"),
+    offbeat.AsyncAveraging(staleness=4, schedule="eager"),
+    offbeat.AsyncAveraging(staleness=2, outer_lr=0.7, outer_momentum=0.9),
+]
+
+
+def warm_up(rank: int, size: int) -> Any:
+    results = []
+    for strategy in WARMED:
+        model = make_model(seed=rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        sync = attach(model, optimizer, strategy)
+        for step in range(8):
+            if step == 4:
+                held = flat(model)
+                optimizer.param_groups[0]["lr"] = 0.05
+            train_step(model, optimizer, make_batch(rank, step))
+        sync.finish()
+        results.append((held, flat(model)))
+    return results
+
+
+def test_a_learning_rate_of_0_works() -> None:
+    """Pitfall 11: warm-up from 0 keeps rank 0's model, exactly, and training then starts."""
+    start = flat(make_model(seed=0))
+    results = run(warm_up, workers=2)
+    for result in results:
+        for (held, end), (_, same) in zip(result, results[0], strict=True):
+            assert torch.equal(held, start)
+            assert end.isfinite().all()
+            assert (end - start).abs().max() > 1e-3
+            assert torch.equal(end, same)
+
+
+def alone(rank: int, size: int) -> Any:
+    results = {}
+    for strategy in [*FEW, offbeat.SelSync(target_lssr=0.5)]:
+        for kind in ("momentum", "adamw", "fused"):
+            model, plain = make_model(seed=5), make_model(seed=5)
+            optimizer = OPTIMIZERS[kind](model.parameters())
+            other = OPTIMIZERS[kind](plain.parameters())
+            sync = attach(model, optimizer, strategy)
+            same = True
+            for step in range(9):
+                train_step(model, optimizer, make_batch(0, step))
+                train_step(plain, other, make_batch(0, step))
+                same = same and torch.equal(flat(model), flat(plain))
+                with sync.consensus():
+                    same = same and torch.equal(flat(model), flat(plain))
+            sync.finish()
+            same = same and torch.equal(flat(model), flat(plain))
+            results[f"{strategy} {kind}"] = same
+    return results
+
+
+def test_a_single_worker_trains_as_without_offbeat() -> None:
+    """Group size 1 equals plain training, bit for bit, looks at the consensus included."""
+    (results,) = run(alone, workers=1)
+    assert len(results) == 3 * 3
+    assert all(results.values()), results

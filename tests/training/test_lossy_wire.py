@@ -1,0 +1,281 @@
+"""``attach(..., wire=…)``: training over a lossy wire, under every strategy that averages."""
+
+import ctypes
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import worlds
+from loops import attach
+from offbeat.lab.cluster import Cluster
+from problems import flat, make_batch, make_wide, wide_loss
+from worlds import run
+
+TEXTS = [
+    "bsp",
+    "local:period=3",
+    "selsync:delta=0.05,max_interval=4",
+    "selsync:delta=0.05,flags=deferred",
+    "selsync:delta=0.05,aggregate=gradients",
+    "async:staleness=4",
+    "async:staleness=4,outer_lr=0.7,outer_momentum=0.5",
+    "fedavg:period=4",
+    "fedavg:period=4,fraction=0.6",
+    "diloco:period=4,outer_momentum=0.3",
+    "diloco:period=4,outer_momentum=0.3,fragments=2,overlap=1",
+]
+
+LOSSY = ["bfloat16", "int8"]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train(
+    rank: int, size: int, text: str, wire: str, steps: list[int], look: int = 0
+) -> dict[str, Any]:
+    model = make_wide(rank)
+    optimizer = adamw(model)
+    sync = attach(model, optimizer, text, wire=wire)
+    losses, seen = [], []
+    for step in range(steps[rank]):
+        optimizer.zero_grad()
+        loss = wide_loss(model, rank, step)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+        if look and step % look == look - 1:
+            with sync.consensus():
+                seen.append(flat(model))
+    own = flat(model)
+    bytes_sent, syncs = sync.stats.payload_bytes, sync.stats.syncs
+    sync.finish()
+    return {
+        "own": own,
+        "end": flat(model),
+        "losses": losses,
+        "seen": seen,
+        "bytes": bytes_sent,
+        "syncs": syncs,
+    }
+
+
+def train_each(rank: int, size: int, wire: str) -> list[dict[str, Any]]:
+    return [train(rank, size, text, wire, [11, 13, 12], look=6) for text in TEXTS]
+
+
+@pytest.mark.parametrize("wire", LOSSY)
+def test_gloo_and_the_simulator_agree(wire: str) -> None:
+    """Models, looks at the consensus and bytes; all workers end with the same bits."""
+    real = zip(*worlds.real(train_each, wire, workers=3), strict=True)
+    simulated = zip(*worlds.simulated(train_each, wire, workers=3), strict=True)
+    for text, *both in zip(TEXTS, real, simulated, strict=True):
+        for a, b in zip(*both, strict=True):
+            for name in ("own", "end", "seen"):
+                torch.testing.assert_close(
+                    a[name], b[name], rtol=0, atol=2e-6, msg=f"{text} {name}"
+                )
+            assert (a["bytes"], a["syncs"]) == (b["bytes"], b["syncs"]), text
+        for results in both:
+            assert all(torch.equal(one["end"], results[0]["end"]) for one in results), text
+
+
+@pytest.mark.parametrize("wire", LOSSY)
+@pytest.mark.parametrize("text", ["bsp", "local:period=1", "selsync:delta=0"])
+def test_blocking_strategies_keep_all_workers_equal(text: str, wire: str) -> None:
+    """After a mean over a lossy wire all workers hold the same bits, in every step."""
+
+    def steps(rank: int, size: int) -> list[Tensor]:
+        model = make_wide(rank)
+        optimizer = adamw(model)
+        trace = []
+        with attach(model, optimizer, text, wire=wire):
+            for step in range(8):
+                optimizer.zero_grad()
+                wide_loss(model, rank, step).backward()
+                optimizer.step()
+                trace.append(flat(model))
+        return trace
+
+    traces = run(steps, workers=3)
+    for trace in traces:
+        assert torch.equal(torch.stack(trace), torch.stack(traces[0]))
+        assert not torch.equal(trace[0], trace[1])
+
+
+@pytest.mark.parametrize(
+    "text", ["bsp", "local:period=3", "async:staleness=4", "async:staleness=6"]
+)
+def test_looking_does_not_change_training(text: str) -> None:
+    """consensus() leaves errors and references as they are."""
+    looked = run(train, text, "int8", [12] * 3, 1, workers=3)
+    plain = run(train, text, "int8", [12] * 3, workers=3)
+    for a, b in zip(looked, plain, strict=True):
+        assert a["losses"] == b["losses"]
+        assert torch.equal(a["end"], b["end"])
+
+
+def test_eager_merges_over_a_lossy_wire() -> None:
+    """No cadence, unequal numbers of steps: everyone comes home with the same bits."""
+    results = run(train, "async:staleness=5,schedule=eager", "int8", [9, 31, 16], 5, workers=3)
+    for result in results:
+        assert torch.equal(result["end"], results[0]["end"])
+
+
+@pytest.mark.parametrize("text", ["bsp", "local:period=3", "async:staleness=4"])
+def test_a_lone_worker_trains_as_without_a_wire(text: str) -> None:
+    (lossy,) = run(train, text, "int8", [9], 4, workers=1)
+    (exact,) = run(train, text, "float32", [9], 4, workers=1)
+    assert torch.equal(lossy["end"], exact["end"])
+
+
+@pytest.mark.parametrize("text", ["bsp", "local:period=3", "async:staleness=4", "diloco:period=4"])
+def test_training_reaches_nearly_the_same_loss(text: str) -> None:
+    """The consensus after 60 steps is as good as that over an exact wire, and much cheaper."""
+
+    def final_loss(result: dict[str, Any]) -> float:
+        model = make_wide(0)
+        with torch.no_grad():
+            nn.utils.vector_to_parameters(result["end"], model.parameters())
+            return sum(float(wide_loss(model, rank, 10_000, 256)) for rank in range(3))
+
+    results = {w: run(train, text, w, [60] * 3, workers=3)[0] for w in ("float32", "int8")}
+    start = {"end": flat(make_wide(0))}
+    losses = {w: final_loss(result) for w, result in results.items()}
+    assert losses["float32"] < 0.6 * final_loss(start)
+    assert losses["int8"] < 1.1 * losses["float32"]
+    assert results["int8"]["bytes"] < 0.55 * results["float32"]["bytes"]
+
+
+def overflow(rank: int, size: int) -> list[tuple[bool, float]]:
+    model = make_wide(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    seen = []
+    with attach(model, optimizer, "bsp", wire="int8", scaler=scaler):
+        for step in range(6):
+            optimizer.zero_grad()
+            scaler.scale(wide_loss(model, rank, step)).backward()
+            if (rank, step) == (1, 2):
+                model[2].weight.grad[3, 3] = float("inf")
+            before = flat(model)
+            scaler.step(optimizer)
+            scaler.update()
+            seen.append((torch.equal(before, flat(model)), scaler.get_scale()))
+        assert flat(model).isfinite().all()
+    return seen
+
+
+def test_an_overflow_is_seen_by_all_workers() -> None:
+    """One infinite gradient: every worker skips that step, and no other."""
+    for seen in run(overflow, workers=3):
+        assert [skipped for skipped, _ in seen] == [False, False, True, False, False, False]
+        assert [scale for _, scale in seen] == [256.0] * 2 + [128.0] * 4
+
+
+def normalised(rank: int, size: int, text: str) -> dict[str, Any]:
+    model = make_wide(rank, norm=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    sync = attach(model, optimizer, text, wire="int8")
+    smallest = torch.tensor(1.0)
+    for step in range(25 + rank):
+        optimizer.zero_grad()
+        x, _ = make_batch(rank, step, 16, torch.float32)
+        scale = 20.0 if (step // 3 + rank) % 2 else 0.01  # variances change wildly
+        model(scale * x).square().mean().backward()
+        optimizer.step()
+        smallest = torch.minimum(smallest, model[6].running_var.min())
+    own = {name: value.clone() for name, value in model.state_dict().items()}
+    sync.finish()
+    return {"smallest": smallest, "own": own, "end": model.state_dict()}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_batch_statistics_travel_exactly(text: str) -> None:
+    """Variances stay positive and the workers' statistics are equal at the end."""
+    results = run(normalised, text, workers=3)
+    for result in results:
+        assert result["smallest"] >= 0
+        for name, value in result["end"].items():
+            assert torch.equal(value, results[0]["end"][name]), name
+
+
+@pytest.mark.parametrize("text", ["selsync:delta=inf", "async:staleness=40", "local:period=50"])
+def test_the_final_mean_is_exact(text: str) -> None:
+    """Training without a merge, then finish(): the mean of the models to float32 rounding."""
+    results = run(train, text, "int8", [9] * 3, workers=3)
+    mean = sum(r["own"].double() for r in results) / 3
+    for result in results:
+        torch.testing.assert_close(result["end"].double(), mean, rtol=1e-6, atol=1e-7)
+
+
+def test_payload_bytes_of_local_sgd() -> None:
+    """Per mean: five float64 of the roll, 1 + 1/N payloads of 516 bytes for each 512 numbers."""
+    results = run(train, "local:period=1", "int8", [6] * 3, workers=3)
+    blocks = 6  # of each of 3 chunks: 8,705 / (3 · 512), rounded up
+    assert [r["bytes"] for r in results] == [6 * (7 * 8 + (3 + 1) * blocks * 516)] * 3
+
+
+def sent_bytes() -> int:
+    """By the counter of this node's network card."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    counters = next(line for line in lines if line.strip().startswith(Cluster.interface))
+    return int(counters.partition(":")[2].split()[8])
+
+
+def on_a_node(rank: int, size: int, node: str, found: Any) -> None:
+    """Bytes of 4 steps of BSP with 1 M gradients each, by wire."""
+    with open(f"/run/netns/{node}") as namespace:
+        assert ctypes.CDLL(None).setns(namespace.fileno(), 0) == 0
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = Cluster.interface
+    address = "tcp://10.111.0.1:29500"  # of node 0, where all ports are free
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
+    for wire in ("float32", "int8"):
+        model = nn.Linear(1000, 1000)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with attach(model, optimizer, "bsp", wire=wire):
+            dist.barrier()
+            before = sent_bytes()
+            for _ in range(4):
+                optimizer.zero_grad()
+                model(torch.randn(2, 1000)).square().mean().backward()
+                optimizer.step()
+            dist.barrier()
+            found.put((wire, sent_bytes() - before))
+    dist.barrier()
+    os._exit(0)  # as in workers.py
+
+
+@pytest.mark.skipif(Cluster.why_not() is not None, reason=f"{Cluster.why_not()}")
+def test_the_link_carries_a_quarter() -> None:
+    """Interface counters over 4 steps of BSP: 1 M gradients each, 3 nodes."""
+    context = multiprocessing.get_context("fork")
+    found = context.SimpleQueue()
+    with Cluster(3, 1e9) as cluster:
+        nodes = [cluster.command(rank, [])[-1] for rank in range(3)]
+        processes = [
+            context.Process(target=on_a_node, args=(rank, 3, node, found), daemon=True)
+            for rank, node in enumerate(nodes)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(30)
+            process.kill()
+    sent: dict[str, list[int]] = {"float32": [], "int8": []}
+    while not found.empty():
+        wire, counted = found.get()
+        sent[wire].append(counted)
+    ring = 4 * 2 * (2 / 3) * 4 * 1_001_000
+    assert len(sent["float32"]) == len(sent["int8"]) == 3
+    for exact, lossy in zip(sorted(sent["float32"]), sorted(sent["int8"]), strict=True):
+        assert 1.0 < exact / ring < 1.15  # and headers
+        assert 3.6 < exact / lossy < 4.1

@@ -1,0 +1,262 @@
+"""What a user does with a synchronizer: clip, look, end; and what it refuses."""
+
+import contextlib
+import copy
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import offbeat
+from loops import attach, close, error_of, everything, sgd
+from offbeat.strategies.base import Strategy
+from problems import (
+    OPTIMIZERS,
+    PARAMETERS,
+    Simulated,
+    flat,
+    gradients,
+    loss_of,
+    make_batch,
+    make_model,
+    train_step,
+)
+from worlds import run
+
+CLIPPED: list[Strategy] = [
+    offbeat.BSP(),
+    offbeat.LocalSGD(period=2),
+    offbeat.SelSync(delta=0.05),
+    offbeat.SelSync(delta=0.05, aggregate="gradients"),
+    offbeat.AsyncAveraging(staleness=4),
+]
+
+
+def clip(rank: int, size: int) -> Any:
+    results = []
+    for strategy in CLIPPED:
+        for dtype in (torch.float32, torch.float64):
+            model = make_model(seed=rank, dtype=dtype)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            sync = attach(model, optimizer, strategy)
+            for max_norm in (1e-3, 1e3, 1e-3):
+                optimizer.zero_grad()
+                loss_of(model, make_batch(rank, 0, dtype=dtype)).backward()
+                batches = [make_batch(r, 0, dtype=dtype) for r in range(size)]
+                averaging = strategy == CLIPPED[0]
+                seen = batches if averaging else batches[rank : rank + 1]
+                each = [gradients(model, batch) for batch in seen]
+                if "gradients" in str(strategy):
+                    each = [[p.grad.clone() for p in model.parameters()]]
+                twin = copy.deepcopy(model)
+                for p, *parts in zip(twin.parameters(), *each, strict=True):
+                    p.grad = sum(parts) / len(parts)
+                want = nn.utils.clip_grad_norm_(twin.parameters(), max_norm)
+                got = sync.clip_grad_norm_(max_norm)
+                now = [p.grad.clone() for p in model.parameters()]
+                optimizer.step()
+                if "gradients" not in str(strategy):  # there the others' gradients come in too
+                    results.append((want, got, [p.grad for p in twin.parameters()], now))
+            sync.finish()
+    return results
+
+
+def test_clip_grad_norm_is_torchs() -> None:
+    """The same norm, dtype and clipped gradients as torch's, of the mean gradient under BSP."""
+    for results in run(clip, workers=2):
+        assert len(results) == 4 * 2 * 3
+        for want, got, clipped, now in results:
+            assert got.shape == ()
+            assert got.dtype == want.dtype
+            torch.testing.assert_close(got, want)
+            for a, b in zip(now, clipped, strict=True):
+                torch.testing.assert_close(a, b)
+
+
+APART = [
+    offbeat.LocalSGD(period=100),
+    offbeat.SelSync(delta=float("inf")),
+    offbeat.SelSync(delta=float("inf"), flags="deferred"),
+    offbeat.AsyncAveraging(staleness=100),
+]
+
+COUNTS = [2, 5, 3]
+
+
+def look(rank: int, size: int) -> Any:
+    results = []
+    for strategy in APART:
+        model = nn.Sequential(make_model(seed=rank), nn.BatchNorm1d(1).double())
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        sync = attach(model, optimizer, strategy)
+        plain = copy.deepcopy(model)
+        other = OPTIMIZERS["adamw"](plain.parameters())
+        for step in range(COUNTS[rank]):
+            train_step(model, optimizer, make_batch(rank, step))
+        own = everything(model)
+        before = copy.deepcopy(sync.stats)
+        with sync.consensus():
+            inside = everything(model)
+        exact = all(map(torch.equal, everything(model), own))
+        with contextlib.suppress(KeyError), sync.consensus():
+            with torch.no_grad():
+                model[0][0].weight.zero_()  # whatever happens inside is undone
+            raise KeyError
+        exact = exact and all(map(torch.equal, everything(model), own))
+        counted = sync.stats == before
+        for step in range(COUNTS[rank], COUNTS[rank] + 2):
+            train_step(model, optimizer, make_batch(rank, step))
+        after = everything(model)
+        sync.finish()
+        for step in range(COUNTS[rank] + 2):
+            train_step(plain, other, make_batch(rank, step))
+        unseen = all(map(torch.equal, after, everything(plain)))
+        results.append((own, inside, (exact, counted, unseen), after, everything(model)))
+    return results
+
+
+def mean_of(tensors: Sequence[Tensor]) -> Tensor:
+    return sum(tensors) / len(tensors) if tensors[0].is_floating_point() else max(tensors)
+
+
+def test_consensus_shows_the_mean_and_leaves_no_trace() -> None:
+    """Inside: the mean at uneven step counts. Outside: own bits and numbers, training goes on."""
+    results = run(look, workers=3)
+    for index in range(len(APART)):
+        each = [result[index] for result in results]
+        own = list(zip(*(one[0] for one in each), strict=True))
+        last = list(zip(*(one[3] for one in each), strict=True))
+        for _, inside, (exact, counted, unseen), _, end in each:
+            for got, parts in zip(inside, own, strict=True):
+                close(got, mean_of(parts))
+            assert exact
+            assert counted, "looking is not training"
+            assert unseen, "training goes on as if nobody had looked"
+            for got, parts in zip(end, last, strict=True):
+                close(got, mean_of(parts))
+
+
+def uneven(rank: int, size: int) -> Any:
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    sync = attach(model, optimizer, offbeat.LocalSGD(period=2))
+    for step in range([2, 6][rank]):
+        train_step(model, optimizer, make_batch(rank, step))
+    sync.finish()
+    end = flat(model)
+    stats = copy.deepcopy(sync.stats)
+    if rank == 0:
+        sync.finish()  # a second time, on one worker alone
+    train_step(model, optimizer, make_batch(rank, 9))
+    return end, flat(model), sync.step, sync.stats == stats
+
+
+def test_a_worker_that_ends_early_has_weight_0_and_gets_the_result() -> None:
+    """Uneven step counts end without a hang in one model; finish() again does nothing."""
+    reference = Simulated.start(2, "momentum")
+    for step in range(2):
+        reference.step(step)
+    reference.average()
+    for step in range(2, 6):
+        train_step(reference.models[1], reference.optimizers[1], make_batch(1, step))
+    results = run(uneven, workers=2)
+    for rank, (end, plain, steps, unchanged) in enumerate(results):
+        close(end, flat(reference.models[1]))
+        assert torch.equal(end, results[0][0])
+        assert steps == [2, 6][rank]
+        assert unchanged
+        assert not torch.equal(plain, end), "the optimizer goes on as an ordinary one"
+
+
+def leave(rank: int, size: int) -> Any:
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    with attach(model, optimizer, offbeat.LocalSGD(period=100)) as sync:
+        for step in range(3):
+            train_step(model, optimizer, make_batch(rank, step))
+    return flat(model), sync.step
+
+
+def test_a_clean_exit_finishes() -> None:
+    """The with block ends in the mean of all workers."""
+    reference = Simulated.start(2, "momentum")
+    for step in range(3):
+        reference.step(step)
+    reference.average()
+    for end, steps in run(leave, workers=2):
+        close(end, reference.flat()[0])
+        assert steps == 3
+
+
+def misuse(rank: int, size: int) -> dict[str, tuple[list[str], str]]:
+    """Every misuse of a synchronizer, on both workers; the training then goes on."""
+    seen = {}
+    model = make_model(seed=rank)
+    optimizer = sgd(model)
+    sync = attach(model, optimizer, offbeat.LocalSGD(period=2))
+
+    other = make_model()
+    seen["model twice"] = error_of(lambda: attach(model, sgd(model), offbeat.BSP()))
+    seen["optimizer twice"] = error_of(
+        lambda: attach(nn.ModuleList([model, other]), optimizer, offbeat.BSP())
+    )
+    train_step(model, optimizer, make_batch(rank, 0))
+
+    def nest() -> None:
+        with sync.consensus():
+            pass
+
+    own = flat(model)
+    with sync.consensus():
+        seen["nested consensus"] = error_of(nest)
+        mean = flat(model)
+        loss_of(model, make_batch(rank, 1)).backward()
+        seen["step inside consensus"] = error_of(optimizer.step)
+        seen["clip inside consensus"] = error_of(lambda: sync.clip_grad_norm_(1.0))
+        seen["finish inside consensus"] = error_of(sync.finish)
+        assert torch.equal(flat(model), mean)
+    assert torch.equal(flat(model), own)
+    stranger = error_of(lambda: sync.clip_grad_norm_(1.0, sgd(other)))
+    seen["clip a stranger"] = stranger
+    train_step(model, optimizer, make_batch(rank, 1))
+    assert sync.step == 2
+    sync.finish()
+    seen["consensus after finish"] = error_of(nest)
+
+    model = make_model(seed=rank)
+    optimizer = sgd(model[0])
+    sync = attach(model, optimizer, offbeat.BSP())
+    train_step(model, optimizer, make_batch(rank, 0))
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+    seen["group added"] = error_of(lambda: train_step(model, optimizer, make_batch(rank, 1)))
+    sync.detach()
+    seen["consensus after detach"] = error_of(
+        lambda: contextlib.ExitStack().enter_context(sync.consensus())
+    )
+
+    assert flat(model).numel() == PARAMETERS
+    return seen
+
+
+def test_misuse_is_an_attach_error_that_says_what_to_do() -> None:
+    """Attaching twice, looking or stepping at the wrong moment, a changed optimizer: refused."""
+    expected = {
+        "model twice": r"this Sequential is attached already: finish\(\) or detach\(\)",
+        "optimizer twice": r"this SGD is attached already: finish\(\) or detach\(\)",
+        "nested consensus": r"consensus\(\) inside consensus\(\)",
+        "step inside consensus": r"a training step inside consensus\(\)",
+        "clip inside consensus": r"inside consensus\(\)",
+        "finish inside consensus": r"finish\(\) inside consensus\(\)",
+        "clip a stranger": "not attached",
+        "consensus after finish": r"consensus\(\) after finish\(\) or detach\(\)",
+        "consensus after detach": r"consensus\(\) after finish\(\) or detach\(\)",
+        "group added": r"parameter group was added.*attach again",
+    }
+    for seen in run(misuse, workers=2):
+        assert seen.keys() == expected.keys()
+        for name, pattern in expected.items():
+            kinds, text = seen[name]
+            assert kinds[:1] == ["AttachError"], (name, text)
+            assert re.search(pattern, text), (name, text)
