@@ -9,8 +9,9 @@ Everything is simulated. Step times on the papers' GPUs are not known here, so t
 for each row of Table I we also solve for the step time at which its speed-up follows from its LSSR,
 and simulate that. Models are dummies, smaller than the real ones by a factor of 1000 (a) or 100
 (b), on links slower by the same factor; latencies stay. So means take as long as the real ones in
-one bucket, and the 40 bytes of a roll a little longer; ``offbeat.plan`` with the real sizes says by
-how little. BSP does not overlap with backward, in the simulator as in SelSync's published code.
+one bucket, and the 56 bytes of a roll a little longer; the strategies' forecasts with the real
+sizes say by how little. A dummy is one tensor, so BSP does not overlap with backward, as in
+SelSync's published code.
 
 The LSSR comes from SelSync's own trigger with the paper's δ = 0.3 and smoothing N/100: gradients
 are constant, except that in evenly spread steps one worker, each time another, has twice the
@@ -46,8 +47,8 @@ from torch import Tensor, nn
 import offbeat
 from benchmarks.harness import HEADER, RESULTS, Result, report
 from offbeat import BSP, AsyncAveraging, Compute, Network, SelSync, Strategy, simulate
-from offbeat.plan import ROLL_BYTES, Forecast, Plan, plan
-from offbeat.simulate.network import all_reduce_seconds
+from offbeat.costs import all_reduce_seconds
+from offbeat.strategies.forecast import ROLL_BYTES, Costs, Forecast
 
 LATENCY = 1e-4
 STEP_SECONDS = (0.05, 0.1, 0.2, 0.4)
@@ -137,17 +138,21 @@ class Setting:
         )
         return dict(result.results[0])
 
-    def plan(self, parameters: int, step: float, strategies: list[Strategy], lssr: float) -> Plan:
-        """The formulas, with the real sizes."""
-        return plan(
-            parameters=parameters,
-            step_time=step,
+    def plan(
+        self, parameters: int, step: float, strategies: list[Strategy], lssr: float
+    ) -> list[Forecast]:
+        """The formulas, with the real sizes in one bucket."""
+        costs = Costs(
             workers=self.workers,
-            bandwidth=self.bandwidth,
-            latency=LATENCY,
+            step_seconds=step,
+            bytes_per_second=self.bandwidth / 8,
+            latency_seconds=LATENCY,
+            model_bytes=4.0 * parameters,
             lssr=lssr,
-            strategies=strategies,
+            bucket_bytes=math.inf,
+            first_bucket_bytes=math.inf,
         )
+        return [strategy.forecast(costs) for strategy in strategies]
 
     def mean_seconds(self, size_bytes: float) -> float:
         return all_reduce_seconds(size_bytes, self.workers, self.bandwidth / 8, LATENCY)
@@ -193,7 +198,7 @@ def selsync_model(name: str, step_seconds: tuple[float, ...], most_steps: int) -
         bsp = CLUSTER.run(BSP(), **common, steps=2)
         ours = CLUSTER.run(strategy, **common, steps=steps, spikes=spikes)
         assert round(ours["lssr"] * steps) == steps - syncs, (ours, share)
-        planned = CLUSTER.plan(parameters, step, [BSP(), strategy], ours["lssr"]).rows
+        planned = CLUSTER.plan(parameters, step, [BSP(), strategy], ours["lssr"])
         rows.append(
             {
                 "step_seconds": step,
@@ -245,7 +250,7 @@ def cyclic(parameters: int, step_seconds: tuple[float, ...]) -> dict[str, Any]:
         common = {"parameters": parameters, "step_seconds": step}
         alone = FOUR.run(BSP(), **common, steps=2, workers=1)["step_seconds"]
         strategies = [AsyncAveraging(staleness=staleness) for staleness in STALENESS]
-        planned = FOUR.plan(parameters, step, [BSP(), *strategies], 0.5).rows
+        planned = FOUR.plan(parameters, step, [BSP(), *strategies], 0.5)
         found = {"bsp": FOUR.run(BSP(), **common, steps=2)}
         for strategy in strategies:
             cycle = strategy.staleness // 2
@@ -414,8 +419,8 @@ smaller. There is no jitter here and nobody else on the network, so these zeros 
 **Not modelled.** Overlap of BSP with backward, input, the optimizer, copies between GPU and host,
 means in several buckets (each pays 3 ms of latency with 16 workers), and how many steps a metric
 takes, by which a speed-up to equal accuracy would also differ. All simulated step times are within
-{off_plan:.2f} % of the formulas of `offbeat.plan` with the real sizes; what remains is the roll,
-whose 40 bytes travel on the slower link.
+{off_plan:.2f} % of the strategies' own forecasts with the real sizes; what remains is the roll,
+whose 56 bytes travel on the slower link.
 """
 
 

@@ -216,7 +216,7 @@ def test_compare_in_virtual_time(
 BANDWIDTH = r"'1GB/s' is not a bandwidth; write a number and a unit, like 1Gbit/s .*"
 DURATION = "is not a duration; write a number and a unit, like 100us, 50ms, 1.5s or 2min"
 ONE_OF = f"there are {', '.join(sorted(STRATEGIES))}"
-FORECAST = {BSP, LocalSGD, SelSync, AsyncAveraging}  # those that plan knows
+SUGGESTED = {BSP, LocalSGD, SelSync, AsyncAveraging}  # by plan, if none is given
 
 
 @pytest.mark.parametrize("command", ["simulate digits", "compare digits -s bsp --simulate"])
@@ -318,7 +318,7 @@ def test_probing_needs_torchrun(argv: str, idle_call: Call) -> None:
 
 
 def test_plan(call: Call) -> None:
-    """Every strategy has a row and a note; one of them is recommended, with its reason."""
+    """Every suggestion has a row and a note; one of them is recommended, with its reason."""
     code, out, err = call(*NETWORKED)
     assert (code, err) == (0, "")
     lines = out.splitlines()
@@ -327,7 +327,7 @@ def test_plan(call: Call) -> None:
     (advice,) = (line for line in lines if line.startswith("Try "))
     chosen, reason = re.fullmatch(r"Try (\S+) first: (.+)\.", advice).groups()  # type: ignore[union-attr]
     rows = [line.split()[0] for line in lines if re.match(r"[\w:=,.]+ {2,}\d", line)]
-    assert {type(parse_strategy(row)) for row in rows} == FORECAST
+    assert {type(parse_strategy(row)) for row in rows} == SUGGESTED
     assert chosen in rows
     assert re.search(r"wait.* \d+ %", reason)
     for row in rows:
@@ -342,9 +342,21 @@ def test_plan_as_json(call: Call) -> None:
     assert values["workers"] == 16
     assert values["model_bytes"] == 1e8
     kinds = {type(parse_strategy(row["strategy"])) for row in values["rows"]}
-    assert kinds == FORECAST
+    assert kinds == SUGGESTED
     assert values["recommendation"] in values["rows"]
     assert values["reason"]
+
+
+def test_plan_of_strategies_over_a_wire(call: Call) -> None:
+    """-s forecasts what is asked for, --wire how it would travel."""
+    argv = (*NETWORKED, "--json", "-s", "fedavg:period=8", "-s", "local:period=8")
+    exact, lossy = (json.loads(call(*argv, *wire)[1]) for wire in ((), ("--wire", "int8")))
+    assert [row["strategy"] for row in exact["rows"]] == ["fedavg:period=8", "local:period=8"]
+    assert 0.25 < lossy["rows"][0]["payload_bytes"] / exact["rows"][0]["payload_bytes"] < 0.28
+    assert lossy["recommendation"]["strategy"] == "local:period=8"
+    code, out, err = call(*NETWORKED, "--wire", "int8", "-s", "easgd")
+    assert (code, out) == (2, "")
+    assert "EASGD pushes to a parameter server" in err
 
 
 def test_plan_of_a_recipe(call: Call) -> None:

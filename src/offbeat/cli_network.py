@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from offbeat import plan as planning
+from offbeat.cli_options import Wire
 from offbeat.cli_view import console
 from offbeat.errors import OffbeatError
 from offbeat.lab import probe as probing
@@ -35,6 +36,11 @@ def plan(
     latency: Latency = "100us",
     jitter: Jitter = 0.0,
     lssr: Annotated[float, typer.Option(help="Share of local steps asked of SelSync.")] = 0.9,
+    wire: Wire = "float32",
+    strategies: Annotated[
+        list[str] | None,
+        typer.Option("--strategy", "-s", help="Forecast these instead of the usual; repeat it."),
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(help="Measure parameters and step time of this recipe here, on one worker."),
@@ -51,11 +57,12 @@ def plan(
 
     offbeat plan --parameters 25M --step-time 120ms --workers 16 --bandwidth 5gbit
 
-    offbeat plan --model digits --workers 4 --bandwidth 100Mbit/s
+    offbeat plan --model digits --workers 4 --bandwidth 100Mbit/s -s bsp -s diloco:period=50
 
     torchrun --nproc-per-node 2 -m offbeat.cli plan --model digits --probe
     """
     told: dict[str, Any] = {"jitter": jitter, "lssr": lssr, "workers": workers, "latency": latency}
+    told |= {"wire": wire, "strategies": strategies or None}
     if bandwidth is None and not probe:
         raise ValueError("plan needs --bandwidth, like 5Gbit/s, or --probe under torchrun")
     if model is None and (parameters is None or step_time is None):

@@ -1,4 +1,4 @@
-"""What communication costs: pure formulas in plain numbers.
+"""What communication costs: pure formulas in plain numbers, and when it may begin.
 
 Sizes in bytes (M), a bandwidth in bytes a second (B), a latency in seconds (α), a number of workers
 (N). They follow the α–β model (Hockney, "The communication challenge for MPP", Parallel Computing
@@ -8,6 +8,9 @@ Sizes in bytes (M), a bandwidth in bytes a second (B), a latency in seconds (α)
 import math
 
 from offbeat.arguments import require_integer
+
+FORWARD_SHARE = 1 / 3
+"""Of a step's computing, what comes before backward: a backward costs two forwards."""
 
 
 def message_seconds(size_bytes: float, bytes_per_second: float, latency_seconds: float) -> float:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import offbeat
 from offbeat import AsyncAveraging, Compute, LocalSGD, Network, SelSync, simulate
-from offbeat.plan import plan
 from offbeat.simulate import DeadlockError, Straggler
 from offbeat.strategies import STRATEGIES, Strategy, parse_strategy
 from problems import OPTIMIZERS, bsp_reference, flat, loss_of, make_batch, make_model, train_step
@@ -377,28 +376,6 @@ def test_bad_worker_counts_are_refused(workers: Any) -> None:
         (ValueError, TypeError), match=r"workers must be (an integer of )?at least 1"
     ):
         simulate(lambda: None, workers=workers)
-
-
-@pytest.mark.parametrize(
-    "text", ["bsp", "local:period=8", "async:staleness=4", "async:staleness=16"]
-)
-@pytest.mark.parametrize("workers", [2, 8])
-def test_the_plan_agrees_with_the_simulator(text: str, workers: int) -> None:
-    """Step time and idle share within 1 %."""
-    told = plan(
-        parameters=25_000,
-        step_time=STEP,
-        workers=workers,
-        bandwidth=BANDWIDTH,
-        latency=ALPHA,
-        strategies=[text],
-    ).rows[0]
-    worker = training(parse_strategy(text), 96)
-    result = simulate(worker, workers=workers, network=NETWORK, compute=Compute(STEP))
-    times = result.results[0]["times"]
-    step = (times[95] - times[31]) / 64  # past the first cycles, a whole number of them
-    assert step == pytest.approx(told.step_seconds, rel=0.01)
-    assert 1 - STEP / step == pytest.approx(told.idle, abs=0.01)
 
 
 def all_to_all(elements: int) -> float:

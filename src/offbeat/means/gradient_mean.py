@@ -16,7 +16,7 @@ from offbeat.fabric import Completed, Handle, Team, Wire
 from offbeat.means.landing import Landing, land
 from offbeat.means.replica import BUCKET_BYTES, Bucket, group_tensors, pack, swap, unpack
 
-_FIRST_BUCKET_BYTES = 2**20  # small, so that the network gets to work early in backward
+FIRST_BUCKET_BYTES = 2**20  # small, so that the network gets to work early in backward
 _STRIKES = 2  # windows in a row that may start too early before the overlap is given up
 
 
@@ -30,7 +30,7 @@ def gradient_buckets(
         bucket_bytes: Size of a bucket; the first one is smaller.
     """
     order = [p for p in reversed(parameters) if p.numel()]
-    groups = group_tensors(order, bucket_bytes, min(bucket_bytes, _FIRST_BUCKET_BYTES))
+    groups = group_tensors(order, bucket_bytes, min(bucket_bytes, FIRST_BUCKET_BYTES))
     # Backward completes first the bucket whose last parameter comes first in `order`.
     place = {id(p): i for i, p in enumerate(order)}
     groups.sort(key=lambda group: place[id(group[-1])])

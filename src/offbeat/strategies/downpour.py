@@ -1,5 +1,6 @@
 """Downpour SGD: workers push gradients to a server with its own optimizer, and fetch its model."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -10,7 +11,7 @@ from typing_extensions import override
 
 from offbeat.fabric.shard import Rule
 from offbeat.means.replica import as_real, unpack
-from offbeat.strategies.base import Part, Worker, setting, transient
+from offbeat.strategies.base import Costs, Forecast, Part, Worker, setting, transient
 from offbeat.strategies.server import ServerState, ServerStrategy
 
 
@@ -198,3 +199,39 @@ class Downpour(ServerStrategy):
         if worker.state.unpushed:
             self._stage(worker)
             worker.state.server.push()
+
+    @override
+    def forecast(self, costs: Costs) -> Forecast:
+        """Follows the pushes and fetches of one worker until both fall into the same step.
+
+            at a push or a fetch:  w ← w + what the last push still needs
+            both:     w ← w + exchange
+            a fetch:  w ← w + pull
+            step = t + w/steps
+
+        At least what a server's link needs. The seconds are those of ``ServerCosts``.
+        """
+        server = costs.server(self.servers)
+        steps = math.lcm(self.push_every, self.fetch_every)
+        pushes = set(range(self.push_every, steps + 1, self.push_every))
+        fetches = set(range(self.fetch_every, steps + 1, self.fetch_every))
+        waited = arrives = 0.0
+        for event in sorted(pushes | fetches):
+            now = event * costs.step_seconds + waited
+            waited += max(0.0, arrives - now)
+            if event in pushes & fetches:
+                waited += server.exchange_seconds()
+            elif event in fetches:
+                waited += server.pull_seconds()
+            else:
+                arrives = event * costs.step_seconds + waited + server.push_seconds()
+        cycle = steps * costs.step_seconds + waited
+        shown = costs.in_steps(server.push_seconds()), costs.in_steps(server.pull_seconds())
+        return costs.forecast(
+            self,
+            step=max(cycle, server.busy_seconds(len(pushes), len(fetches))) / steps,
+            apart=max(self.push_every, self.fetch_every),
+            payload=server.sent_bytes(len(pushes), len(fetches - pushes)) / steps,
+            copies=2 + server.copies + (self.server_optimizer == "adagrad") / server.servers,
+            note="a push takes {}, a fetch {}".format(*shown),
+        )

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from offbeat.fabric.shard import Rule
 from offbeat.means.replica import move_towards, read
-from offbeat.strategies.base import Worker, setting
+from offbeat.strategies.base import Costs, Forecast, Worker, setting
 from offbeat.strategies.server import ServerState, ServerStrategy
 
 
@@ -130,3 +130,25 @@ class EASGD(ServerStrategy):
         """The steps since the last exchange move the centre, too."""
         read(worker.state.tensors, worker.state.server.stage())
         worker.state.server.push()
+
+    @override
+    def forecast(self, costs: Costs) -> Forecast:
+        """An exchange every τ steps, which is waited for.
+
+            step = (τ·t + exchange)/τ
+            synchronous:  step = (W(τ) + meeting)/τ
+
+        At least what a server's link needs. The seconds are those of ``ServerCosts``.
+        """
+        server, period = costs.server(self.servers), self.period
+        exchange = server.meeting_seconds() if self.synchronous else server.exchange_seconds()
+        steps = costs.slowest(period) if self.synchronous else period * costs.step_seconds
+        alpha = 0.9 / costs.workers if self.alpha is None else self.alpha
+        return costs.forecast(
+            self,
+            step=max(steps + exchange, server.busy_seconds(1, 1)) / period,
+            apart=period / alpha,
+            payload=server.sent_bytes(1) / period,
+            copies=1 + server.copies + 3 / server.servers,
+            note=f"spreads an exchange of {costs.in_steps(exchange)} over {period}",
+        )

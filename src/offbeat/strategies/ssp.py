@@ -9,7 +9,8 @@ from typing_extensions import override
 
 from offbeat.fabric.shard import Rule
 from offbeat.means.replica import read, unpack
-from offbeat.strategies.base import Worker, setting
+from offbeat.strategies.base import Costs, Forecast, Worker, setting
+from offbeat.strategies.forecast import number
 from offbeat.strategies.server import ServerState, ServerStrategy
 
 
@@ -100,3 +101,30 @@ class SSP(ServerStrategy):
     def met(self, worker: Worker, clock: int) -> None:
         """A worker that was at the meeting may be far behind: the view is as old as its clock."""
         worker.state.slowest = min(worker.state.slowest, clock)
+
+    @override
+    def forecast(self, costs: Costs) -> Forecast:
+        """A push at each step, which the next one waits for; at each q-th a pull with it.
+
+            s = 0:  step = W(1) + meeting
+            s > 0:  step = (C(q, 0) + (q − 1)·max(0, push − t) + exchange)/q
+
+        q is s, or s − 1 where a push takes longer than a step: the shard of this rank answers at
+        once, before it has the others' last pushes. The seconds are those of ``ServerCosts``.
+        """
+        server = costs.server(self.servers)
+        step, push = costs.step_seconds, server.push_seconds()
+        if self.staleness == 0:
+            every, cycle = 1, costs.slowest(1) + server.meeting_seconds()
+        else:
+            every = max(1, self.staleness - (push > step))
+            cycle = costs.pipelined(every, 0.0) + (every - 1) * max(0.0, push - step)
+            cycle += server.exchange_seconds()
+        return costs.forecast(
+            self,
+            step=max(cycle, server.busy_seconds(every, 1)) / every,
+            apart=self.staleness,
+            payload=server.sent_bytes(1),
+            copies=2 + server.copies,
+            note=f"a push of {costs.in_steps(push)} at each step, a pull every {number(every)}",
+        )

@@ -5,11 +5,9 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from offbeat.costs import FORWARD_SHARE
 from offbeat.fabric import Host
 from offbeat.strategies.base import Part
-
-FORWARD_SHARE = 1 / 3
-"""Of a step's computing, what comes before backward: a backward costs two forwards."""
 
 
 class Backward:

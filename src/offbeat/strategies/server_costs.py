@@ -1,0 +1,117 @@
+"""What messages to and from a parameter server cost, as the links of the simulator queue them."""
+
+from dataclasses import dataclass
+
+from offbeat.fabric.shard import HEADER
+
+REQUEST_BYTES = 8 * HEADER
+ANSWER_BYTES = 8 * 3  # the header of an answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerCosts:
+    """A vector of M bytes in shards on S of N workers, each on a link of its own to one switch.
+
+    Letters: x = M/S a shard; R how many servers a worker sends to, S, or S − 1 where all serve;
+    p = (56 + x)/B and a = (24 + x)/B, what a push and an answer keep a link busy. Each worker
+    begins with another server, so that all links are busy at once. Where some workers keep no
+    shard, figures are theirs: one that keeps the whole model waits for nobody.
+
+    Attributes:
+        workers: N.
+        servers: S.
+        shard_bytes: x.
+        bytes_per_second: B.
+        latency_seconds: α.
+    """
+
+    workers: int
+    servers: int
+    shard_bytes: float
+    bytes_per_second: float
+    latency_seconds: float
+
+    @classmethod
+    def of(
+        cls,
+        servers: tuple[int, ...] | None,
+        workers: int,
+        model_bytes: float,
+        bytes_per_second: float,
+        latency_seconds: float,
+    ) -> "ServerCosts":
+        """On the ranks ``servers``; None is all.
+
+        Raises:
+            ValueError: a rank that there is not.
+        """
+        if servers is not None and max(servers) >= workers:
+            raise ValueError(
+                f"servers={servers} needs more workers than the {workers} there are: "
+                f"ranks are 0 to {workers - 1}"
+            )
+        count = workers if servers is None else len(servers)
+        return cls(
+            workers=workers,
+            servers=count,
+            shard_bytes=model_bytes / count,
+            bytes_per_second=bytes_per_second,
+            latency_seconds=latency_seconds,
+        )
+
+    @property
+    def remote(self) -> int:
+        """R."""
+        return self.servers - (self.servers == self.workers)
+
+    @property
+    def _push(self) -> float:
+        return (REQUEST_BYTES + self.shard_bytes) / self.bytes_per_second
+
+    @property
+    def _answer(self) -> float:
+        return (ANSWER_BYTES + self.shard_bytes) / self.bytes_per_second
+
+    def push_seconds(self) -> float:
+        """Until a push has arrived everywhere: R·p + α."""
+        return self.remote * self._push + self.latency_seconds if self.remote else 0.0
+
+    def exchange_seconds(self) -> float:
+        """Until a push has been answered: R·p + max((R−1)·a, α) + a + α.
+
+        A server that is a worker, too, answers after it has pushed, from the first push that it
+        has received; one that is asked by others answers while they push.
+        """
+        if not self.remote:
+            return 0.0
+        serving = self.servers == self.workers
+        queue = (self.remote - 1) * self._answer if serving else 0.0
+        alpha = self.latency_seconds
+        return self.remote * self._push + max(queue, alpha) + self._answer + alpha
+
+    def meeting_seconds(self) -> float:
+        """The same if nobody is answered before all have pushed: R·p + (N−1)·a + 2α."""
+        if not self.remote:
+            return 0.0
+        answers = (self.workers - 1) * self._answer
+        return self.remote * self._push + answers + 2 * self.latency_seconds
+
+    def pull_seconds(self) -> float:
+        """Until the vector has come: 56/B + R·a + 2α."""
+        if not self.remote:
+            return 0.0
+        request = REQUEST_BYTES / self.bytes_per_second
+        return request + self.remote * self._answer + 2 * self.latency_seconds
+
+    def busy_seconds(self, pushes: float, answers: float) -> float:
+        """How long a server's link is busy with so many of each other worker's."""
+        return (self.workers - 1) * max(pushes * self._push, answers * self._answer)
+
+    def sent_bytes(self, pushes: float, pulls: float = 0.0) -> float:
+        """Bytes that a worker hands over for so many pushes, and pulls that push nothing."""
+        return self.remote * ((pushes + pulls) * REQUEST_BYTES + pushes * self.shard_bytes)
+
+    @property
+    def copies(self) -> float:
+        """Of the model, on a rank that serves: its shard, and a buffer for each other worker."""
+        return self.workers / self.servers
