@@ -14,6 +14,7 @@ import json
 import statistics
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
 from multiprocessing import get_context
 from typing import Any
 
@@ -22,8 +23,8 @@ import torch
 from benchmarks.harness import RESULTS, Result, machine
 from benchmarks.strategies import MNIST, SEEDS, plain, spread
 from offbeat.lab.compare import run_and_record
-from offbeat.lab.train import Job
-from offbeat.lab.virtual import VirtualCluster
+from offbeat.lab.job import Job
+from offbeat.lab.places import VirtualCluster
 from offbeat.simulate import Compute, Network
 
 INJECTIONS = (None, "0.5,0.5", "0.75,0.75")
@@ -44,15 +45,14 @@ def run(job: Job) -> Row:
     torch.set_num_threads(1)
     place = VirtualCluster(Network("100Mbit/s", latency="100us"), Compute("10ms", jitter=0.2))
     result = run_and_record(job, lambda event: None, place)
-    details = [one["details"] for one in result["stats"]]
-    samples = statistics.mean(one.get("injected_bytes_sent", 0) for one in details)
+    samples = statistics.mean(one.details.get("injected_bytes_sent", 0) for one in result.stats)
     return {
         "job": plain(job),
-        "final": result["final"],
-        "points": result["points"],
-        "seconds": result["seconds"],
-        "lssr": result["lssr"],
-        "model_bytes": result["payload_bytes"],
+        "final": result.final,
+        "points": [asdict(point) for point in result.points],
+        "seconds": result.seconds,
+        "lssr": result.lssr,
+        "model_bytes": result.payload_bytes,
         "sample_bytes": samples,
     }
 

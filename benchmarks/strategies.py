@@ -22,8 +22,8 @@ import torch
 
 from benchmarks.harness import RESULTS, Result, machine
 from offbeat.lab.compare import run_and_record
-from offbeat.lab.train import Job
-from offbeat.lab.virtual import VirtualCluster
+from offbeat.lab.job import Job
+from offbeat.lab.places import VirtualCluster
 from offbeat.simulate import Compute, Network
 
 WORKERS = 8
@@ -61,7 +61,7 @@ def place() -> VirtualCluster:
 def run(job: Job) -> Row:
     """One run, without what nobody reads."""
     torch.set_num_threads(1)
-    result = run_and_record(job, lambda event: None, place())
+    result = run_and_record(job, lambda event: None, place()).to_dict()
     kept = ("points", "final", "seconds", "time_to_target_seconds", "payload_bytes", "idle")
     assert result["simulated"]
     return {"job": plain(job), **{key: result[key] for key in kept}}

@@ -21,10 +21,9 @@ import torch.distributed as dist
 
 from benchmarks.harness import RESULTS, Result, interleave, machine
 from benchmarks.processes import run
-from offbeat.lab.cluster import Cluster
 from offbeat.lab.compare import run_and_record
-from offbeat.lab.train import Job
-from offbeat.lab.virtual import VirtualCluster
+from offbeat.lab.job import Job
+from offbeat.lab.places import ShapedLinks, VirtualCluster
 from offbeat.simulate import Compute, Network
 from offbeat.units import parse_bandwidth
 
@@ -57,8 +56,8 @@ def results(*, quick: bool = False) -> list[Result]:
             job = Job("digits", text, WORKERS, epochs=6 if quick else 20, evaluations=2)
             with tempfile.TemporaryDirectory() as folder:
                 log = f"{folder}/steps.jsonl"
-                with Cluster(WORKERS, parse_bandwidth(bandwidth)) as cluster:
-                    real = run_and_record(replace(job, log=log), lambda event: None, cluster)
+                with ShapedLinks(WORKERS, parse_bandwidth(bandwidth)) as links:
+                    real = run_and_record(replace(job, log=log), lambda event: None, links)
                 trace = {rank: read_steps(f"{folder}/steps.rank{rank}.jsonl") for rank in RANKS}
             mean = statistics.fmean(seconds for steps in trace.values() for seconds in steps)
             for kind, compute in (("mean step", Compute(mean)), ("trace", Compute(trace=trace))):
@@ -70,10 +69,11 @@ def results(*, quick: bool = False) -> list[Result]:
                     "compute": kind,
                     "latency_seconds": latency,
                     "step_seconds": mean,
-                    "error": virtual["seconds"] / real["seconds"] - 1,
+                    "error": virtual.seconds / real.seconds - 1,
                 }
                 for key in ("seconds", "idle", "lssr", "final"):
-                    row |= {f"measured_{key}": real[key], f"predicted_{key}": virtual[key]}
+                    row[f"measured_{key}"] = getattr(real, key)
+                    row[f"predicted_{key}"] = getattr(virtual, key)
                 data.append(row)
                 value = 100 * abs(row["error"])
                 what = f"simulated ({kind}) / measured time − 1, {text}, {bandwidth}"

@@ -13,7 +13,7 @@ from multiprocessing import get_context
 
 from benchmarks.harness import RESULTS, Result, machine
 from benchmarks.strategies import MNIST, SEEDS, WORKERS, run, spread
-from offbeat.lab.train import Job
+from offbeat.lab.job import Job
 
 ROWS = (
     ("bsp", "float32"),

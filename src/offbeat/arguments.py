@@ -8,7 +8,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -113,14 +113,16 @@ def setting(
     below: float | None = None,
     finite: bool = True,
     hint: str = "",
+    metadata: Mapping[str, Any] | None = None,
 ) -> Any:
     """A field of a dataclass of settings with the range of its number; see ``Range``.
 
     The annotation says the rest: ``int``, ``float``, ``bool``, ``Literal[…]``, each perhaps with
-    ``| None``. Settings of other types are their owner's to check.
+    ``| None``. Settings of other types are their owner's to check. ``metadata`` is added to that of
+    the field; its ``"label"`` is what errors call the setting, instead of the field's name.
     """
     within = Range(least, above, most, below, finite, hint)
-    return field(default=default, metadata={"range": within})
+    return field(default=default, metadata={**(metadata or {}), "range": within})
 
 
 def range_of(one: "dataclasses.Field[Any]") -> Range:
@@ -145,7 +147,8 @@ def check_settings(settings: Any) -> None:
     kind: type = type(settings)
     hints = types_of(kind)
     for one in dataclasses.fields(settings):
-        _check(one.name, getattr(settings, one.name), hints[one.name], range_of(one))
+        label = one.metadata.get("label", one.name)
+        _check(label, getattr(settings, one.name), hints[one.name], range_of(one))
 
 
 def _check(name: str, value: object, kind: Any, within: Range) -> None:

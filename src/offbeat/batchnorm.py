@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offbeat.arguments import require_integer
+
 _LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -45,10 +47,7 @@ def recalibrate_batchnorm(
         TypeError: ``batches`` is not an integer, or a batch is none that ``forward=None`` takes.
         ValueError: ``batches`` is smaller than 1, or the loader is empty.
     """
-    if isinstance(batches, bool) or not isinstance(batches, int):
-        raise TypeError(f"batches must be an integer of at least 1, got {batches!r}")
-    if batches < 1:
-        raise ValueError(f"batches must be at least 1, got {batches}")
+    require_integer("batches", batches, least=1)
     found = (module for module in model.modules() if isinstance(module, _LAYERS))
     layers = {layer: layer.running_mean for layer in found if layer.running_mean is not None}
     if not layers:

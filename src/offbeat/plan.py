@@ -13,6 +13,7 @@ from offbeat.arguments import require_integer, require_number
 from offbeat.fabric.wire import Precision, require_precision
 from offbeat.strategies import BSP, STRATEGIES, AsyncAveraging, LocalSGD, Strategy, parse_strategy
 from offbeat.strategies.forecast import FAR_APART, Costs, Forecast, number, percent
+from offbeat.table import Table
 from offbeat.training.attach import require_wire
 from offbeat.units import (
     parse_count,
@@ -87,12 +88,26 @@ class Plan:
             "predicted, not measured"
         )
 
+    def table(self) -> Table:
+        """One row a strategy."""
+        rows = tuple(
+            (
+                row.strategy,
+                show_seconds(row.step_seconds),
+                f"{row.throughput:.2f}x",
+                percent(row.idle),
+                show_bytes(row.payload_bytes),
+                show_bytes(row.memory_bytes),
+                row.note,
+            )
+            for row in self.rows
+        )
+        return Table(HEADINGS, rows, self.caption())
+
     def markdown(self) -> str:
         """Caption, table and recommendation as Markdown."""
-        lines = [f"| {' | '.join(HEADINGS)} |", f"|{'---|' * len(HEADINGS)}"]
-        lines += [f"| {' | '.join((f'`{row[0]}`', *row[1:]))} |" for row in rows(self)]
         advice = f"Try `{self.recommendation.strategy}` first: {self.reason}."
-        return f"{self.caption()}\n\n" + "\n".join(lines) + f"\n\n{advice}\n"
+        return f"{self.table().markdown()}\n{advice}\n"
 
 
 def plan(
@@ -199,22 +214,6 @@ def plan(
         recommendation=chosen,
         reason=reason,
     )
-
-
-def rows(plan: Plan) -> list[tuple[str, ...]]:
-    """One row a strategy, as text, in the order of ``HEADINGS``."""
-    return [
-        (
-            row.strategy,
-            show_seconds(row.step_seconds),
-            f"{row.throughput:.2f}x",
-            percent(row.idle),
-            show_bytes(row.payload_bytes),
-            show_bytes(row.memory_bytes),
-            row.note,
-        )
-        for row in plan.rows
-    ]
 
 
 _Candidate = tuple[Strategy, Forecast]

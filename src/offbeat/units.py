@@ -125,14 +125,14 @@ def show_bandwidth(bits_per_second: float) -> str:
     return f"{bits_per_second:g} bit/s"
 
 
-def show_seconds(seconds: float) -> str:
-    """``"120 ms"`` from 0.12, to four digits; ``parse_seconds`` reads it."""
+def show_seconds(seconds: float, *, digits: int = 4) -> str:
+    """``"120 ms"`` from 0.12, to so many digits; ``parse_seconds`` reads it."""
     if seconds == 0 or not math.isfinite(seconds):
         return f"{seconds:g} s"
     for unit, size in (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= size:
-            return f"{seconds / size:.4g} {unit}"
-    return f"{seconds / 1e-9:.4g} ns"
+            return f"{seconds / size:.{digits}g} {unit}"
+    return f"{seconds / 1e-9:.{digits}g} ns"
 
 
 def show_bytes(count: float) -> str:

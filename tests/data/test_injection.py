@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
 from offbeat.data import DataInjection, injected_batch_size
-from offbeat.data.draws import draw_samples, draw_senders
-from offbeat.data.draws import given as samples_given
 from offbeat.data.samples import count_samples, join, take
+from offbeat.data.senders import draw_samples, draw_senders
+from offbeat.data.senders import given as samples_given
 from workers import run
 
 fractions = st.sampled_from(["0.05", "0.1", "0.25", "0.3", "0.5", "0.7", "0.9", "1"])

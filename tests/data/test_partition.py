@@ -286,6 +286,18 @@ def test_wrong_types_are_refused() -> None:
         partition_by_label([0, 1], 2.0, 1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="alpha must be a number, got '1'"):
         partition_dirichlet([0, 1], 2, "1")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="workers must be an integer of at least 1, got True"):
+        partition_by_label([0, 1], True, 1)
+
+
+def test_numbers_counted_from_the_labels_are_numbers() -> None:
+    """NumPy's and torch's integers count as integers, NumPy's floats as floats."""
+    labels = torch.tensor([0, 1, 2, 0, 1, 2])
+    known: Any = labels.max() + 1
+    for one in (known, np.int64(3)):
+        parts = partition_by_label(labels, one, labels_per_worker=2)
+        assert sorted(index for part in parts for index in part) == list(range(6))
+    assert len(partition_dirichlet(labels, 1, np.float32(0.5))) == 1  # type: ignore[arg-type]
 
 
 @few

@@ -1,72 +1,59 @@
 """Comparing strategies: the same seeds for all, files that agree, numbers that come again."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from offbeat import Stats
 from offbeat.errors import OffbeatError
 from offbeat.lab import compare as lab
 from offbeat.lab import report
-from offbeat.lab.train import Event, Job
+from offbeat.lab.events import End, Evaluation, Event, Start
+from offbeat.lab.job import Job
+from offbeat.lab.places import Loopback, Place
+from offbeat.lab.results import Result, read_results
 
 STRATEGIES = ("bsp", "local:period=4")
-STEPS = 23  # 1437 images once, by 2 workers with batches of 32
-LIMIT = 90.0
+JOB = Job("digits", "bsp", 2, epochs=0.5, seed=5)
+STEPS = 12  # half of 1437 images, by 2 workers with batches of 32
+
+
+def ignore(event: Event | Job) -> None:
+    """Nobody watches."""
 
 
 @dataclass
 class Compared:
-    """What ``offbeat compare`` left behind."""
+    """What a comparison left behind."""
 
-    out: str
     folder: Path
-    results: list[dict[str, Any]]
-
-
-def offbeat_compare(folder: Path, *strategies: str) -> Compared:
-    argv = [sys.executable, "-m", "offbeat.cli", "compare", "digits", "-n", "2", "--epochs", "1"]
-    for strategy in strategies:
-        argv += ["-s", strategy]
-    environment = {
-        **{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")},
-        **{"COLUMNS": "200", "NO_COLOR": "1", "PYTHONIOENCODING": "utf-8"},
-    }
-    done = subprocess.run(  # kills the process at the limit, and its workers go with it
-        [*argv, "--seed", "5", "--output", str(folder)],
-        capture_output=True,
-        encoding="utf-8",
-        env=environment,
-        timeout=LIMIT,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = (folder / "results.jsonl").read_text(encoding="utf-8").splitlines()
-    return Compared(done.stdout, folder, [json.loads(line) for line in lines])
+    results: list[Result]
+    paths: dict[str, Path]
 
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Compared:
-    """A real comparison of two strategies."""
-    return offbeat_compare(tmp_path_factory.mktemp("compared") / "a" / "b", *STRATEGIES)
+    """A comparison of two strategies on processes, read from its files."""
+    folder = tmp_path_factory.mktemp("compared") / "a" / "b"
+    returned = lab.compare(
+        JOB, STRATEGIES, place=Loopback(), output=folder, on_start=ignore, on_event=ignore
+    )
+    results = read_results(folder / "results.jsonl")
+    assert results == returned
+    return Compared(folder, results, report.write_report(results, folder))
 
 
 def test_files_are_written_and_named(compared: Compared) -> None:
-    """Results, table, plot and report exist, and the last lines printed say where."""
+    """Results, table, plot and report exist."""
     names = {path.name for path in compared.folder.iterdir()}
     assert names == {"results.jsonl", "table.md", "plot.png", "report.html"}
-    told = [line.split() for line in compared.out.splitlines()[-3:]]
-    assert told == [
-        ["table", str(compared.folder / "table.md")],
-        ["plot", str(compared.folder / "plot.png")],
-        ["report", str(compared.folder / "report.html")],
-    ]
+    assert compared.paths == {
+        **{"table": compared.folder / "table.md", "plot": compared.folder / "plot.png"},
+        **{"report": compared.folder / "report.html"},
+    }
 
 
 def test_plot_is_an_image(compared: Compared) -> None:
@@ -81,35 +68,35 @@ def test_plot_is_an_image(compared: Compared) -> None:
 
 def test_results_hold_the_whole_curve(compared: Compared) -> None:
     """Each strategy once, in the order asked for; points rise in step and time up to the end."""
-    assert [one["strategy"] for one in compared.results] == list(STRATEGIES)
+    assert [one.strategy for one in compared.results] == list(STRATEGIES)
     for one in compared.results:
-        points = one["points"]
-        assert [point["step"] for point in points] == list(range(1, STEPS + 1))
-        seconds = [point["seconds"] for point in points]
+        assert [point.step for point in one.points] == list(range(1, STEPS + 1))
+        seconds = [point.seconds for point in one.points]
         assert seconds == sorted(seconds)
         assert seconds[0] > 0
-        assert one["final"] == points[-1]["metric"]
-        assert one["seconds"] == points[-1]["seconds"]
-        assert one["simulated"] is False
-        assert one["link"] == "loopback"
+        assert one.simulated is False
+        assert one.link == "loopback"
 
 
 def test_results_hold_the_mean_of_the_workers(compared: Compared) -> None:
     """LSSR, bytes and idle share are means over both workers; BSP never skips, local mostly."""
-    for one in compared.results:
+    lines = (compared.folder / "results.jsonl").read_text(encoding="utf-8").splitlines()
+    for one in map(json.loads, lines):
         assert len(one["stats"]) == 2
         for key in ("lssr", "payload_bytes", "idle"):
             assert one[key] == pytest.approx(sum(worker[key] for worker in one["stats"]) / 2)
         assert {worker["steps"] for worker in one["stats"]} == {STEPS}
         assert 0 <= one["idle"] <= 1
+        assert one["final"] == one["points"][-1]["metric"]
+        assert one["seconds"] == one["points"][-1]["seconds"]
     bsp, local = compared.results
-    assert bsp["lssr"] == 0
-    assert 0.7 < local["lssr"] < 0.8  # 3 of 4 steps
-    assert local["payload_bytes"] < 0.5 * bsp["payload_bytes"]
+    assert bsp.lssr == 0
+    assert local.lssr == 0.75  # 3 of 4 steps
+    assert local.payload_bytes < 0.5 * bsp.payload_bytes
 
 
 def test_table_and_results_agree(compared: Compared) -> None:
-    """Every cell of table.md is that of the JSON lines, and so is every cell printed."""
+    """Every cell of table.md is that of the JSON lines."""
     lines = (compared.folder / "table.md").read_text(encoding="utf-8").splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
     assert lines[0] == report.caption(compared.results)
@@ -117,82 +104,73 @@ def test_table_and_results_agree(compared: Compared) -> None:
     assert len(cells) == 2 + len(compared.results)
     for row, one in zip(cells[2:], compared.results, strict=True):
         told = dict(zip(report.HEADINGS, row, strict=True))
-        assert told["strategy"] == f"`{one['strategy']}`"
-        assert told["final"] == f"{one['final']:.4f}"
-        assert told["training time"] == f"{one['seconds']:.1f} s"
-        assert told["LSSR"] == f"{one['lssr']:.2f}"
-        assert told["idle"] == f"{100 * one['idle']:.0f} %"
-        assert told["sent per worker"] == f"{one['payload_bytes'] / 1e6:.1f} MB"
-        assert told["time to target"] == "not reached"  # one epoch is too short for 0.985
-        printed = [line.split() for line in compared.out.splitlines()]
-        assert " ".join([one["strategy"], *row[1:]]).split() in printed
+        assert told["strategy"] == f"`{one.strategy}`"
+        assert told["final"] == f"{one.final:.4f}"
+        assert told["training time"] == f"{one.seconds:.1f} s"
+        assert told["LSSR"] == f"{one.lssr:.2f}"
+        assert told["idle"] == f"{100 * one.idle:.0f} %"
+        assert told["sent per worker"] == f"{one.payload_bytes / 1e6:.1f} MB"
+        assert told["time to target"] == "not reached"  # half an epoch is too short for 0.985
 
 
 def test_strategies_share_seed_model_and_data_order(compared: Compared) -> None:
     """After one step the mean model is the same under both strategies, so the metric is too."""
     bsp, local = compared.results
-    assert bsp["job"] == {**local["job"], "strategy": "bsp"}
-    assert bsp["job"]["seed"] == 5
+    assert bsp.job == replace(local.job, strategy="bsp") == JOB
     # The mean of the models after one step each is the step of the mean gradient, up to rounding
     # and BatchNorm's statistics: at most a few of the 360 test images fall differently.
-    assert abs(bsp["points"][0]["metric"] - local["points"][0]["metric"]) <= 3 / 360
+    assert abs(bsp.points[0].metric - local.points[0].metric) <= 3 / 360
 
 
-def test_results_come_again(compared: Compared, tmp_path: Path) -> None:
+def test_results_come_again(compared: Compared) -> None:
     """The same run twice: the same metric at every point and the same bytes; only times differ."""
-    again = offbeat_compare(tmp_path, "bsp").results[0]
-    once = compared.results[0]
-    for one in (once, again):
-        one["curve"] = [(point["step"], point["metric"]) for point in one["points"]]
-    for key in ("job", "curve", "final", "lssr", "payload_bytes", "flag_rate", "metric", "target"):
-        assert once[key] == again[key], key
+    once, again = compared.results[0], lab.run_and_record(JOB, ignore, Loopback())
+    for one, other in zip(once.points, again.points, strict=True):
+        assert (one.step, one.metrics) == (other.step, other.metrics)
+    for one, other in zip(once.stats, again.stats, strict=True):
+        assert one.payload_bytes == other.payload_bytes
+    assert once.to_dict().keys() == again.to_dict().keys()
+    for name in ("job", "final", "lssr", "payload_bytes", "flag_rate", "metric", "target"):
+        assert getattr(once, name) == getattr(again, name), name
 
 
 # Without processes: events written by hand
 
 
-@pytest.fixture
-def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
-    """The jobs run from here on; each ends after one evaluation, the fourth fails."""
-    seen: list[Job] = []
+class Nowhere(Loopback):
+    """Where a job ends after one evaluation, and the fourth fails."""
 
-    def run_job(job: Job, on_event: Callable[[Event], None], cluster: object = None) -> None:
-        seen.append(job)
-        if len(seen) == 4:
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+
+    def run(self, job: Job, on_event: Callable[[Event], None]) -> None:
+        self.jobs.append(job)
+        if len(self.jobs) == 4:
             raise OffbeatError("worker 1 was ended by SIGKILL")
-        on_event({"event": "start", "steps": 1, "model_bytes": 4})
-        on_event({"event": "evaluation", "step": 1, "seconds": 0.5, "metric": 0.5, "metrics": {}})
-        keys = ("lssr", "payload_bytes", "idle", "flags", "steps")
-        on_event({"event": "end", "stats": [{**dict.fromkeys(keys, 0), "details": {}}]})
-
-    monkeypatch.setattr(lab, "run_job", run_job)
-    return seen
+        on_event(Start(1, 4))
+        on_event(Evaluation(1, 0.5, 0.5, {}))
+        on_event(End((Stats(),)))
 
 
-def compare(output: Path, strategies: tuple[str, ...], seeds: int) -> list[dict[str, Any]]:
+def compare(place: Place, output: Path, seeds: int) -> list[Result]:
+    job = Job("digits", "bsp", 2, seed=7)
     return lab.compare(
-        Job("digits", strategies[0], 2, seed=7),
-        strategies,
+        job,
+        ("bsp", "async"),
         seeds=seeds,
+        place=place,
         output=output,
-        on_start=lambda job: None,
-        on_event=lambda event: None,
+        on_start=ignore,
+        on_event=ignore,
     )
 
 
-def test_seeds_are_the_outer_loop(jobs: list[Job], tmp_path: Path) -> None:
+def test_seeds_are_the_outer_loop(tmp_path: Path) -> None:
     """All strategies run with one seed before the next seed begins, counted from --seed."""
-    results = compare(tmp_path, ("bsp", "local:period=2", "async"), seeds=1)
-    assert [(job.seed, job.strategy) for job in jobs] == [
-        (7, "bsp"),
-        (7, "local:period=2"),
-        (7, "async"),
-    ]
-    assert [one["strategy"] for one in results] == [job.strategy for job in jobs]
-    del jobs[:]
+    place = Nowhere()
     with pytest.raises(OffbeatError):
-        compare(tmp_path, ("bsp", "async"), seeds=2)
-    assert [(job.seed, job.strategy) for job in jobs] == [
+        compare(place, tmp_path, seeds=2)
+    assert [(job.seed, job.strategy) for job in place.jobs] == [
         (7, "bsp"),
         (7, "async"),
         (8, "bsp"),
@@ -200,14 +178,9 @@ def test_seeds_are_the_outer_loop(jobs: list[Job], tmp_path: Path) -> None:
     ]
 
 
-def test_a_failed_run_leaves_the_earlier_results(jobs: list[Job], tmp_path: Path) -> None:
+def test_a_failed_run_leaves_the_earlier_results(tmp_path: Path) -> None:
     """When a run fails, the results before it are on disk, whole."""
     with pytest.raises(OffbeatError, match="worker 1 was ended by SIGKILL"):
-        compare(tmp_path, ("bsp", "async"), seeds=3)
-    lines = (tmp_path / "results.jsonl").read_text().splitlines()
-    told = [json.loads(line) for line in lines]
-    assert [(one["job"]["seed"], one["strategy"]) for one in told] == [
-        (7, "bsp"),
-        (7, "async"),
-        (8, "bsp"),
-    ]
+        compare(Nowhere(), tmp_path, seeds=3)
+    told = read_results(tmp_path / "results.jsonl")
+    assert [(one.job.seed, one.strategy) for one in told] == [(7, "bsp"), (7, "async"), (8, "bsp")]

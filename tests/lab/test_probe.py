@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -11,23 +12,19 @@ from typing import Any
 import pytest
 
 from offbeat.errors import CommunicationError, OffbeatError
-from offbeat.lab import probe as module
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.probe import (
-    HEADINGS,
-    PAIR_HEADINGS,
     AllReduce,
     Pair,
     Probe,
     Rank,
-    caption,
     choose_pairs,
     find_warnings,
-    pair_rows,
+    measure,
     probe,
-    rows,
-    summary,
 )
+from offbeat.lab.probe.tables import by_pair, by_rank, caption, summary
+from offbeat.table import Table
 from workers import run
 
 needs_namespaces = pytest.mark.skipif(Cluster.why_not() is not None, reason=f"{Cluster.why_not()}")
@@ -74,25 +71,23 @@ def bits(found: dict[str, Any]) -> dict[tuple[int, int], float]:
     return {(p["source"], p["destination"]): 8 * p["bytes_per_second"] for p in found["pairs"]}
 
 
-def probe_and_return(rank: int, size: int) -> tuple[dict[str, Any], list[tuple[str, ...]], float]:
-    start = time.monotonic()
-    result = probe(size_bytes=2**20, seconds=5)
-    return result.to_dict(), rows(result), time.monotonic() - start
+def probe_and_return(rank: int, size: int) -> tuple[dict[str, Any], Table]:
+    result = probe(size_bytes=2**20, seconds=1)
+    return result.to_dict(), by_rank(result)
 
 
 def test_three_workers_on_loopback() -> None:
-    """All workers return the same result, with all six ordered pairs, within the time."""
+    """All workers return the same result, with all six ordered pairs."""
     results = run(probe_and_return, workers=3)
-    found, table, took = results[0]
+    found, table = results[0]
     assert all(result[0] == found for result in results)
-    assert took < 10
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert [one["rank"] for one in found["ranks"]] == [0, 1, 2]
     assert all("lo (127.0.0.1" in one["interface"] for one in found["ranks"])
     assert list(bits(found)) == choose_pairs(3)
     for pair in found["pairs"]:
-        assert 1e-6 < pair["latency_seconds"] < 0.1
-        assert 1e6 < pair["bytes_per_second"] < 1e12
+        assert 1e-6 < pair["latency_seconds"] < 1
+        assert 1e5 < pair["bytes_per_second"] < 1e12
         assert 16384 <= pair["message_bytes"] <= 2**20
         assert pair["repetitions"] >= 1
     total = found["all_reduce"]
@@ -100,39 +95,54 @@ def test_three_workers_on_loopback() -> None:
     assert total["bus_bytes_per_second"] == pytest.approx(
         total["algorithm_bytes_per_second"] * 4 / 3
     )
-    assert 0 < total["latency_seconds"] < 0.1
+    assert 0 < total["latency_seconds"] < 1
     assert not [line for line in found["warnings"] if "interface" in line]
-    assert [len(row) for row in table] == [len(HEADINGS)] * 3
+    assert table.headings == ("rank", "host", "interface", "latency", "sends", "receives")
+    assert [len(row) for row in table.rows] == [len(table.headings)] * 3
+
+
+def probe_and_time(rank: int, size: int) -> float:
+    start = time.monotonic()
+    probe(size_bytes=2**20, seconds=2)
+    return time.monotonic() - start
+
+
+@pytest.mark.quiet
+def test_the_time_to_aim_for_is_kept() -> None:
+    """About, where a link is fast: its messages are repeated 20 times at most."""
+    assert max(run(probe_and_time, workers=3)) < 4
 
 
 @needs_namespaces
+@pytest.mark.quiet
 def test_bandwidths_are_those_of_the_links(tmp_path: Path) -> None:
-    """Of 50 Mbit/s, headers take about 5 %; the all-reduce of two loads both ways at once."""
-    with Cluster(2, 50e6) as cluster:
-        found = probed(cluster, tmp_path, seconds=5)
-    assert bits(found) == pytest.approx({(0, 1): 50e6, (1, 0): 50e6}, rel=0.25)
-    assert 8 * found["all_reduce"]["bus_bytes_per_second"] == pytest.approx(50e6, rel=0.35)
+    """Of 100 Mbit/s, headers take about 5 %; the all-reduce of two loads both ways at once."""
+    with Cluster(2, 100e6) as cluster:
+        found = probed(cluster, tmp_path, seconds=3)
+    assert bits(found) == pytest.approx({(0, 1): 100e6, (1, 0): 100e6}, rel=0.25)
+    assert 8 * found["all_reduce"]["bus_bytes_per_second"] == pytest.approx(100e6, rel=0.35)
     assert "link0 (10.111.0.1" in found["ranks"][0]["interface"]
     assert found["warnings"] == []
 
 
 @needs_namespaces
+@pytest.mark.quiet
 def test_a_slow_uplink_is_named(tmp_path: Path) -> None:
     """One node of three sends at a tenth: its rank is named, and no other."""
     slow = ["tc", "qdisc", "replace", "dev", Cluster.interface, "root", "tbf"]
-    with Cluster(3, 50e6) as cluster:
+    with Cluster(3, 200e6) as cluster:
         subprocess.run(
-            cluster.command(2, [*slow, *["rate", "5mbit", "burst", "131072", "latency", "100ms"]]),
+            cluster.command(2, [*slow, *["rate", "20mbit", "burst", "131072", "latency", "100ms"]]),
             check=True,
             timeout=30,
         )
-        found = probed(cluster, tmp_path, seconds=6)
+        found = probed(cluster, tmp_path, seconds=4)
     rates = bits(found)
     assert {ends: rate for ends, rate in rates.items() if ends[0] != 2} == pytest.approx(
-        {ends: 50e6 for ends in rates if ends[0] != 2}, rel=0.25
+        {ends: 200e6 for ends in rates if ends[0] != 2}, rel=0.25
     )
-    assert rates[2, 0] == pytest.approx(5e6, rel=0.25)
-    assert rates[2, 1] == pytest.approx(5e6, rel=0.25)
+    assert rates[2, 0] == pytest.approx(20e6, rel=0.25)
+    assert rates[2, 1] == pytest.approx(20e6, rel=0.25)
     named = [line for line in found["warnings"] if "sends" in line or "receives" in line]
     assert len(named) == 1
     assert named[0].startswith("rank 2 (")
@@ -142,7 +152,7 @@ def test_a_slow_uplink_is_named(tmp_path: Path) -> None:
 
 def probe_beside_one_that_dies(rank: int, size: int) -> str:
     if rank == 1:  # when it is first measured
-        module._serve = lambda *_: os._exit(1)  # type: ignore[assignment]
+        measure.serve = lambda *_: os._exit(1)  # type: ignore[assignment]
         probe()
     start = time.monotonic()
     with pytest.raises(CommunicationError) as caught:
@@ -154,8 +164,9 @@ def probe_beside_one_that_dies(rank: int, size: int) -> str:
 def test_a_dead_worker_is_an_error_everywhere() -> None:
     """Nobody waits longer than the time-out; the error names the missing rank."""
     said = run(probe_beside_one_that_dies, workers=3, may_die=(1,))
-    assert "rank 1" in said[0]
-    assert "rank 1" in said[2]
+    # Or "lost the connection to ranks 0, 1", where rank 0 has given up by then.
+    for message in (said[0], said[2]):
+        assert re.search(r"\branks? ([02], )*1\b", message), message
 
 
 def refusals(rank: int, size: int) -> str:
@@ -271,9 +282,17 @@ def test_tables() -> None:
     pairs = all_pairs(3, {(0, 1): 6.17e6}, {(0, 1): 2.5e-3})
     total = AllReduce(2e-4, 0.5, 4_000_000, 3, 8e6, 32e6 / 3)
     result = Probe(tuple(people), tuple(pairs), 6, total, ("odd",), 7, 3.21)
-    assert rows(result)[1] == ("1", "host1", EVEN[1][1], "100 us", "100 Mbit/s", "100 Mbit/s")
-    assert pair_rows(result)[0] == ("0 to 1", "2.5 ms", "49.4 Mbit/s", "1.0 MB", "5")
-    assert {len(row) for row in pair_rows(result)} == {len(PAIR_HEADINGS)}
+    assert by_rank(result).rows[1] == (
+        "1",
+        "host1",
+        EVEN[1][1],
+        "100 us",
+        "100 Mbit/s",
+        "100 Mbit/s",
+    )
+    assert by_pair(result).rows[0] == ("0 to 1", "2.5 ms", "49.4 Mbit/s", "1.0 MB", "5")
+    assert {len(row) for row in by_pair(result).rows} == {len(by_pair(result).headings)}
+    assert by_rank(result).caption == caption(result)
     assert caption(result) == "3 workers on 3 hosts, gloo, all 6 ordered pairs, 3.2 s"
     some = Probe(tuple(people), tuple(pairs[:4]), 6, total, (), 7, 3.21)
     assert "4 of 6 ordered pairs (the ring of neighbours and a sample, seed 7)" in caption(some)

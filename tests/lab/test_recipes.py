@@ -61,6 +61,21 @@ def test_digits_are_split() -> None:
     assert sum(x.numpy().tobytes() in seen for x in test_x) == 0
 
 
+def test_digits_are_those_of_scikit_learn() -> None:
+    """They are read from its file alone, and are what its own reader gives."""
+    datasets = pytest.importorskip("sklearn.datasets")
+    there = datasets.load_digits()
+    images, labels = digits._read()
+    assert torch.equal(images, torch.tensor(there.images, dtype=torch.float32)[:, None] / 16)
+    assert torch.equal(labels, torch.tensor(there.target))
+
+
+def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digits, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"needs scikit-learn: pip install 'offbeat\[recipes\]'"):
+        digits.load()
+
+
 def test_shifts_move_by_at_most_one_pixel() -> None:
     """An augmented image is the image moved by −1, 0 or 1 pixels in each direction."""
     task = find_recipe("digits").build(Setup(1, 1))

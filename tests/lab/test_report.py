@@ -4,63 +4,65 @@ import base64
 import html
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from offbeat.lab import compare, report
+from offbeat import Stats
+from offbeat.lab import report
+from offbeat.lab.events import Evaluation
+from offbeat.lab.job import Job
 from offbeat.lab.recipes import find_recipe
-from offbeat.lab.train import Event, Job
+from offbeat.lab.results import Result
 
 NO_MORE: dict[str, float] = {}
 PNG = b"\x89PNG\r\n\x1a\n"
 Metrics = Sequence[tuple[float, float]]  # (seconds, metric) of each evaluation
-Make = Callable[..., dict[str, Any]]
 
 
-@pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Makes the result of a run whose events are written here."""
-
-    def result(
-        strategy: str,
-        curve: Metrics,
-        *,
-        recipe: str = "digits",
-        seed: int = 0,
-        sent: tuple[float, float] = (1_000_000, 3_000_000),
-        more: dict[str, float] = NO_MORE,
-    ) -> dict[str, Any]:
-        name = find_recipe(recipe).metric
-
-        def run_job(job: Job, on_event: Callable[[Event], None], cluster: object) -> None:
-            on_event({"event": "start", "steps": len(curve), "model_bytes": 8})
-            for step, (seconds, metric) in enumerate(curve, start=1):
-                on_event({"event": "step", "step": step, "seconds": seconds})
-                metrics = {name: metric, **more}
-                now = {"step": step, "seconds": seconds}
-                on_event({"event": "evaluation", **now, "metric": metric, "metrics": metrics})
-            workers = [
-                {
-                    **{"steps": len(curve), "flags": 1, "lssr": lssr, "idle": idle},
-                    **{"payload_bytes": payload, "details": {}},
-                }
-                for lssr, idle, payload in zip((0.25, 0.75), (0.1, 0.3), sent, strict=True)
-            ]
-            on_event({"event": "end", "stats": workers})
-
-        monkeypatch.setattr(compare, "run_job", run_job)
-        monkeypatch.setattr(compare, "describe_machine", lambda: "Abacus, 2 cores")
-        return compare.run_and_record(Job(recipe, strategy, 2, seed=seed), lambda event: None)
-
-    return result
+def make(
+    strategy: str,
+    curve: Metrics,
+    *,
+    recipe: str = "digits",
+    seed: int = 0,
+    sent: tuple[int, int] = (1_000_000, 3_000_000),
+    more: dict[str, float] = NO_MORE,
+) -> Result:
+    """The result of a run of two workers, with LSSR 0.25 and 0.75, idle 10 % and 30 %."""
+    found = find_recipe(recipe)
+    points = (
+        Evaluation(step, seconds, metric, {found.metric: metric, **more})
+        for step, (seconds, metric) in enumerate(curve, start=1)
+    )
+    stats = (
+        Stats(steps=4, syncs=3, payload_bytes=sent[0], wait_seconds=1, compute_seconds=9),
+        Stats(steps=4, syncs=1, payload_bytes=sent[1], wait_seconds=3, compute_seconds=7),
+    )
+    return Result(
+        job=Job(recipe, strategy, 2, seed=seed),
+        metric=found.metric,
+        higher_is_better=found.higher_is_better,
+        target=found.target,
+        link="loopback",
+        machine="Abacus, 2 cores",
+        versions={},
+        simulated=False,
+        points=tuple(points),
+        stats=stats,
+    )
 
 
-def cell(results: Sequence[dict[str, Any]], heading: str, row: int = 0) -> str:
-    return report.rows(results)[row][report.HEADINGS.index(heading)]
+def rows(results: Sequence[Result]) -> tuple[tuple[str, ...], ...]:
+    return report.table(results).rows
+
+
+def cell(results: Sequence[Result], heading: str) -> str:
+    return rows(results)[0][report.HEADINGS.index(heading)]
 
 
 @pytest.mark.parametrize(
@@ -75,40 +77,39 @@ def cell(results: Sequence[dict[str, Any]], heading: str, row: int = 0) -> str:
     ],
 )
 def test_time_to_target_is_the_first_evaluation_there(
-    make: Make, recipe: str, curve: Metrics, seconds: float | None
+    recipe: str, curve: Metrics, seconds: float | None
 ) -> None:
     """The time is that of the first evaluation at or past the target, never in between."""
     one = make("bsp", curve, recipe=recipe)
-    assert one["time_to_target_seconds"] == seconds
+    assert one.time_to_target_seconds == seconds
     assert cell([one], "time to target") == ("not reached" if seconds is None else f"{seconds}.0 s")
     assert cell([one], "final") == f"{curve[-1][1]:.4f}"
     assert cell([one], "training time") == f"{curve[-1][0]}.0 s"
 
 
-def test_columns_are_means_over_the_workers(make: Make) -> None:
+def test_columns_are_means_over_the_workers() -> None:
     """LSSR, bytes and idle share of a row are the means of what the workers told."""
     one = make("bsp", [(1, 0.9)])
     assert cell([one], "LSSR") == "0.50"
     assert cell([one], "idle") == "20 %"
     assert cell([one], "sent per worker") == "2.0 MB"
-    assert one["flag_rate"] == 1
 
 
-def test_speed_up_is_against_the_first_row(make: Make) -> None:
+def test_speed_up_is_against_the_first_row() -> None:
     """The first row is 1; without a time there, or in a row, there is no speed-up."""
     slow = make("bsp", [(8, 0.99)])
     fast = make("async", [(2, 0.99), (9, 0.99)])
     never = make("local:period=8", [(9, 0.5)])
-    assert [row[2] for row in report.rows([slow, fast, never])] == ["1.00x", "4.00x", "-"]
-    assert [row[2] for row in report.rows([fast, slow])] == ["1.00x", "0.25x"]
-    assert [row[2] for row in report.rows([never, slow])] == ["-", "-"]
+    assert [row[2] for row in rows([slow, fast, never])] == ["1.00x", "4.00x", "-"]
+    assert [row[2] for row in rows([fast, slow])] == ["1.00x", "0.25x"]
+    assert [row[2] for row in rows([never, slow])] == ["-", "-"]
 
 
-def test_seeds_are_one_row_with_median_and_range(make: Make) -> None:
+def test_seeds_are_one_row_with_median_and_range() -> None:
     """Runs of one strategy share a row: median (least-most); one that never arrives decides it."""
     runs = [make("bsp", [(t, 0.99)], seed=t) for t in (6, 2, 3)]
     other = make("async", [(1, 0.5)])
-    table = report.rows([runs[0], other, *runs[1:]])
+    table = rows([runs[0], other, *runs[1:]])
     assert [row[0] for row in table] == ["bsp", "async"]
     assert cell(runs, "time to target") == "3.0 (2.0-6.0) s"
     assert cell(runs, "training time") == "3.0 (2.0-6.0) s"
@@ -118,7 +119,7 @@ def test_seeds_are_one_row_with_median_and_range(make: Make) -> None:
     assert cell([*runs, missed], "time to target") == "not reached"
 
 
-def test_caption_says_what_was_compared(make: Make) -> None:
+def test_caption_says_what_was_compared() -> None:
     """Recipe, target, workers, link, machine, seeds; and a simulation is called one."""
     one = make("bsp", [(1, 0.5)])
     said = report.caption([one])
@@ -126,11 +127,11 @@ def test_caption_says_what_was_compared(make: Make) -> None:
         "digits, target test accuracy 0.985, 2 workers (real processes), loopback, "
         "Abacus, 2 cores, 1 seed"
     )
-    assert "(simulated)" in report.caption([{**one, "simulated": True}])
-    assert "real" not in report.caption([{**one, "simulated": True}])
+    assert "(simulated)" in report.caption([replace(one, simulated=True)])
+    assert "real" not in report.caption([replace(one, simulated=True)])
 
 
-def test_markdown_is_a_table(make: Make) -> None:
+def test_markdown_is_a_table() -> None:
     """One line a row, as many cells as headings, after the caption and an empty line."""
     results = [make("bsp", [(1, 0.5)]), make("selsync:delta=0.3,window=5", [(1, 0.99)])]
     caption, empty, *lines = report.markdown(results).splitlines()
@@ -166,46 +167,39 @@ class Elements(HTMLParser):
             self.cells[-1] += data
 
 
-def test_page_holds_the_same_table(make: Make) -> None:
+def test_page_holds_the_same_table() -> None:
     """The cells of report.html are those of the table, in order."""
     results = [make("bsp", [(1, 0.5)]), make("async", [(1, 0.99)])]
     page = Elements(report.page(results, None))
-    assert page.cells == [text for row in report.rows(results) for text in row]
+    assert page.cells == [text for row in rows(results) for text in row]
     assert "img" not in page.tags
 
 
-def test_further_metrics_are_told_below_the_table(make: Make) -> None:
+def test_further_metrics_are_told_below_the_table() -> None:
     """Each strategy's other metrics at the end, median and range of its seeds; else none."""
     runs = [
         make("bsp", [(1, 0.5), (2, 0.6)], more={"top-5 accuracy": 0.9, "top-10 accuracy": 1.0}),
         make("bsp", [(1, 0.5)], seed=1, more={"top-5 accuracy": 0.7, "top-10 accuracy": 1.0}),
         make("async", [(1, 0.5)], more={"top-5 accuracy": 0.25, "top-10 accuracy": 0.5}),
     ]
-    assert runs[0]["points"][0]["metrics"]["top-5 accuracy"] == 0.9
-    assert runs[0]["final_metrics"] == {
-        **{"test accuracy": 0.6, "top-5 accuracy": 0.9, "top-10 accuracy": 1.0}
-    }
     first = "top-5 accuracy 0.8000 (0.7000-0.9000), top-10 accuracy 1.0000 (1.0000-1.0000)"
     second = "top-5 accuracy 0.2500, top-10 accuracy 0.5000"
     lines = report.markdown(runs).splitlines()
     assert lines[-3:] == ["", f"- `bsp`: {first}", f"- `async`: {second}"]
     page = report.page(runs, None)
     assert f"<li><code>bsp</code>: {first}</li><li><code>async</code>: {second}</li>" in page
-    assert Elements(page).cells == [text for row in report.rows(runs) for text in row]
+    assert Elements(page).cells == [text for row in rows(runs) for text in row]
     alone = [make("bsp", [(1, 0.5)])]
     assert report.further(alone) == []
     assert "At the end" not in report.markdown(alone) + report.page(alone, None)
 
 
-def test_page_escapes_names(make: Make) -> None:
+def test_page_escapes_names() -> None:
     """A name with markup is shown as it is and makes no element, in table and configuration."""
     evil = '<script>alert("1")</script>&amp;'
     one = make("bsp", [(1, 0.5)])
-    one = {
-        **one,
-        **{"strategy": evil, "link": evil, "machine": evil, "metric": evil},
-        **{"job": {**one["job"], "strategy": evil, "recipe": evil}},
-    }
+    job = replace(one.job, strategy=evil, recipe=evil)
+    one = replace(one, job=job, link=evil, machine=evil, metric=evil)
     text = report.page([one], None)
     page = Elements(text)
     assert "script" not in page.tags
@@ -214,7 +208,7 @@ def test_page_escapes_names(make: Make) -> None:
     assert html.escape(evil) in text
 
 
-def test_page_needs_no_other_file(make: Make, tmp_path: Path) -> None:
+def test_page_needs_no_other_file(tmp_path: Path) -> None:
     """The plot is inside the page, byte for byte; nothing else is loaded."""
     paths = report.write_report([make("bsp", [(1, 0.5), (2, 0.99)])], tmp_path)
     (source,) = Elements(paths["report"].read_text(encoding="utf-8")).sources
@@ -224,52 +218,54 @@ def test_page_needs_no_other_file(make: Make, tmp_path: Path) -> None:
     assert not re.search(r"https?://", paths["report"].read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("recipe", ["digits", "stdlib-lm"])
-def test_plot_draws_every_run(make: Make, tmp_path: Path, recipe: str) -> None:
-    """A line for each run at its points, one legend entry a strategy, the target across."""
-    from matplotlib import pyplot as plt
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures saved from here on."""
+    from matplotlib.figure import Figure
 
+    figures: list[Any] = []
+    save = Figure.savefig
+
+    def keep(figure: Any, *args: Any, **kwargs: Any) -> None:
+        figures.append(figure)
+        save(figure, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return figures
+
+
+@pytest.mark.parametrize("recipe", ["digits", "stdlib-lm"])
+def test_plot_draws_every_run(drawn: list[Any], tmp_path: Path, recipe: str) -> None:
+    """A line for each run at its points, one legend entry a strategy, the target across."""
     runs = [
         make("bsp", [(1, 0.95), (2, 0.99)], recipe=recipe),
         make("async", [(1, 0.96), (3, 0.97)], recipe=recipe),
         make("bsp", [(1, 0.94), (2, 0.98)], recipe=recipe, seed=1),
     ]
-    drawn: list[Any] = []
-    keep = plt.close
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plt, "close", drawn.append)
-        report.plot(runs, tmp_path / "plot.png")
-    (figure,) = drawn
-    (axes,) = figure.axes
+    report.plot(runs, tmp_path / "plot.png")
+    ((axes,),) = (figure.axes for figure in drawn)
     *lines, target = axes.get_lines()
     got = sorted(tuple(zip(*line.get_data(), strict=True)) for line in lines)
-    want = sorted(tuple((p["seconds"], p["metric"]) for p in run["points"]) for run in runs)
+    want = sorted(tuple((p.seconds, p.metric) for p in run.points) for run in runs)
     assert got == want
-    assert set(target.get_ydata()) == {runs[0]["target"]}
+    assert lines[0].get_color() == lines[1].get_color() != lines[2].get_color()
+    assert set(target.get_ydata()) == {runs[0].target}
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["bsp", "async"]
-    assert axes.get_ylabel() == runs[0]["metric"]
-    keep(figure)
+    assert axes.get_ylabel() == runs[0].metric
     assert (tmp_path / "plot.png").read_bytes().startswith(PNG)
 
 
-def test_plot_of_a_simulation_says_so(make: Make, tmp_path: Path) -> None:
+def test_plot_of_a_simulation_says_so(drawn: list[Any], tmp_path: Path) -> None:
     """A simulated time axis is never shown as a measured one."""
-    from matplotlib import pyplot as plt
-
-    drawn: list[Any] = []
-    keep = plt.close
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plt, "close", drawn.append)
-        report.plot([{**make("bsp", [(1, 0.5)]), "simulated": True}], tmp_path / "plot.png")
+    report.plot([replace(make("bsp", [(1, 0.5)]), simulated=True)], tmp_path / "plot.png")
     assert drawn[0].axes[0].get_xlabel() == "training seconds (simulated)"
-    keep(drawn[0])
 
 
 def test_without_matplotlib_there_is_no_plot(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Table and report are written all the same, and the plot is not named."""
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     results = [make("bsp", [(1, 0.5)])]
     with pytest.raises(ImportError, match=r"plots need matplotlib: pip install 'offbeat\[plot\]'"):
         report.plot(results, tmp_path / "plot.png")

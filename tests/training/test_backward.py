@@ -186,7 +186,7 @@ def progress_of(rank: int, size: int, strategy: Strategy, passes: list[int]) -> 
 
 
 def test_progress_rises_to_1_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many passes it has; a strategy that does not ask for buckets tells of the end only."""
+    """However many passes it has; others than BSP tell of the end only."""
     monkeypatch.setattr(worker, "gradient_buckets", small_buckets)
     passes = [1, 3, 3, 1, 1, 2]
     for seen in run(progress_of, offbeat.BSP(), passes, workers=2):

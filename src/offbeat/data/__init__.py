@@ -1,10 +1,10 @@
 """WHO READS WHAT: how samples are divided among workers."""
 
 from offbeat.data.describe import PartitionTable, describe_partition
-from offbeat.data.draws import injected_batch_size
 from offbeat.data.injection import DataInjection
 from offbeat.data.partition import partition_by_label, partition_dirichlet
 from offbeat.data.selective import SelDPSampler
+from offbeat.data.senders import injected_batch_size
 
 __all__ = [
     "DataInjection",

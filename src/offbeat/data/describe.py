@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from offbeat.data.partition import Labels, Part, check_parts, group
+from offbeat.data.partition import Labels, Share, check_parts, group_by_label
+from offbeat.plots import new_figure
 
 _COLUMNS = 20  # labels shown by the table; as many as fit a wide terminal
 _TICKS = 30  # labels and workers named by the picture
@@ -69,14 +70,9 @@ class PartitionTable:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure  # without pyplot: a notebook keeps its backend
-        except ImportError as error:
-            raise ImportError("plots need matplotlib: pip install 'offbeat[plot]'") from error
         workers, labels = self.counts.shape
-        size = (2.5 + 0.35 * min(labels, _TICKS), 1.5 + 0.35 * min(workers, _TICKS))
-        figure = Figure(figsize=size, dpi=120, layout="constrained")
-        axes = figure.subplots()
+        width, height = (2.5 + 0.35 * min(labels, _TICKS), 1.5 + 0.35 * min(workers, _TICKS))
+        figure, axes = new_figure(width, height, dpi=120)
         picture = axes.imshow(self.counts, aspect="auto", cmap="viridis", vmin=0)
         columns = range(0, labels, -(-labels // _TICKS))
         rows = range(0, workers, -(-workers // _TICKS))
@@ -89,7 +85,7 @@ class PartitionTable:
 
 
 def describe_partition(
-    parts: Sequence[Part], labels: Labels, path: str | Path | None = None
+    parts: Sequence[Share], labels: Labels, path: str | Path | None = None
 ) -> PartitionTable:
     """Count the samples of each label in each part; ``print`` the result to see them.
 
@@ -104,7 +100,7 @@ def describe_partition(
         ValueError: no parts, or parts that do not fit the labels.
         ImportError: ``path`` is given and matplotlib is not installed.
     """
-    values, groups = group(labels)
+    values, groups = group_by_label(labels)
     if len(parts) == 0:
         raise ValueError("parts must hold one list of indices for each worker, got none")
     column = np.empty(sum(map(len, groups)), np.int64)

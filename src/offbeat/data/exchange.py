@@ -1,15 +1,17 @@
-"""Who gives what at which step: parts of batches between workers that are at different steps.
+"""Who gives what at which step: samples between workers that are at different steps.
 
-Each worker asks for what it needs; an activity beside the training of each worker, one for each
-other worker, takes the questions, the answers and the goodbyes of that one. An answer is given at
-once if the step is reached, later if it is not, and is empty if it never will be here. Nobody waits
-for anyone inside of these activities, so what the workers do meanwhile does not matter.
+A worker asks a sender for the samples of a step. The sender answers at once if it has loaded the
+batch of that step, later if it has not come to the step yet, and with nothing if it will never load
+that batch. Beside its training each worker runs one activity for each other worker, which takes
+that worker's questions, answers and goodbye. An activity never waits for the training, so questions
+are answered whatever the training is doing.
 
-Workers that took different numbers of steps before they met are out of phase: one may wait in its
-strategy for another to take steps for which the other waits for its samples. So one that waits says
-so, and one that is at work in its strategy lets another that is out of phase with it go on without.
+That alone could deadlock. Workers that took different numbers of steps before a meeting are out of
+phase: worker A may wait in its strategy until worker B has taken more steps, while B waits for A's
+samples to take them. So B tells A that it is waiting (HURRY), and A, as long as its strategy is at
+work, answers such a worker with nothing instead of keeping it waiting.
 
-A message is a header of six numbers, and after an answer the bytes of the samples. Nothing is
+A message is a header of six numbers; in an answer the bytes of the samples follow. Nothing is
 pickled.
 """
 
@@ -25,44 +27,49 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from offbeat.data.samples import Part
+from offbeat.data.samples import Parcel
 from offbeat.errors import OffbeatError
 from offbeat.fabric import Completed, Handle, Promise, Team, explained
 
 Key: TypeAlias = tuple[int, int]
-"""The meeting (see ``Exchange.back``) before a step, and its number since then."""
+"""A step: how often all workers had met before (``Exchange.back``), and its number since then."""
 Answer: TypeAlias = Tensor | Exception | None
+"""The bytes of a parcel, the error to raise, or None if the sender gives nothing at that step."""
 
-_HEADER = 6  # kind, messages received so far, key, epoch or steps, bytes that follow
+_HEADER = 6  # kind, messages received so far, key (two numbers), epoch or steps, bytes that follow
 
 
 class _Kind(IntEnum):
-    ASK = 0
-    HURRY = 1
-    ANSWER = 2
-    AWAY = 3
-    LEAVE = 4
+    """What a message says."""
+
+    ASK = 0  # for the samples of a step
+    HURRY = 1  # the training waits for the samples of a step asked for before
+    ANSWER = 2  # the samples of a step, or that there are none
+    AWAY = 3  # the sender loads no batch before the next meeting
+    LEAVE = 4  # the sender's last message
 
 
 @dataclass
 class _Peer:
-    """Another worker.
+    """What this worker knows of another one.
 
     Attributes:
-        rank: Its number.
-        farewell: Fulfilled when it has left, and knows that this worker has.
-        sent: What it may not have received yet; held until it has, or gloo may lose it.
-        settled: Messages that it is known to have received.
-        received: Messages received from it.
-        wanted: It asks for nothing before this step any more.
-        asked: Its questions that have no answer yet, and their epochs.
-        blocked: The latest step whose samples it has waited for.
-        steps: How many it had taken at each meeting that this worker has not come to.
-        in_phase: Whether it had always taken as many as this worker.
-        answers: To this worker's questions.
-        legacy: What it left unasked, before it goes.
-        silent: This worker has sent it the last message, LEAVE.
-        gone: It has sent LEAVE.
+        rank: The peer's rank.
+        farewell: Fulfilled when the peer has left and has received this worker's LEAVE, or with the
+            error that ended the conversation.
+        sent: Handles of the messages to the peer that it has not confirmed yet, oldest first. Gloo
+            may lose a message whose handle is dropped too early.
+        settled: How many messages to the peer it has confirmed.
+        received: How many messages of the peer have arrived; every header to it confirms them.
+        wanted: The peer will not ask for any step before this one.
+        asked: The peer's questions without an answer yet: the step, and the peer's epoch at it.
+        blocked: The latest step for which the peer has sent HURRY.
+        steps: How many steps the peer had taken at each meeting that this worker has not come to.
+        in_phase: Whether the peer had taken as many steps as this worker at every meeting so far.
+        answers: This worker's questions to the peer that are still open, by step.
+        parting_gifts: Samples that the peer sent unasked before it left, by step.
+        silent: Whether this worker has sent LEAVE, after which it sends the peer nothing.
+        gone: Whether the peer has sent LEAVE.
     """
 
     rank: int
@@ -76,36 +83,36 @@ class _Peer:
     steps: dict[int, int] = field(default_factory=dict)
     in_phase: bool = True
     answers: dict[Key, Promise[Answer]] = field(default_factory=dict)
-    legacy: dict[Key, Tensor] = field(default_factory=dict)
+    parting_gifts: dict[Key, Tensor] = field(default_factory=dict)
     silent: bool = False
     gone: bool = False
 
 
 class Exchange:
-    """This worker's end. All workers make it alike, though it is no collective.
+    """This worker's end of the conversations. All workers make one alike; it is no collective.
 
     Args:
-        team: The workers, with an order of operations for this alone. Waiting for samples counts as
-            waiting; their bytes do not count as the training's.
+        team: The workers, over a communicator that nothing else uses. Waiting for samples counts as
+            waiting; the bytes of samples do not count as those of the training.
 
     Attributes:
         samples_sent: Samples handed to others, each as often as it was sent.
-        bytes_sent: Their bytes.
+        bytes_sent: The bytes of these samples.
 
-    *Memory*: a part is kept until every other worker has asked for it or for a later one, or has
-    gone away.
+    *Memory*: a parcel is kept until every other worker has asked for its step or a later one, or
+    loads nothing any more.
     """
 
     def __init__(self, team: Team) -> None:
         self._team, self._messages = team, team.uncounted
         self.samples_sent = self.bytes_sent = 0
         self._lock = threading.Lock()  # never held while waiting
-        self._parts: dict[Key, Part] = {}
-        self._latest: Key = (-1, -1)  # the last step published
+        self._parcels: dict[Key, Parcel] = {}
+        self._latest: Key = (-1, -1)  # the last step whose batch was published
         self._meeting = 0
-        self._owed: Key | None = None
+        self._owed: Key | None = None  # a step of before a checkpoint that is published first
         self._away = self._busy = False
-        self._steps: dict[int, int] = {}  # own ones at each meeting
+        self._steps: dict[int, int] = {}  # taken by this worker before each meeting
         self._ended_epoch = -1
         self._error: Exception | None = None
         self._peers: dict[int, _Peer] = {}
@@ -126,46 +133,50 @@ class Exchange:
 
     @property
     def out_of_phase(self) -> list[int]:
-        """Ranks that had not always taken as many steps as this one when all met."""
+        """Ranks that had taken another number of steps than this one at some meeting."""
         return [peer.rank for peer in self._peers.values() if not peer.in_phase]
 
     def start_at(self, meeting: int, owed: Key | None, out_of_phase: Iterable[int]) -> None:
-        """Continue after ``meeting`` meetings; ``owed`` is published first, perhaps of before."""
+        """Continue a run that has had ``meeting`` meetings, before anything is published.
+
+        Args:
+            meeting: How many.
+            owed: The step to be published first; it may lie before the last meeting. None: the next
+                one.
+            out_of_phase: As the property of this name was.
+        """
         with self._lock:
             self._meeting, self._owed = meeting, owed
             for rank in out_of_phase:
                 self._peers[rank].in_phase = False
 
-    def publish(self, key: Key, part: Part | None) -> None:
-        """This worker has loaded the batch of step ``key``, and gives ``part`` of it, or nothing.
+    def publish(self, key: Key, parcel: Parcel | None) -> None:
+        """Say that the batch of step ``key`` is loaded, and give ``parcel`` of it, or nothing.
 
-        Keys only rise.
+        Each call has a larger key than the one before.
         """
         with self._lock:
             self._require_service()
             self._latest, self._owed = key, None
-            if part is not None:
-                self._parts[key] = part
+            if parcel is not None:
+                self._parcels[key] = parcel
             self._review()
 
     def ask(self, rank: int, key: Key, epoch: int) -> Handle[Answer]:
-        """Ask ``rank`` for its part of step ``key``, which is in this worker's ``epoch``.
-
-        The result is the part's bytes, None if it gives none, or the exception to raise.
-        """
+        """Ask ``rank`` for its samples of step ``key``, which lies in this worker's ``epoch``."""
         what = f"samples of rank {rank} for step {key[1]}"
         with self._lock:
             self._require_service()
             peer = self._peers[rank]
-            if key in peer.legacy or peer.gone or peer.silent:
-                return Completed(peer.legacy.pop(key, None))
+            if key in peer.parting_gifts or peer.gone or peer.silent:
+                return Completed(peer.parting_gifts.pop(key, None))
             answer: Promise[Answer] = self._team.host.promise()
             peer.answers[key] = answer
             self._send(peer, _Kind.ASK, key, number=epoch)
             return self._team.fabric.fulfilment(answer, what=what)
 
     def hurry(self, rank: int, key: Key) -> None:
-        """This worker waits for what it has asked ``rank`` for."""
+        """Tell ``rank`` that the training waits for its samples of step ``key``."""
         with self._lock:
             self._require_service()
             peer = self._peers[rank]
@@ -173,20 +184,23 @@ class Exchange:
                 self._send(peer, _Kind.HURRY, key)
 
     def busy(self, busy: bool) -> None:
-        """Whether the strategy is at work."""
+        """Note whether the strategy is at work, where it may wait for other workers."""
         with self._lock:
             self._busy = busy
             if busy and self._error is None:
                 self._review()
 
     def end_epoch(self, epoch: int) -> None:
-        """Nothing comes of ``epoch`` any more; −1: all that is asked for will come."""
+        """Say that this worker loads no more batches in ``epoch`` and those before.
+
+        −1 takes it back: an epoch has begun.
+        """
         with self._lock:
             self._ended_epoch = epoch
             self._review()
 
     def away(self, steps: int) -> None:
-        """This worker, which has taken ``steps``, loads nothing until all have met."""
+        """Say that this worker has taken ``steps`` and loads nothing before the next meeting."""
         with self._lock:
             if self._error is None and not self._away:
                 self._away = True
@@ -198,7 +212,7 @@ class Exchange:
                 self._review()
 
     def back(self) -> None:
-        """All have met: steps count from 0 again. All workers must count the same meetings."""
+        """Count a meeting of all workers; steps begin at 0 again. All workers call it as often."""
         with self._lock:
             self._away = False
             self._meeting += 1
@@ -206,12 +220,13 @@ class Exchange:
                 self._review()
 
     def leave(self) -> None:
-        """Say goodbye to all and wait until they have heard it. They need not leave, too.
+        """Say goodbye to all other workers, and wait until they know.
 
-        Parts that they may still ask for go along.
+        They answer with a goodbye, and may go on among themselves. The samples that they may still
+        ask for are sent before.
 
         Raises:
-            CommunicationError: one is lost.
+            CommunicationError: another worker is lost.
         """
         with self._lock:
             self._require_service()
@@ -249,41 +264,58 @@ class Exchange:
         for peer in self._peers.values():
             if not peer.silent:
                 peer.asked = [
-                    (k, epoch) for k, epoch in peer.asked if not self._tell(peer, k, epoch)
+                    (k, epoch) for k, epoch in peer.asked if not self._answer(peer, k, epoch)
                 ]
         least = min(
             (p.wanted for p in self._peers.values() if not (p.gone or p.silent)), default=None
         )
-        for key in [k for k in self._parts if least is None or k < least]:
-            del self._parts[key]
+        for key in [k for k in self._parcels if least is None or k < least]:
+            del self._parcels[key]
 
-    def _tell(self, peer: _Peer, key: Key, epoch: int) -> bool:
-        """Answer one question if it is time; whether it was."""
-        part = self._parts.get(key)
-        if part is not None:
-            self.samples_sent += part.samples
-            self.bytes_sent += part.values_bytes
-        elif key == self._owed or not (
-            key <= self._latest  # forgotten
-            or key[0] < self._meeting
-            or (self._away and key[0] == self._meeting)
-            or epoch <= self._ended_epoch
-            or (self._busy and not peer.in_phase and key <= peer.blocked)
-        ):
-            return False
-        self._send(peer, _Kind.ANSWER, key, data=None if part is None else part.data)
+    def _answer(self, peer: _Peer, key: Key, epoch: int) -> bool:
+        """Answer the question for step ``key``, if it can be answered yet; whether it could."""
+        parcel = self._parcels.get(key)
+        if parcel is None and not self._gives_nothing(peer, key, epoch):
+            return False  # this worker may still load that batch
+        if parcel is not None:
+            self.samples_sent += parcel.samples
+            self.bytes_sent += parcel.values_bytes
+        self._send(peer, _Kind.ANSWER, key, data=None if parcel is None else parcel.data)
         return True
 
+    def _gives_nothing(self, peer: _Peer, key: Key, epoch: int) -> bool:
+        """Whether ``peer`` need not wait for samples of step ``key`` that are not here."""
+        if key == self._owed:
+            # After a checkpoint: the batch is loaded again, although it may lie before the meeting.
+            return False
+        if key <= self._latest:
+            # That batch was published without samples, or with some that are forgotten by now.
+            return True
+        if key[0] < self._meeting:
+            # This worker left these steps behind when all met, and counts anew.
+            return True
+        if self._away and key[0] == self._meeting:
+            # It is in consensus() or at its end. The peer comes to the meeting only after its own
+            # last steps, so to wait for a batch that is loaded after the meeting is a deadlock.
+            return True
+        if epoch <= self._ended_epoch:
+            # Without a synchronizer: this worker's loader was shorter and is exhausted.
+            return True
+        # The strategy here may be waiting for steps that the peer takes only with these samples.
+        # Never in phase: there the strategy waits for nothing that the peer could not have done,
+        # and batches must not depend on who is faster.
+        return self._busy and not peer.in_phase and key <= peer.blocked
+
     def _compare(self, peer: _Peer) -> None:
-        """Note whether both had taken as many steps at the meetings to which both have come."""
+        """Compare the steps both had taken at each meeting to which both have come."""
         for meeting in [m for m in peer.steps if m in self._steps]:
             if peer.steps.pop(meeting) != self._steps[meeting]:
                 peer.in_phase = False
 
     def _say_goodbye(self, peer: _Peer) -> None:
         if not peer.silent:
-            for key in sorted(key for key in self._parts if key >= peer.wanted and not peer.gone):
-                self._tell(peer, key, 0)
+            for key in sorted(k for k in self._parcels if k >= peer.wanted and not peer.gone):
+                self._answer(peer, key, 0)
             self._send(peer, _Kind.LEAVE, (0, 0))
             peer.silent = True
             peer.asked.clear()
@@ -295,11 +327,11 @@ class Exchange:
         try:
             while not peer.gone:
                 self._take(peer)
-            for handles in peer.sent:  # it receives to the last one, which says goodbye
+            for handles in peer.sent:  # the peer receives all, as the last one is this LEAVE
                 for handle in handles:
                     handle.wait()
             peer.farewell.fulfil(None)
-        except Exception as error:  # raised by whoever needs an answer
+        except Exception as error:  # no caller is here to raise it: those who wait for answers do
             self._fail(error)
 
     def _take(self, peer: _Peer) -> None:
@@ -313,10 +345,10 @@ class Exchange:
         if size:
             data = torch.empty(size, dtype=torch.uint8)
             self._receive(data, peer, 1, f"samples of rank {peer.rank}", patient=False)
-        with self._lock:  # whoever sends notes it under the lock
+        with self._lock:  # the training may be appending to peer.sent
             arrived = [peer.sent.popleft() for _ in range(received - peer.settled)]
             peer.settled = received
-        for handle in itertools.chain(*arrived):  # ends at once
+        for handle in itertools.chain(*arrived):  # confirmed by the peer, so they end at once
             handle.wait()
         with self._lock:
             peer.received += 1
@@ -330,7 +362,7 @@ class Exchange:
             if key in peer.answers:
                 peer.answers.pop(key).fulfil(data)
             elif data is not None:
-                peer.legacy[key] = data
+                peer.parting_gifts[key] = data
             return
         if kind is _Kind.ASK:
             peer.asked.append((key, number))

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from offbeat.data.draws import draw_samples, draw_senders, require_fraction, require_integer
+from offbeat.arguments import require_integer
 from offbeat.data.exchange import Answer, Exchange, Key
-from offbeat.data.samples import Part, count_samples, join, take
+from offbeat.data.samples import Parcel, count_samples, join, take
+from offbeat.data.senders import draw_samples, draw_senders, require_fraction
 from offbeat.errors import MismatchError, OffbeatError
 from offbeat.fabric import Handle, Team, explained, open_communicator
 from offbeat.training.synchronizer import Synchronizer, companions_of
@@ -78,10 +79,11 @@ class DataInjection:
 
     A collective: every worker makes it alike.
 
-    *Communication*: ⌈α·N⌉ parts to each worker in each step, in the background; a worker that sends
-    gives N−1 times. ``sync.stats.details`` counts ``injected_samples``,
+    *Communication*: ⌈α·N⌉ parcels of samples to each worker in each step, in the background; a
+    sender sends N−1 of them. ``sync.stats.details`` counts ``injected_samples``,
     ``injected_bytes_received``, ``injected_samples_sent`` and ``injected_bytes_sent``. Waiting for
-    samples counts as waiting. *Memory*: one more batch, and parts until all have asked for them.
+    samples counts as waiting. *Memory*: one more batch, and parcels until all have asked for
+    them.
 
     *Differs from the paper*: workers need not be at the same step.
 
@@ -102,7 +104,7 @@ class DataInjection:
     ) -> None:
         require_fraction("alpha", alpha)
         require_fraction("beta", beta)
-        require_integer("seed", seed)
+        require_integer("seed", seed, least=None)
         require_integer("dimension", dimension, least=0)
         if not isinstance(loader, Iterable) or isinstance(loader, Iterator):
             raise TypeError(
@@ -202,7 +204,7 @@ class DataInjection:
                     exchange.end_epoch(self._epoch)
 
     def _load(self, own: Iterator[Any], exchange: Exchange) -> _Ahead | None:
-        """Load the next batch, let the others have their part of it, and ask for theirs."""
+        """Load the next batch, publish what this worker gives of it, and ask the other senders."""
         try:
             batch = next(own)
         except StopIteration:
@@ -212,7 +214,7 @@ class DataInjection:
         key = self._number(exchange)
         rank = self._team.rank
         senders = draw_senders(self.seed, key, self._team.size, self.alpha)
-        exchange.publish(key, self._part(key, batch) if rank in senders else None)
+        exchange.publish(key, self._parcel(key, batch) if rank in senders else None)
         others = [sender for sender in senders if sender != rank]
         answers = {other: exchange.ask(other, key, self._epoch) for other in others}
         return _Ahead(key, batch, answers)
@@ -224,7 +226,7 @@ class DataInjection:
         self._step += 1
         return exchange.meeting, self._step - 1
 
-    def _part(self, key: Key, batch: Any) -> Part | None:
+    def _parcel(self, key: Key, batch: Any) -> Parcel | None:
         samples = count_samples(batch, self.dimension)
         if samples == 0:
             return None
@@ -233,7 +235,7 @@ class DataInjection:
 
     def _complete(self, present: _Ahead, exchange: Exchange) -> Any:
         """The own batch and the answers, when all have come."""
-        parts = []
+        parcels = []
         for rank, handle in present.answers.items():
             if not handle.done():
                 exchange.hurry(rank, present.key)
@@ -241,8 +243,8 @@ class DataInjection:
             if isinstance(answer, Exception):
                 raise explained(answer)
             if answer is not None:
-                parts.append((rank, answer))
-        joined = join(present.batch, parts, self.dimension)
+                parcels.append((rank, answer))
+        joined = join(present.batch, parcels, self.dimension)
         self.samples_received += joined.samples
         self.bytes_received += joined.values_bytes
         self._count()

@@ -1,7 +1,6 @@
 """Parts for non-IID training: every sample to one worker, which labels to which by a rule."""
 
 import heapq
-import operator
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -9,9 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from offbeat.arguments import POSITIVE, require_integer, require_number
+
 Indices: TypeAlias = npt.NDArray[np.int64]
 Labels: TypeAlias = Sequence[int] | Sequence[str] | npt.NDArray[Any] | torch.Tensor
-Part: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
+Share: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
 
 _BY_LABEL, _DIRICHLET = 1, 2  # purposes of a generator
 _DRAWS = 1000
@@ -45,9 +46,9 @@ def partition_by_label(
         TypeError: labels of another type, or a number that is not an integer.
         ValueError: no such division exists.
     """
-    values, groups = group(labels)
-    _at_least("workers", workers, 1)
-    _at_least("labels_per_worker", labels_per_worker, 1)
+    values, groups = group_by_label(labels)
+    _require_count("workers", workers)
+    _require_count("labels_per_worker", labels_per_worker)
     known, places = len(values), workers * labels_per_worker
     if labels_per_worker > known:
         raise ValueError(
@@ -119,13 +120,11 @@ def partition_dirichlet(
     Source: Yurochkin et al., ICML 2019, arXiv 1905.12022, the heterogeneous partition of the
     experiments. The other way around: Hsu, Qi & Brown 2019, arXiv 1909.06335.
     """
-    _, groups = group(labels)
-    _at_least("workers", workers, 1)
-    _at_least("minimum_samples", minimum_samples, 1)
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float | np.number):
-        raise TypeError(f"alpha must be a number, got {alpha!r}")
-    if not 0 < alpha < np.inf:
-        raise ValueError(f"alpha must be positive and finite, got {alpha}")
+    _, groups = group_by_label(labels)
+    _require_count("workers", workers)
+    _require_count("minimum_samples", minimum_samples)
+    alpha = _plain(alpha)
+    require_number("alpha", alpha, POSITIVE)
     counts = np.array([len(samples) for samples in groups])
     if workers * minimum_samples > counts.sum():
         raise ValueError(
@@ -150,7 +149,7 @@ def partition_dirichlet(
     return [np.sort(np.concatenate(part)) for part in zip(*pieces, strict=True)]
 
 
-def group(labels: Labels) -> tuple[npt.NDArray[Any], list[Indices]]:
+def group_by_label(labels: Labels) -> tuple[npt.NDArray[Any], list[Indices]]:
     """The different labels, ascending, and the indices of the samples of each.
 
     Raises:
@@ -177,7 +176,7 @@ def group(labels: Labels) -> tuple[npt.NDArray[Any], list[Indices]]:
     return values, np.split(ordered, np.cumsum(counts)[:-1])
 
 
-def check_parts(parts: Sequence[Part], samples: int) -> list[Indices]:
+def check_parts(parts: Sequence[Share], samples: int) -> list[Indices]:
     """The parts as int64 arrays, once it is sure that they are parts of so many samples.
 
     Raises:
@@ -265,10 +264,11 @@ def _array(values: Sequence[Any] | npt.NDArray[Any] | torch.Tensor) -> npt.NDArr
     return np.asarray(values)
 
 
-def _at_least(name: str, value: int, least: int) -> None:
-    try:
-        operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer of at least {least}, got {value!r}") from None
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
+def _require_count(name: str, value: int) -> None:
+    require_integer(name, _plain(value), least=1)
+
+
+def _plain(number: Any) -> Any:
+    """A number that NumPy or torch counted from the labels, as Python's."""
+    counted = isinstance(number, np.number | torch.Tensor) and number.ndim == 0
+    return number.item() if counted else number

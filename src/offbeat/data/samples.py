@@ -24,7 +24,7 @@ _DTYPES = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Parcel:
     """Some samples of a batch, on their way.
 
     Attributes:
@@ -59,7 +59,7 @@ def count_samples(batch: Any, dimension: int = 0) -> int:
     return next(iter(found))
 
 
-def take(batch: Any, indices: Sequence[int], dimension: int = 0) -> Part:
+def take(batch: Any, indices: Sequence[int], dimension: int = 0) -> Parcel:
     """The samples at ``indices`` of ``batch``, as bytes.
 
     Raises:
@@ -74,7 +74,7 @@ def take(batch: Any, indices: Sequence[int], dimension: int = 0) -> Part:
     prefix = _PREFIX.pack(len(text), len(chosen)) + text
     size = sum(value.numel() for value in values)
     data = torch.cat([torch.frombuffer(bytearray(prefix), dtype=torch.uint8), *values])
-    return Part(len(chosen), size, data)
+    return Parcel(len(chosen), size, data)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,20 +92,20 @@ class Joined:
     values_bytes: int
 
 
-def join(batch: Any, parts: Sequence[tuple[int, Tensor]], dimension: int = 0) -> Joined:
-    """Put the samples of ``parts``, each a rank and its ``Part.data``, behind those of ``batch``.
+def join(batch: Any, parcels: Sequence[tuple[int, Tensor]], dimension: int = 0) -> Joined:
+    """Put the samples of ``parcels``, ranks with their ``Parcel.data``, behind those of ``batch``.
 
     Raises:
         MismatchError: a rank has batches of another structure, dtype or shape.
         TypeError: as ``count_samples``.
     """
-    if not parts:
+    if not parcels:
         return Joined(batch, 0, 0)
     leaves = list(_leaves(batch, "batch"))
     lines = [_describe(path, leaf, dimension) for path, leaf in leaves]
-    received: list[list[Leaf]] = []  # of each part, its leaves
+    received: list[list[Leaf]] = []  # the leaves of each parcel
     samples = size = 0
-    for rank, data in parts:
+    for rank, data in parcels:
         number, values = _open(data, lines, rank)
         received.append(_unpack(values, [leaf for _, leaf in leaves], number, dimension))
         samples, size = samples + number, size + values.numel()

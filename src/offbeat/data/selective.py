@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from offbeat.data.partition import Indices, Part, check_parts
+from offbeat.data.partition import Indices, Share, check_parts
 
 _SHUFFLE = 3  # the purpose in (seed, purpose, epoch, rank)
 
@@ -62,7 +62,7 @@ class SelDPSampler(Sampler[int]):
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
-        partition: Sequence[Part] | None = None,
+        partition: Sequence[Share] | None = None,
     ) -> None:
         if num_replicas is None or rank is None:
             if not (dist.is_available() and dist.is_initialized()):
@@ -92,7 +92,7 @@ class SelDPSampler(Sampler[int]):
             )
         return chunk
 
-    def _check(self, partition: Sequence[Part]) -> list[Indices]:
+    def _check(self, partition: Sequence[Share]) -> list[Indices]:
         """All parts, so that a mistake raises on every worker and none waits for the others."""
         if len(partition) != self.num_replicas:
             raise ValueError(

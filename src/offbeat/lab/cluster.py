@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Self
 
 from offbeat.errors import OffbeatError
 from offbeat.units import show_bandwidth
@@ -67,7 +68,7 @@ class Cluster:
     def __str__(self) -> str:
         return f"{show_bandwidth(self.bits_per_second)} shaped links"
 
-    def __enter__(self) -> "Cluster":
+    def __enter__(self) -> Self:
         reason = self.why_not()
         if reason is not None:
             raise OffbeatError(f"no shaped links here: {reason}")

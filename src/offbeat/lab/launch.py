@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import json
 import os
 import selectors
 import signal
@@ -10,12 +9,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from offbeat.errors import OffbeatError
-from offbeat.lab.cluster import Cluster
-from offbeat.lab.train import Event, Job, encode
+from offbeat.lab.events import Event, from_json
+from offbeat.lab.job import Job
+from offbeat.lab.train import encode
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 8.0  # after one worker failed: how long the others may take to say why
@@ -25,15 +26,28 @@ class WorkerError(OffbeatError):
     """A worker process ended before its work was done."""
 
 
-def _die_with_parent() -> None:
-    """Ask Linux to end this process when its parent ends, however that happens."""
-    if sys.platform == "linux":
+class Nodes(Protocol):
+    """Where worker processes run, one a node."""
+
+    @property
+    def interface(self) -> str:
+        """Name of the network interface that joins them, for ``GLOO_SOCKET_IFNAME``."""
+
+    def command(self, rank: int, argv: Sequence[str]) -> list[str]:
+        """The command that runs ``argv`` on the node of worker ``rank``."""
+
+
+def _prepare_worker() -> None:
+    """In the new process, before its program: end as usual, and with the parent at the latest."""
+    # A script's background job ignores SIGINT, and what it starts would inherit that.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if sys.platform == "linux":  # its kernel ends the process however the parent ended
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def run_job(job: Job, on_event: Callable[[Event], None], cluster: Cluster | None = None) -> None:
-    """Run ``job`` on as many processes, on the nodes of ``cluster`` if given, else on loopback.
+def run_job(job: Job, on_event: Callable[[Event], None], nodes: Nodes) -> None:
+    """Run ``job`` on as many processes, one on each of ``nodes``.
 
     ``on_event`` is called with the events of rank 0; see ``train_worker``. Whatever ends this
     function, a Ctrl-C included, ends every process first.
@@ -45,23 +59,18 @@ def run_job(job: Job, on_event: Callable[[Event], None], cluster: Cluster | None
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(job.workers):
-                argv = [
-                    *(sys.executable, "-m", "offbeat.lab.train"),
-                    encode(job, rank, f"{folder}/rendezvous"),
-                ]
-                interface = "lo"
-                if cluster is not None:
-                    argv, interface = cluster.command(rank, argv), cluster.interface
+                told = encode(job, rank, f"{folder}/rendezvous")
+                argv = [sys.executable, "-m", "offbeat.lab.train", told]
                 with open(f"{folder}/stderr{rank}", "wb") as errors:
                     processes.append(
                         subprocess.Popen(
-                            argv,
+                            nodes.command(rank, argv),
                             stdin=subprocess.DEVNULL,
                             stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
                             stderr=errors,
-                            env={**os.environ, "GLOO_SOCKET_IFNAME": interface},
+                            env={**os.environ, "GLOO_SOCKET_IFNAME": nodes.interface},
                             start_new_session=True,  # the terminal's Ctrl-C reaches us alone
-                            preexec_fn=_die_with_parent,
+                            preexec_fn=_prepare_worker,
                         )
                     )
             _listen(processes, on_event, Path(folder))
@@ -92,7 +101,7 @@ def _listen(
                 buffer += chunk
             *lines, buffer = buffer.split(b"\n")
             for line in lines:
-                on_event(json.loads(line))
+                on_event(from_json(line))
             if all(code == 0 for code in codes):
                 return
             if any(codes):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from offbeat.lab.reading import Batches, make_sampler
 from offbeat.lab.recipes import Setup, find_recipe
+from offbeat.lab.samplers import Batches, make_sampler
 from offbeat.means import Replica
 
 

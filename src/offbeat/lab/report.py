@@ -6,9 +6,10 @@ import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from offbeat.lab.compare import Result
+from offbeat.lab.results import Result
+from offbeat.plots import new_figure
+from offbeat.table import Table
 from offbeat.units import show_bytes
 
 HEADINGS = (
@@ -27,7 +28,7 @@ def groups(results: Sequence[Result]) -> dict[str, list[Result]]:
     """Results by strategy, each over its seeds, in order of first appearance."""
     found: dict[str, list[Result]] = {}
     for result in results:
-        found.setdefault(result["strategy"], []).append(result)
+        found.setdefault(result.strategy, []).append(result)
     return found
 
 
@@ -39,29 +40,30 @@ def _spread(values: Sequence[float], form: str, ranges: bool) -> str:
     return text
 
 
-def rows(results: Sequence[Result], *, ranges: bool = True) -> list[tuple[str, ...]]:
-    """One row a strategy, in the order of ``HEADINGS``; medians over seeds, with their range."""
-    table: list[tuple[str, ...]] = []
+def table(results: Sequence[Result], *, ranges: bool = True) -> Table:
+    """One row a strategy; medians over seeds, with their range."""
+    rows: list[tuple[str, ...]] = []
     first: float | None = None
     for number, (strategy, runs) in enumerate(groups(results).items()):
-        times = [run["time_to_target_seconds"] for run in runs]
-        reached = None if None in times else statistics.median(times)
+        times = [run.time_to_target_seconds for run in runs]
+        known = [seconds for seconds in times if seconds is not None]
+        reached = statistics.median(known) if len(known) == len(times) else None
         if number == 0:
             first = reached
         speedup = f"{first / reached:.2f}x" if first and reached else "-"
-        table.append(
+        rows.append(
             (
                 strategy,
-                "not reached" if reached is None else _spread(times, ".1f", ranges) + " s",
+                "not reached" if reached is None else _spread(known, ".1f", ranges) + " s",
                 speedup,
-                _spread([run["final"] for run in runs], ".4f", ranges),
-                _spread([run["seconds"] for run in runs], ".1f", ranges) + " s",
-                _spread([run["lssr"] for run in runs], ".2f", ranges),
-                show_bytes(statistics.median(run["payload_bytes"] for run in runs)),
-                _spread([100 * run["idle"] for run in runs], ".0f", ranges) + " %",
+                _spread([run.final for run in runs], ".4f", ranges),
+                _spread([run.seconds for run in runs], ".1f", ranges) + " s",
+                _spread([run.lssr for run in runs], ".2f", ranges),
+                show_bytes(statistics.median(run.payload_bytes for run in runs)),
+                _spread([100 * run.idle for run in runs], ".0f", ranges) + " %",
             )
         )
-    return table
+    return Table(HEADINGS, tuple(rows), caption(results))
 
 
 def further(results: Sequence[Result]) -> list[tuple[str, str]]:
@@ -69,9 +71,9 @@ def further(results: Sequence[Result]) -> list[tuple[str, str]]:
     told = []
     for strategy, runs in groups(results).items():
         values = [
-            f"{name} {_spread([run['final_metrics'][name] for run in runs], '.4f', True)}"
-            for name in runs[0]["final_metrics"]
-            if name != runs[0]["metric"]
+            f"{name} {_spread([run.final_metrics[name] for run in runs], '.4f', True)}"
+            for name in runs[0].final_metrics
+            if name != runs[0].metric
         ]
         if values:
             told.append((strategy, ", ".join(values)))
@@ -81,22 +83,19 @@ def further(results: Sequence[Result]) -> list[tuple[str, str]]:
 def caption(results: Sequence[Result]) -> str:
     """What was compared: recipe, target, workers, link, machine; simulated or real."""
     one = results[0]
-    job = one["job"]
-    seeds = len({run["job"]["seed"] for run in results})
-    kind = "simulated" if one["simulated"] else "real processes"
+    seeds = len({run.job.seed for run in results})
+    kind = "simulated" if one.simulated else "real processes"
     return (
-        f"{job['recipe']}, target {one['metric']} {one['target']:g}, {job['workers']} workers "
-        f"({kind}), {one['link']}, {one['machine']}, {seeds} seed{'s' if seeds > 1 else ''}"
+        f"{one.job.recipe}, target {one.metric} {one.target:g}, {one.job.workers} workers "
+        f"({kind}), {one.link}, {one.machine}, {seeds} seed{'s' if seeds > 1 else ''}"
     )
 
 
 def markdown(results: Sequence[Result]) -> str:
     """The table as Markdown, with its caption and, below, the further metrics if there are any."""
-    lines = [f"| {' | '.join(HEADINGS)} |", f"|{'---|' * len(HEADINGS)}"]
-    lines += [f"| {' | '.join((f'`{row[0]}`', *row[1:]))} |" for row in rows(results)]
-    text = f"{caption(results)}\n\n" + "\n".join(lines) + "\n"
     more = [f"- `{strategy}`: {values}" for strategy, values in further(results)]
-    return text + ("\nAt the end:\n\n" + "\n".join(more) + "\n" if more else "")
+    below = "\nAt the end:\n\n" + "\n".join(more) + "\n" if more else ""
+    return table(results).markdown() + below
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
@@ -105,32 +104,24 @@ def plot(results: Sequence[Result], path: Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    try:
-        import matplotlib as mpl
-
-        mpl.use("Agg")
-        from matplotlib import pyplot as plt
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'offbeat[plot]'") from error
-    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=150, layout="constrained")
-    colours = plt.get_cmap("tab10").colors  # type: ignore[attr-defined]
+    figure, axes = new_figure(8, 4.5, dpi=150)
     one = results[0]
     for number, (strategy, runs) in enumerate(groups(results).items()):
         for seed, run in enumerate(runs):
             axes.plot(
-                [point["seconds"] for point in run["points"]],
-                [point["metric"] for point in run["points"]],
-                color=colours[number % len(colours)],
+                [point.seconds for point in run.points],
+                [point.metric for point in run.points],
+                color=f"C{number}",  # of matplotlib's cycle
                 linewidth=2 if seed == 0 else 0.8,
                 alpha=1 if seed == 0 else 0.6,
                 marker="o" if seed == 0 else None,
                 markersize=3,
                 label=strategy if seed == 0 else None,
             )
-    axes.axhline(one["target"], color="0.5", linewidth=1, linestyle=":")
+    axes.axhline(one.target, color="0.5", linewidth=1, linestyle=":")
     axes.annotate(
-        f"target {one['target']:g}",
-        (1, one["target"]),
+        f"target {one.target:g}",
+        (1, one.target),
         xycoords=("axes fraction", "data"),
         xytext=(-4, 3),
         textcoords="offset points",
@@ -138,18 +129,17 @@ def plot(results: Sequence[Result], path: Path) -> None:
         fontsize=8,
         color="0.4",
     )
-    if one["higher_is_better"]:  # the interesting part is near the target
-        worst = min(run["points"][0]["metric"] for run in results)
-        axes.set_ylim(bottom=max(worst - 0.02, one["target"] - 0.25))
+    if one.higher_is_better:  # the interesting part is near the target
+        worst = min(run.points[0].metric for run in results)
+        axes.set_ylim(bottom=max(worst - 0.02, one.target - 0.25))
     axes.set_xlim(left=0)
-    axes.set_xlabel("training seconds" + (" (simulated)" if one["simulated"] else ""))
-    axes.set_ylabel(one["metric"])
+    axes.set_xlabel("training seconds" + (" (simulated)" if one.simulated else ""))
+    axes.set_ylabel(one.metric)
     axes.set_title(caption(results), fontsize=8, color="0.3", loc="left", wrap=True)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9, loc="lower right" if one["higher_is_better"] else "best")
-    figure.savefig(path)
-    plt.close(figure)
+    axes.legend(frameon=False, fontsize=9, loc="lower right" if one.higher_is_better else "best")
+    figure.savefig(path, format="png")
 
 
 _PAGE = """<!doctype html>
@@ -177,7 +167,8 @@ synchronization. Idle is the share of training time spent waiting for other work
 
 def page(results: Sequence[Result], image: Path | None) -> str:
     """A self-contained HTML page: plot, table, configuration."""
-    cells: Any = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows(results)]
+    shown, whole = table(results), results[0].to_dict()
+    rows = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in shown.rows]
     picture = ""
     if image is not None:
         data = base64.b64encode(image.read_bytes()).decode()
@@ -188,13 +179,13 @@ def page(results: Sequence[Result], image: Path | None) -> str:
     )
     kept = ("job", "link", "machine", "versions", "simulated", "target", "metric")
     return _PAGE.format(
-        title=html.escape(f"{results[0]['job']['recipe']}: strategies compared"),
-        caption=html.escape(caption(results)),
+        title=html.escape(f"{results[0].job.recipe}: strategies compared"),
+        caption=html.escape(shown.caption),
         image=picture,
-        head="".join(f"<th>{heading}</th>" for heading in HEADINGS),
-        body="".join(f"<tr>{row}</tr>" for row in cells),
+        head="".join(f"<th>{heading}</th>" for heading in shown.headings),
+        body="".join(f"<tr>{row}</tr>" for row in rows),
         further=f"<p>At the end:</p><ul>{more}</ul>" if more else "",
-        configuration=html.escape(json.dumps({k: results[0][k] for k in kept}, indent=2)),
+        configuration=html.escape(json.dumps({key: whole[key] for key in kept}, indent=2)),
     )
 
 

@@ -6,112 +6,28 @@ a process group that exists already.
 
 import json
 import logging
-import math
 import os
 import random
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import Sampler
 
 from offbeat.data import DataInjection, injected_batch_size
 from offbeat.errors import OffbeatError
-from offbeat.fabric.wire import Precision
-from offbeat.lab.reading import Batches, make_sampler, parse_injection
-from offbeat.lab.recipes import Setup, Task, find_recipe
+from offbeat.lab.events import End, Evaluation, Event, Start, Step, stats_of, to_json
+from offbeat.lab.job import Job
+from offbeat.lab.recipes import Task, find_recipe
+from offbeat.lab.samplers import Batches, parse_injection
 from offbeat.strategies import parse_strategy
-from offbeat.training.attach import attach, require_wire
+from offbeat.training.attach import attach
 from offbeat.training.synchronizer import Synchronizer
-
-Event = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Job:
-    """One training run.
-
-    Attributes:
-        recipe: Name of the recipe.
-        strategy: Text form of the strategy.
-        workers: Number of workers.
-        epochs: Passes over the data by all workers together; None is the recipe's own.
-        seed: Seed of the model, the data's order and the augmentation.
-        data: Directory of the data.
-        evaluations: How often the consensus is evaluated, evenly spread, the end included.
-        log: Where each worker's records go; see ``offbeat.attach``.
-        timeout_seconds: See ``offbeat.attach``.
-        wire: How means travel; see ``offbeat.attach``.
-        lr_scale: Factor on the recipe's learning rate, in all of its schedule.
-        partition: Who holds which samples: ``label:K`` (K labels a worker) or ``dirichlet:A``
-            (concentration A); None lets every worker read all of them.
-        injection: ``ALPHA,BETA``: in each step so many of the workers give all others so much of
-            their batch (``offbeat.data.DataInjection``).
-        sampler: Without a partition: ``seldp``, ``defdp`` or ``distributed``; see ``make_sampler``.
-    """
-
-    recipe: str
-    strategy: str
-    workers: int
-    epochs: float | None = None
-    seed: int = 0
-    data: str | None = None
-    evaluations: int = 24
-    log: str | None = None
-    timeout_seconds: float = 120.0
-    lr_scale: float = 1.0
-    partition: str | None = None
-    sampler: str = "seldp"
-    injection: str | None = None
-    wire: Precision = "float32"
-
-    def setup(self) -> Setup:
-        """The recipe's part of it."""
-        recipe = find_recipe(self.recipe)
-        epochs = recipe.epochs if self.epochs is None else self.epochs
-        return Setup(self.workers, epochs, self.seed, Path(self.data) if self.data else None)
-
-    def check(self) -> Task:
-        """Build everything once, so that mistakes show before any worker starts.
-
-        Raises:
-            ValueError, TypeError: an unknown recipe or strategy, or an impossible setting.
-            FileNotFoundError: the data are not there.
-        """
-        if self.workers < 1:
-            raise ValueError(f"workers must be at least 1, got {self.workers}")
-        if self.seed < 0:
-            raise ValueError(f"seed must be at least 0, got {self.seed}")
-        if self.epochs is not None and not 0 < self.epochs < math.inf:
-            raise ValueError(f"epochs must be positive and finite, got {self.epochs}")
-        if not 0 < self.timeout_seconds < math.inf:
-            raise ValueError(f"timeout must be positive and finite, got {self.timeout_seconds}")
-        if not 0 < self.lr_scale < math.inf:
-            raise ValueError(f"lr-scale must be positive and finite, got {self.lr_scale}")
-        require_wire(self.wire, parse_strategy(self.strategy))
-        task = find_recipe(self.recipe).build(self.setup())
-        self.sampler_for(task, 0)
-        if self.injection is not None:
-            parse_injection(self.injection)
-        return task
-
-    def sampler_for(self, task: Task, rank: int) -> Sampler[int]:
-        """Which samples worker ``rank`` reads, and in which order."""
-        return make_sampler(
-            task,
-            self.workers,
-            rank,
-            seed=self.seed,
-            kind=self.sampler,
-            partition=self.partition,
-        )
 
 
 def choose_backend() -> str:
@@ -135,8 +51,7 @@ def own_device() -> torch.device:
 def train_worker(job: Job, emit: Callable[[Event], None]) -> None:
     """Train on this worker. Rank 0 calls ``emit`` with the events; the others are silent.
 
-    Events: ``start`` (steps), ``step`` (step, training seconds), ``evaluation`` (the same, the
-    recipe's metric and all metrics by name) and ``end`` (the totals of every rank). Training
+    They are a ``Start``, a ``Step`` or an ``Evaluation`` for each step, and an ``End``. Training
     seconds are the time rank 0 spent computing and waiting; evaluation does not count.
     """
     rank, device = dist.get_rank(), own_device()
@@ -157,7 +72,7 @@ def train_worker(job: Job, emit: Callable[[Event], None]) -> None:
         log=job.log,
         timeout_seconds=job.timeout_seconds,
     )
-    tell({"event": "start", "steps": task.steps, "model_bytes": _bytes(task.model)})
+    tell(Start(task.steps, _bytes(task.model)))
     looks = {round(task.steps * (i + 1) / job.evaluations) for i in range(job.evaluations)}
     readers = task.readers if device.type == "cuda" else 0
     for batch in _batches(job, task, sync, readers):
@@ -169,23 +84,26 @@ def train_worker(job: Job, emit: Callable[[Event], None]) -> None:
         task.optimizer.step()
         task.optimizer.zero_grad()
         task.scheduler.step()
-        stats = sync.stats
-        now = {"step": sync.step, "seconds": stats.compute_seconds + stats.wait_seconds}
+        seconds = _training_seconds(sync)
         if sync.step in looks and sync.step < task.steps:
             with sync.consensus():
                 metrics = task.evaluate(task.model) if rank == 0 else {}
                 dist.barrier()  # the others wait here, where the clock stands still
             if rank == 0:
-                emit(_evaluation(now, recipe.metric, metrics))
+                emit(Evaluation(sync.step, seconds, metrics[recipe.metric], metrics))
         else:
-            tell({"event": "step", **now})
+            tell(Step(sync.step, seconds))
     sync.finish()
     totals = _gather(sync.stats.to_dict(), device)
     if rank == 0:
-        seconds = sync.stats.compute_seconds + sync.stats.wait_seconds
-        now = {"step": sync.step, "seconds": seconds}
-        emit(_evaluation(now, recipe.metric, task.evaluate(task.model)))
-        emit({"event": "end", "stats": totals})
+        seconds = _training_seconds(sync)
+        metrics = task.evaluate(task.model)
+        emit(Evaluation(sync.step, seconds, metrics[recipe.metric], metrics))
+        emit(End(tuple(stats_of(one) for one in totals)))
+
+
+def _training_seconds(sync: Synchronizer) -> float:
+    return sync.stats.compute_seconds + sync.stats.wait_seconds
 
 
 def _batches(
@@ -207,10 +125,6 @@ def _scale_lr(task: Task, factor: float) -> None:
     for group in task.optimizer.param_groups:
         group["lr"] *= factor
         group["initial_lr"] = group.get("initial_lr", group["lr"]) * factor
-
-
-def _evaluation(now: Event, metric: str, metrics: dict[str, float]) -> Event:
-    return {"event": "evaluation", **now, "metric": metrics[metric], "metrics": metrics}
 
 
 def _gather(value: Any, device: torch.device) -> list[Any]:
@@ -237,6 +151,15 @@ def _bytes(model: torch.nn.Module) -> int:
     return sum(p.nbytes for p in model.parameters())
 
 
+def find_own_modules() -> None:
+    """Let strategies of the user's own be imported from the current directory.
+
+    As ``python -m`` does; a console script and ``python -P`` leave it out.
+    """
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
+
 def encode(job: Job, rank: int, rendezvous: str) -> str:
     """The argument of ``python -m offbeat.lab.train`` for one worker."""
     return json.dumps({"job": asdict(job), "rank": rank, "rendezvous": rendezvous})
@@ -244,6 +167,7 @@ def encode(job: Job, rank: int, rendezvous: str) -> str:
 
 def main() -> None:
     """Run one worker as told by the JSON argument; errors are one line on standard error."""
+    find_own_modules()
     told = json.loads(sys.argv[1])
     job = Job(**told["job"])
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s", stream=sys.stderr)
@@ -257,7 +181,7 @@ def main() -> None:
             timeout=timedelta(seconds=job.timeout_seconds),
         )
         share_cores(job.workers)
-        train_worker(job, lambda event: print(json.dumps(event), flush=True))  # noqa: T201 - the pipe
+        train_worker(job, lambda event: print(to_json(event), flush=True))  # noqa: T201 - the pipe
     except (OffbeatError, ValueError, TypeError, OSError, ImportError) as error:
         sys.stderr.write(f"error: {error}\n")
         code = 1

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from offbeat.plots import new_figure
 from offbeat.simulate.cluster import SimulatedCluster, Span
 from offbeat.simulate.communicator import SimulatedCommunicator
 from offbeat.telemetry import Stats
@@ -91,16 +92,9 @@ class Simulation:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        try:
-            import matplotlib as mpl
-
-            mpl.use("Agg")
-            from matplotlib import pyplot as plt
-        except ImportError as error:
-            raise ImportError("plots need matplotlib: pip install 'offbeat[plot]'") from error
         last = self.seconds if end is None else end
         workers = len(self.results)
-        figure, axes = plt.subplots(figsize=(10, 1 + 0.5 * workers), dpi=120, layout="constrained")
+        figure, axes = new_figure(10, 1 + 0.5 * workers, dpi=120)
         lanes = {"compute": (0.0, 0.5), "wait": (0.0, 0.5), "transfer": (0.52, 0.2)}
         colours = {"compute": "tab:blue", "wait": "tab:red", "transfer": "tab:grey"}
         for kind, (offset, height) in lanes.items():
@@ -120,7 +114,6 @@ class Simulation:
         axes.set(xlabel="virtual seconds", ylabel="worker", title="simulated")
         axes.legend(loc="upper right", ncols=3, fontsize="small")
         figure.savefig(path)
-        plt.close(figure)
 
 
 def _verify(spans: Sequence[Span], ends: Sequence[float]) -> None:

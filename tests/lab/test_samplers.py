@@ -9,11 +9,12 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from offbeat import Compute, Network
 from offbeat.lab.compare import run_and_record
-from offbeat.lab.reading import Batches, make_partition, make_sampler, parse_injection
+from offbeat.lab.job import Job
+from offbeat.lab.places import VirtualCluster
 from offbeat.lab.recipes import Setup, Task, find_recipe
 from offbeat.lab.recipes.base import TensorData
-from offbeat.lab.train import Job
-from offbeat.lab.virtual import VirtualCluster
+from offbeat.lab.results import Result
+from offbeat.lab.samplers import Batches, make_partition, make_sampler, parse_injection
 
 
 def task(samples: int = 60, steps: int = 7) -> Task:
@@ -116,7 +117,7 @@ def place() -> VirtualCluster:
     return VirtualCluster(Network("1Gbit/s"), Compute("5ms"))
 
 
-def run(**settings: Any) -> dict[str, Any]:
+def run(**settings: Any) -> Result:
     job = Job("digits", "local:period=2", 5, epochs=2, evaluations=2, **settings)
     return run_and_record(job, lambda event: None, place())
 
@@ -125,11 +126,11 @@ def test_injection_helps_workers_with_one_kind_of_data() -> None:
     """Two digits a worker: samples cross the network, and the model learns more digits."""
     apart = run(partition="label:2")
     mixed = run(partition="label:2", injection="0.6,1.0")
-    assert "injected_samples" not in apart["details"]
-    for one in mixed["stats"]:
-        assert one["details"]["injected_samples"] > 0
-        assert one["details"]["injected_bytes_received"] > 0
-    assert mixed["final"] > apart["final"]
+    assert "injected_samples" not in apart.details
+    for one in mixed.stats:
+        assert one.details["injected_samples"] > 0
+        assert one.details["injected_bytes_received"] > 0
+    assert mixed.final > apart.final
 
 
 def test_the_learning_rate_is_scaled_in_all_of_its_schedule() -> None:

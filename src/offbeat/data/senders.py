@@ -1,9 +1,10 @@
-"""What data injection draws, and what it makes of the batch size: the same on all workers."""
+"""Who gives which samples in data injection, and how large batches become: alike on all workers."""
 
 import math
 
 import numpy as np
 
+from offbeat.arguments import require_integer, require_number
 from offbeat.data.exchange import Key
 
 _SENDERS, _SAMPLES = 4, 5  # purposes of a generator
@@ -72,20 +73,6 @@ def require_fraction(name: str, value: object) -> None:
         TypeError: it is no number.
         ValueError: it is out of range.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    if not 0 < value <= 1:
+    require_number(name, value)
+    if not 0 < value <= 1:  # type: ignore[operator]  # it is a number
         raise ValueError(f"{name} must be above 0 and at most 1, got {value}")
-
-
-def require_integer(name: str, value: object, *, least: int | None = None) -> None:
-    """Raise unless ``value`` is an int, and at least ``least``.
-
-    Raises:
-        TypeError: it is not an int.
-        ValueError: it is smaller.
-    """
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    if least is not None and value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")

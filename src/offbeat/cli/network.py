@@ -2,24 +2,21 @@
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch.distributed as dist
 import typer
-from rich.table import Table
 
 from offbeat import plan as planning
-from offbeat.cli_options import Wire
-from offbeat.cli_view import console
+from offbeat.cli.options import Jitter, Latency
+from offbeat.cli.view import console, show
 from offbeat.errors import OffbeatError
+from offbeat.fabric.wire import Precision
 from offbeat.lab import probe as probing
 from offbeat.lab.measure import measure_recipe
-from offbeat.units import show_seconds
-
-Latency = Annotated[str, typer.Option(help="Of one message, as in 50us.")]
-Jitter = Annotated[float, typer.Option(help="Standard deviation of a step, relative to it.")]
+from offbeat.lab.probe import tables
+from offbeat.table import Table
 
 
 def plan(
@@ -36,7 +33,7 @@ def plan(
     latency: Latency = "100us",
     jitter: Jitter = 0.0,
     lssr: Annotated[float, typer.Option(help="Share of local steps asked of SelSync.")] = 0.9,
-    wire: Wire = "float32",
+    wire: Annotated[Precision, typer.Option(help="How means travel.")] = "float32",
     strategies: Annotated[
         list[str] | None,
         typer.Option("--strategy", "-s", help="Forecast these instead of the usual; repeat it."),
@@ -86,10 +83,10 @@ def plan(
     if as_json:
         console.print_json(json.dumps(answer.to_dict()))
         return
-    console.print(answer.caption(), style="dim", highlight=False)
-    rows = planning.rows(answer)
-    _table(planning.HEADINGS[:-1], [row[:-1] for row in rows])
-    for row in rows:
+    table = answer.table()
+    figures = tuple(row[:-1] for row in table.rows)  # a note is too long for a column
+    show(Table(table.headings[:-1], figures, table.caption))
+    for row in table.rows:
         console.print(f"{row[0]}: {row[-1]}", style="dim", highlight=False)
     advice = f"Try {answer.recommendation.strategy} first: {answer.reason}."
     console.print(f"\n{advice}", highlight=False)
@@ -112,24 +109,12 @@ def probe(
     if as_json:
         console.print_json(json.dumps(found.to_dict()))
         return
-    console.print(probing.caption(found), style="dim", highlight=False)
-    _table(probing.HEADINGS, probing.rows(found))
+    show(tables.by_rank(found))
     if pairs:
-        _table(probing.PAIR_HEADINGS, probing.pair_rows(found))
-    console.print(probing.summary(found), highlight=False, soft_wrap=True)
+        show(tables.by_pair(found))
+    console.print(tables.summary(found), highlight=False, soft_wrap=True)
     for warning in found.warnings:
         console.print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True)
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in headings:
-        first = heading == headings[0]
-        table.add_column(heading, justify="left" if first else "right", no_wrap=first)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-    console.print()
 
 
 def _measure_network(seconds: float = 20.0) -> probing.Probe:
@@ -143,10 +128,3 @@ def _measure_network(seconds: float = 20.0) -> probing.Probe:
         return probing.probe(seconds=seconds)
     finally:
         dist.destroy_process_group()
-
-
-def measured_step(recipe: str, data: Path | None) -> float:
-    """Seconds of a step of ``recipe`` on this machine; says so."""
-    _, seconds = measure_recipe(recipe, data=data)
-    console.print(f"a step of {recipe} takes {show_seconds(seconds)} here", highlight=False)
-    return seconds

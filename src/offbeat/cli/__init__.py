@@ -1,0 +1,70 @@
+"""The command line: ``offbeat train``, ``compare``, ``simulate`` and the rest."""
+
+import sys
+from typing import Annotated, NoReturn
+
+try:
+    import typer
+except ImportError:
+    sys.stderr.write("the command line needs typer and rich: pip install 'offbeat[cli]'\n")
+    raise SystemExit(2) from None
+
+import offbeat
+from offbeat.cli.lists import recipes, strategies
+from offbeat.cli.network import plan, probe
+from offbeat.cli.runs import compare, simulate, train
+from offbeat.errors import OffbeatError
+from offbeat.lab.train import find_own_modules
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Train PyTorch models data-parallel on slow networks without waiting for them.",
+)
+for command in (train, simulate, compare, plan, probe, recipes, strategies):
+    app.command()(command)
+
+INTERRUPTED = "interrupted; all workers have been ended"
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"offbeat {offbeat.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """The ``offbeat`` command. Exit status 2: a user's mistake, 1: a failed run, 130: Ctrl-C."""
+    try:
+        find_own_modules()
+        status = app(standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        _fail(INTERRUPTED, 130)
+    except OffbeatError as error:
+        _fail(f"error: {error}", 1)
+    except (ValueError, TypeError, FileNotFoundError, ImportError) as error:
+        _fail(f"error: {error}", 2)
+    except Exception as error:
+        show = getattr(error, "format_message", None)  # a usage error of the parser
+        if show is None:
+            raise
+        _fail(f"error: {show()}", 2)
+    if status == 130:  # the parser's way to tell of Ctrl-C
+        _fail(INTERRUPTED, 130)
+    raise SystemExit(status)
+
+
+def _fail(message: str, status: int) -> NoReturn:
+    typer.echo(message, err=True)
+    raise SystemExit(status) from None

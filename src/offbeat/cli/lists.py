@@ -1,0 +1,67 @@
+"""The commands that list what there is: ``recipes`` and ``strategies``."""
+
+import dataclasses
+import inspect
+import typing
+from typing import Any
+
+from offbeat.arguments import range_of, types_of
+from offbeat.cli.view import console, show
+from offbeat.lab.recipes import RECIPES
+from offbeat.strategies import STRATEGIES, Strategy
+from offbeat.table import Table
+
+
+def recipes() -> None:
+    """List the recipes.
+
+    [bold]Example[/bold]
+
+    offbeat recipes
+    """
+    rows = tuple(
+        (
+            one.name,
+            one.description,
+            f"{one.metric} {one.target:g}",
+            f"--data DIR: {one.needs_data}" if one.needs_data else "",
+        )
+        for one in RECIPES.values()
+    )
+    show(Table(("recipe", "what", "target", "needs"), rows), texts=4)
+
+
+def strategies() -> None:
+    """List the strategies and their settings.
+
+    [bold]Example[/bold]
+
+    offbeat strategies
+    """
+    rows = []
+    for name, kind in STRATEGIES.items():
+        settings = [_setting(one, types_of(kind)[one.name]) for one in dataclasses.fields(kind)]
+        shown, allowed = ("\n".join(one[i] for one in settings) for i in range(2))
+        rows.append((name, _summary(kind), shown, allowed))
+    show(Table(("strategy", "what", "setting", "allowed"), tuple(rows)), texts=4)
+    console.print("As text: name:setting=value,setting=value", highlight=False)
+
+
+def _summary(kind: type[Strategy]) -> str:
+    return (inspect.getdoc(kind) or "").partition("\n\n")[0].replace("``", "")
+
+
+def _setting(one: "dataclasses.Field[Any]", kind: Any) -> tuple[str, str]:
+    """A setting with its default, and what it may be: ``period (required)`` and ``≥ 1``."""
+    required = one.default is dataclasses.MISSING
+    shown = f"{one.name} (required)" if required else f"{one.name}={one.default}"
+    return shown, ", ".join(_choices(kind)) or str(range_of(one))
+
+
+def _choices(kind: Any) -> list[str]:
+    """The values of a type that has few."""
+    if kind is bool:
+        return ["true", "false"]
+    if typing.get_origin(kind) is typing.Literal:
+        return [str(choice) for choice in typing.get_args(kind)]
+    return [choice for one in typing.get_args(kind) for choice in _choices(one)]

@@ -1,0 +1,211 @@
+"""The commands that train: ``offbeat train``, ``simulate`` and ``compare``."""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import torch.distributed as dist
+import typer
+
+from offbeat.cli.options import Bandwidth, Jitter, Latency, StepTime, with_job
+from offbeat.cli.view import Bar, console, line, show_narrow
+from offbeat.lab import compare as comparison
+from offbeat.lab import report
+from offbeat.lab.events import End, Evaluation, Event
+from offbeat.lab.job import Job
+from offbeat.lab.measure import measure_recipe
+from offbeat.lab.places import Loopback, Place, ShapedLinks, VirtualCluster
+from offbeat.lab.recipes import find_recipe
+from offbeat.lab.results import Result
+from offbeat.lab.train import choose_backend, share_cores, train_worker
+from offbeat.simulate import Compute, Network
+from offbeat.units import parse_bandwidth, show_bytes, show_seconds
+
+
+@with_job()
+def train(
+    job: Job,
+    bandwidth: Bandwidth = None,
+) -> None:
+    """Train a recipe under one strategy on local worker processes, or on those of torchrun.
+
+    [bold]Examples[/bold]
+
+    offbeat train digits --strategy selsync:delta=0.3 --workers 4
+
+    offbeat train mnist:cnn -s local:period=8 --data ~/mnist --records runs/mnist.jsonl
+
+    torchrun --nproc-per-node 4 -m offbeat.cli train digits -s async:staleness=16
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        _join(replace(job, workers=int(os.environ["WORLD_SIZE"])), bandwidth)
+        return
+    job.check()
+    with _links(bandwidth, job.workers) as place, Bar() as bar:
+        bar.start(job)
+        result = comparison.run_and_record(job, bar.event, place)
+    _show([result])
+
+
+@with_job("log", "timeout_seconds")
+def simulate(
+    job: Job,
+    bandwidth: Annotated[str, typer.Option(help="Of each link, as in 5Gbit/s.")] = "1Gbit/s",
+    latency: Latency = "100us",
+    step_time: StepTime = None,
+    jitter: Jitter = 0.0,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Draw who computed and waited when, as PNG.")
+    ] = None,
+    as_json: Annotated[
+        Path | None, typer.Option("--json", help="Write totals and timeline as JSON.")
+    ] = None,
+) -> None:
+    """Train a recipe on simulated workers in this process: real training, virtual seconds.
+
+    [bold]Example[/bold]
+
+    offbeat simulate digits -s bsp --workers 16 --bandwidth 5gbit --latency 50us --step-time 80ms
+    """
+    job.check()
+    place = _virtual(job, bandwidth, latency, step_time, jitter)
+    with Bar() as bar:
+        bar.start(job)
+        result = comparison.run_and_record(job, bar.event, place)
+    _show([result])
+    assert place.last is not None
+    for path in (timeline, as_json):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+    if timeline is not None:
+        place.last.plot(timeline)
+        _say_where("timeline", timeline)
+    if as_json is not None:
+        as_json.write_text(place.last.to_json(), encoding="utf-8")
+        _say_where("json    ", as_json)
+
+
+@with_job("log")
+def compare(
+    job: Job,
+    strategy: Annotated[
+        list[str], typer.Option("--strategy", "-s", help="A strategy; repeat for more.")
+    ],
+    seeds: Annotated[int, typer.Option(help="Repeat everything with so many seeds.")] = 1,
+    bandwidth: Bandwidth = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Directory of results, table, plot and report.",
+            show_default="runs/RECIPE-TIME",
+        ),
+    ] = None,
+    simulated: Annotated[
+        bool, typer.Option("--simulate", help="On simulated workers, in virtual time.")
+    ] = False,
+    latency: Latency = "100us",
+    step_time: StepTime = None,
+    jitter: Jitter = 0.0,
+) -> None:
+    """Run strategies one after the other under the same seeds; write table, plot and report.
+
+    [bold]Examples[/bold]
+
+    offbeat compare digits -s bsp -s local:period=8 -s selsync:target_lssr=0.9 --workers 4
+
+    offbeat compare digits -s bsp -s async:staleness=16 --bandwidth 100Mbit/s --seeds 3
+
+    offbeat compare digits -s bsp -s local:period=8 --simulate --workers 16 --step-time 80ms
+    """
+    if seeds < 1:
+        raise ValueError(f"seeds must be at least 1, got {seeds}")
+    for one in strategy:
+        replace(job, strategy=one).check()
+    if output is None:
+        name = f"{job.recipe.replace(':', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
+        output = Path("runs", name)
+    with contextlib.ExitStack() as stack:
+        place: Place
+        if simulated:
+            place = _virtual(job, bandwidth, latency, step_time, jitter)
+        else:
+            place = stack.enter_context(_links(bandwidth, job.workers))
+        bar = stack.enter_context(Bar())
+        results = comparison.compare(
+            job,
+            strategy,
+            seeds=seeds,
+            place=place,
+            output=output,
+            on_start=bar.start,
+            on_event=bar.event,
+        )
+    _show(results)
+    for what, path in report.write_report(results, output).items():
+        _say_where(f"{what:7}", path)
+
+
+@contextlib.contextmanager
+def _links(bandwidth: str | None, workers: int) -> Iterator[Place]:
+    """Where the processes run: behind shaped links, if a bandwidth is given."""
+    if bandwidth is None:
+        yield Loopback()
+        return
+    with ShapedLinks(workers, parse_bandwidth(bandwidth)) as nodes:
+        yield nodes
+
+
+def _virtual(
+    job: Job, bandwidth: str | None, latency: str, step_time: str | None, jitter: float
+) -> VirtualCluster:
+    network = Network(bandwidth or "1Gbit/s", latency=latency)
+    told = "1s" if step_time is None else step_time
+    compute = Compute(told, jitter=jitter)  # mistakes show before anything is measured
+    if step_time is None:
+        _, seconds = measure_recipe(job.recipe, data=job.setup().data)
+        console.print(f"a step of {job.recipe} takes {show_seconds(seconds)} here", highlight=False)
+        compute = Compute(seconds, jitter=jitter)
+    return VirtualCluster(network, compute)
+
+
+def _join(job: Job, bandwidth: str | None) -> None:
+    """Train on the processes that torchrun has started; this is one of them."""
+    if bandwidth is not None:
+        raise ValueError("--bandwidth shapes the links of processes that offbeat starts itself")
+    job.check()
+    dist.init_process_group(choose_backend())
+    if dist.get_rank() == 0:
+        console.print(f"joined the {dist.get_world_size()} processes that torchrun has started")
+    metric = find_recipe(job.recipe).metric
+
+    def tell(event: Event) -> None:
+        match event:
+            case Evaluation():
+                console.print(line(event, metric), soft_wrap=True)
+            case End():
+                one = event.stats[0]
+                console.print(
+                    f"LSSR {one.lssr:.2f}, {show_bytes(one.payload_bytes)} sent, "
+                    f"idle {100 * one.idle:.0f} %"
+                )
+
+    try:
+        share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", job.workers)))
+        train_worker(job, tell)
+    finally:
+        dist.destroy_process_group()
+
+
+def _show(results: list[Result]) -> None:
+    console.print()
+    show_narrow(report.table(results, ranges=False))  # there is no room for them
+
+
+def _say_where(what: str, path: Path) -> None:
+    console.print(f"{what} {path}", highlight=False, soft_wrap=True)

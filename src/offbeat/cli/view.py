@@ -1,0 +1,97 @@
+"""What the command line shows: a progress bar and tables."""
+
+from types import TracebackType
+from typing import Any
+
+import rich.table
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from offbeat.lab.events import Evaluation, Event, Start, Step
+from offbeat.lab.job import Job
+from offbeat.lab.recipes import find_recipe
+from offbeat.table import Table
+
+console = Console()
+
+
+class Bar:
+    """A progress bar for one run after the other."""
+
+    def __init__(self) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}", table_column=None),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total} steps"),
+            TextColumn("{task.fields[metric]}"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self._metric = self._name = ""
+        self._task: Any = None
+
+    def __enter__(self) -> "Bar":
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def start(self, job: Job) -> None:
+        """A run begins."""
+        self._metric = find_recipe(job.recipe).metric
+        self._name = f"{job.strategy} seed {job.seed}" if job.seed else job.strategy
+        self._task = self._progress.add_task(self._name, total=None, metric="starting")
+
+    def event(self, event: Event) -> None:
+        """An event of the run; a line for each evaluation where no bar can be drawn."""
+        match event:
+            case Start():
+                self._progress.update(self._task, total=event.steps)
+            case Step():
+                self._progress.update(self._task, completed=event.step)
+            case Evaluation():
+                metric = f"{self._metric} {event.metric:.4f}"
+                self._progress.update(self._task, completed=event.step, metric=metric)
+                if not console.is_terminal:
+                    console.print(f"{self._name}  {line(event, self._metric)}", soft_wrap=True)
+
+
+def line(event: Evaluation, metric: str) -> str:
+    """An evaluation in one line."""
+    return f"step {event.step}  {event.seconds:.1f} s  {metric} {event.metric:.4f}"
+
+
+def show(table: Table, *, texts: int = 1) -> None:
+    """Print caption and table; the first ``texts`` columns hold words, the others figures."""
+    found = rich.table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for number, (heading, *cells) in enumerate(zip(table.headings, *table.rows, strict=True)):
+        # Lines of neighbouring cells belong together, so they are not broken any further.
+        whole = number == 0 or any("\n" in cell for cell in cells)
+        found.add_column(heading, justify="left" if number < texts else "right", no_wrap=whole)
+    _print(table, found)
+
+
+def show_narrow(table: Table) -> None:
+    """Print caption and table, which has many columns: their headings take several lines."""
+    found = rich.table.Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    first, *others = zip(table.headings, *table.rows, strict=True)
+    found.add_column(first[0], overflow="fold")  # it alone may be broken, where it is long
+    for heading, *cells in others:
+        width = max(map(len, cells))
+        found.add_column(heading.replace(" ", "\n"), justify="right", min_width=width)
+    _print(table, found)
+
+
+def _print(table: Table, found: rich.table.Table) -> None:
+    for row in table.rows:
+        found.add_row(*row)
+    if table.caption:
+        console.print(table.caption, style="dim", highlight=False)
+    console.print(found)
+    console.print()

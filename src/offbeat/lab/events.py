@@ -1,0 +1,93 @@
+"""What a run tells while it goes on: values between objects, lines of JSON between processes."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeAlias
+
+from offbeat.telemetry import Stats
+
+
+@dataclass(frozen=True)
+class Start:
+    """Training begins.
+
+    Attributes:
+        steps: How many steps each worker will take.
+        model_bytes: Size of the model's parameters.
+    """
+
+    steps: int
+    model_bytes: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step is taken, after which nothing was evaluated.
+
+    Attributes:
+        step: Steps each worker has taken.
+        seconds: Training seconds of rank 0: computing and waiting, without evaluation.
+    """
+
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A step is taken, and the consensus of the workers evaluated.
+
+    Attributes:
+        step: Steps each worker has taken.
+        seconds: Training seconds of rank 0: computing and waiting, without evaluation.
+        metric: The recipe's metric.
+        metrics: All metrics by name, that one among them.
+    """
+
+    step: int
+    seconds: float
+    metric: float
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class End:
+    """Training is over.
+
+    Attributes:
+        stats: The totals of every worker, in rank order.
+    """
+
+    stats: tuple[Stats, ...]
+
+
+Event: TypeAlias = Start | Step | Evaluation | End
+
+_KINDS: dict[str, type[Start | Step | Evaluation]] = {
+    "start": Start,
+    "step": Step,
+    "evaluation": Evaluation,
+}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+
+
+def to_json(event: Event) -> str:
+    """An event as one line of JSON."""
+    if isinstance(event, End):
+        return json.dumps({"event": "end", "stats": [one.to_dict() for one in event.stats]})
+    return json.dumps({"event": _NAMES[type(event)], **asdict(event)})
+
+
+def from_json(line: str | bytes) -> Event:
+    """The event of a line that ``to_json`` made."""
+    values = json.loads(line)
+    name = values.pop("event")
+    if name == "end":
+        return End(tuple(stats_of(one) for one in values["stats"]))
+    return _KINDS[name](**values)
+
+
+def stats_of(values: Mapping[str, Any]) -> Stats:
+    """The totals of ``Stats.to_dict()``; what it derives from others is derived anew."""
+    return Stats(**{one.name: values[one.name] for one in fields(Stats) if one.name in values})

@@ -1,0 +1,70 @@
+"""What a probe found, as text."""
+
+import statistics
+
+from offbeat.lab.probe.result import DIRECTIONS, Probe, rate_of
+from offbeat.table import Table
+from offbeat.units import show_bandwidth, show_bytes, show_seconds
+
+
+def by_rank(result: Probe) -> Table:
+    """One row a rank; medians over its partners."""
+    rows = []
+    for one in result.ranks:
+        latencies = [pair.latency_seconds for pair in result.pairs if one.rank in pair.ends]
+        rates = [rate_of(one.rank, way, result.pairs) or 0.0 for way in DIRECTIONS]
+        latency = show_time(statistics.median(latencies))
+        rows.append((str(one.rank), one.host, one.interface, latency, *map(show_rate, rates)))
+    headings = ("rank", "host", "interface", "latency", *DIRECTIONS)
+    return Table(headings, tuple(rows), caption(result))
+
+
+def by_pair(result: Probe) -> Table:
+    """One row an ordered pair."""
+    rows = [
+        (
+            f"{pair.source} to {pair.destination}",
+            show_time(pair.latency_seconds),
+            show_rate(pair.bytes_per_second),
+            show_bytes(pair.message_bytes),
+            str(pair.repetitions),
+        )
+        for pair in result.pairs
+    ]
+    return Table(("pair", "latency", "bandwidth", "message", "transfers"), tuple(rows))
+
+
+def caption(result: Probe) -> str:
+    """What was measured: workers, hosts, pairs (and how they were chosen), seconds."""
+    hosts, measured = len({one.host for one in result.ranks}), len(result.pairs)
+    pairs = f"all {measured} ordered pairs"
+    if measured < result.possible_pairs:
+        pairs = (
+            f"{measured} of {result.possible_pairs} ordered pairs (the ring of neighbours and a "
+            f"sample, seed {result.seed})"
+        )
+    return (
+        f"{len(result.ranks)} workers on {hosts} host{'s' if hosts > 1 else ''}, gloo, {pairs}, "
+        f"{result.seconds:.1f} s"
+    )
+
+
+def summary(result: Probe) -> str:
+    """The all-reduces in one line."""
+    one = result.all_reduce
+    return (
+        f"all-reduce: latency {show_time(one.latency_seconds)}; "
+        f"{show_bytes(one.message_bytes)} in {show_time(one.seconds)}, algorithm bandwidth "
+        f"{show_rate(one.algorithm_bytes_per_second)}, bus bandwidth "
+        f"{show_rate(one.bus_bytes_per_second)}"
+    )
+
+
+def show_rate(bytes_per_second: float) -> str:
+    """As in ``"49.4 Mbit/s"``."""
+    return show_bandwidth(float(f"{8 * bytes_per_second:.3g}"))
+
+
+def show_time(seconds: float) -> str:
+    """As in ``"2.5 ms"``."""
+    return show_seconds(seconds, digits=3)

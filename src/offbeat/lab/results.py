@@ -1,0 +1,136 @@
+"""What a run gave, as a value and as a line of ``results.jsonl``."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from offbeat.lab.events import Evaluation, stats_of
+from offbeat.lab.job import Job
+from offbeat.telemetry import Stats
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One run: configuration, machine, curve and totals.
+
+    Attributes:
+        job: What ran.
+        metric: Name of the recipe's metric.
+        higher_is_better: Whether a larger one is better.
+        target: The value whose time of arrival is compared.
+        link: What joined the workers.
+        machine: What computed.
+        versions: Of Offbeat, torch and Python.
+        simulated: Whether all seconds are virtual.
+        points: The evaluations in their order, at least one; the last is that of the end.
+        stats: The totals of every worker, in rank order.
+    """
+
+    job: Job
+    metric: str
+    higher_is_better: bool
+    target: float
+    link: str
+    machine: str
+    versions: Mapping[str, str]
+    simulated: bool
+    points: tuple[Evaluation, ...]
+    stats: tuple[Stats, ...]
+
+    @property
+    def strategy(self) -> str:
+        """Text form of the strategy."""
+        return self.job.strategy
+
+    @property
+    def final(self) -> float:
+        """The metric at the end."""
+        return self.points[-1].metric
+
+    @property
+    def final_metrics(self) -> dict[str, float]:
+        """All metrics at the end, by name."""
+        return self.points[-1].metrics
+
+    @property
+    def seconds(self) -> float:
+        """Training seconds."""
+        return self.points[-1].seconds
+
+    @property
+    def time_to_target_seconds(self) -> float | None:
+        """Training seconds at the first evaluation at the target or better; None without one."""
+        sign = 1 if self.higher_is_better else -1
+        arrived = (p.seconds for p in self.points if sign * p.metric >= sign * self.target)
+        return next(arrived, None)
+
+    @property
+    def lssr(self) -> float:
+        """Share of local steps, mean over the workers."""
+        return self._mean("lssr")
+
+    @property
+    def payload_bytes(self) -> float:
+        """Bytes handed to collectives and pushes, mean over the workers."""
+        return self._mean("payload_bytes")
+
+    @property
+    def idle(self) -> float:
+        """Share of training time spent waiting, mean over the workers."""
+        return self._mean("idle")
+
+    @property
+    def flag_rate(self) -> float:
+        """Share of steps at which a worker's trigger fired, of all workers together."""
+        return self._mean("flags") / max(1.0, self._mean("steps"))
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """Totals that only this strategy has, of rank 0."""
+        return self.stats[0].details
+
+    def _mean(self, name: str) -> float:
+        return float(sum(getattr(one, name) for one in self.stats) / len(self.stats))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON values, the derived ones too: a line of ``results.jsonl``."""
+        return {
+            "job": asdict(self.job),
+            "strategy": self.strategy,
+            "metric": self.metric,
+            "higher_is_better": self.higher_is_better,
+            "target": self.target,
+            "link": self.link,
+            "machine": self.machine,
+            "versions": dict(self.versions),
+            "simulated": self.simulated,
+            "points": [asdict(point) for point in self.points],
+            "final": self.final,
+            "final_metrics": self.final_metrics,
+            "seconds": self.seconds,
+            "time_to_target_seconds": self.time_to_target_seconds,
+            "lssr": self.lssr,
+            "payload_bytes": self.payload_bytes,
+            "idle": self.idle,
+            "flag_rate": self.flag_rate,
+            "stats": [one.to_dict() for one in self.stats],
+            "details": self.details,
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Result":
+        """The result of ``to_dict``, also of another version whose jobs had other fields."""
+        known = {one.name for one in fields(Job)}
+        kept = {one.name: values[one.name] for one in fields(cls)}
+        kept["job"] = Job(**{k: v for k, v in values["job"].items() if k in known})
+        kept["points"] = tuple(Evaluation(**point) for point in values["points"])
+        kept["stats"] = tuple(stats_of(one) for one in values["stats"])
+        return cls(**kept)
+
+
+def read_results(path: Path) -> list[Result]:
+    """The results of a ``results.jsonl``, in the order of the runs."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [Result.from_dict(json.loads(line)) for line in lines]

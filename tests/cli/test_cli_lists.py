@@ -1,0 +1,69 @@
+"""``offbeat recipes`` and ``offbeat strategies``: all there is, and what it may be set to."""
+
+import dataclasses
+import re
+
+import pytest
+
+from cli.commands import Call
+from offbeat.arguments import range_of
+from offbeat.cli import view
+from offbeat.lab.recipes import RECIPES
+from offbeat.strategies import STRATEGIES
+
+
+def test_recipes_are_listed(call: Call) -> None:
+    """`offbeat recipes` names every recipe, its target, and what data it needs."""
+    code, out, err = call("recipes")
+    assert (code, err) == (0, "")
+    for recipe in RECIPES.values():
+        (line,) = (line for line in out.splitlines() if line.split()[:1] == [recipe.name])
+        assert recipe.description in line
+        assert f"{recipe.metric} {recipe.target:g}" in line
+        assert ("--data" in line) == (recipe.needs_data is not None)
+
+
+def settings_in(out: str) -> dict[str, dict[str, str]]:
+    """What `offbeat strategies` says each setting of each strategy may be."""
+    found: dict[str, dict[str, str]] = {}
+    heading = next(line for line in out.splitlines() if line.startswith("strategy "))
+    setting, allowed = heading.index("setting"), heading.index("allowed")
+    for line in out.splitlines()[1:]:
+        if line.startswith("As text"):
+            return found
+        if line[:1].strip():
+            strategy = line.split()[0]
+            found[strategy] = {}
+        if line[setting:].strip():
+            found[strategy][line[setting:allowed].strip()] = line[allowed:].strip()
+    raise AssertionError(out)
+
+
+@pytest.mark.parametrize("width", [100, 200])
+def test_strategies_are_listed(call: Call, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """`offbeat strategies` names every strategy, each setting with its default, and its range."""
+    monkeypatch.setattr(view.console, "width", width)
+    code, out, err = call("strategies")
+    assert (code, err) == (0, "")
+    assert "name:setting=value" in out
+    found = settings_in(out)
+    assert list(found) == list(STRATEGIES)
+    for name, kind in STRATEGIES.items():
+        fields = dataclasses.fields(kind)
+        assert len(found[name]) == len(fields)
+        for one in fields:
+            required = one.default is dataclasses.MISSING
+            shown = f"{one.name} (required)" if required else f"{one.name}={one.default}"
+            assert str(range_of(one)) in found[name][shown]
+
+
+def test_ranges_are_those_that_are_checked(call: Call) -> None:
+    """One of each kind: a bound, an interval, choices, a truth value."""
+    found = settings_in(call("strategies")[1])
+    assert found["local"]["period (required)"] == "≥ 1"
+    assert found["async"]["outer_lr=1.0"] == "> 0"
+    assert found["async"]["outer_momentum=0.0"] == "[0, 1)"
+    assert found["async"]["schedule=cyclic"] == "cyclic, eager"
+    assert found["diloco"]["outer_dtype=None"] == "float32, bfloat16, float64"
+    assert found["easgd"]["synchronous=False"] == "true, false"
+    assert re.fullmatch(r"\(0, 1\]", found["fedavg"]["fraction=1.0"])

@@ -1,0 +1,116 @@
+"""The command itself: how it is started, how it ends, and what it says of its commands."""
+
+import importlib
+import re
+import shlex
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+import offbeat
+from cli.commands import COMMAND, Call, ended
+from offbeat import cli
+from offbeat.cli import runs
+from offbeat.lab.recipes import RECIPES
+from offbeat.strategies import parse_strategy
+
+COMMANDS = ("train", "simulate", "compare", "plan", "probe", "recipes", "strategies")
+APP: Any = typer.main.get_command(cli.app)
+
+
+def test_the_installed_command_is_this_one() -> None:
+    """The script that pip makes calls ``main``."""
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    entry = tomllib.loads(project.read_text())["project"]["scripts"]["offbeat"]
+    module, name = entry.split(":")
+    assert getattr(importlib.import_module(module), name) is cli.main
+
+
+def test_version(call: Call) -> None:
+    assert call("--version") == (0, f"offbeat {offbeat.__version__}\n", "")
+
+
+def test_without_a_command_the_commands_are_shown(call: Call) -> None:
+    """`offbeat` alone names every command."""
+    _, out, err = call()
+    assert tuple(APP.commands) == COMMANDS
+    for command in COMMANDS:
+        assert re.search(rf"\b{command} {{2,}}\w", out + err)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_examples_of_the_help_are_accepted(command: str, call: Call) -> None:
+    """The help of each command has examples; they parse, and name what there is."""
+    code, out, err = call(command, "--help")
+    assert (code, err) == (0, "")
+    start = re.compile(rf"(torchrun .* -m offbeat\.cli|offbeat) {command}\b")
+    examples = [line.strip() for line in out.splitlines() if start.match(line.strip())]
+    assert examples
+    for example in examples:
+        words = shlex.split(example)
+        argv = words[words.index(command) + 1 :]
+        told = APP.commands[command].make_context(command, argv).params
+        recipe = told.get("recipe") or told.get("model")
+        assert recipe is None or recipe in RECIPES
+        if recipe is not None and "data" in told:
+            assert (told["data"] is not None) == (RECIPES[recipe].needs_data is not None)
+        texts = told.get("strategy") or ()
+        for text in [texts] if isinstance(texts, str) else texts:
+            parse_strategy(text)
+        needs_torchrun = command == "probe" or bool(told.get("probe"))
+        assert "torchrun" in words or not needs_torchrun
+    if command == "compare":
+        assert any("--simulate" in example for example in examples)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("train", "recipe"),
+        ("train digits --workers two", "--workers"),
+        ("train digits --nope", "--nope"),
+        ("train digits --wire int1", "--wire"),
+        ("compare digits", "--strategy"),
+        ("nope", "nope"),
+    ],
+)
+def test_mistakes_in_options_name_the_option(argv: str, words: str, call: Call) -> None:
+    """What the parser refuses is exit code 2, and the message names it."""
+    code, out, err = call(*argv.split())
+    assert (code, out) == (2, "")
+    assert words in err.lower()
+    assert "Traceback" not in err
+
+
+def test_a_mistake_of_a_real_process() -> None:
+    """``python -m offbeat.cli`` ends with 2 and prints one line."""
+    code, out, err = ended(*COMMAND, "train", "nope")
+    assert (code, out) == (2, "")
+    assert err == f"error: unknown recipe 'nope'; there are {', '.join(RECIPES)}\n"
+
+
+def test_ctrl_c_is_told(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupted run is exit code 130 and one line."""
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs.comparison, "run_and_record", interrupt)
+    code, _, err = call("train", "digits")
+    assert code == 130
+    assert err.strip() == "interrupted; all workers have been ended"
+
+
+def test_a_programming_error_is_not_swallowed(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what a user can do something about becomes one line."""
+
+    def fail(*args: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(runs.comparison, "run_and_record", fail)
+    monkeypatch.setattr("sys.argv", ["offbeat", "train", "digits"])
+    with pytest.raises(ZeroDivisionError):
+        cli.main()

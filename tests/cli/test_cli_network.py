@@ -1,0 +1,226 @@
+"""The commands about networks: ``plan`` and ``probe``."""
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from cli.commands import Call, one_line, plain
+from offbeat import BSP, AsyncAveraging, LocalSGD, SelSync, cli
+from offbeat.cli import network
+from offbeat.strategies import parse_strategy
+
+NETWORKED = shlex.split("plan --parameters 25M --step-time 120ms --workers 16 --bandwidth 5gbit")
+SUGGESTED = {BSP, LocalSGD, SelSync, AsyncAveraging}  # by plan, if none is given
+
+# Mistakes
+
+BANDWIDTH = r"'1GB/s' is not a bandwidth; write a number and a unit, like 1Gbit/s .*"
+DURATION = "is not a duration; write a number and a unit, like 100us, 50ms, 1.5s or 2min"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("plan", "plan needs --bandwidth, like 5Gbit/s, or --probe under torchrun"),
+        ("plan --parameters 25M --step-time 1ms", "plan needs --bandwidth, like 5Gbit/s, .*"),
+        ("plan --bandwidth 5gbit", "plan needs --parameters and --step-time, like .*"),
+        ("plan --bandwidth 5gbit --parameters 25M", "plan needs .* --step-time, like .*"),
+        ("plan --bandwidth 5gbit --step-time 1ms", "plan needs --parameters .*, like .*"),
+        ("plan --parameters 25M --step-time 1ms --bandwidth 1GB/s", BANDWIDTH),
+        ("plan --parameters 25M --step-time 1 --bandwidth 1gbit", f"'1' {DURATION}"),
+        ("plan --parameters 25M --step-time 1s --bandwidth 1gbit --latency 5", f"'5' {DURATION}"),
+        ("plan --parameters 5X --step-time 1s --bandwidth 1gbit", "'5X' is not a count; .* 25M .*"),
+        ("plan --parameters 5 --step-time 1s --bandwidth 1gbit --lssr 2", "lssr must be .*"),
+        ("plan --parameters 5 --step-time 1s --bandwidth 1gbit -n 0", "workers must be .*, got 0"),
+    ],
+)
+def test_mistakes_are_one_line(argv: str, message: str, idle_call: Call) -> None:
+    code, out, err = idle_call(*argv.split())
+    assert (code, out) == (2, "")
+    assert re.fullmatch(f"error: {message}\n", err)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "plan --model digits --bandwidth 1GB/s",
+        "plan --model digits --bandwidth 1gbit --latency 5",
+        "plan --model digits --bandwidth 1gbit --jitter 2",
+        "plan --model digits --bandwidth 1gbit --workers 0",
+    ],
+)
+def test_plan_measures_nothing_after_a_mistake(argv: str, idle_call: Call) -> None:
+    """A wrong option is told at once, not after the recipe has been measured."""
+    code, out, err = idle_call(*argv.split())
+    assert (code, out) == (2, "")
+    assert re.fullmatch("error: .*\n", err)
+
+
+def test_plan_probes_nothing_after_a_mistake(
+    idle_call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under torchrun a missing --model is told at once, not after the network was measured."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        pytest.fail("the network was measured")
+
+    monkeypatch.setattr(network, "_measure_network", refuse)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, out, err = idle_call("plan", "--probe")
+    assert (code, out) == (2, "")
+    assert re.fullmatch("error: plan needs --parameters and --step-time, .*\n", err)
+
+
+@pytest.mark.parametrize(
+    "argv", ["probe", "probe --seconds 5 --json", "plan --model digits --probe"]
+)
+def test_probing_needs_torchrun(argv: str, idle_call: Call) -> None:
+    """Without torchrun there is one line, which shows how to start it."""
+    code, out, err = idle_call(*argv.split())
+    assert (code, out) == (1, "")
+    assert re.fullmatch("error: .*: torchrun --nproc-per-node 2 -m offbeat.cli probe\n", err)
+
+
+# plan
+
+
+def test_plan(call: Call) -> None:
+    """Every suggestion has a row and a note; one of them is recommended, with its reason."""
+    code, out, err = call(*NETWORKED)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].startswith("25,000,000 parameters (100.0 MB), 120 ms a step, 16 workers")
+    assert "predicted, not measured" in lines[0]
+    (advice,) = (line for line in lines if line.startswith("Try "))
+    chosen, reason = re.fullmatch(r"Try (\S+) first: (.+)\.", advice).groups()  # type: ignore[union-attr]
+    rows = [line.split()[0] for line in lines if re.match(r"[\w:=,.]+ {2,}\d", line)]
+    assert {type(parse_strategy(row)) for row in rows} == SUGGESTED
+    assert chosen in rows
+    assert re.search(r"wait.* \d+ %", reason)
+    for row in rows:
+        assert any(line.startswith(f"{row}: ") for line in lines)
+
+
+def test_plan_as_json(call: Call) -> None:
+    """--json is JSON and nothing else, with the same strategies and recommendation."""
+    code, out, err = call(*NETWORKED, "--json")
+    assert (code, err) == (0, "")
+    values = json.loads(out)
+    assert values["workers"] == 16
+    assert values["model_bytes"] == 1e8
+    kinds = {type(parse_strategy(row["strategy"])) for row in values["rows"]}
+    assert kinds == SUGGESTED
+    assert values["recommendation"] in values["rows"]
+    assert values["reason"]
+
+
+def test_plan_of_strategies_over_a_wire(call: Call) -> None:
+    """-s forecasts what is asked for, --wire how it would travel."""
+    argv = (*NETWORKED, "--json", "-s", "fedavg:period=8", "-s", "local:period=8")
+    exact, lossy = (json.loads(call(*argv, *wire)[1]) for wire in ((), ("--wire", "int8")))
+    assert [row["strategy"] for row in exact["rows"]] == ["fedavg:period=8", "local:period=8"]
+    assert 0.25 < lossy["rows"][0]["payload_bytes"] / exact["rows"][0]["payload_bytes"] < 0.28
+    assert lossy["recommendation"]["strategy"] == "local:period=8"
+    code, out, err = call(*NETWORKED, "--wire", "int8", "-s", "easgd")
+    assert (code, out) == (2, "")
+    assert "EASGD pushes to a parameter server" in err
+
+
+def test_plan_of_a_recipe(call: Call) -> None:
+    """--model measures parameters and step time; a step time that is given counts instead."""
+    argv = ("plan", "--model", "digits", "--bandwidth", "100Mbit/s")
+    code, out, err = call(*argv)
+    assert (code, err) == (0, "")
+    assert re.match(r"[\d,]+ parameters \(606\.8 kB\), \S+ \w+ a step, 4 workers, 100 Mbit/s", out)
+    assert re.search(r"^Try \S+ first: ", out, re.MULTILINE)
+    code, out, err = call(*argv, "--step-time", "7ms", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["step_seconds"] == 0.007
+
+
+# Under torchrun
+
+
+def as_torchrun_does(rank: int, port: int, folder: Path, argv: tuple[str, ...]) -> None:
+    """The command as one of two processes, with what it prints in files."""
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    os.environ.update({name: str(value) for name, value in told.items()})
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    with (
+        (folder / f"out{rank}").open("w", encoding="utf-8") as out,
+        (folder / f"err{rank}").open("w", encoding="utf-8") as err,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        sys.argv = ["offbeat", *argv]
+        torch.set_num_threads(1)  # a forked process must not wait for threads it has not
+        cli.main()
+
+
+@pytest.fixture
+def under_torchrun(call: Call, tmp_path: Path) -> Call:
+    """``main`` in two processes; their codes, and what they printed together."""
+
+    def main(*argv: str) -> tuple[int, str, str]:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = mp.get_context("fork")  # torch is imported once
+        processes = [
+            context.Process(
+                target=as_torchrun_does, args=(rank, store.port, tmp_path, argv), daemon=True
+            )
+            for rank in range(2)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(30)
+            process.kill()
+            process.join()
+        codes = [process.exitcode or 0 for process in processes]
+        out, err = (
+            "".join((tmp_path / f"{name}{rank}").read_text(encoding="utf-8") for rank in range(2))
+            for name in ("out", "err")
+        )
+        return max(map(abs, codes)), plain(out), plain(err)
+
+    return main
+
+
+def test_probe_prints_once(under_torchrun: Call) -> None:
+    """Rank 0 alone prints, one table with a row for each rank."""
+    code, out, err = under_torchrun("probe", "--seconds", "1")
+    assert code == 0, err
+    assert "Traceback" not in err
+    lines = out.splitlines()
+    assert re.fullmatch(r"2 workers on 1 host, gloo, all 2 ordered pairs, \S+ s", lines[0])
+    assert sum(line.startswith("rank ") for line in lines) == 1
+    ranks = [line for line in lines if re.match(r"\d {2,}", line)]
+    assert [line.split()[0] for line in ranks] == ["0", "1"]
+    assert all(re.search(r"\d (us|ms) +[\d.]+ \wbit/s +[\d.]+ \wbit/s *$", row) for row in ranks)
+    assert sum(line.startswith("all-reduce: ") for line in lines) == 1
+
+
+def test_plan_with_a_probe_prints_once(
+    under_torchrun: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The network is the measured one, and the plan is printed by rank 0 alone."""
+    # Forked processes must not train: what torch has prepared for threads here would hang there.
+    monkeypatch.setattr(network, "measure_recipe", lambda name, data: (151_690, 0.005))
+    code, out, err = under_torchrun("plan", "--model", "digits", "--probe")
+    assert code == 0, err
+    assert "Traceback" not in err
+    assert out.count("predicted, not measured") == 1
+    assert one_line(out).count(" 2 workers, ") == 1
+    assert sum(line.startswith("Try ") for line in out.splitlines()) == 1

@@ -1,0 +1,118 @@
+"""The options of a job: written once, as fields of ``Job``, and the same in every command."""
+
+import dataclasses
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from torch.distributed.run import get_args_parser
+
+from cli.commands import Call
+from offbeat import cli
+from offbeat.arguments import setting
+from offbeat.cli import options, runs
+from offbeat.lab.job import Job, Option, option, option_of
+
+APP: Any = typer.main.get_command(cli.app)
+ASKED = {one.name: one for one in dataclasses.fields(Job) if option_of(one) is not None}
+LEFT_OUT = {"train": set(), "compare": {"log"}, "simulate": {"log", "timeout_seconds"}}
+VALUES = {  # of every option, another than its default
+    **{"recipe": "stdlib-lm", "strategy": "local:period=3", "workers": 3, "epochs": 0.5},
+    **{"seed": 7, "data": "some/where", "log": "runs/log.jsonl", "timeout_seconds": 9.5},
+    **{"lr_scale": 0.25, "partition": "label:1", "sampler": "defdp", "injection": "0.5,0.25"},
+    **{"wire": "int8"},
+}
+
+
+def flags_of(command: str) -> dict[str, list[str]]:
+    """The flags of each parameter of a command."""
+    return {one.name: one.opts for one in APP.commands[command].params}
+
+
+@pytest.mark.parametrize("command", LEFT_OUT)
+def test_a_command_asks_for_every_field_of_a_job(command: str) -> None:
+    """But those it cannot use; names, flags and defaults are those of the fields."""
+    flags = flags_of(command)
+    assert ASKED.keys() - flags.keys() == LEFT_OUT[command]
+    for name, one in ASKED.items():
+        if name in flags and name != "recipe":
+            wanted = option_of(one)
+            assert wanted is not None
+            plain = [f"--{name.replace('_', '-')}"]
+            assert flags[name] == (list(wanted.flags) or plain)
+    assert "evaluations" not in flags
+
+
+@pytest.mark.parametrize("command", LEFT_OUT)
+def test_every_option_arrives(
+    command: str, call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What is typed is what the job says."""
+    seen: list[Job] = []
+
+    def note(job: Job, *args: Any) -> None:
+        seen.append(job)
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Job, "check", lambda job: None)
+    monkeypatch.setattr(runs.comparison, "run_and_record", note)
+    assert VALUES.keys() == ASKED.keys()
+    flags = flags_of(command)
+    argv = [command, str(VALUES["recipe"])]
+    for name, value in VALUES.items():
+        if name in flags and name != "recipe":
+            argv += [flags[name][-1], str(value)]
+    if command == "simulate":
+        argv += ["--step-time", "1ms"]
+    assert call(*argv)[0] == 130
+    told = {name: value for name, value in VALUES.items() if name in flags}
+    assert seen == [Job(**told)]  # type: ignore[arg-type]
+
+
+def test_a_field_more_is_an_option_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One edit: the commands are made from the fields of ``Job``."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Longer(Job):
+        temperature: float = option(1.0, help="How hot.", above=0)
+        hidden: int = setting(3, least=1)
+
+    monkeypatch.setattr(options, "Job", Longer)
+    got: list[Job] = []
+
+    @options.with_job("log")
+    def command(job: Job, own: int = 2) -> None:
+        """Do it."""
+        got.append(job)
+        assert own == 4
+
+    app = typer.Typer()
+    app.command()(command)
+    parameters = inspect.signature(command).parameters
+    assert list(parameters)[-2:] == ["temperature", "own"]
+    assert "hidden" not in parameters
+    assert "log" not in parameters
+    app(["digits", "--temperature", "2.5", "--own", "4"], standalone_mode=False)
+    assert got == [Longer("digits", temperature=2.5)]
+    with pytest.raises(ValueError, match=r"temperature must be positive and finite, got 0"):
+        Longer("digits", temperature=0).check()
+
+
+def test_help_and_range_stand_beside_the_field() -> None:
+    (workers,) = (one for one in dataclasses.fields(Job) if one.name == "workers")
+    assert option_of(workers) == Option("Worker processes to start.", ("--workers", "-n"))
+
+
+FLAGS = [name for names in flags_of("train").values() for name in names if name[0] == "-"]
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_torchrun_leaves_our_options_alone(flag: str) -> None:
+    """Each option of `offbeat train` goes through torchrun, which knows options of its own."""
+    ours = ["train", "digits", flag, "1"]
+    parsed = get_args_parser().parse_args(["--nproc-per-node", "2", "-m", "offbeat.cli", *ours])
+    assert parsed.training_script_args == ours
+    assert parsed.nproc_per_node == "2"

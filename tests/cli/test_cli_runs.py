@@ -1,0 +1,491 @@
+"""The commands that train: what they refuse, print and leave behind, and how they end."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.commands import (
+    COMMAND,
+    LIMIT,
+    PNG,
+    Call,
+    alive,
+    ended,
+    one_line,
+    plain,
+    started,
+    training,
+    until,
+    workers_writing,
+)
+from offbeat.cli import runs, view
+from offbeat.errors import OffbeatError
+from offbeat.lab import launch
+from offbeat.lab.cluster import Cluster
+from offbeat.lab.events import Evaluation, Event
+from offbeat.lab.recipes import RECIPES
+from offbeat.strategies import STRATEGIES
+from offbeat.units import parse_seconds
+
+needs_namespaces = pytest.mark.skipif(Cluster.why_not() is not None, reason=f"{Cluster.why_not()}")
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+
+SHORT = ("--workers", "2", "--epochs", "0.2")  # 5 steps: 1437 images, 2 x 32 a step
+PLACE = ("--bandwidth", "200mbit", "--step-time", "20ms")
+ON_PLACE = "2 workers (simulated), 200 Mbit/s, 100 us latency, 20 ms a step, virtual time"
+
+
+def table(out: str) -> str:
+    """Caption and table of a run, without the lines that tell of its progress."""
+    start = re.search(r"^digits, target ", out, re.MULTILINE)
+    assert start, out
+    return re.split(r"\n(timeline|json|table) ", out[start.start() :])[0].rstrip()
+
+
+# A user's mistakes
+
+NO_RECIPE = f"unknown recipe 'nope'; there are {', '.join(RECIPES)}"
+NO_STRATEGY = (
+    f"unknown strategy 'nope'; there are {', '.join(sorted(STRATEGIES))}, and your own as "
+    "package.module:Class or package.module:Class:setting=value"
+)
+BANDWIDTH = r"'1GB/s' is not a bandwidth; write a number and a unit, like 1Gbit/s .*"
+DURATION = "is not a duration; write a number and a unit, like 100us, 50ms, 1.5s or 2min"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train digits",
+        "simulate digits",
+        "compare digits -s bsp",
+        "compare digits -s bsp --simulate",
+    ],
+)
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("-s nope", NO_STRATEGY),
+        ("--partition labels", "partition must be label:K or dirichlet:A, got .*"),
+        ("--injection 0.5", "injection must be ALPHA,BETA as in 0.5,0.5, got '0.5'"),
+        ("--lr-scale 0", "lr-scale must be positive and finite, got 0.0"),
+        ("--sampler all", "sampler must be seldp, defdp or distributed, got 'all'"),
+        ("-s selsync:delta=-1", "delta must be at least 0 .*, got -1"),
+        ("-s selsync:delta=high", "delta must be a number, got 'high'"),
+        ("-s selsync:dleta=1", "selsync has no setting 'dleta'; it has delta, .*"),
+        ("-s selsync:delta", ".*'delta' is not of the form setting=value"),
+        ("-s local", ".*period.*"),
+        ("-s local:perod=8", "local has no setting 'perod'; it has .*"),
+        ("--data /no/where -s local:period=0", "period must be at least 1.*, got 0"),
+        ("--workers 0", "workers must be at least 1, got 0"),
+        ("--epochs 0", "epochs must be positive and finite, got 0.0"),
+        ("--epochs nan", "epochs must be positive and finite, got nan"),
+        ("--epochs inf", "epochs must be positive and finite, got inf"),
+        ("--seed -1", "seed must be at least 0, got -1"),
+        ("-s downpour --wire int8", "wire='int8': Downpour pushes to a parameter server; .*"),
+        ("--bandwidth 1GB/s", BANDWIDTH),
+    ],
+)
+def test_mistakes_in_a_job_are_one_line(
+    command: str, argv: str, message: str, idle_call: Call
+) -> None:
+    """Exit code 2 and one line that shows the right form, before anything runs."""
+    code, out, err = idle_call(*command.split(), *argv.split())
+    assert (code, out) == (2, "")
+    assert re.fullmatch(f"error: {message}\n", err)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("train nope", NO_RECIPE),
+        ("simulate nope", NO_RECIPE),
+        ("compare nope -s bsp", NO_RECIPE),
+        ("train mnist", "the mnist recipe needs --data DIR with .*"),
+        ("simulate mnist", "the mnist recipe needs --data DIR with .*"),
+        ("train mnist --data /no/where", "looked for .* in /no/where, which does not exist"),
+        ("simulate mnist --data /no/where", "looked for .* in /no/where, which does not exist"),
+        ("train digits --timeout 0", "timeout must be positive and finite, got 0.0"),
+        ("train digits --timeout -1", "timeout must be positive and finite, got -1.0"),
+        ("compare digits -s bsp --timeout 0", "timeout must be positive and finite, got 0.0"),
+        ("train digits --bandwidth fast", "'fast' is not a bandwidth; write a number and a .*"),
+        ("train digits --bandwidth 0Mbit/s", ".*0Mbit/s.*"),
+        ("compare digits -s bsp --bandwidth 5", "'5' is not a bandwidth; write .*"),
+        ("compare digits -s bsp --seeds 0", "seeds must be at least 1, got 0"),
+        ("compare nope -s bsp --simulate", NO_RECIPE),
+    ],
+)
+def test_mistakes_are_one_line(argv: str, message: str, idle_call: Call) -> None:
+    code, out, err = idle_call(*argv.split())
+    assert (code, out) == (2, "")
+    assert re.fullmatch(f"error: {message}\n", err)
+
+
+@pytest.mark.parametrize("command", ["simulate digits", "compare digits -s bsp --simulate"])
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--step-time 20ms --bandwidth 1GB/s", BANDWIDTH),
+        ("--latency 5", f"'5' {DURATION}"),
+        ("--step-time fast", f"'fast' {DURATION}"),
+        ("--step-time 0s", f"'0s' {DURATION}"),
+        ("--step-time 20ms --jitter -1", "jitter must be finite and at least 0, got -1.0"),
+        ("--jitter -1", "jitter must be finite and at least 0, got -1.0"),
+    ],
+)
+def test_mistakes_in_a_simulation_are_one_line(
+    argv: str, message: str, command: str, idle_call: Call
+) -> None:
+    """Before a step of the recipe is measured."""
+    code, out, err = idle_call(*command.split(), *argv.split())
+    assert (code, out) == (2, "")
+    assert re.fullmatch(f"error: {message}\n", err)
+
+
+def test_shaped_links_are_refused_where_they_cannot_be(
+    idle_call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--bandwidth without root is exit code 1 and one line that says what is missing."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    code, out, err = idle_call("train", "digits", "--bandwidth", "200Mbit/s")
+    assert (code, out) == (1, "")
+    assert re.fullmatch("error: no shaped links here: network namespaces need .*\n", err)
+
+
+def test_torchrun_has_its_own_links(idle_call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--bandwidth is refused for processes that torchrun started."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, out, err = idle_call("train", "digits", "--bandwidth", "200Mbit/s")
+    assert (code, out) == (2, "")
+    assert re.fullmatch("error: --bandwidth .*\n", err)
+
+
+# Worker processes
+
+
+def test_train(call: Call, tmp_path: Path) -> None:
+    """A short run ends with 0, a row of totals, and the records of both workers."""
+    log = tmp_path / "deep" / "run.jsonl"
+    code, out, err = call("train", "digits", *SHORT, "-s", "local:period=4", "--records", str(log))
+    assert (code, err) == (0, "")
+    caption = "digits, target test accuracy 0.985, 2 workers (real processes), loopback"
+    assert caption in one_line(table(out))
+    rows = [line for line in out.splitlines() if line.startswith("local:period=4 not reached")]
+    (row,) = rows
+    assert re.search(r"\b0\.\d{4}\b", row)
+    assert re.search(r"\b\d+\.\d [kM]B\b", row)
+    for rank in range(2):
+        lines = (tmp_path / "deep" / f"run.rank{rank}.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        assert [record["step"] for record in records] == list(range(1, 6))
+        assert {record["rank"] for record in records} == {rank}
+
+
+def test_train_joins_torchrun() -> None:
+    """Under torchrun each process is one worker, whatever --workers says; rank 0 alone prints."""
+    code, out, err = ended(
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *("-m", "offbeat.cli", "train", "digits", "-s", "selsync:delta=0.3", "--workers", "7"),
+        *("--epochs", "0.2"),
+    )
+    assert code == 0, err
+    assert "Traceback" not in err
+    lines = out.splitlines()
+    steps = [int(line.split()[1]) for line in lines if line.startswith("step ")]
+    assert steps == list(range(1, 6))
+    assert sum("LSSR" in line for line in lines) == 1
+
+
+@needs_namespaces
+def test_train_on_shaped_links(call: Call) -> None:
+    """--bandwidth is told with the result, and its namespaces are gone afterwards."""
+    code, out, err = call("train", "digits", *SHORT, "--bandwidth", "100Mbit/s")
+    assert (code, err) == (0, "")
+    assert "100 Mbit/s shaped links" in one_line(table(out))
+    _, shown, _ = ended("ip", "netns", "list")
+    assert f"offbeat-{os.getpid()}-" not in shown
+
+
+@needs_proc
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_worker_is_named(
+    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, victim: int
+) -> None:
+    """A worker killed in the middle: exit code 1, one line with its rank, no worker left."""
+    log = tmp_path / "run.jsonl"
+    pids: dict[int, int] = {}
+
+    def kill(bar: view.Bar, event: Event) -> None:
+        if isinstance(event, Evaluation) and not pids:
+            pids.update(workers_writing(log))
+            os.kill(pids[victim], signal.SIGKILL)
+
+    monkeypatch.setattr(view.Bar, "event", kill)
+    argv = ("--workers", "2", "--epochs", "1", "--records", str(log))
+    code, _, err = call("train", "digits", *argv)
+    assert (code, err) == (1, f"error: worker {victim} was ended by SIGKILL\n")
+    assert sorted(pids) == [0, 1]
+    assert not [pid for pid in pids.values() if alive(pid)]
+
+
+@needs_proc
+def test_ctrl_c_ends_every_worker(tmp_path: Path) -> None:
+    """SIGINT in the middle: exit code 130, no traceback, and no worker is left at that time."""
+    with training(tmp_path / "run.jsonl") as (process, pids):
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=LIMIT)
+        assert not [pid for pid in pids.values() if alive(pid)]
+    assert process.returncode == 130
+    assert plain(err) == "interrupted; all workers have been ended\n"
+    assert "Traceback" not in out
+
+
+@needs_proc
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
+    """SIGKILL of the command itself, which can clean up nothing, ends the workers too."""
+    with training(tmp_path / "run.jsonl") as (process, pids):
+        process.kill()
+        process.communicate(timeout=LIMIT)
+        until(lambda: not any(map(alive, pids.values())), "the end of every worker", 10)
+
+
+def test_workers_can_be_interrupted_whoever_started_the_command() -> None:
+    """A script's background job ignores SIGINT; its workers do not inherit that."""
+    show = "import signal; print(signal.getsignal(signal.SIGINT))"
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        argv = [sys.executable, "-c", show]
+        shown = subprocess.check_output(argv, preexec_fn=launch._prepare_worker, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "default_int_handler" in shown
+
+
+# Simulated workers
+
+
+def test_simulate_twice(call: Call, tmp_path: Path) -> None:
+    """Here and in another process: the same table and JSON, which say what they are."""
+    told = []
+    for name, run in (("first", call), ("second", lambda *argv: ended(*COMMAND, *argv))):
+        files = ("--timeline", str(tmp_path / f"{name}.png"), "--json", str(tmp_path / name))
+        code, out, err = run("simulate", "digits", *SHORT, *PLACE, *files)
+        assert (code, err) == (0, "")
+        assert f"timeline {tmp_path / name}.png\n" in out
+        assert f"json     {tmp_path / name}\n" in out
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(PNG)
+        told.append((table(out), (tmp_path / name).read_bytes()))
+    assert told[0] == told[1]
+    assert ON_PLACE in one_line(told[0][0])
+    assert "real processes" not in one_line(told[0][0])
+    assert re.search(r"^bsp +not reached .* 0\.\d{4} +\d+\.\d s ", told[0][0], re.MULTILINE)
+    values = json.loads(told[0][1])
+    assert values["simulated"] is True
+    assert values["configuration"]["workers"] == len(values["stats"]) == 2
+    assert values["configuration"]["network"]["bandwidth"] == 2e8
+    assert values["configuration"]["compute"]["step"] == 0.02
+    assert [one["steps"] for one in values["stats"]] == [5] * 2
+    assert {span["kind"] for span in values["timeline"]} == {"compute", "wait", "transfer"}
+
+
+def test_without_a_step_time_it_is_measured(call: Call) -> None:
+    """What it measured is told before, and is the step time of the run."""
+    code, out, err = call("simulate", "digits", *SHORT)
+    assert (code, err) == (0, "")
+    first, _, rest = out.partition("\n")
+    measured = re.fullmatch(r"a step of digits takes (\S+ \S+) here", first)
+    assert measured
+    assert parse_seconds(measured[1]) > 0
+    assert f"{measured[1]} a step, virtual time" in one_line(rest)
+
+
+def test_the_timeline_says_simulated(
+    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Title and axis of the picture say that nobody measured these seconds."""
+    shown = drawn_texts(monkeypatch)
+    argv = ("simulate", "digits", *SHORT, *PLACE)
+    code, _, err = call(*argv, "--timeline", str(tmp_path / "timeline.png"))
+    assert (code, err) == (0, "")
+    assert shown == [("simulated", "virtual seconds")]
+
+
+def drawn_texts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Title and horizontal label of each figure saved from now on."""
+    from matplotlib.figure import Figure
+
+    texts: list[tuple[str, str]] = []
+    save = Figure.savefig
+
+    def spy(self: Any, *args: Any, **kwargs: Any) -> None:
+        (axes,) = self.axes
+        texts.append((axes.get_title() or axes.get_title(loc="left"), axes.get_xlabel()))
+        save(self, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", spy)
+    return texts
+
+
+def test_files_in_a_new_folder(call: Call, tmp_path: Path) -> None:
+    """--timeline and --json make their folder, as --records of `train` does."""
+    picture, values = tmp_path / "new" / "timeline.png", tmp_path / "other" / "run.json"
+    argv = ("simulate", "digits", *SHORT, *PLACE)
+    code, _, err = call(*argv, "--timeline", str(picture), "--json", str(values))
+    assert (code, err) == (0, "")
+    assert picture.exists()
+    assert values.exists()
+
+
+def test_ctrl_c_ends_a_simulation() -> None:
+    """SIGINT in the middle: exit code 130 and one line, within seconds."""
+    argv = ["simulate", "digits", "--workers", "2", "--epochs", "100", "--step-time", "20ms"]
+    with started(*COMMAND, *argv) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("bsp  step ")
+        process.send_signal(signal.SIGINT)
+        sent = time.monotonic()
+        out, err = process.communicate(timeout=LIMIT)
+        taken = time.monotonic() - sent
+    assert process.returncode == 130
+    assert err == "interrupted; all workers have been ended\n"
+    assert "Traceback" not in out
+    assert taken < 10
+
+
+# Comparisons
+
+
+def test_compare(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Files of a comparison in virtual time: each says that it is simulated, and all agree."""
+    shown = drawn_texts(monkeypatch)
+    folder = tmp_path / "a" / "b"
+    strategies = ("-s", "bsp", "-s", "local:period=2")
+    argv = ("compare", "digits", *strategies, "--simulate", *SHORT, *PLACE)
+    code, out, err = call(*argv, "--output", str(folder))
+    assert (code, err) == (0, "")
+    names = {"plot": "plot.png", "report": "report.html", "table": "table.md"}
+    assert {path.name for path in folder.iterdir()} == {"results.jsonl", *names.values()}
+    told = dict(line.split() for line in out.splitlines()[-3:])
+    assert told == {what: str(folder / name) for what, name in names.items()}
+    assert ON_PLACE in one_line(table(out))
+
+    lines = (folder / "results.jsonl").read_text().splitlines()
+    results = [json.loads(line) for line in lines]
+    assert [one["strategy"] for one in results] == ["bsp", "local:period=2"]
+    for one in results:
+        assert one["simulated"] is True
+        assert one["machine"] == "virtual time"
+    bsp, local = results
+    assert local["seconds"] < bsp["seconds"]
+    assert bsp["stats"][0]["compute_seconds"] == pytest.approx(5 * 0.02)
+
+    assert ON_PLACE in (folder / "table.md").read_text()
+    page = (folder / "report.html").read_text()
+    assert ON_PLACE in page
+    assert "real processes" not in page
+    ((title, axis),) = shown
+    assert ON_PLACE in one_line(title)
+    assert axis == "training seconds (simulated)"
+    assert (folder / "plot.png").read_bytes().startswith(PNG)
+
+
+def test_what_is_printed_is_what_is_written(call: Call, tmp_path: Path) -> None:
+    """Every cell of table.md is printed, too."""
+    argv = ("compare", "digits", "-s", "bsp", "-s", "local:period=2", "--simulate", *SHORT, *PLACE)
+    _, out, _ = call(*argv, "--output", str(tmp_path))
+    printed = [line.split() for line in out.splitlines()]
+    lines = (tmp_path / "table.md").read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[4:]]
+    assert [row[0] for row in rows] == ["`bsp`", "`local:period=2`"]
+    for first, *others in rows:
+        assert " ".join([first.strip("`"), *others]).split() in printed
+
+
+def test_a_failed_run_is_one_line(
+    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Exit code 1, and the error of the run."""
+
+    def fail(*args: Any) -> None:
+        raise OffbeatError("worker 1 failed: out of luck")
+
+    monkeypatch.setattr(runs.comparison, "run_and_record", fail)
+    argv = ("compare", "digits", "-s", "bsp", "--output", str(tmp_path))
+    code, _, err = call(*argv)
+    assert (code, err) == (1, "error: worker 1 failed: out of luck\n")
+
+
+# Strategies of one's own
+
+STRATEGY = '''
+from dataclasses import dataclass
+from offbeat.arguments import setting
+from offbeat.strategies import LocalSGD
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class GrowingPeriod(LocalSGD):
+    """Each period is longer than the one before."""
+
+    period: int = setting(1, least=1)
+    most: int = setting(8, least=1)
+
+    def due(self, worker):
+        return worker.steps_since_sync >= min(self.most, 1 + worker.step // 3)
+'''
+OWN = "growing_period:GrowingPeriod:most=2"
+
+
+@pytest.fixture
+def own_strategy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current directory has a module with a strategy, and Python does not look there."""
+    (tmp_path / "growing_period.py").write_text(STRATEGY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")  # as with a console script, for worker processes
+    monkeypatch.delitem(sys.modules, "growing_period", raising=False)
+
+
+@pytest.mark.usefixtures("own_strategy")
+def test_a_strategy_of_ones_own(call: Call, tmp_path: Path) -> None:
+    """By module and class, of the current directory: simulated, compared, and on processes."""
+    code, out, err = call("simulate", "digits", "-s", OWN, *SHORT, *PLACE)
+    assert (code, err) == (0, "")
+    # Means after steps 1 and 2 of 5, then after two more: LSSR 2/5.
+    assert re.search(rf"^{OWN} not reached .* 0\.40 ", table(out), re.MULTILINE)
+    code, out, err = call("train", "digits", "-s", OWN, *SHORT)
+    assert (code, err) == (0, "")
+    assert re.search(rf"^{OWN} not reached .* 0\.40 ", table(out), re.MULTILINE)
+    argv = ("compare", "digits", "-s", "bsp", "-s", OWN, "--simulate", *SHORT, *PLACE)
+    code, _, err = call(*argv, "--output", str(tmp_path / "out"))
+    assert (code, err) == (0, "")
+    assert f"| `{OWN}` |" in (tmp_path / "out" / "table.md").read_text()
+
+
+@pytest.mark.usefixtures("own_strategy")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("no_such_module:Growing", "cannot import 'no_such_module' .* current directory .*"),
+        ("growing_period:Shrinking", "growing_period has no strategy class 'Shrinking'; .*"),
+        ("growing_period:GrowingPeriod:most=0", "most must be at least 1, got 0"),
+        ("growing_period:GrowingPeriod:least=1", ".*has no setting 'least'; it has period, .*"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train digits", "simulate digits", "compare digits"])
+def test_mistakes_with_a_strategy_of_ones_own(
+    call: Call, monkeypatch: pytest.MonkeyPatch, command: str, text: str, message: str
+) -> None:
+    """One line and exit code 2, before anything runs."""
+    monkeypatch.setattr(launch, "run_job", None)
+    code, out, err = call(*command.split(), "-s", text)
+    assert (code, out) == (2, "")
+    assert re.fullmatch(f"error: {message}\n", err)

@@ -1,0 +1,43 @@
+"""Events: the lines between processes, and what comes back from them."""
+
+import json
+
+import pytest
+
+from offbeat import Stats
+from offbeat.lab.events import End, Evaluation, Event, Start, Step, from_json, to_json
+
+STATS = Stats(steps=4, syncs=1, flags=2, payload_bytes=8, wait_seconds=0.5, compute_seconds=1.5)
+LINES: list[tuple[Event, dict[str, object]]] = [
+    (Start(12, 400), {"event": "start", "steps": 12, "model_bytes": 400}),
+    (Step(3, 0.25), {"event": "step", "step": 3, "seconds": 0.25}),
+    (
+        Evaluation(4, 0.5, 0.75, {"accuracy": 0.75, "loss": 1.5}),
+        {
+            **{"event": "evaluation", "step": 4, "seconds": 0.5},
+            **{"metric": 0.75, "metrics": {"accuracy": 0.75, "loss": 1.5}},
+        },
+    ),
+    (
+        End((STATS,)),
+        {
+            "event": "end",
+            "stats": [
+                {
+                    **{"steps": 4, "syncs": 1, "flags": 2, "payload_bytes": 8},
+                    **{"wait_seconds": 0.5, "compute_seconds": 1.5, "details": {}},
+                    **{"local_steps": 3, "lssr": 0.75, "idle": 0.25},
+                }
+            ],
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("event", "line"), LINES)
+def test_a_line_holds_the_whole_event(event: Event, line: dict[str, object]) -> None:
+    """One line of JSON, with the keys it always had; read again it is the same event."""
+    text = to_json(event)
+    assert "\n" not in text
+    assert json.loads(text) == line
+    assert from_json(text.encode()) == event

@@ -1,0 +1,53 @@
+"""Places: what each says of itself, and that a job runs wherever it is given."""
+
+import pytest
+
+from offbeat import Compute, Network, Stats
+from offbeat.lab.compare import run_and_record
+from offbeat.lab.events import End, Evaluation, Event, Start
+from offbeat.lab.job import Job
+from offbeat.lab.places import Loopback, Place, ShapedLinks, VirtualCluster, describe_machine
+
+
+@pytest.mark.parametrize(
+    ("place", "text", "machine", "simulated"),
+    [
+        (Loopback(), "loopback", describe_machine(), False),
+        (ShapedLinks(2, 1e8), "100 Mbit/s shaped links", describe_machine(), False),
+        (
+            VirtualCluster(Network("1Gbit/s", latency="50us"), Compute("5ms")),
+            "1 Gbit/s, 50 us latency, 5 ms a step",
+            "virtual time",
+            True,
+        ),
+    ],
+)
+def test_a_result_tells_the_place(place: Place, text: str, machine: str, simulated: bool) -> None:
+    """Link, machine, and whether seconds are virtual are those of the place."""
+    assert (str(place), place.machine, place.simulated) == (text, machine, simulated)
+    assert machine.endswith(" cores") or simulated
+
+
+def test_any_place_will_do() -> None:
+    """A place is what runs a job and tells its events; the result is made of them."""
+
+    class Nowhere:
+        simulated = False
+        machine = "abacus"
+
+        def __str__(self) -> str:
+            return "nowhere"
+
+        def run(self, job: Job, on_event: object) -> None:
+            for event in told:
+                on_event(event)  # type: ignore[operator]
+
+    point = Evaluation(1, 0.5, 0.75, {"test accuracy": 0.75})
+    told: list[Event] = [Start(1, 4), point, End((Stats(steps=1),))]
+    heard: list[Event] = []
+    result = run_and_record(Job("digits", "bsp", 1), heard.append, Nowhere())
+    assert heard == told
+    assert result.points == (point,)
+    assert result.stats == (Stats(steps=1),)
+    assert (result.link, result.machine, result.simulated) == ("nowhere", "abacus", False)
+    assert (result.metric, result.target) == ("test accuracy", 0.985)
