@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from offbeat import BSP, AsyncAveraging, LocalSGD, SelSync, parse_strategy
 from offbeat.lab.measure import measure_recipe
-from offbeat.plan import HEADINGS, IDLE_LIMIT, Plan, plan, rows
+from offbeat.plan import HEADINGS, IDLE_LIMIT, Plan, plan
 from offbeat.strategies import STRATEGIES
 from offbeat.strategies.forecast import Forecast, expected_maximum
 
@@ -464,7 +464,7 @@ def test_wrong_types_are_refused(changes: dict[str, Any]) -> None:
 def test_table_and_dictionary() -> None:
     """Markdown and rows show the same; the dictionary is JSON and holds the numbers."""
     result = plan(**CASE, strategies=["bsp", "async:staleness=26", "selsync:delta=inf"])
-    table = rows(result)
+    table = result.table().rows
     assert all(len(row) == len(HEADINGS) for row in table)
     assert table[0][:6] == ("bsp", "1.242 s", "0.32x", "92 %", "100.0 MB", "100.0 MB")
     lines = result.markdown().splitlines()

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import os
+import re
 import signal
 import time
 from collections import OrderedDict
@@ -629,7 +630,8 @@ def test_a_worker_that_dies_is_named_at_once() -> None:
     """Long before the time-out of 20 s, though nobody synchronizes."""
     for rank, (text, seconds) in enumerate(run(die, workers=3, may_die=(2,))[:2]):
         assert text.startswith(f"rank {rank}: "), text
-        assert "lost the connection to rank 2" in text or "given up" in text, text
+        # The other survivor may have given up by then.
+        assert re.search(r"lost the connection to ranks? ([01], )?2,|given up", text), text
         assert seconds < 10
 
 

@@ -7,7 +7,7 @@ import pytest
 from offbeat import Stats
 from offbeat.lab.events import End, Evaluation, Event, Start, Step, from_json, to_json
 
-STATS = Stats(steps=4, syncs=1, flags=2, payload_bytes=8, wait_seconds=0.5, compute_seconds=1.5)
+STATS = Stats(4, 1, 8, 0.5, 1.5, details={"flags": 2})
 LINES: list[tuple[Event, dict[str, object]]] = [
     (Start(12, 400), {"event": "start", "steps": 12, "model_bytes": 400}),
     (Step(3, 0.25), {"event": "step", "step": 3, "seconds": 0.25}),
@@ -25,7 +25,7 @@ LINES: list[tuple[Event, dict[str, object]]] = [
             "stats": [
                 {
                     **{"steps": 4, "syncs": 1, "flags": 2, "payload_bytes": 8},
-                    **{"wait_seconds": 0.5, "compute_seconds": 1.5, "details": {}},
+                    **{"wait_seconds": 0.5, "compute_seconds": 1.5, "details": {"flags": 2}},
                     **{"local_steps": 3, "lssr": 0.75, "idle": 0.25},
                 }
             ],

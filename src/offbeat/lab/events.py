@@ -90,4 +90,7 @@ def from_json(line: str | bytes) -> Event:
 
 def stats_of(values: Mapping[str, Any]) -> Stats:
     """The totals of ``Stats.to_dict()``; what it derives from others is derived anew."""
-    return Stats(**{one.name: values[one.name] for one in fields(Stats) if one.name in values})
+    told = {one.name: values[one.name] for one in fields(Stats) if one.name in values}
+    if values.get("flags"):  # 0.1.0 wrote them beside the details only
+        told["details"] = {"flags": values["flags"], **told.get("details", {})}
+    return Stats(**told)
