@@ -4,9 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO := runs/demo
 
-.PHONY: help demo test lint bench docs clean
+.PHONY: help demo test nightly lint bench docs clean
 help:  ## show this list
-	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # Everything a user of the library and the command line needs.
 $(VENV)/.demo: pyproject.toml constraints.txt
@@ -31,7 +31,11 @@ demo: $(VENV)/.demo  ## train digits under four strategies on 4 workers, about 3
 	echo "$$*"; "$$@"
 
 test: $(VENV)/.dev lint  ## all checks: lint, types, tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 -m "not quiet"
+	$(BIN)/python -m pytest -m quiet
+
+nightly: $(VENV)/.dev  ## the tests of values on real processes, too
+	$(BIN)/python -m pytest -n 2 -m "not quiet" --world gloo
 
 lint: $(VENV)/.dev  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -34,6 +34,7 @@ from offbeat.lab.events import Evaluation, Event
 from offbeat.lab.recipes import RECIPES
 from offbeat.strategies import STRATEGIES
 from offbeat.units import parse_seconds
+from pages import code_on
 
 needs_namespaces = pytest.mark.skipif(Cluster.why_not() is not None, reason=f"{Cluster.why_not()}")
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
@@ -427,28 +428,16 @@ def test_a_failed_run_is_one_line(
 
 # Strategies of one's own
 
-STRATEGY = '''
-from dataclasses import dataclass
-from offbeat.arguments import setting
-from offbeat.strategies import LocalSGD
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class GrowingPeriod(LocalSGD):
-    """Each period is longer than the one before."""
-
-    period: int = setting(1, least=1)
-    most: int = setting(8, least=1)
-
-    def due(self, worker):
-        return worker.steps_since_sync >= min(self.most, 1 + worker.step // 3)
-'''
 OWN = "growing_period:GrowingPeriod:most=2"
+LOCAL = "local:period=2"
 
 
 @pytest.fixture
 def own_strategy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current directory has a module with a strategy, and Python does not look there."""
-    (tmp_path / "growing_period.py").write_text(STRATEGY)
+    """The current directory has the module of the page, and Python does not look there."""
+    (tmp_path / "growing_period.py").write_text(
+        code_on("writing-a-strategy", "class GrowingPeriod")
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONSAFEPATH", "1")  # as with a console script, for worker processes
     monkeypatch.delitem(sys.modules, "growing_period", raising=False)
@@ -459,7 +448,7 @@ def test_a_strategy_of_ones_own(call: Call, tmp_path: Path) -> None:
     """By module and class, of the current directory: simulated, compared, and on processes."""
     code, out, err = call("simulate", "digits", "-s", OWN, *SHORT, *PLACE)
     assert (code, err) == (0, "")
-    # Means after steps 1 and 2 of 5, then after two more: LSSR 2/5.
+    # Means after step 1 of 5, then after two more each: LSSR 2/5.
     assert re.search(rf"^{OWN} not reached .* 0\.40 ", table(out), re.MULTILINE)
     code, out, err = call("train", "digits", "-s", OWN, *SHORT)
     assert (code, err) == (0, "")
@@ -468,6 +457,13 @@ def test_a_strategy_of_ones_own(call: Call, tmp_path: Path) -> None:
     code, _, err = call(*argv, "--output", str(tmp_path / "out"))
     assert (code, err) == (0, "")
     assert f"| `{OWN}` |" in (tmp_path / "out" / "table.md").read_text()
+    sizes = ("--parameters", "25M", "--step-time", "120ms", "--bandwidth", "1gbit")
+    code, out, err = call("plan", *sizes, "-s", LOCAL, "-s", OWN)
+    assert (code, err) == (0, "")
+    local, own = (re.search(rf"^{name} +(\S+ m?s)", out, re.MULTILINE) for name in (LOCAL, OWN))
+    assert local is not None
+    assert own is not None
+    assert local[1] == own[1], "once the period has grown"
 
 
 @pytest.mark.usefixtures("own_strategy")
@@ -477,7 +473,7 @@ def test_a_strategy_of_ones_own(call: Call, tmp_path: Path) -> None:
         ("no_such_module:Growing", "cannot import 'no_such_module' .* current directory .*"),
         ("growing_period:Shrinking", "growing_period has no strategy class 'Shrinking'; .*"),
         ("growing_period:GrowingPeriod:most=0", "most must be at least 1, got 0"),
-        ("growing_period:GrowingPeriod:least=1", ".*has no setting 'least'; it has period, .*"),
+        ("growing_period:GrowingPeriod:least=1", ".*has no setting 'least'; it has most"),
     ],
 )
 @pytest.mark.parametrize("command", ["train digits", "simulate digits", "compare digits"])

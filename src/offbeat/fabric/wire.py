@@ -308,8 +308,8 @@ class ControlOnly(Wrapper):
         if tensor is not None and tensor.numel() > self.MOST and _holds_reals(tensor):
             raise ValueError(
                 f"{operation.what}: {tensor.numel()} numbers sent past wire={self._precision!r}. "
-                "In a strategy use worker.average(), worker.gradient_mean() or worker.sum(), which "
-                'honour the wire, or declare averages = "nothing", which refuses it'
+                "In a strategy use worker.average(roll), or sum over worker.wire, both of which "
+                'honour it; or declare averages = "nothing", which refuses it'
             )
         return self.inner.start(operation)
 
