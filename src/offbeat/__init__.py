@@ -22,6 +22,7 @@ from offbeat.strategies import (
     LocalSGD,
     SelSync,
     Strategy,
+    StreamingAveraging,
     parse_strategy,
 )
 from offbeat.telemetry import JsonLines, Stats, TensorBoard
@@ -52,6 +53,7 @@ __all__ = [
     "Simulation",
     "Stats",
     "Strategy",
+    "StreamingAveraging",
     "Synchronizer",
     "TensorBoard",
     "attach",

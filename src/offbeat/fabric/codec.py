@@ -7,21 +7,23 @@ piece that fits into the processor's cache at a time.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from math import inf
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 BLOCK = 512
-"""Numbers a block; with int8 they share one scale."""
+"""Numbers a block; integers of a block share one scale."""
 SMALLEST = 2.0**-100
-"""A smaller scale counts as zero with int8: its inverse would overflow."""
+"""A smaller scale counts as zero: its inverse would overflow."""
 _PIECE_BLOCKS = 512  # 1 MiB of float32, and as much scratch
 
 
 class Codec(ABC):
     """A rounding of float32 numbers and its bytes."""
 
-    block_bytes: int
+    block_bytes: ClassVar[int]
     """Bytes of the payload of one block."""
 
     @abstractmethod
@@ -50,8 +52,8 @@ class BFloat16(Codec):
 
     block_bytes = 2 * BLOCK
 
+    @override
     def encode(self, values: Tensor, payload: Tensor, plus: Tensor | None = None) -> None:
-        """Payload ← values + plus, rounded; values ← the error."""
         rounded = payload.view(torch.bfloat16)
         for piece in _pieces(values):
             part = values[piece]
@@ -59,36 +61,41 @@ class BFloat16(Codec):
             rounded[piece].copy_(part)
             part.sub_(rounded[piece]).nan_to_num_(0.0, 0.0, 0.0)
 
+    @override
     def decode(self, payload: Tensor, values: Tensor) -> None:
-        """Values ← payload."""
         values.copy_(payload.view(torch.bfloat16)[: values.numel()])
 
+    @override
     def add(self, payload: Tensor, values: Tensor) -> None:
-        """Values ← values + payload."""
         values.add_(payload.view(torch.bfloat16))
 
 
-class Int8(Codec):
-    """Blocks of integers from −127 to 127 times one float32, the block's largest / 127.
+class Integers(Codec):
+    """Blocks of integers from −L to L times one float32, the block's largest / L.
 
-    |error| ≤ largest / 254, but for float32 rounding. A block with a number that is not finite
-    decodes to NaN throughout. Payload: all scales, then all integers; 1 + 4/512 bytes a number.
+        L = 2^(bits − 1) − 1            127, 7 or 1
+        |error| ≤ largest / (2·L), but for float32 rounding
+
+    A block with a number that is not finite decodes to NaN throughout. Payload: all scales, then
+    the integers.
     """
 
-    block_bytes = BLOCK + 4
+    bits: ClassVar[int]
+    block_bytes: ClassVar[int]
 
     def __init__(self) -> None:
-        self._kept: Tensor | None = None
+        self._kept: tuple[Tensor, Tensor] | None = None
+        self._most = 2 ** (self.bits - 1) - 1
 
+    @override
     def encode(self, values: Tensor, payload: Tensor, plus: Tensor | None = None) -> None:
-        """Payload ← values + plus, rounded; values ← the error."""
-        scales, integers = _split(payload)
+        scales, packed = self._split(payload)
         for piece in _pieces(values):
             part = values[piece]
             _add(part, plus, piece)
             x, blocks = part.view(-1, BLOCK), _blocks(piece)
-            scratch = self._scratch(x)
-            scale = torch.abs(x, out=scratch).amax(1).div_(127)
+            scratch, integers = self._scratch(x)
+            scale = torch.abs(x, out=scratch).amax(1).div_(self._most)
             inverse = scale.reciprocal()
             # Asking a GPU would wait for it.
             plain = x.device.type == "cpu" and bool((scale >= SMALLEST).all() & (scale < inf).all())
@@ -96,48 +103,101 @@ class Int8(Codec):
                 inverse.masked_fill_((scale < SMALLEST) | ~scale.isfinite(), 0.0)
                 scale.masked_fill_(scale < SMALLEST, 0.0).add_(scale - scale)  # ∞ becomes NaN
             torch.mul(x, inverse[:, None], out=scratch).round_()
-            integers[blocks].copy_(scratch)
             scales[blocks].copy_(scale)
             x.addcmul_(scratch, scale[:, None], value=-1)
             if not plain:
                 x.nan_to_num_(0.0, 0.0, 0.0)
+                scratch.nan_to_num_(0.0, 0.0, 0.0)  # where the scale is NaN
+            self._pack(scratch, integers, packed[blocks])
 
+    @override
     def decode(self, payload: Tensor, values: Tensor) -> None:
-        """Values ← payload."""
-        scales, integers = _split(payload)
+        scales, packed = self._split(payload)
         for piece in _pieces(values):
             part, blocks = values[piece], _blocks(piece)
-            x = self._scratch(integers[blocks]).copy_(integers[blocks])
+            x = self._unpack(packed[blocks], *self._scratch(packed[blocks]))
             if part.numel() == x.numel():
                 torch.mul(x, scales[blocks, None], out=part.view(-1, BLOCK))
             else:
                 part.copy_(x.mul_(scales[blocks, None]).view(-1)[: part.numel()])
 
+    @override
     def add(self, payload: Tensor, values: Tensor) -> None:
-        """Values ← values + payload."""
-        scales, integers = _split(payload)
+        scales, packed = self._split(payload)
         for piece in _pieces(values):
             blocks = _blocks(piece)
-            x = self._scratch(integers[blocks]).copy_(integers[blocks])
+            x = self._unpack(packed[blocks], *self._scratch(packed[blocks]))
             values[piece].view(-1, BLOCK).addcmul_(x, scales[blocks, None])
 
-    def _scratch(self, like: Tensor) -> Tensor:
-        """float32 of the shape of ``like``; on a CPU the same memory every time."""
-        if like.device.type != "cpu":
-            return torch.empty_like(like, dtype=torch.float32)
+    def _pack(self, rounded: Tensor, integers: Tensor, packed: Tensor) -> None:
+        """Packed ← the integers in ``rounded``, which is scratch memory, too.
+
+        Less than 8 bits: byte j of a block holds its numbers j, j + B, j + 2·B, … plus L, where a
+        block has B bytes, from the lowest bits up; so all work is on contiguous memory.
+        """
+        integers.copy_(rounded.add_(self._most))
+        first, *others = integers.chunk(8 // self.bits, dim=1)
+        packed.copy_(first)
+        for number, part in enumerate(others, start=1):
+            packed.bitwise_or_(part.bitwise_left_shift_(self.bits * number))
+
+    def _unpack(self, packed: Tensor, scratch: Tensor, integers: Tensor) -> Tensor:
+        """The integers as float32, in ``scratch``."""
+        parts = integers.chunk(8 // self.bits, dim=1)
+        for number, part in enumerate(parts):
+            torch.bitwise_right_shift(packed, self.bits * number, out=part)
+            if part is not parts[-1]:
+                part.bitwise_and_(2**self.bits - 1)
+        return scratch.copy_(integers).sub_(self._most)
+
+    def _scratch(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """float32 and bytes for the blocks of ``like``; on a CPU the same memory every time."""
+        count, device = like.shape[0], like.device
+        if device.type != "cpu":
+            scratch = torch.empty(count, BLOCK, device=device)
+            return scratch, torch.empty(count, BLOCK, dtype=torch.uint8, device=device)
         if self._kept is None:
-            self._kept = torch.empty(_PIECE_BLOCKS, BLOCK)
-        return self._kept[: like.shape[0]]
+            scratch = torch.empty(_PIECE_BLOCKS, BLOCK)
+            self._kept = scratch, torch.empty(_PIECE_BLOCKS, BLOCK, dtype=torch.uint8)
+        return self._kept[0][:count], self._kept[1][:count]
+
+    def _split(self, payload: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of a payload: its scales, and its integers by blocks."""
+        blocks = payload.numel() // self.block_bytes
+        scales = payload[: 4 * blocks].view(torch.float32)
+        return scales, payload[4 * blocks :].view(blocks, self.block_bytes - 4)
 
 
-CODECS: dict[str, type[Codec]] = {"bfloat16": BFloat16, "int8": Int8}
+class Int8(Integers):
+    """1 + 4/512 bytes a number."""
+
+    bits = 8
+    block_bytes = BLOCK + 4
+
+    @override
+    def _pack(self, rounded: Tensor, integers: Tensor, packed: Tensor) -> None:
+        packed.view(torch.int8).copy_(rounded)
+
+    @override
+    def _unpack(self, packed: Tensor, scratch: Tensor, integers: Tensor) -> Tensor:
+        return scratch.copy_(packed.view(torch.int8))
 
 
-def _split(payload: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of an int8 payload: its scales, and its integers by blocks."""
-    blocks = payload.numel() // Int8.block_bytes
-    scales = payload[: 4 * blocks].view(torch.float32)
-    return scales, payload[4 * blocks :].view(torch.int8).view(blocks, BLOCK)
+class Int4(Integers):
+    """1/2 + 4/512 bytes a number: −7 to 7 times a seventh of the block's largest."""
+
+    bits = 4
+    block_bytes = BLOCK // 2 + 4
+
+
+class Int2(Integers):
+    """1/4 + 4/512 bytes a number: −1, 0 or 1 times the block's largest."""
+
+    bits = 2
+    block_bytes = BLOCK // 4 + 4
+
+
+CODECS: dict[str, type[Codec]] = {"bfloat16": BFloat16, "int8": Int8, "int4": Int4, "int2": Int2}
 
 
 def _pieces(values: Tensor) -> Iterator[slice]:

@@ -29,7 +29,9 @@ from offbeat.fabric.operation import Operation
 from offbeat.fabric.team import Team
 
 T = TypeVar("T")
-Precision = Literal["float32", "bfloat16", "int8"]
+Precision = Literal["float32", "bfloat16", "int8", "int4", "int2"]
+SECOND = {"int2": "int4"}
+"""Of sums, where it is another one: a sum of numbers with few bits has more."""
 
 
 def require_precision(precision: object) -> None:
@@ -69,7 +71,20 @@ class _Stream:
 
 @dataclass(eq=False)
 class _Sum(Handle[Tensor]):
-    """A quantised sum under way."""
+    """A quantised sum under way.
+
+    Attributes:
+        wire: What it travels on.
+        stream: The errors on both stages.
+        result: Where the sum goes.
+        first: The exchange of the first stage.
+        contribute: Whether this worker adds anything.
+        tentative: Whether it may be taken back.
+        what: Names it in errors.
+        payload: What this worker sent, while somebody may ask for it.
+        second: The gathering of the second stage, once it is started.
+        ended: Whether ``result`` is there.
+    """
 
     wire: "Wire"
     stream: _Stream
@@ -78,6 +93,7 @@ class _Sum(Handle[Tensor]):
     contribute: bool
     tentative: bool
     what: str
+    payload: Tensor | None = None
     second: Handle[list[Tensor]] | None = None
     ended: bool = False
 
@@ -92,6 +108,31 @@ class _Sum(Handle[Tensor]):
             self.wire.end(self)
             self.second, self.ended = None, True
         return self.result
+
+
+class Update(Handle[Tensor]):
+    """A sum of updates under way; what rounding takes from one stays with the sender.
+
+    Args:
+        handle: The sum.
+        sent: What this worker put in: its payload, or the numbers.
+        wire: Decodes it; None for numbers.
+    """
+
+    def __init__(self, handle: Handle[Tensor], sent: Tensor, wire: "Wire | None") -> None:
+        self._handle, self._sent, self._wire = handle, sent, wire
+
+    @override
+    def done(self) -> bool:
+        return self._handle.done()
+
+    @override
+    def wait(self) -> Tensor:
+        return self._handle.wait()
+
+    def sent(self, like: Tensor) -> Tensor:
+        """u: what the others have got from this worker, as many numbers as ``like`` has."""
+        return self._sent if self._wire is None else self._wire.decode(self._sent, like)
 
 
 class _Stages:
@@ -144,7 +185,7 @@ class Wire:
 
     Args:
         team: The workers.
-        precision: "float32" sends tensors as they are. "bfloat16" and "int8" quantise them.
+        precision: "float32" sends tensors as they are; the others quantise them.
     """
 
     def __init__(self, team: Team, precision: Precision = "float32") -> None:
@@ -154,6 +195,7 @@ class Wire:
         self._stages = _Stages.of(team.account)
         if not self.exact:
             self._codec: Codec = CODECS[precision]()
+            self._second: Codec = CODECS[SECOND.get(precision, precision)]()
             self._twin = team.fabric.twin()
 
     @property
@@ -188,29 +230,77 @@ class Wire:
         self.advance()
         if not contribute:
             tensor.zero_()
-        if self.exact:
-            return self._team.fabric.sum(tensor, what=what)
-        size, chunk_bytes = self._team.size, self._chunk_blocks(tensor) * self._codec.block_bytes
-        if size * chunk_bytes >= tensor.nbytes:
+        if not self._pays(tensor):
             return self._team.fabric.sum(tensor, what=what)
         state = self._stream(stream, tensor)
         if tentative:
             state.remember("sent")
         else:
             state.forget()
+        one = _Sum(self, state, tensor, Completed(tensor), contribute, tentative, what)
+        self._start(one, self._encode(tensor, state.sent, contribute=contribute))
+        return one
+
+    def sum_updates(
+        self, tensor: Tensor, *, stream: str, what: str, contribute: bool = True
+    ) -> Update:
+        """As ``sum``, for updates of a model that keeps what rounding takes from them.
+
+        No error is fed back on the first stage: the caller moves the model by the sum, less what
+        ``Update.sent`` says that the others have got.
+        """
+        self.advance()
+        if not contribute:
+            tensor.zero_()
+        if not self._pays(tensor):
+            sent = tensor.clone()
+            return Update(self._team.fabric.sum(tensor, what=what), sent, None)
+        state = self._stream(stream, tensor, only_second=True)
+        errors = tensor.new_zeros(self._team.size, state.summed.numel(), dtype=torch.float32)
+        payload = self._encode(tensor, errors, contribute=contribute)
+        one = _Sum(self, state, tensor, Completed(tensor), contribute, False, what)
+        self._start(one, payload)
+        return Update(one, payload, self)
+
+    def _pays(self, tensor: Tensor) -> bool:
+        """Whether quantising, with its whole blocks, sends less."""
+        if self.exact:
+            return False
+        blocks = self._team.size * self._chunk_blocks(tensor)
+        return blocks * max(self._codec.block_bytes, self._second.block_bytes) < tensor.nbytes
+
+    def _encode(self, tensor: Tensor, errors: Tensor, *, contribute: bool) -> Tensor:
+        """The payload of the first stage of ``tensor`` plus ``errors``, which become those of it.
+
+        Args:
+            tensor: 1-D.
+            errors: float32, a row for each worker's chunk.
+            contribute: False: zeros; the errors stay.
+        """
+        size, elements = errors.shape
+        chunk_bytes = elements // BLOCK * self._codec.block_bytes
         payload = torch.empty(size * chunk_bytes, dtype=torch.uint8, device=tensor.device)
         if not contribute:
-            payload.zero_()
-        else:
-            for rank, (errors, part) in enumerate(
-                zip(state.sent, payload.chunk(size), strict=True)
-            ):
-                self._codec.encode(errors, part, plus=tensor[rank * errors.numel() :])
-        self._team.account.sent(chunk_bytes)  # of the second stage, which starts at any time
-        first = self._team.fabric.exchange(payload, what=what)
-        one = _Sum(self, state, tensor, first, contribute, tentative, what)
+            return payload.zero_()
+        for rank, (row, part) in enumerate(zip(errors, payload.chunk(size), strict=True)):
+            self._codec.encode(row, part, plus=tensor[rank * elements :])
+        return payload
+
+    def decode(self, payload: Tensor, like: Tensor) -> Tensor:
+        """The numbers of a payload of ``_encode``, as many as ``like`` has."""
+        found, elements = torch.empty_like(like), self._chunk_blocks(like) * BLOCK
+        for part, chunk in zip(
+            payload.chunk(self._team.size), found.split(elements), strict=False
+        ):
+            self._codec.decode(part, chunk)
+        return found
+
+    def _start(self, one: _Sum, payload: Tensor) -> None:
+        blocks = one.stream.summed.numel() // BLOCK
+        # Of the second stage, which starts at any time.
+        self._team.account.sent(blocks * self._second.block_bytes)
+        one.first = self._team.fabric.exchange(payload, what=one.what)
         self._stages.queue.append(one)
-        return one
 
     def take_back(self, stream: str) -> None:
         """As if the last, tentative sum under ``stream`` had not been. It must have ended.
@@ -224,12 +314,13 @@ class Wire:
         """Blocks of each worker's chunk of ``tensor``."""
         return -(-tensor.numel() // (BLOCK * self._team.size))
 
-    def _stream(self, name: str, tensor: Tensor) -> _Stream:
-        shape = (self._team.size, self._chunk_blocks(tensor) * BLOCK)
+    def _stream(self, name: str, tensor: Tensor, *, only_second: bool = False) -> _Stream:
+        rows, columns = self._team.size, self._chunk_blocks(tensor) * BLOCK
+        shape = (0 if only_second else rows, columns)
         state, device = self._streams.get(name), tensor.device
         if state is None:
             sent = torch.zeros(shape, device=device)
-            state = self._streams[name] = _Stream(sent, torch.zeros(shape[1], device=device))
+            state = self._streams[name] = _Stream(sent, torch.zeros(columns, device=device))
         elif state.sent.device != device:  # loaded from a checkpoint
             state.sent, state.summed = state.sent.to(device), state.summed.to(device)
         if state.sent.shape != shape:
@@ -249,7 +340,7 @@ class Wire:
         parts = self._stages.wait_for(one)
         chunk_elements = one.stream.summed.numel()
         for part, chunk in zip(parts, one.result.split(chunk_elements), strict=False):
-            self._codec.decode(part, chunk)
+            self._second.decode(part, chunk)
 
     def start_second(self, one: _Sum) -> None:
         """Add up this worker's chunk of a sum and send it to all."""
@@ -257,13 +348,12 @@ class Wire:
         one.first = Completed(one.result)  # frees the payloads
         if one.tentative:
             one.stream.remember("summed")
-        blocks = errors.numel() // BLOCK
-        block_bytes = self._codec.block_bytes
+        blocks, block_bytes = errors.numel() // BLOCK, self._second.block_bytes
         payload = torch.empty(blocks * block_bytes, dtype=torch.uint8, device=errors.device)
         if one.contribute or bool(received.any()):
             for part in received.chunk(self._team.size):
                 self._codec.add(part, errors)
-            self._codec.encode(errors, payload)
+            self._second.encode(errors, payload)
         else:  # nobody contributes: the sum is zero, and the errors wait for another one
             payload.zero_()
         with self._team.account.paused():  # counted when the sum was started

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from offbeat.checkpoint import transient
 from offbeat.fabric import Completed, Handle, Team, Wire
+from offbeat.fabric.wire import Update
 from offbeat.means.replica import (
     Bucket,
     add_clamped,
@@ -57,6 +58,11 @@ class InFlight:
         not anchored:  P ← Σ w·s / Σ w         P is not kept; that is the same for η = 1, μ = 0
         landing:       x ← x + (P − s)         the own steps since the launch stay
                        x ← P                   if there are none
+        residual kept: u = C(s − P) travels;    D = Σ w·u / Σ w;  Δ = η·(D + μ·v)
+                       P ← P + Δ;  x ← x + Δ − u
+
+    Where the residual is kept, what the codec C rounds away stays in the model, which is all the
+    error feedback there is: x − P shrinks by exactly u.
 
     Floating-point buffers that fly along are averaged exactly, and their shift is kept between
     their own value and the mean, so that a variance stays positive. Of integer ones the maximum is
@@ -65,13 +71,14 @@ class InFlight:
     Args:
         team: The workers.
         wire: Sums the parameters.
-        tensors: The parameters of this part.
+        tensors: The parameters of this part, or what gives them.
         name: Names the streams of the wire; another one for each part.
         anchored: Keep P. Always so with an outer step, and over a lossy wire, where rounding is
             relative to what is sent.
         outer: How P moves.
         dtype: Of P and v; None is that in which the parameters are summed.
         keeps_steps: False: it always lands before the worker's next step, so s is not kept.
+        keeps_residual: What rounding takes from an update stays in the model.
         buffers: Gives the floating-point buffers that fly along; asked each time, because modules
             rebind theirs.
         integers: Gives the integer buffers that do.
@@ -99,27 +106,30 @@ class InFlight:
         self,
         team: Team,
         wire: Wire,
-        tensors: Sequence[Tensor],
+        tensors: Sequence[Tensor] | Callable[[], Sequence[Tensor]],
         *,
         name: str,
         anchored: bool = False,
         outer: Outer | None = None,
         dtype: torch.dtype | None = None,
         keeps_steps: bool = True,
+        keeps_residual: bool = False,
         buffers: Callable[[], Sequence[Tensor]] = tuple,
         integers: Callable[[], Sequence[Tensor]] = tuple,
     ) -> None:
         outer = Outer() if outer is None else outer
-        anchored = anchored or not outer.plain or not wire.exact
+        anchored = anchored or keeps_residual or not outer.plain or not wire.exact
         self._team, self._wire, self._name = team, wire, name
         self._buffers, self._integers = buffers, integers
         self._outer, self._keeps_steps = outer, keeps_steps
-        parameters = make_buckets(tensors)
+        self._keeps_residual = keeps_residual
+        self._parameters = tensors if callable(tensors) else None
+        parameters = make_buckets(tensors() if callable(tensors) else tensors)
         self.buckets = [*parameters, *make_buckets(buffers())]
         self.parameter_buckets = len(parameters)
         self.base = [_copy(b, dtype) for b in parameters] if anchored else []
         self.velocity = [torch.zeros_like(p) for p in self.base] if outer.momentum else []
-        self.sums = [b.flat for b in self.buckets] if keeps_steps else []
+        self.sums = [b.flat for b in self.buckets] if keeps_steps and not keeps_residual else []
         self.own = [torch.empty_like(s) for s in self.sums]
         elements = sum(t.numel() for t in integers())
         device = team.fabric.control_device
@@ -129,6 +139,8 @@ class InFlight:
         self.launched_seconds, self.arrived_seconds = 0.0, None
         self._total: Handle[float] = Completed(0.0)
         self._handles: list[tuple[Tensor, Handle[Tensor]]] = []
+        self._updates: list[Update] = []
+        self._buffers_own: list[Tensor] = []  # s of the buffers, where ``own`` is not kept
 
     def launch(self, total: Handle[float], *, contribute: bool, step: int, what: str) -> None:
         """Take the snapshot and start the sums.
@@ -142,11 +154,16 @@ class InFlight:
         # Two payloads over the same entries would put disagreement back with the opposite sign.
         assert not self.flying, "it must land before it is launched again"
         fabric = self._team.fabric
-        self._find_buffers()
+        self._find_tensors()
+        self._updates, self._buffers_own = [], []
+        if self._keeps_residual:
+            self.sums, self.own = [], []  # of a checkpoint
         for i, bucket in enumerate(self.buckets):
             flat = bucket.pack()
             if self.own:
                 self.own[i].copy_(flat)
+            elif self._keeps_residual and i >= self.parameter_buckets:
+                self._buffers_own.append(flat.clone())
             if not contribute:
                 flat.zero_()
             if i >= self.parameter_buckets:
@@ -155,7 +172,14 @@ class InFlight:
             if contribute and self.base:
                 torch.sub(flat, self.base[i], out=flat)
             stream = f"{self._name}, bucket {i}"
-            handle = self._wire.sum(flat, stream=stream, what=what, contribute=contribute)
+            handle: Handle[Tensor]
+            if self._keeps_residual:
+                handle = self._wire.sum_updates(
+                    flat, stream=stream, what=what, contribute=contribute
+                )
+                self._updates.append(handle)
+            else:
+                handle = self._wire.sum(flat, stream=stream, what=what, contribute=contribute)
             self._handles.append((flat, handle))
         for flat in self.largest:
             torch.cat([t.reshape(-1).to(flat) for t in self._integers()], out=flat)
@@ -183,6 +207,25 @@ class InFlight:
         if self.arrived_seconds is None:
             self.arrived_seconds = self._team.host.now()
 
+    def before_save(self) -> None:
+        """Let it arrive, and keep what a checkpoint has to hold of it."""
+        self.wait()
+        if self._keeps_residual and self.flying:
+            self.sums = [bucket.flat for bucket in self.buckets]
+            updates = zip(self._updates, self.sums, strict=False)
+            self.own = [*(one.sent(flat) for one, flat in updates), *self._buffers_own]
+
+    def after_load(self) -> None:
+        """Take up what was under way."""
+        if self._keeps_residual and self.flying:
+            for bucket, sums in zip(self.buckets, self.sums, strict=True):
+                bucket.flat.copy_(sums)
+            own = [u.to(b.flat.device) for u, b in zip(self.own, self.buckets, strict=True)]
+            self._updates = [Update(Completed(u), u, None) for u in own[: self.parameter_buckets]]
+            self._buffers_own = own[self.parameter_buckets :]
+        if self._keeps_residual:
+            self.sums, self.own = [], []
+
     def land(self, step: int) -> bool:
         """Move P and the model; waits if it has not arrived. Nothing is written before all has.
 
@@ -209,11 +252,15 @@ class InFlight:
             self._apply(moved=step > self.launched_step, show=True)
 
     def _apply(self, *, moved: bool, show: bool = False) -> None:
-        moved = moved and bool(self.own)
-        self._find_buffers()
+        moved = moved and bool(self.own or self._keeps_residual)
+        self._find_tensors()
         for i, bucket in enumerate(self.buckets):
             if i >= self.parameter_buckets:
                 self._apply_buffer(i, moved)
+            elif self._keeps_residual:
+                shift = self._shift(i, show)
+                shift.sub_(self._updates[i].sent(shift))
+                add_to(bucket.tensors, shift, 1.0)
             elif not self.base:
                 if moved:
                     shift = bucket.flat.clone() if show else bucket.flat
@@ -233,10 +280,30 @@ class InFlight:
             for tensor, part in zip(integers, parts, strict=True):
                 tensor.copy_(torch.maximum(tensor.to(part), part.view(tensor.shape)))
 
-    def _find_buffers(self) -> None:
+    def _find_tensors(self) -> None:
+        """As they are now: modules rebind buffers, and may be moved."""
+        if self._parameters is not None:
+            groups = group_tensors(t for t in self._parameters() if t.numel())
+            for bucket, tensors in zip(self.buckets[: self.parameter_buckets], groups, strict=True):
+                bucket.tensors = tensors
         groups = group_tensors(t for t in self._buffers() if t.numel())
         for bucket, tensors in zip(self.buckets[self.parameter_buckets :], groups, strict=True):
             bucket.tensors = tensors
+
+    def _shift(self, i: int, show: bool) -> Tensor:
+        """Δ, by which P moves; with ``show`` P and v stay as they are."""
+        flat, kept = self.buckets[i].flat, self.base[i]
+        shift = flat / self.weight
+        if self.velocity:
+            velocity = shift + self._outer.momentum * self.velocity[i]
+            if not show:
+                self.velocity[i].copy_(velocity)
+            shift.add_(velocity, alpha=self._outer.momentum)
+        if self._outer.lr != 1:
+            shift.mul_(self._outer.lr)
+        if not show:
+            kept.add_(shift)
+        return shift
 
     def _step(self, i: int, show: bool) -> Tensor:
         """The outer step of bucket i; with ``show`` P and v stay as they are. The new P."""
@@ -256,7 +323,8 @@ class InFlight:
     def _apply_buffer(self, i: int, moved: bool) -> None:
         bucket = self.buckets[i]
         if moved:
-            add_clamped(bucket, self.own[i], self.weight)
+            own = self.own[i] if self.own else self._buffers_own[i - self.parameter_buckets]
+            add_clamped(bucket, own, self.weight)
         else:
             bucket.unpack(self.weight)
 

@@ -11,6 +11,7 @@ from offbeat.strategies.local_sgd import LocalSGD
 from offbeat.strategies.parse import STRATEGIES, parse_strategy
 from offbeat.strategies.selsync import SelSync
 from offbeat.strategies.ssp import SSP
+from offbeat.strategies.streaming import StreamingAveraging
 
 __all__ = [
     "BSP",
@@ -24,5 +25,6 @@ __all__ = [
     "LocalSGD",
     "SelSync",
     "Strategy",
+    "StreamingAveraging",
     "parse_strategy",
 ]

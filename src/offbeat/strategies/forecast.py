@@ -19,7 +19,7 @@ from offbeat.costs import (
     all_to_all_seconds,
 )
 from offbeat.fabric.codec import BLOCK, CODECS
-from offbeat.fabric.wire import Precision
+from offbeat.fabric.wire import SECOND, Precision
 from offbeat.means.gradient_mean import FIRST_BUCKET_BYTES
 from offbeat.means.replica import BUCKET_BYTES
 from offbeat.strategies.roll import Ballot
@@ -156,28 +156,30 @@ class Costs:
         """Whether means are quantised."""
         return self.wire != "float32" and self.workers > 1
 
-    def _chunk(self, size: float) -> int:
-        """Bytes of a worker's chunk of a quantised sum; 0 if it goes as it is."""
+    def _chunks(self, size: float) -> tuple[int, int]:
+        """Bytes of a worker's chunk of a quantised sum on both stages; 0 if it goes as it is."""
         if not self.lossy:
-            return 0
+            return 0, 0
         blocks = math.ceil(size / self.bytes_per_parameter / (BLOCK * self.workers))
-        chunk = blocks * CODECS[self.wire].block_bytes
-        return chunk if self.workers * chunk < size else 0
+        second = SECOND.get(self.wire, self.wire)
+        chunks = blocks * CODECS[self.wire].block_bytes, blocks * CODECS[second].block_bytes
+        return chunks if self.workers * max(chunks) < size else (0, 0)
 
     def stages(self, size: float) -> tuple[float, float]:
         """E(S) and G(S): the two stages of a sum over the wire."""
-        chunk = self._chunk(size)
-        if not chunk:
+        first, second = self._chunks(size)
+        if not first:
             return self.sum_seconds(size), 0.0
         network = self.workers, self.bytes_per_second, self.latency_seconds
         return (
-            all_to_all_seconds(self.workers * chunk, *network),
-            all_gather_seconds(chunk, *network),
+            all_to_all_seconds(self.workers * first, *network),
+            all_gather_seconds(second, *network),
         )
 
     def _sent(self, size: float) -> float:
         """Bytes that a worker hands over for a sum over the wire."""
-        return (self.workers + 1) * self._chunk(size) or size
+        first, second = self._chunks(size)
+        return self.workers * first + second or size
 
     def _buckets(self, size: float) -> tuple[int, float, float]:
         """How many full buckets so many bytes make, the size of each, and that of the last one."""

@@ -13,10 +13,22 @@ from offbeat.strategies.fedavg import FedAvg
 from offbeat.strategies.local_sgd import LocalSGD
 from offbeat.strategies.selsync import SelSync
 from offbeat.strategies.ssp import SSP
+from offbeat.strategies.streaming import StreamingAveraging
 
 STRATEGIES: dict[str, type[Strategy]] = {
     s.name: s
-    for s in (BSP, LocalSGD, FedAvg, SelSync, AsyncAveraging, DiLoCo, SSP, Downpour, EASGD)
+    for s in (
+        BSP,
+        LocalSGD,
+        FedAvg,
+        SelSync,
+        AsyncAveraging,
+        StreamingAveraging,
+        DiLoCo,
+        SSP,
+        Downpour,
+        EASGD,
+    )
 }
 """By the short name of the text form."""
 

@@ -44,6 +44,8 @@ class Rounds:
             if acted is not None:  # else not decided yet: ask again after the next step
                 self._pending = None
                 synced = synced or acted
+                if strategy.rounds == "boundary" and strategy.due(worker):
+                    self._pending = self._call(0)  # on its way during the next step
         return synced
 
     def meet(self, order: Sequence[int], *, finishing: bool) -> Roll:

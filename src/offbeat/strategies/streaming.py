@@ -1,0 +1,280 @@
+"""Streaming averaging: the model travels in parts, always, and nobody waits for it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from typing_extensions import override
+
+from offbeat.checkpoint import transient
+from offbeat.means import InFlight, Outer
+from offbeat.means.parts import cut_evenly
+from offbeat.strategies.base import (
+    Averages,
+    Roll,
+    Round,
+    Rounds,
+    Strategy,
+    Vote,
+    Worker,
+    setting,
+)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A part that all have agreed to launch next.
+
+    Attributes:
+        part: Its index.
+        round: Which decided that.
+    """
+
+    part: int
+    round: Round
+
+
+@dataclass
+class StreamingState:
+    """The parts, and where the worker stands in the stream of them."""
+
+    parts: list[InFlight]
+    next: int = 0  # the part whose turn it is
+    rate: int = 1  # parts that are launched at a time; the same on all workers
+    round_step: int = 0  # own step of the last round
+    unsent: int = 0  # parts that have to go once more, for all own steps to have been sent
+    fresh_step: int = 0  # own step of the last launch that has landed
+    landings: int = 0
+    launches: int = 0
+    landing_seconds: float = 0.0
+    staleness: dict[int, int] = field(default_factory=dict)  # own steps past that: how often
+    flying: list[int] = field(default_factory=list)  # parts under way, in order
+    queue: list[Launch] = transient(default_factory=list)  # agreed, and not launched yet
+    pausing: bool = transient(default=False)  # not stepping until all have come
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class StreamingAveraging(Strategy):
+    """The model travels in parts, of which some are always under way; nobody waits for them.
+
+    **Update**. P is the shared model, the same on all workers, x a worker's own, f a part of it,
+    C what the ``wire`` rounds to:
+
+        launch:   u = C(x_f − P_f)
+        landing:  D = Σ w·u / Σ w
+                  P_f ← P_f + D
+                  x_f ← x_f + D − u
+
+    What C takes away is still in x_f − P_f after a landing. That is the error feedback: it needs no
+    memory, and the next gradient is taken at a point that contains it.
+
+    ``schedule="eager"``: parts are launched in turn, as many at a time as the link can carry until
+    the next step ends (the workers agree on that number as they go), and land at the first step
+    boundary after they have arrived. ``schedule="cyclic"``: parts are launched in turn, the whole
+    model in at most β = τ/2 own steps; each lands just before it is launched again, and is waited
+    for if need be: the same bits in every run.
+
+    Args:
+        parts: How many, of equal bytes (≥ 1).
+        staleness: τ: a worker waits when the last part that has landed is so many own steps old
+            (cyclic: even, ≥ 2; eager ≥ 1).
+        schedule: "eager" or "cyclic".
+
+    *Communication*: one part a launch, and seven numbers; overlapped with computing. *Memory*: P
+    and the parts under way. *State*: P, what the second stage of a lossy wire has rounded away (an
+    N-th of a copy), what is under way, counters.
+
+    ``parts=1`` over an exact wire is ``AsyncAveraging``. *Differs from* CSER (Xie et al., 2020) and
+    the delta rule of hivemind, whose residual is in the model, too: parts that overlap. *From*
+    Streaming DiLoCo (Douillard et al., 2025): no period and no outer optimizer.
+    """
+
+    name: ClassVar[str] = "streaming"
+    averages: ClassVar[Averages] = "updates"
+    rounds: ClassVar[Rounds] = "boundary"
+    parts: int = setting(8, least=1)
+    staleness: int = setting(64, least=1)
+    schedule: Literal["eager", "cyclic"] = "eager"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.schedule == "cyclic" and (self.staleness < 2 or self.staleness % 2):
+            raise ValueError(
+                "staleness must be even and at least 2 with the cyclic schedule, whose cycles are "
+                f"staleness/2 steps long; got {self.staleness}"
+            )
+
+    @override
+    def start(self, worker: Worker) -> StreamingState:
+        """Every worker holds P."""
+        cuts = cut_evenly([p for _, p in worker.replica.parameters], self.parts)
+        return StreamingState(
+            [
+                InFlight(
+                    worker.team,
+                    worker.wire,
+                    tensors,
+                    name=f"part {i}",
+                    outer=Outer(),
+                    keeps_residual=True,
+                    # They are few: the last part takes them along.
+                    buffers=worker.replica.float_buffers if i == len(cuts) - 1 else tuple,
+                )
+                for i, tensors in enumerate(cuts)
+            ]
+        )
+
+    # -- rounds ----------------------------------------------------------------------------------
+
+    @override
+    def iterated(self, worker: Worker) -> bool:
+        """Eager: land what has arrived, and wait only at the bound; launch what had to wait."""
+        state: StreamingState = worker.state
+        state.unsent, state.pausing = len(state.parts), False
+        past = worker.step - state.fresh_step
+        state.staleness[past] = state.staleness.get(past, 0) + 1
+        worker.record["staleness"] = past
+        landed = False
+        if self.schedule == "eager":
+            while state.flying and (
+                state.parts[state.flying[0]].arrived() or self._at_bound(worker)
+            ):
+                landed = self._land(worker)
+            self._launch(worker, wait=False)
+        self._report(worker)
+        return landed
+
+    def _at_bound(self, worker: Worker) -> bool:
+        past: int = worker.step - worker.state.fresh_step
+        return past >= self.staleness
+
+    @override
+    def due(self, worker: Worker) -> bool:
+        """Eager: whenever little is under way. Cyclic: when a part's turn has come."""
+        state: StreamingState = worker.state
+        if worker.size == 1:
+            return False
+        if self.schedule == "cyclic":
+            return worker.step - state.round_step >= max(1, self.staleness // 2 // self.parts)
+        return not state.queue and len(state.flying) < min(2 * state.rate, len(state.parts))
+
+    @override
+    def vote(self, worker: Worker, part: int, *, stepping: bool, finishing: bool) -> Vote:
+        """One part more at a time if the link has nothing left to do, one less if it lags."""
+        state: StreamingState = worker.state
+        wish = state.rate + (not state.flying) - (len(state.flying) > state.rate)
+        weighs = stepping or not finishing or state.unsent > 0
+        return Vote(weight=float(weighs), measure=float(wish if stepping else 0))
+
+    @override
+    def act(self, worker: Worker, round: Round) -> bool | None:
+        """Launch what is due, once all have called the roll."""
+        state: StreamingState = worker.state
+        eager = self.schedule == "eager"
+        if eager and not round.done() and not self._at_bound(worker):
+            return None
+        count = len(state.parts)
+        if eager:
+            roll = round.wait()
+            # The nearest integer to the mean wish, computed alike on all.
+            state.rate = min(count, max(1, int(roll.measure / max(1, roll.stepping) + 0.5)))
+        else:
+            state.rate = -(-count // min(count, self.staleness // 2))
+        state.round_step = worker.step
+        state.queue += [Launch((state.next + i) % count, round) for i in range(state.rate)]
+        state.next = (state.next + state.rate) % count
+        self._launch(worker, wait=not eager or state.pausing)
+        landed = False
+        while eager and not state.pausing and state.flying and self._at_bound(worker):
+            landed = self._land(worker)
+        self._report(worker)
+        return landed
+
+    def _launch(self, worker: Worker, *, wait: bool) -> None:
+        """Launch what is in the queue, in order.
+
+        Args:
+            worker: This worker.
+            wait: Whether to let a part land first that is still under way; else it has to wait.
+        """
+        state: StreamingState = worker.state
+        while state.queue:
+            launch = state.queue[0]
+            part = state.parts[launch.part]
+            while part.flying:
+                if not wait:
+                    return
+                self._land(worker)
+            state.launches += 1
+            part.launch(
+                launch.round.then(lambda roll: roll.weight),
+                contribute=launch.round.own.weight != 0,
+                step=worker.step,
+                what=f"part {launch.part}, launch {state.launches}",
+            )
+            state.unsent = max(0, state.unsent - 1)
+            worker.has_news = state.unsent > 0
+            state.flying.append(launch.part)
+            state.queue.pop(0)
+
+    def _land(self, worker: Worker) -> bool:
+        """Land the part that was launched first. Waits for it."""
+        state: StreamingState = worker.state
+        part = state.parts[state.flying[0]]
+        part.land(worker.step)
+        state.flying.pop(0)
+        state.landings += 1
+        state.fresh_step = max(state.fresh_step, part.launched_step)
+        state.landing_seconds += (part.arrived_seconds or 0.0) - part.launched_seconds
+        worker.steps_since_sync = worker.step - state.fresh_step
+        return True
+
+    def _report(self, worker: Worker) -> None:
+        state: StreamingState = worker.state
+        worker.details.update(
+            landings=state.landings,
+            landing_seconds=state.landing_seconds / max(1, state.landings),
+            parts_at_a_time=state.rate,
+            staleness_max=max(state.staleness, default=0),
+            staleness_histogram=state.staleness,
+        )
+
+    # -- moments ---------------------------------------------------------------------------------
+
+    @override
+    def meet(self, worker: Worker, *, finishing: bool) -> None:
+        """The others expect what has been agreed on, before the next round."""
+        worker.state.pausing = True
+        self._launch(worker, wait=True)
+
+    def _settle(self, worker: Worker) -> None:
+        """Land all that is under way."""
+        self._launch(worker, wait=True)
+        while worker.state.flying:
+            self._land(worker)
+
+    @override
+    def consensus(self, worker: Worker, roll: Roll, *, final: bool) -> None:
+        """The mean of all models with what is under way landed; a look leaves it under way."""
+        if final:
+            self._settle(worker)
+            self._report(worker)
+        else:
+            for part in worker.state.flying:
+                worker.state.parts[part].show(worker.step)
+        worker.average_all(1.0, worker.size, final=final)
+
+    @override
+    def before_save(self, worker: Worker, meet: Callable[[], object]) -> None:
+        """Let all arrive. Eager workers may be at different parts: they meet first."""
+        if self.schedule == "eager":
+            meet()
+        self._launch(worker, wait=True)
+        for part in worker.state.parts:
+            part.before_save()
+
+    @override
+    def after_load(self, worker: Worker) -> None:
+        for part in worker.state.parts:
+            part.after_load()
+
