@@ -1,0 +1,188 @@
+"""Streaming averaging: what must hold of parts in flight, whatever rounds and whatever is late."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import offbeat
+from offbeat import Compute, Network, StreamingAveraging, simulate
+from offbeat.means import InFlight
+from offbeat.means.parts import cut_evenly
+from offbeat.strategies.base import Worker
+from problems import OPTIMIZERS, flat, make_batch, make_model, make_wide, train_step, wide_loss
+from worlds import run
+
+WIRES = ["float32", "bfloat16", "int8", "int4", "int2"]
+
+
+def shared(worker: Worker) -> Tensor:
+    """P, as one vector in the order of the parts."""
+    parts: list[InFlight] = worker.state.parts
+    return torch.cat([base for part in parts for base in part.base])
+
+
+def own(worker: Worker) -> Tensor:
+    """x, likewise."""
+    tensors = []
+    for part in worker.state.parts:
+        part._find_tensors()
+        tensors += [t.reshape(-1) for b in part.buckets[: part.parameter_buckets] for t in b.tensors]
+    return torch.cat(tensors).clone()
+
+
+def observe(rank: int, size: int, text: str, wire: Any, steps: int) -> list[dict[str, Any]]:
+    """What happens at each landing: x and P before and after, and u."""
+    model = make_wide(seed=rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    sync = offbeat.attach(model, optimizer, offbeat.parse_strategy(text), wire=wire)
+    worker = sync._worker
+    seen: list[dict[str, Any]] = []
+    for number, part in enumerate(worker.state.parts):
+        land = part.land
+
+        def landing(step: int, part: InFlight = part, number: int = number, land: Any = land) -> bool:
+            part.wait()
+            part._find_tensors()
+            bucket = part.buckets[0]
+            before = torch.cat([t.reshape(-1) for t in bucket.tensors]).clone()
+            base, u = part.base[0].clone(), part._updates[0].sent(bucket.flat).clone()
+            mean = bucket.flat / part.weight
+            landed = bool(land(step))
+            after = torch.cat([t.reshape(-1) for t in bucket.tensors]).clone()
+            seen.append(
+                {
+                    **{"part": number, "x": before, "P": base, "u": u, "D": mean},
+                    **{"x after": after, "P after": part.base[0].clone()},
+                }
+            )
+            return landed
+
+        part.land = landing  # type: ignore[method-assign]
+    for step in range(steps):
+        optimizer.zero_grad()
+        wide_loss(model, rank, step).backward()
+        optimizer.step()
+    sync.finish()
+    return seen
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize(
+    "text", ["streaming:parts=3,schedule=cyclic,staleness=4", "streaming:parts=3"]
+)
+def test_a_landing_keeps_the_mean_and_the_residual(text: str, wire: str) -> None:
+    """P ← P + D is the same everywhere; Σ x stays, but for the second stage; x − P shrinks by u."""
+    workers = run(observe, text, wire, 9, workers=3)
+    assert len(workers[0]) > 6
+    largest = max(float(landing["u"].abs().max()) for seen in workers for landing in seen)
+    for number, one in enumerate(zip(*workers, strict=True)):
+        landings: list[dict[str, Any]] = list(one)
+        assert len({landing["part"] for landing in landings}) == 1, "in one order"
+        first = landings[0]
+        for landing in landings:
+            assert torch.equal(landing["P after"], first["P after"]), number
+            torch.testing.assert_close(landing["P after"], landing["P"] + landing["D"])
+            torch.testing.assert_close(
+                landing["x after"] - landing["P after"],
+                landing["x"] - landing["P"] - landing["u"],
+                rtol=1e-5,
+                atol=1e-6,
+            )
+        # What rounding has taken from the sums is with their owners until the next time.
+        exact = sum(landing["u"].double() for landing in landings) / 3
+        share = {"float32": 1e-6, "bfloat16": 2**-8, "int8": 1 / 127, "int4": 1 / 7, "int2": 1 / 7}
+        assert float((first["D"] - exact).abs().max()) <= 1.2 * share[wire] * largest + 1e-7
+
+
+def train(rank: int, size: int, text: str, steps: int) -> list[Tensor]:
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    trace = []
+    with offbeat.attach(model, optimizer, offbeat.parse_strategy(text), timeout_seconds=20):
+        for step in range(steps):
+            train_step(model, optimizer, make_batch(rank, step))
+            trace.append(flat(model))
+    return [*trace, flat(model)]
+
+
+@pytest.mark.parametrize("staleness", [2, 6])
+def test_one_part_is_asynchronous_averaging(staleness: int) -> None:
+    """The cyclic schedule, over an exact wire: the same models after every step."""
+    ours = run(train, f"streaming:parts=1,schedule=cyclic,staleness={staleness}", 13, workers=3)
+    theirs = run(train, f"async:staleness={staleness}", 13, workers=3)
+    for a, b in zip(ours, theirs, strict=True):
+        for one, other in zip(a, b, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def idle_of(bandwidth: str, parts: int, wire: Any, staleness: int = 64) -> Any:
+    """The end of 40 steps of 10 ms on 4 workers with steps of unequal length."""
+
+    def worker() -> Any:
+        rank = dist.get_rank()
+        model = make_wide(seed=rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        strategy = StreamingAveraging(parts=parts, staleness=staleness)
+        sync = offbeat.attach(model, optimizer, strategy, wire=wire)
+        for step in range(40):
+            optimizer.zero_grad()
+            wide_loss(model, rank, step).backward()
+            optimizer.step()
+        stats = sync.stats
+        found = (stats.idle, dict(stats.details), stats.payload_bytes)
+        sync.detach()
+        return found
+
+    network = Network(bandwidth, latency="100us")
+    compute = Compute("10ms", jitter=0.1)
+    return simulate(worker, workers=4, network=network, compute=compute).results
+
+
+@pytest.mark.parametrize("wire", ["float32", "int4"])
+@pytest.mark.parametrize("bandwidth", ["1Mbit/s", "10Mbit/s", "1Gbit/s"])
+def test_nobody_waits(bandwidth: str, wire: str) -> None:
+    """A model of 35 kB takes up to 0.4 s, which is 40 steps."""
+    for idle, details, _ in idle_of(bandwidth, 4, wire):
+        assert idle < 0.01
+        assert details["landings"] > 2
+
+
+def test_the_link_is_kept_busy() -> None:
+    """With a fast link the whole model passes at every step or two; with a slow one a part."""
+    fast = idle_of("1Gbit/s", 4, "float32")[0]
+    slow = idle_of("3Mbit/s", 4, "float32")[0]
+    assert fast[1]["landings"] > 40 * 4 / 3
+    assert 4 <= slow[1]["landings"] < 40
+
+
+@pytest.mark.parametrize("staleness", [3, 8])
+def test_the_bound_is_kept(staleness: int) -> None:
+    """Own steps past the last part that has landed; on a slow link workers wait there."""
+    for idle, details, _ in idle_of("1Mbit/s", 2, "float32", staleness):
+        assert details["staleness_max"] <= staleness
+        assert idle > 0.3
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 50])
+def test_parts_are_of_equal_bytes(parts: int) -> None:
+    """They hold every number once, in order; a column of a transposed matrix stays whole."""
+    model = make_wide(seed=0, norm=True)
+    parameters = [torch.nn.Parameter(torch.arange(0.0)), *model.parameters()]
+    cuts = [views() for views in cut_evenly(parameters, parts)]
+    together = torch.cat([v.reshape(-1) for part in cuts for v in part])
+    assert torch.equal(together, flat(model).to(together))
+    sizes = [sum(v.numel() for v in part) for part in cuts]
+    assert len(sizes) == parts
+    assert max(sizes) - min(sizes) <= 1
+    whole = torch.zeros(6, 4).t()
+    (first,) = (views() for views in cut_evenly([whole], 2))
+    assert first[0].shape == whole.shape
+
+
+@pytest.mark.parametrize("text", ["streaming:staleness=3,schedule=cyclic", "streaming:parts=0"])
+def test_impossible_settings_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"staleness must be even|parts must be at least 1"):
+        offbeat.parse_strategy(text)
