@@ -23,4 +23,5 @@ def most(x: Tensor, precision: str) -> Tensor:
     """The largest error that rounding ``x`` may make, for each element."""
     if precision == "bfloat16":
         return x.double().abs() * 2**-8 + 1e-38
-    return largest(x) / 254 * (1 + 1e-4) + 1e-28
+    levels = {"int8": 127, "int4": 7, "int2": 1}[precision]
+    return largest(x) / (2 * levels) * (1 + 1e-4) + 1e-28

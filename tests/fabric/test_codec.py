@@ -11,7 +11,7 @@ from torch import Tensor
 from fabric.rounding import most, values
 from offbeat.fabric.codec import BLOCK, CODECS
 
-both = pytest.mark.parametrize("precision", ["bfloat16", "int8"])
+both = pytest.mark.parametrize("precision", ["bfloat16", "int8", "int4", "int2"])
 
 
 def round_trip(x: Tensor, precision: str) -> tuple[Tensor, Tensor]:
@@ -68,6 +68,17 @@ def test_zeros_are_exact_and_tiny_blocks_are_kept_for_later(precision: str) -> N
     assert torch.equal(decoded + errors, x)
 
 
+@pytest.mark.parametrize(("precision", "most"), [("int4", 7), ("int2", 1)])
+def test_few_bits_keep_what_they_can_represent(precision: str, most: int) -> None:
+    """Every integer at every place of a block, whichever byte it is packed into."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-most, most + 1, (3 * BLOCK + 5,), generator=generator) / 8.0
+    x[::BLOCK] = most / 8.0
+    decoded, errors = round_trip(x, precision)
+    assert torch.equal(decoded, x)
+    assert not errors.any()
+
+
 def test_int8_keeps_what_it_can_represent() -> None:
     """Multiples of the scale are exact, and rounding is to the nearest."""
     x = torch.arange(-127.0, 128.0) / 4
@@ -78,12 +89,13 @@ def test_int8_keeps_what_it_can_represent() -> None:
     assert decoded.tolist() == [127.0, 2.0, 3.0, -2.0, -3.0]
 
 
+@pytest.mark.parametrize("precision", ["int8", "int4", "int2"])
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, 1e300])
-def test_a_block_that_is_not_finite_decodes_to_nan(bad: float) -> None:
-    """int8: the whole block, never garbage, and nothing else; its error is forgotten."""
+def test_a_block_that_is_not_finite_decodes_to_nan(bad: float, precision: str) -> None:
+    """Of integers: the whole block, never garbage, and nothing else; its error is forgotten."""
     x = values(1, 3 * BLOCK, torch.float64)
     x[BLOCK + 9] = bad
-    decoded, errors = round_trip(x, "int8")
+    decoded, errors = round_trip(x, precision)
     assert decoded[BLOCK : 2 * BLOCK].isnan().all()
     assert decoded[:BLOCK].isfinite().all()
     assert decoded[2 * BLOCK :].isfinite().all()
@@ -103,4 +115,6 @@ def test_bfloat16_keeps_what_is_not_finite() -> None:
 
 def test_bytes_of_a_block() -> None:
     assert CODECS["int8"].block_bytes == BLOCK + 4
+    assert CODECS["int4"].block_bytes == BLOCK // 2 + 4
+    assert CODECS["int2"].block_bytes == BLOCK // 4 + 4
     assert CODECS["bfloat16"].block_bytes == 2 * BLOCK

@@ -76,6 +76,8 @@ AVERAGING = [
     Row("async:staleness=1,schedule=eager"),
     Row("async:staleness=5,schedule=eager", 12),
     Row("async:staleness=16,schedule=eager", 12, bucket=FOUR),
+    Row("streaming:parts=2,schedule=cyclic,staleness=8", 4, FAST),
+    Row("streaming:parts=4,schedule=cyclic,staleness=8", 4, FAST),
     Row("diloco:period=6", 6),
     Row("diloco:period=6,fragments=2", 6, bucket=FOUR),
     Row("diloco:period=6,overlap=2", 6),

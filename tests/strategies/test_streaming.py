@@ -11,26 +11,10 @@ import offbeat
 from offbeat import Compute, Network, StreamingAveraging, simulate
 from offbeat.means import InFlight
 from offbeat.means.parts import cut_evenly
-from offbeat.strategies.base import Worker
 from problems import OPTIMIZERS, flat, make_batch, make_model, make_wide, train_step, wide_loss
 from worlds import run
 
 WIRES = ["float32", "bfloat16", "int8", "int4", "int2"]
-
-
-def shared(worker: Worker) -> Tensor:
-    """P, as one vector in the order of the parts."""
-    parts: list[InFlight] = worker.state.parts
-    return torch.cat([base for part in parts for base in part.base])
-
-
-def own(worker: Worker) -> Tensor:
-    """x, likewise."""
-    tensors = []
-    for part in worker.state.parts:
-        part._find_tensors()
-        tensors += [t.reshape(-1) for b in part.buckets[: part.parameter_buckets] for t in b.tensors]
-    return torch.cat(tensors).clone()
 
 
 def observe(rank: int, size: int, text: str, wire: Any, steps: int) -> list[dict[str, Any]]:
@@ -43,7 +27,9 @@ def observe(rank: int, size: int, text: str, wire: Any, steps: int) -> list[dict
     for number, part in enumerate(worker.state.parts):
         land = part.land
 
-        def landing(step: int, part: InFlight = part, number: int = number, land: Any = land) -> bool:
+        def landing(
+            step: int, part: InFlight = part, number: int = number, land: Any = land
+        ) -> bool:
             part.wait()
             part._find_tensors()
             bucket = part.buckets[0]

@@ -289,9 +289,7 @@ class Wire:
     def decode(self, payload: Tensor, like: Tensor) -> Tensor:
         """The numbers of a payload of ``_encode``, as many as ``like`` has."""
         found, elements = torch.empty_like(like), self._chunk_blocks(like) * BLOCK
-        for part, chunk in zip(
-            payload.chunk(self._team.size), found.split(elements), strict=False
-        ):
+        for part, chunk in zip(payload.chunk(self._team.size), found.split(elements), strict=False):
             self._codec.decode(part, chunk)
         return found
 

@@ -11,6 +11,8 @@ from offbeat.means import InFlight, Outer
 from offbeat.means.parts import cut_evenly
 from offbeat.strategies.base import (
     Averages,
+    Costs,
+    Forecast,
     Roll,
     Round,
     Rounds,
@@ -19,6 +21,7 @@ from offbeat.strategies.base import (
     Worker,
     setting,
 )
+from offbeat.strategies.forecast import ROLL_BYTES, number
 
 
 @dataclass(frozen=True)
@@ -155,8 +158,13 @@ class StreamingAveraging(Strategy):
         if worker.size == 1:
             return False
         if self.schedule == "cyclic":
-            return worker.step - state.round_step >= max(1, self.staleness // 2 // self.parts)
+            return worker.step - state.round_step >= self._cycle(len(state.parts))[0]
         return not state.queue and len(state.flying) < min(2 * state.rate, len(state.parts))
+
+    def _cycle(self, parts: int) -> tuple[int, int]:
+        """Cyclic: own steps between two rounds, and parts that each of them launches."""
+        steps = self.staleness // 2
+        return max(1, steps // parts), -(-parts // min(parts, steps))
 
     @override
     def vote(self, worker: Worker, part: int, *, stepping: bool, finishing: bool) -> Vote:
@@ -179,7 +187,7 @@ class StreamingAveraging(Strategy):
             # The nearest integer to the mean wish, computed alike on all.
             state.rate = min(count, max(1, int(roll.measure / max(1, roll.stepping) + 0.5)))
         else:
-            state.rate = -(-count // min(count, self.staleness // 2))
+            state.rate = self._cycle(count)[1]
         state.round_step = worker.step
         state.queue += [Launch((state.next + i) % count, round) for i in range(state.rate)]
         state.next = (state.next + state.rate) % count
@@ -278,3 +286,35 @@ class StreamingAveraging(Strategy):
         for part in worker.state.parts:
             part.after_load()
 
+    @override
+    def forecast(self, costs: Costs) -> Forecast:
+        """Nobody waits, as long as the last landing is less than τ steps old.
+
+            d = m(M/F)                                       a part
+            eager:   n = min(F, t/(d + r)) parts a step;  step = max(t, 2·(d + r)/τ)
+            cyclic:  step = C(β, F·d + rolls)/β              as ``AsyncAveraging``
+
+        Eager, two parts at least are under way, so what lands is up to 2·(d + r) old.
+        """
+        part = costs.model_bytes / self.parts
+        roll, step = costs.roll_seconds, costs.step_seconds
+        if self.schedule == "cyclic":
+            every, at_a_time = self._cycle(self.parts)
+            rounds = -(-self.parts // at_a_time)
+            cycle = every * rounds
+            merge = self.parts * costs.mean_seconds(part) + rounds * roll
+            step = costs.pipelined(cycle, merge) / cycle
+            a_step, rolls = self.parts / cycle, rounds / cycle
+        else:
+            merge = costs.mean_seconds(part) + roll
+            a_step, rolls = min(self.parts, step / merge if merge else self.parts), 1.0
+            step = max(step, 2 * merge / self.staleness)
+        whole, sent = self.parts / a_step, costs.in_steps(costs.mean_seconds(part))
+        return costs.forecast(
+            self,
+            step=step,
+            apart=self.staleness,
+            payload=rolls * ROLL_BYTES + a_step * costs.mean_bytes(part),
+            copies=2 + costs.error_copies / (costs.workers + 1),
+            note=f"parts of {sent}, the whole model every {number(whole)} steps",
+        )
