@@ -13,6 +13,7 @@ from offbeat.strategies.base import (
     Averages,
     Costs,
     Forecast,
+    Part,
     Roll,
     Round,
     Rounds,
@@ -22,6 +23,9 @@ from offbeat.strategies.base import (
     setting,
 )
 from offbeat.strategies.forecast import ROLL_BYTES, number
+
+
+_PROMPT_STEPS = 2  # from launch to landing: over a lossy wire each stage ends at a boundary
 
 
 @dataclass(frozen=True)
@@ -168,9 +172,13 @@ class StreamingAveraging(Strategy):
 
     @override
     def vote(self, worker: Worker, part: int, *, stepping: bool, finishing: bool) -> Vote:
-        """One part more at a time if the link has nothing left to do, one less if it lags."""
+        """One part more at a time if the link has nothing left to do, half as many if it lags."""
         state: StreamingState = worker.state
-        wish = state.rate + (not state.flying) - (len(state.flying) > state.rate)
+        wish = state.rate + (not state.flying)
+        if len(state.flying) > 1:
+            first = state.parts[state.flying[0]]
+            if worker.step - first.launched_step > _PROMPT_STEPS:
+                wish = state.rate // 2
         weighs = stepping or not finishing or state.unsent > 0
         return Vote(weight=float(weighs), measure=float(wish if stepping else 0))
 
@@ -248,6 +256,12 @@ class StreamingAveraging(Strategy):
         )
 
     # -- moments ---------------------------------------------------------------------------------
+
+    @override
+    def bucket_ready(self, worker: Worker, part: Part, bucket: int) -> bool:
+        """Let what is under way go on while backward runs: a second stage need not wait so long."""
+        worker.wire.advance()
+        return not worker.wire.exact
 
     @override
     def meet(self, worker: Worker, *, finishing: bool) -> None:
