@@ -5,8 +5,12 @@ strategy's. An iteration is one step of every optimizer, in whatever order.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
+
+from torch import Tensor
+from torch.optim import Optimizer
 
 from offbeat.errors import AttachError, OffbeatError
 from offbeat.strategies.base import Strategy, Worker
@@ -78,6 +82,22 @@ class _AtWork:
             self._companions.busy(False)
 
 
+def _parameters_of(optimizer: Optimizer) -> list[list[Tensor]]:
+    return [list(group["params"]) for group in optimizer.param_groups]
+
+
+def _holds(optimizer: Optimizer, known: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether its groups hold the ``known`` parameters and no others. Asked in every step."""
+    groups = optimizer.param_groups
+    if len(groups) != len(known):
+        return False
+    for group, parameters in zip(groups, known, strict=True):
+        held = group["params"]
+        if len(held) != len(parameters) or not all(map(operator.is_, held, parameters)):
+            return False
+    return True
+
+
 class Iteration:
     """Where one worker stands in its iteration.
 
@@ -111,7 +131,7 @@ class Iteration:
         self._synced = False
         self._order: list[int] = []  # of the gradients in this iteration
         self._last_order = [part.index for part in worker.parts]  # in the one before
-        self._groups = [len(part.optimizer.param_groups) for part in worker.parts]
+        self._groups = [_parameters_of(part.optimizer) for part in worker.parts]
         self._forbidden = ""
         worker.overlaps_backward = worker.size > 1 and len(worker.parts) == 1
         self._backward: Backward | None = None
@@ -155,10 +175,10 @@ class Iteration:
         self.require_own_model("a training step")
         worker = self._worker
         part = worker.parts[index]
-        if len(part.optimizer.param_groups) != self._groups[index]:
+        if not _holds(part.optimizer, self._groups[index]):
             raise AttachError(
-                "a parameter group was added to the optimizer after attach(): detach() and attach "
-                "again so that all workers agree on what is averaged"
+                "parameters were added to the optimizer, taken away or replaced after attach(): "
+                "detach() and attach again so that all workers agree on what is averaged"
             )
         with self._at_work:
             if not self._stepped and not self._prepared:

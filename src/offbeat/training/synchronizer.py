@@ -197,7 +197,9 @@ class Synchronizer:
         """Inside, the model holds the mean of all workers; afterwards this worker's own again.
 
         A collective: every worker enters it, each after any number of steps. Evaluate and save
-        inside. Its time and bytes do not count in ``stats``. Needs one model copy of memory.
+        inside. Floating-point and complex buffers are the mean, too, signed integers the maximum,
+        all others (masks, bytes) those of rank 0. Its time and bytes do not count in ``stats``.
+        Needs one model copy of memory.
 
         Raises:
             AttachError: after ``finish`` or ``detach``, or inside another ``consensus``.
@@ -221,6 +223,7 @@ class Synchronizer:
         steps, news = worker.steps_since_sync, worker.has_news
         try:
             self._strategy.consensus(worker, roll, final=False)
+            copy_rank_0(self._team.fabric, worker.replica.other_buffers())
         except BaseException:
             worker.replica.restore(own)
             raise
@@ -229,6 +232,8 @@ class Synchronizer:
 
     def finish(self) -> None:
         """End training: all workers get the same parameters and buffers, and hooks are removed.
+
+        What they get of which buffers, see ``consensus``.
 
         A collective: every worker calls it, each after any number of steps. One that is early
         answers the others with weight 0 until all have come. Calling it again does nothing.
@@ -244,6 +249,7 @@ class Synchronizer:
                     worker.replica.restore(self._take_consensus(roll))
                 roll = self._meet(finishing=True)
             self._strategy.consensus(worker, roll, final=True)
+            copy_rank_0(team.fabric, worker.replica.other_buffers())
             self._companions.leave()
         self._stats.wait_seconds += team.account.wait_seconds - self._seen[0]
         self._stats.payload_bytes += team.account.payload_bytes - self._seen[1]
