@@ -16,6 +16,7 @@ from offbeat.errors import AttachError, OffbeatError
 from offbeat.strategies.base import Strategy, Worker
 from offbeat.strategies.roll import Roll
 from offbeat.training.backward import Backward
+from offbeat.training.change import GradientChange
 from offbeat.training.companion import Companions
 from offbeat.training.rounds import Rounds
 
@@ -110,6 +111,8 @@ class Iteration:
     Attributes:
         active: Whether hooks do anything; false after the end.
         guard: Around all that communicates.
+        stepped: Called when all optimizers have stepped, before the strategy synchronizes.
+        change: Told of the gradients, before the strategy changes them.
     """
 
     def __init__(
@@ -123,6 +126,8 @@ class Iteration:
         self._completed = completed
         self.active = True
         self.guard = Guard()
+        self.stepped: Callable[[], None] = lambda: None
+        self.change: GradientChange | None = None
         self._at_work = _AtWork(self.guard, companions)
         self._host = worker.team.host
         self._rounds = Rounds(strategy, worker)
@@ -165,8 +170,8 @@ class Iteration:
         """Whether optimizer ``index`` was prepared and has not stepped since."""
         return index in self._prepared
 
-    def prepare(self, index: int) -> None:
-        """The gradients of optimizer ``index`` are ready. Once an iteration.
+    def prepare(self, index: int, *, loss_scale: float = 1.0) -> None:
+        """The gradients of optimizer ``index`` are ready, but for a ``loss_scale``. Once a step.
 
         Called by the hooks; ``clip_grad_norm_`` calls it earlier.
         """
@@ -189,6 +194,10 @@ class Iteration:
             if last:
                 worker.step += 1
                 worker.steps_since_sync += 1
+            if self.change is not None:
+                self.change.add(part, loss_scale)
+                if last:
+                    self.change.end()
             self.strategy.gradients(worker, part)
             synced = self._rounds.at_gradients(index, last=last)
             self._synced = self._synced or synced
@@ -212,6 +221,7 @@ class Iteration:
             self._last_order, self._order = self._order, []
             worker.has_news = True
             worker.norm_squared = None
+            self.stepped()
             synced = self._rounds.at_boundary() or self._synced
             self._synced = False
         self._completed(synced)
