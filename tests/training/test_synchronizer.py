@@ -238,6 +238,7 @@ def misuse(rank: int, size: int) -> dict[str, tuple[list[str], str]]:
     held.pop()
     model[0].bias = held[1] = nn.Parameter(model[0].bias.detach().clone())
     seen["parameter replaced"] = error_of(lambda: train_step(model, optimizer, make_batch(rank, 1)))
+    seen["replaced in the model"] = error_of(sync.finish)
     sync.detach()
     seen["consensus after detach"] = error_of(
         lambda: contextlib.ExitStack().enter_context(sync.consensus())
@@ -261,6 +262,7 @@ def test_misuse_is_an_attach_error_that_says_what_to_do() -> None:
         "consensus after detach": r"consensus\(\) after finish\(\) or detach\(\)",
         "group added": r"were added to the optimizer.*attach again",
         "parameter added": r"were added to the optimizer.*attach again",
+        "replaced in the model": r"parameter '0.bias' of the model was replaced after attach",
         "parameter replaced": r"were added to the optimizer, taken away or replaced",
     }
     for seen in run(misuse, workers=2):

@@ -227,6 +227,11 @@ class Replica:
         ]
         return lines
 
+    def replaced(self) -> list[str]:
+        """Names of averaged parameters that the model does not hold any more."""
+        held = {id(p) for p in self._model.parameters()}
+        return [name for name, p in self.parameters if id(p) not in held]
+
     def everything(self) -> list[Tensor]:
         """All parameters and buffers, frozen ones too."""
         return [*self._model.parameters(), *self._model.buffers()]

@@ -223,10 +223,12 @@ class Synchronizer:
         Needs one model copy of memory.
 
         Raises:
-            AttachError: after ``finish`` or ``detach``, or inside another ``consensus``.
+            AttachError: after ``finish`` or ``detach``, inside another ``consensus``, or when a
+                parameter of the model was replaced by another one.
         """
         self._require_active("consensus()")
         self._iteration.require_own_model("consensus()")
+        self._require_parameters()
         start = self._host.now()
         with self._iteration.guard, self._team.account.paused():
             own = self._take_consensus(self._meet(finishing=False))
@@ -262,6 +264,7 @@ class Synchronizer:
         if not self._active:
             return
         self._iteration.require_own_model("finish()")
+        self._require_parameters()
         worker, team = self._worker, self._team
         with self._iteration.guard:
             roll = self._meet(finishing=True)
@@ -305,6 +308,14 @@ class Synchronizer:
     def _require_active(self, what: str) -> None:
         if not self._active:
             raise AttachError(f"{what} after finish() or detach(): attach again first")
+
+    def _require_parameters(self) -> None:
+        replaced = self._worker.replica.replaced()
+        if replaced:
+            raise AttachError(
+                f"parameter {replaced[0]!r} of the model was replaced after attach(), so that it "
+                "is synchronized no more: detach() and attach again"
+            )
 
     def __enter__(self) -> "Synchronizer":
         return self
