@@ -239,17 +239,19 @@ class SelSync(Strategy):
     def forecast(self, costs: Costs) -> Forecast:
         """Flags at each step, a mean of models or gradients at a share q of them.
 
-            q = max(1 − LSSR, 1/max_interval)
+            q = p/(1 − (1 − p)^max_interval),  p = 1 − LSSR
             blocking:  step = W(1) + r + q·m
             deferred:  step = max(C(1, r), q·W(1/q)) + q·(min(r, t) + m)
 
-        LSSR is that of ``costs`` where there is no target. Deferred flags have a whole step to
-        arrive; but a mean waits for those of its own step, and for the slowest since the last one.
+        LSSR is that of ``costs`` where there is no target; q is one over the mean of the intervals
+        to the next flag, if it rises with probability p in each step, or ``max_interval``. Deferred
+        flags have a whole step to arrive; but a mean waits for those of its own step, and for the
+        slowest since the last one.
         """
         lssr = costs.lssr if self.target_lssr is None else self.target_lssr
         if self.target_lssr is None and self.delta in (0, math.inf):
             lssr = float(self.delta == math.inf)
-        share = max(1 - lssr, 1 / (self.max_interval or math.inf))
+        share = _share(1 - lssr, self.max_interval)
         roll, numbers = costs.roll_seconds, 2
         if self.aggregate == "parameters":
             mean, sent = (f(costs.model_bytes) for f in (costs.mean_seconds, costs.mean_bytes))
@@ -282,6 +284,13 @@ class SelSync(Strategy):
                 worker.rank,
                 worker.step,
             )
+
+
+def _share(flags: float, max_interval: int | None) -> float:
+    """Of the steps that synchronize, where a share ``flags`` of them asks for it."""
+    if max_interval is None:
+        return flags
+    return flags / (1 - (1 - flags) ** max_interval) if flags else 1 / max_interval
 
 
 def _decision(roll: Roll) -> tuple[float, float]:
