@@ -119,10 +119,12 @@ def test_text_and_repr_make_the_strategy_again(strategy: Strategy) -> None:
         ("bsp:", BSP()),
         ("local:period=8", LocalSGD(period=8)),
         ("local: period = 8 , warmup_steps = 100", LocalSGD(period=8, warmup_steps=100)),
-        ("selsync", SelSync(delta=0.3)),
+        ("selsync", SelSync(target_lssr=0.9)),
+        ("selsync:delta=0.3", SelSync(delta=0.3)),
+        ("selsync:delta=0.3,window=25", SelSync.paper()),
         ("selsync:delta=inf,max_interval=50", SelSync(delta=math.inf, max_interval=50)),
         ("selsync:target_lssr=0.9,window=none", SelSync(target_lssr=0.9)),
-        ("selsync:aggregate=gradients", SelSync(aggregate="gradients")),
+        ("selsync:aggregate=gradients", SelSync(aggregate="gradients", target_lssr=0.9)),
         ("selsync:delta=1e-3,flags=deferred", SelSync(delta=0.001, flags="deferred")),
         ("async:staleness=8,schedule=eager", AsyncAveraging(staleness=8, schedule="eager")),
         ("fedavg:period=8,weights=600/300/100", FedAvg(period=8, weights=(600, 300, 100))),
@@ -154,7 +156,9 @@ def test_text_is_the_constructor_call(text: str, strategy: Strategy) -> None:
             "local:period=8,warmup_steps=2",
             "LocalSGD(period=8, warmup_steps=2)",
         ),
-        (SelSync(), "selsync", "SelSync()"),
+        (SelSync(), "selsync:target_lssr=0.9", "SelSync(target_lssr=0.9)"),
+        (SelSync(delta=0.3), "selsync:delta=0.3", "SelSync(delta=0.3)"),
+        (SelSync.paper(), "selsync:delta=0.3,window=25", "SelSync(delta=0.3, window=25)"),
         (
             SelSync(delta=0.5, aggregate="gradients"),
             "selsync:delta=0.5,aggregate=gradients",
@@ -201,6 +205,7 @@ def test_only_what_differs_from_the_defaults_is_shown(
         ("selsync:delta=-1", ValueError, "delta must be at least 0"),
         ("selsync:delta=nan", ValueError, "delta must be at least 0"),
         ("selsync:flags=none", ValueError, 'flags must be "blocking" or "deferred", got None'),
+        ("selsync:delta=0.3,target_lssr=0.9", ValueError, "give delta or target_lssr, not both"),
         ("selsync:delta=1,target_lssr=0.9", ValueError, "give delta or target_lssr, not both"),
         ("fedavg:period=8,weights=a/b", TypeError, "weights must be a tuple, one number for each"),
         ("fedavg:period=8,weights=1//2", TypeError, "got '1//2'"),
@@ -221,4 +226,4 @@ def test_errors_say_what_is_allowed(text: str, error: type[Exception], words: st
 def test_a_strategy_that_was_changed_is_unlike() -> None:
     """Strategies compare and hash by their settings."""
     assert LocalSGD(period=8) == LocalSGD(period=8) != LocalSGD(period=9)
-    assert len({SelSync(), SelSync(delta=0.3), SelSync(delta=0.4), BSP()}) == 3
+    assert len({SelSync(), SelSync(target_lssr=0.9), SelSync(delta=0.4), BSP()}) == 3
