@@ -50,7 +50,7 @@ def skewed(quick: bool) -> list[Job]:
             epochs=0.1 if quick else 2,
             seed=seed,
             data=str(MNIST),
-            evaluations=4,
+            evaluations=1,
             partition="label:1",
             injection=injection,
         )
@@ -69,7 +69,7 @@ def rotated(quick: bool) -> list[Job]:
             epochs=0.5 if quick else None,
             seed=seed,
             data=data,
-            evaluations=4,
+            evaluations=1,
             sampler=sampler,
         )
         for recipe, data in (("digits", None), ("mnist:cnn", str(MNIST)))
