@@ -18,7 +18,7 @@ def measure_recipe(
     """Train a few steps alone, with as many threads as torch uses now.
 
     Args:
-        name: Of the recipe.
+        name: Of the recipe, or the file of one's own.
         data: Directory of its data, if it needs one.
         steps: How many steps are timed (≥ 5).
         warmup_steps: How many come before them.
@@ -47,8 +47,7 @@ def measure_recipe(
             if task.clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_(task.model.parameters(), task.clip_norm)
             task.optimizer.step()
-            task.optimizer.zero_grad()
-            task.scheduler.step()
+            task.advance()
             begin, before = time.perf_counter(), begin
             seconds.append(begin - before)
     return count, statistics.median(seconds[warmup_steps:])
