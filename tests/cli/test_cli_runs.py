@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from offbeat.errors import OffbeatError
 from offbeat.lab import launch
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.events import Evaluation, Event
-from offbeat.lab.recipes import RECIPES
+from offbeat.lab.recipes import RECIPES, Setup, Task
 from offbeat.strategies import STRATEGIES
 from offbeat.units import parse_seconds
 from pages import code_on
@@ -427,6 +428,24 @@ def test_compare(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert ON_PLACE in one_line(title)
     assert axis == "training seconds (simulated)"
     assert (folder / "plot.png").read_bytes().startswith(PNG)
+
+
+def test_a_recipe_is_built_once_to_be_checked(
+    idle_call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many strategies are compared: it may take long to read the data."""
+    built: list[Setup] = []
+    digits = RECIPES["digits"]
+
+    def build(setup: Setup) -> Task:
+        built.append(setup)
+        return digits.build(setup)
+
+    monkeypatch.setitem(RECIPES, "digits", replace(digits, build=build))
+    argv = "-s bsp -s local:period=8 -s nope"
+    code, _, err = idle_call("compare", "digits", *argv.split())
+    assert (code, err) == (2, f"error: {NO_STRATEGY}\n")
+    assert len(built) == 1
 
 
 def test_what_is_printed_is_what_is_written(call: Call, tmp_path: Path) -> None:

@@ -174,6 +174,8 @@ def test_mistakes_are_one_line(spirals: Path, code: str, message: str) -> None:
         Job("spirals.py", "bsp", 2).check()
     text = str(caught.value)
     assert "\n" not in text
+    with pytest.raises(ValueError, match=re.escape(text)):
+        measure_recipe("spirals.py", steps=5)
     assert re.fullmatch(message.format(file=re.escape(str(spirals))), text), text
 
 

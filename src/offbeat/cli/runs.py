@@ -20,6 +20,7 @@ from offbeat.lab import report
 from offbeat.lab.job import Job
 from offbeat.lab.measure import measure_recipe
 from offbeat.lab.places import Loopback, Place, ShapedLinks, Torchrun, VirtualCluster
+from offbeat.lab.recipes import Task
 from offbeat.lab.results import Result
 from offbeat.lab.train import choose_backend, share_cores
 from offbeat.simulate import Compute, Network
@@ -143,8 +144,9 @@ def compare(
         _refuse_torchrun("--simulate")
 
     def check() -> None:
+        task = None
         for text in strategy:
-            _check(job, text)
+            task = _check(job, text, task)
 
     if output is None:
         output = Path("runs", f"{_file_name(job.recipe)}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -172,8 +174,8 @@ def compare(
             _say_where(f"{what:7}", path)
 
 
-def _check(job: Job, text: str) -> None:
-    """Check the job under one strategy of a comparison.
+def _check(job: Job, text: str, task: Task | None) -> Task:
+    """Check the job under one strategy of a comparison; ``task`` is what it builds, or has built.
 
     Raises:
         ValueError, TypeError, FileNotFoundError: as ``Job.check``.
@@ -189,7 +191,7 @@ def _check(job: Job, text: str) -> None:
             f"{error}; an option for some strategies only goes with them, as in "
             "-s 'local:period=8 --wire int8'"
         ) from None
-    one.check()
+    return one.check(task)
 
 
 def _file_name(recipe: str) -> str:

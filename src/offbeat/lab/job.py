@@ -133,8 +133,11 @@ class Job:
         epochs = recipe.epochs if self.epochs is None else self.epochs
         return Setup(self.workers, epochs, self.seed, Path(self.data) if self.data else None)
 
-    def check(self) -> Task:
+    def check(self, task: Task | None = None) -> Task:
         """Build everything once, so that mistakes show before any worker starts.
+
+        Args:
+            task: What a job of the same recipe, data and workers has built, not to build it again.
 
         Raises:
             ValueError, TypeError: an unknown recipe or strategy, or an impossible setting.
@@ -143,9 +146,10 @@ class Job:
         check_settings(self)
         self.check_method()
         recipe = find_recipe(self.recipe)
-        task = recipe.build(self.setup())
-        if recipe.file is not None:
-            try_out(recipe, task)
+        if task is None:
+            task = recipe.build(self.setup())
+            if recipe.file is not None:
+                try_out(recipe, task)
         self.sampler_for(task, 0)
         if self.injection is not None:
             parse_injection(self.injection)
