@@ -18,6 +18,7 @@ from offbeat.lab.measure import measure_recipe
 from offbeat.lab.places import Loopback, VirtualCluster
 from offbeat.lab.recipes import Setup, find_recipe
 from offbeat.lab.recipes.base import HeldOut
+from offbeat.lab.results import read_results
 from pages import code_on
 
 CODE = code_on("your-own-model", "def spirals")
@@ -198,7 +199,15 @@ def test_compare_under_torchrun(spirals: Path, monkeypatch: pytest.MonkeyPatch) 
     assert code == 0, err
     assert "Traceback" not in err
     assert out.count("joined the 2 processes") == 1
-    rows = [line for line in out.splitlines() if line.startswith(("bsp ", "local:"))]
-    lines = (spirals.parent / "out" / "results.jsonl").read_text().splitlines()
-    assert len(lines) == 4
-    assert any("not reached" in row for row in rows)
+    assert out.count("target accuracy 0.95, 2 workers (real processes), torchrun, gloo") == 1
+    assert {path.name for path in (spirals.parent / "out").iterdir()} == {
+        *("results.jsonl", "table.md", "plot.png", "report.html")
+    }
+    results = read_results(spirals.parent / "out" / "results.jsonl")
+    assert [(one.label, one.job.seed) for one in results] == [
+        *(("bsp", 0), ("local:period=3 --lr-scale 0.5", 0)),
+        *(("bsp", 1), ("local:period=3 --lr-scale 0.5", 1)),
+    ]
+    assert {one.job.workers for one in results} == {len(one.stats) for one in results} == {2}
+    assert len({one.job.evaluations for one in results} - {None}) == 1
+    assert len({tuple(point.step for point in one.points) for one in results}) == 1

@@ -205,6 +205,7 @@ PAPERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, object]]] = {
 ON_FILES = [name for name in RECIPES if RECIPES[name].needs_data and name != "mnist:cnn"]
 
 
+@pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("name", ON_FILES)
 def test_a_step_of_the_recipe(name: str, data: Path) -> None:
     """Built from files, with the paper's settings, it takes a step on two samples and evaluates."""
@@ -230,6 +231,7 @@ def test_a_step_of_the_recipe(name: str, data: Path) -> None:
     assert torch.equal(torch.get_rng_state(), state), "how often one evaluates changes no run"
 
 
+@pytest.mark.usefixtures("narrow")
 def test_steps_cover_the_epochs(data: Path) -> None:
     """The paper's decay falls inside of the run: the last rate is a hundredth of the first."""
     one, sixteen = build("cifar10:cnn", data), build("cifar10:cnn", data, workers=16)

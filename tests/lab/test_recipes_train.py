@@ -12,11 +12,10 @@ from offbeat import Compute, Network
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.job import Job
 from offbeat.lab.places import VirtualCluster
-from offbeat.lab.recipes import RECIPES, Setup, Task, imagenet, plain_cnns, resnet, stdlib_lm
+from offbeat.lab.recipes import RECIPES, Setup, Task, imagenet, stdlib_lm
 from offbeat.lab.recipes.base import HeldOut
 from offbeat.lab.recipes.image_folder import ImageFolder
 from offbeat.lab.recipes.own import First
-from offbeat.lab.recipes.resnet import ResNet
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +31,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models with fewer and narrower layers, and smaller images; the rest of recipes as it is."""
-    monkeypatch.setattr(plain_cnns, "HIDDEN", 16)
-    monkeypatch.setattr(plain_cnns, "VGG11", (8, "pool", 8, "pool", 512, "pool"))
-    monkeypatch.setattr(resnet, "ResNet", lambda block, _, classes: ResNet(block, (1, 1), classes))
+    """Smaller images, and less text."""
     monkeypatch.setattr(imagenet, "ImageFolder", partial(ImageFolder, size=64))
     train, test = stdlib_lm.load()
     monkeypatch.setattr(stdlib_lm, "load", lambda: (train[:16], test[:4]))
@@ -49,7 +45,7 @@ def shorten(task: Task) -> Task:
     return replace(task, batch_size=2, evaluate=few)
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("narrow", "small")
 @pytest.mark.parametrize("strategy", ["local:period=2", "downpour"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_two_steps_of_the_recipe(
