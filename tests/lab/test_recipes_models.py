@@ -253,6 +253,18 @@ def test_classes_follow_the_folders(data: Path) -> None:
     assert 0 <= metrics["top-1 accuracy"] <= 1
 
 
+@pytest.mark.usefixtures("narrow")
+def test_folders_are_partitioned_without_reading_an_image(tmp_path: Path) -> None:
+    """The folder is the label: a part for each worker, of files that are no images at all."""
+    write_images(tmp_path, side=64, a_class=4)
+    for path in tmp_path.glob("train/*/*.JPEG"):
+        path.write_bytes(b"no image")
+    job = Job("imagenet:alexnet", "bsp", 2, data=str(tmp_path), partition="label:1")
+    task = job.check()
+    read = [set(job.sampler_for(task, rank)) for rank in range(2)]
+    assert sorted(map(sorted, read)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
 def test_perplexity_of_a_uniform_guess_is_the_vocabulary(data: Path) -> None:
     """exp of the mean loss: with all logits alike, the number of words."""
     task = build("wikitext:transformer", data)
