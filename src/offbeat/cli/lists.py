@@ -29,6 +29,7 @@ def recipes() -> None:
         for one in RECIPES.values()
     )
     show(Table(("recipe", "what", "target", "needs"), rows), texts=4)
+    console.print("Your own: path/to/file.py", highlight=False)
 
 
 def strategies() -> None:

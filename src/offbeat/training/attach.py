@@ -82,14 +82,7 @@ def attach(
             "offbeat.parse_strategy reads the text form"
         )
     require_wire(wire, strategy)
-    if optimizer_state not in ("local", "average"):
-        raise ValueError(f'optimizer_state must be "local" or "average", got {optimizer_state!r}')
-    if optimizer_state == "average" and not strategy.averages_state:
-        raise ValueError(
-            f'optimizer_state="average" with {strategy}: there is no moment at which all workers '
-            "wait for a mean of models; use LocalSGD, SelSync of parameters, FedAvg, or DiLoCo "
-            "without overlap"
-        )
+    require_optimizer_state(optimizer_state, strategy)
     if distance_every is not None:
         require_integer("distance_every", distance_every, least=1)
     if not isinstance(gradient_change, bool):
@@ -129,6 +122,22 @@ def require_wire(wire: Precision, strategy: Strategy) -> None:
         raise ValueError(
             f"wire={wire!r}: {type(strategy).__name__} pushes to a parameter server; "
             "wire applies to strategies that average"
+        )
+
+
+def require_optimizer_state(optimizer_state: str, strategy: Strategy) -> None:
+    """Raise unless ``strategy`` can do that with the optimizer's state.
+
+    Raises:
+        ValueError: an unknown word, or "average" with a strategy that never waits for a mean.
+    """
+    if optimizer_state not in ("local", "average"):
+        raise ValueError(f'optimizer_state must be "local" or "average", got {optimizer_state!r}')
+    if optimizer_state == "average" and not strategy.averages_state:
+        raise ValueError(
+            f'optimizer_state="average" with {strategy}: there is no moment at which all workers '
+            "wait for a mean of models; use LocalSGD, SelSync of parameters, FedAvg, or DiLoCo "
+            "without overlap"
         )
 
 
