@@ -56,7 +56,7 @@ def test_every_option_arrives(
         raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Job, "check", lambda job: None)
+    monkeypatch.setattr(Job, "check", lambda job, task=None: None)
     monkeypatch.setattr(runs.comparison, "run_and_record", note)
     assert VALUES.keys() == ASKED.keys()
     flags = flags_of(command)

@@ -159,6 +159,9 @@ MISTAKES = [
     (CODE.replace("batch[1])", "batch[1]).item()", 1), r"{file}: loss: TypeError: it must be .*"),
     (marked("    return model"), r"{file}: spirals: TypeError: it must return an offbeat.*Task.*"),
     (marked("    return 1 / 0"), r"{file}, line \d+: spirals: ZeroDivisionError: division by zero"),
+    (CODE.replace("epochs=10", "epochs=0"), r"{file}, line \d+: .*: epochs must be positive.*"),
+    (CODE.replace("batch_size=32", "batch_size=0"), r"{file}, line \d+: spirals: Value.* got 0"),
+    (CODE.replace("accuracy(T", "print or (T"), r"{file}, line \d+: .*: evaluate must be a Held.*"),
     (CODE.replace("accuracy(Tensor", "accuracy(5 or Tensor"), r"{file}: evaluate: TypeError: .*"),
     (
         f"{CODE}\n\n@recipe(metric='m', target=1, epochs=1)\ndef other(setup):\n    pass\n",

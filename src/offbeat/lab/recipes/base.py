@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
+from offbeat.arguments import require_integer
+
 Batch = tuple[Tensor, ...]
 Schedule = Callable[[Optimizer, int], LRScheduler]
 Share = dict[str, list[float]]
@@ -231,6 +233,10 @@ class Task:
         clip_norm: The largest norm of a gradient; longer ones are cut. None: no clipping.
         readers: Processes that prepare batches beside a training process that uses a GPU. On a CPU
             they would take the model's cores, so there are none.
+
+    Raises:
+        TypeError: ``evaluate`` is no ``HeldOut``, or a number of another type.
+        ValueError: a number out of its range.
     """
 
     model: nn.Module
@@ -243,6 +249,14 @@ class Task:
     steps: int = 0
     clip_norm: float | None = None
     readers: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.evaluate, HeldOut):
+            raise TypeError(
+                f"evaluate must be a HeldOut, such as accuracy(dataset, …), got {self.evaluate!r}"
+            )
+        require_integer("batch_size", self.batch_size, least=1)
+        require_integer("steps", self.steps, least=0)
 
     @cached_property
     def samples(self) -> Samples:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from offbeat.arguments import POSITIVE, require_number
 from offbeat.lab.recipes.base import Batch, Recipe, Samples, Setup, Task
 
 SUFFIX = ".py"
@@ -34,7 +35,12 @@ def recipe(
         epochs: Passes over the training set by all workers together (> 0), unless ``--epochs`` says
             otherwise.
         higher_is_better: Whether a larger metric is better.
+
+    Raises:
+        TypeError, ValueError: target or epochs is no number, or epochs is not positive.
     """
+    require_number("target", target)
+    require_number("epochs", epochs, POSITIVE)
 
     def make(function: Callable[[Setup], Task]) -> Recipe:
         file = Path(function.__code__.co_filename)
