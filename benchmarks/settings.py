@@ -6,7 +6,7 @@ beside the same strategy without it: deferred flags (with two network latencies)
 ``AsyncAveraging``, averaged optimizer state (with SGD's momentum and with AdamW), and
 ``LinearScalingWarmup``.
 
-The learning rate of each row is tuned as in ``strategies``, on a seed that is not shown; for
+The learning rate of each row is tuned as in ``strategies``, on seeds that are not shown; for
 ``LinearScalingWarmup`` it is tuned on *one* worker, as that schedule wants it. Real training,
 virtual seconds. Runs are kept in ``results/cells/settings.jsonl``. Writes
 ``results/settings.json`` and ``results/settings.md``.
@@ -31,7 +31,8 @@ from offbeat.lab.recipes.base import warmup_cosine
 from offbeat.lab.samplers import Batches, make_sampler
 from offbeat.simulate import Network
 
-EPOCHS, TUNING_SEED = 10.0, 1000
+EPOCHS, TUNING_SEEDS = 10.0, (1000, 1001)
+LONGER = {"LinearScalingWarmup": 3}  # times as many epochs: a warm-up wants time
 RATES = {"sgd": 0.05, "adamw": 0.002}  # what a factor multiplies
 WARMUP_SHARE = 0.2  # of the steps, of LinearScalingWarmup
 
@@ -181,7 +182,8 @@ def page(rows: dict[Case, list[Row]], tuned: dict[Case, Tuned]) -> str:
         "# Settings, simulated",
         "",
         f"`digits`, {WORKERS} simulated workers, {place()}, steps varying by 20 %, {EPOCHS:g} "
-        "epochs. Steps and bytes are medians, accuracies medians (range), of "
+        f"epochs ({LONGER['LinearScalingWarmup'] * EPOCHS:g} with LinearScalingWarmup). "
+        "Steps and bytes are medians, accuracies medians (range), of "
         f"{len(next(iter(rows.values())))} seeds. Bytes are those that a worker hands over. "
         "Written by `python -m benchmarks settings`.",
         "",
@@ -224,13 +226,16 @@ def results(*, quick: bool = False) -> list[Result]:
     cases = CASES[:2] + CASES[-2:] if quick else CASES
     epochs, seeds = (2.0, SEEDS[:1]) if quick else (EPOCHS, SEEDS)
 
+    def cell(case: Case, scale: float, seed: int) -> Cell:
+        return Cell(case, scale, seed, epochs * LONGER.get(case.group, 1))
+
     def final(runs: Sequence[tuple[Case, float, int]]) -> list[float]:
-        return [row["final"] for row in cells.rows([Cell(*one, epochs) for one in runs])]
+        return [row["final"] for row in cells.rows([cell(*one) for one in runs])]
 
     own = [case for case in cases if case.schedule == "cosine"]
-    tuned = tune([*own, ONE_WORKER], final, [TUNING_SEED])
+    tuned = tune([*own, ONE_WORKER], final, TUNING_SEEDS[:1] if quick else TUNING_SEEDS)
     tuned |= {case: tuned[ONE_WORKER] for case in cases if case.schedule != "cosine"}
-    chosen = [Cell(case, tuned[case].scale, seed, epochs) for case in cases for seed in seeds]
+    chosen = [cell(case, tuned[case].scale, seed) for case in cases for seed in seeds]
     found = iter(cells.rows(chosen))
     rows = {case: [next(found) for _ in seeds] for case in cases}
     text = page(rows, tuned)
