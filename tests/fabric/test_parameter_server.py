@@ -190,6 +190,70 @@ def test_the_rule_decides_what_a_push_does(world: World) -> None:
         torch.testing.assert_close(end, before, rtol=0, atol=1e-15)
 
 
+@every_world
+def test_a_request_beside_the_training(world: World) -> None:
+    """It ends by itself, its answer is taken once, and its bytes count like any other's."""
+
+    def work(team: Team) -> Any:
+        account = team.account
+        server = ParameterServer(team, torch.zeros(6, dtype=torch.float64))
+        counts, taken = [], []
+        for kind in ("push", "push_pull", "pull"):
+            assert server.free
+            server.values.fill_(1.0)
+            before = account.payload_bytes
+            server.begin(kind)
+            counts.append(account.payload_bytes - before)
+            answer = server.take(wait=True)
+            assert answer is not None
+            assert server.free
+            assert server.take(wait=True) is None
+            taken.append(server.values[0].item())
+        server.arrive()
+        end = server.look().tolist()
+        server.arrive()
+        server.leave()
+        return counts, taken, end, server.pulled_bytes
+
+    results = world(on_team(work))
+    size = len(results)
+    header, values = 7 * 8 * (size - 1), 8 * 6 * (size - 1) // size
+    for counts, taken, end, pulled in results:
+        assert counts == [header + values, header + values, header]
+        assert 2 <= taken[1] <= taken[2] <= 2 * size, "its own two pushes at least"
+        assert end == [2.0 * size] * 6
+        assert pulled == 2 * values, "a look does not count"
+
+
+@worlds_of_several
+def test_a_meeting_answers_what_was_begun(world: World) -> None:
+    """Rank 0 waits for a clock that the others never reach; it is told the slowest there is."""
+
+    def work(team: Team) -> Any:
+        server = ParameterServer(team, torch.zeros(3, dtype=torch.float64))
+        server.values.fill_(1.0)
+        clock = 9 if team.rank == 0 else 2 + team.rank
+        server.begin("push_pull", clock=clock, least=9 if team.rank == 0 else 0)
+        if team.rank > 0:
+            server.settle()
+        barrier(team)
+        met = server.arrive()
+        answer = server.take()
+        barrier(team)
+        server.settle(now=True)  # nothing is under way: nothing happens
+        server.begin("pull", least=100)
+        server.settle(now=True)
+        again = server.take()
+        server.arrive()
+        server.leave()
+        return met, None if answer is None else answer.clock, again is not None
+
+    for rank, (met, clock, again) in enumerate(world(on_team(work))):
+        assert met == 3
+        assert again
+        assert clock == 3 if rank == 0 else clock is not None and clock <= 3
+
+
 @worlds_of_several
 def test_bytes_are_counted_where_they_are_sent(world: World) -> None:
     """A push counts header and values for other ranks; a pull its header, and what it brings."""

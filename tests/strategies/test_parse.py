@@ -54,13 +54,19 @@ MADE: dict[str, st.SearchStrategy[Strategy]] = {
         outer_momentum=st.just(0.0) | unit,
         discrepancy_every=some,
     ),
-    "ssp": build(SSP, staleness=st.integers(0, 10**6), servers=ranks),
+    "ssp": build(
+        SSP,
+        staleness=st.integers(0, 10**6),
+        refresh=st.sampled_from(["ahead", "lazy"]),
+        servers=ranks,
+    ),
     "downpour": build(
         Downpour,
         push_every=st.integers(1, 10**6),
         fetch_every=st.integers(1, 10**6),
         server_optimizer=st.sampled_from(["sgd", "adagrad"]),
         server_lr=positive,
+        warmup_steps=st.integers(0, 10**6),
         servers=ranks,
     ),
     "easgd": build(
@@ -68,6 +74,7 @@ MADE: dict[str, st.SearchStrategy[Strategy]] = {
         period=st.integers(1, 10**6),
         alpha=st.none() | unit,
         synchronous=st.booleans(),
+        difference=st.sampled_from(["before_step", "after_step"]),
         servers=ranks,
     ),
     "fedavg": build(

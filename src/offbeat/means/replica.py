@@ -288,18 +288,6 @@ class Replica:
                 target.detach().copy_(value)
 
 
-def move_towards(tensors: Sequence[Tensor], flat: Tensor, share: float) -> None:
-    """Tensors ← tensors − share · (tensors − flat), in place, in the dtype of ``flat``."""
-    with torch.no_grad():
-        offset = 0
-        for tensor in tensors:
-            target = as_real(tensor.detach())
-            part = flat[offset : offset + target.numel()].view(target.shape)
-            value = target.to(part)
-            target.copy_(value - (value - part).mul_(share))
-            offset += target.numel()
-
-
 def add_to(tensors: Sequence[Tensor], flat: Tensor, scale: float) -> None:
     """Tensors ← tensors + scale · flat, in place, half types computed in float32."""
     with torch.no_grad():
