@@ -463,7 +463,7 @@ def test_leaving_ends_the_threads() -> None:
         assert names == [(2 if rank < 2 else 0, [])] * 2
 
 
-def wait_in_vain(rank: int, size: int, dies: bool) -> Any:
+def wait_in_vain(rank: int, size: int, dies: bool, beside: bool) -> Any:
     team = Team(TorchCommunicator(None, timeout_seconds=0.3, health_seconds=0.6))
     server = ParameterServer(team, torch.zeros(6))
     server.stage().fill_(1.0)
@@ -476,7 +476,11 @@ def wait_in_vain(rank: int, size: int, dies: bool) -> Any:
         started = time.perf_counter()
         try:
             server.stage().fill_(1.0)
-            server.push_pull(clock=2, least=2).wait()
+            if beside:
+                server.begin("push_pull", clock=2, least=2)
+                server.take(wait=True)
+            else:
+                server.push_pull(clock=2, least=2).wait()
         except offbeat.CommunicationError as error:
             text, seconds = f"{type(error).__name__}: {error}", time.perf_counter() - started
     meet("all have seen it", [0, 2] if dies else [0, 1, 2])
@@ -485,21 +489,24 @@ def wait_in_vain(rank: int, size: int, dies: bool) -> Any:
     return text, seconds, alive
 
 
-def test_a_pull_that_waits_in_vain_names_who_keeps_it_waiting() -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_pull_that_waits_in_vain_names_who_keeps_it_waiting(beside: bool) -> None:
     """Pitfall 19: in finite time, with the knob to turn; alive but stuck; close() ends threads."""
-    results = run(wait_in_vain, False, workers=3)
+    results = run(wait_in_vain, False, beside, workers=3)
     assert [alive for *_, alive in results] == [[], [], []]
     for rank in (0, 2):
         text, seconds, _ = results[rank]
         assert text.startswith(f"CommunicationTimeout: rank {rank}: "), text
+        assert "push_pull at" in text
         assert "timeout_seconds=0.3" in text
         assert "no answer from rank 1, busy elsewhere or stuck" in text
         assert 0.28 <= seconds < 8
 
 
-def test_a_dead_worker_is_named_at_once() -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_dead_worker_is_named_at_once(beside: bool) -> None:
     """Long before the others' clocks would time out; close() ends the threads."""
-    results = run(wait_in_vain, True, workers=3, may_die=(1,))
+    results = run(wait_in_vain, True, beside, workers=3, may_die=(1,))
     for rank in (0, 2):
         text, seconds, alive = results[rank]
         assert text.startswith("CommunicationError: "), text
