@@ -9,6 +9,7 @@ from pathlib import Path
 
 from offbeat.lab.results import Result
 from offbeat.plots import new_figure
+from offbeat.strategies import STRATEGIES
 from offbeat.table import Table
 from offbeat.units import show_bytes
 
@@ -22,9 +23,6 @@ HEADINGS = (
     "sent per worker",
     "idle",
 )
-
-NEVER_MEETING = frozenset({"async", "ssp", "downpour", "easgd"})
-"""Strategies of which no step is either local or a synchronization, so that LSSR means nothing."""
 
 
 def groups(results: Sequence[Result]) -> dict[str, list[Result]]:
@@ -47,8 +45,9 @@ def common_options(results: Sequence[Result]) -> tuple[str, ...]:
 
 
 def without_lssr(result: Result) -> bool:
-    """Whether LSSR says nothing of this run."""
-    return result.strategy.partition(":")[0] in NEVER_MEETING
+    """Whether LSSR says nothing of this run; a strategy of one's own may be out of reach by now."""
+    kind = STRATEGIES.get(result.strategy.partition(":")[0])
+    return kind is not None and not kind.meets
 
 
 def _spread(values: Sequence[float], form: str, ranges: bool) -> str:

@@ -44,6 +44,7 @@ class ServerStrategy(Strategy):
     """
 
     averages: ClassVar[Averages] = "nothing"
+    meets: ClassVar[bool] = False
     servers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
