@@ -19,6 +19,7 @@ NAMES = (
     "papers",
     "server",
     "strategies",
+    "settings",
     "noniid",
     "wire",
 )

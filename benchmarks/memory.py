@@ -24,9 +24,9 @@ CASES: list[tuple[str, bool, float]] = [  # strategy, with consensus(), most cop
     ("selsync:delta=0", False, 1.1),
     ("diloco:period=2", False, 3.1),
     ("diloco:period=2,outer_momentum=0.0", False, 2.1),
-    ("ssp:staleness=0", False, 3.1),
-    ("downpour", False, 3.1),
-    ("easgd:period=2", False, 3.6),  # with 2 workers 1.5 of them are for the exchange
+    ("ssp:staleness=0", False, 4.1),
+    ("downpour", False, 4.1),
+    ("easgd:period=2", False, 2.6),  # with 2 workers half of one is for the exchange
     ("async:staleness=4", False, 3.1),
     ("async:staleness=4,schedule=eager", False, 3.1),
     ("async:staleness=4", True, 3.1),

@@ -5,7 +5,8 @@ and SelSync, without and with data injection, against the bytes they send: model
 BSP for comparison. (b) IID data, eight workers: SelSync and local SGD whose workers read all
 of them by rotation (SelDP), an eighth each (DefDP), or another eighth in every epoch (torch's
 DistributedSampler). All rows of a table take the same number of steps of about the same batch.
-Real training, virtual seconds; three seeds.
+Real training, virtual seconds; the page says how many seeds. Runs are kept in
+``results/cells/noniid.jsonl``.
 
 Writes ``results/noniid.json``, ``noniid.md`` and ``docs/images/noniid.png``.
 """
@@ -13,53 +14,34 @@ Writes ``results/noniid.json``, ``noniid.md`` and ``docs/images/noniid.png``.
 import json
 import statistics
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
-from multiprocessing import get_context
+from itertools import combinations
 from typing import Any
 
-import torch
-
 from benchmarks.harness import RESULTS, Result, machine
-from benchmarks.strategies import MNIST, SEEDS, plain, spread
-from offbeat.lab.compare import run_and_record
+from benchmarks.virtual import MNIST, SEEDS, Cells, Row, run, spread
 from offbeat.lab.job import Job
-from offbeat.lab.places import VirtualCluster
-from offbeat.simulate import Compute, Network
 
 INJECTIONS = (None, "0.5,0.5", "0.75,0.75")
-STRATEGIES = (
-    "local:period=8",
-    "fedavg:rounds_per_epoch=4,steps_per_epoch=94,fraction=0.5",
-    "selsync:delta=0.3",
-    "selsync:target_lssr=0.9",
-)
+FEDAVG = "fedavg:rounds_per_epoch=4,steps_per_epoch=94"
+STRATEGIES = {
+    "local:period=8": INJECTIONS,
+    FEDAVG: INJECTIONS,
+    f"{FEDAVG},fraction=0.5": INJECTIONS[:2],
+    "selsync:delta=0.05": INJECTIONS,
+    "selsync:delta=0.3": INJECTIONS,
+    "selsync:delta=0.3,max_interval=16": INJECTIONS[:2],
+}
+"""And with which injections; the paper's FedAvg averages all workers."""
+SKEWED_SEEDS = (0, 1, 2, 3, 4)
 SAMPLERS = ("seldp", "defdp", "distributed")
 ROTATED = ("selsync:target_lssr=0.9", "local:period=8")
 IMAGE = RESULTS.parents[1] / "docs" / "images" / "noniid.png"
-Row = dict[str, Any]
-
-
-def run(job: Job) -> Row:
-    """One run: accuracy, and bytes a worker sent for models and for samples."""
-    torch.set_num_threads(1)
-    place = VirtualCluster(Network("100Mbit/s", latency="100us"), Compute("10ms", jitter=0.2))
-    result = run_and_record(job, lambda event: None, place)
-    samples = statistics.mean(one.details.get("injected_bytes_sent", 0) for one in result.stats)
-    return {
-        "job": plain(job),
-        "final": result.final,
-        "points": [asdict(point) for point in result.points],
-        "seconds": result.seconds,
-        "lssr": result.lssr,
-        "model_bytes": result.payload_bytes,
-        "sample_bytes": samples,
-    }
 
 
 def skewed(quick: bool) -> list[Job]:
     """Table (a)."""
-    rows = [("bsp", None), *((s, i) for s in STRATEGIES for i in INJECTIONS)]
+    rows = [("bsp", None)]
+    rows += [(strategy, one) for strategy, chosen in STRATEGIES.items() for one in chosen]
     return [
         Job(
             "mnist:cnn",
@@ -68,12 +50,12 @@ def skewed(quick: bool) -> list[Job]:
             epochs=0.1 if quick else 2,
             seed=seed,
             data=str(MNIST),
-            evaluations=4,
+            evaluations=1,
             partition="label:1",
             injection=injection,
         )
         for strategy, injection in rows
-        for seed in (SEEDS[:1] if quick else SEEDS)
+        for seed in (SKEWED_SEEDS[:1] if quick else SKEWED_SEEDS)
     ]
 
 
@@ -87,7 +69,7 @@ def rotated(quick: bool) -> list[Job]:
             epochs=0.5 if quick else None,
             seed=seed,
             data=data,
-            evaluations=4,
+            evaluations=1,
             sampler=sampler,
         )
         for recipe, data in (("digits", None), ("mnist:cnn", str(MNIST)))
@@ -110,12 +92,38 @@ def megabytes(rows: Sequence[Row], key: str) -> float:
     return float(statistics.median(row[key] for row in rows)) / 1e6
 
 
+def apart(rows: Sequence[Row]) -> list[str]:
+    """Which strategies differ by more than their seeds, at each injection."""
+    lines = []
+    for injection in INJECTIONS:
+        finals = {
+            strategy: [row["final"] for row in found]
+            for (strategy, one), found in grouped(rows, "strategy", "injection").items()
+            if one == injection and strategy != "bsp"
+        }
+        ahead = [
+            f"`{high}` above `{low}`"
+            for pair in combinations(finals, 2)
+            for high, low in (pair, pair[::-1])
+            if min(finals[high]) > max(finals[low])
+        ]
+        pairs = len(finals) * (len(finals) - 1) // 2
+        told = f": {'; '.join(ahead)}" if ahead else ""
+        lines.append(
+            f"- With injection {injection or 'none'}, {len(ahead)} of {pairs} pairs of strategies "
+            f"have ranges that do not overlap{told}."
+        )
+    return lines
+
+
 def page(first: Sequence[Row], second: Sequence[Row]) -> str:
     """Both tables as Markdown."""
     lines = [
         "# Data that are not IID, simulated",
         "",
-        "Median (range) of three seeds. Written by `python -m benchmarks noniid`.",
+        f"Median (range) of {len({row['job']['seed'] for row in first})} seeds, and of "
+        f"{len({row['job']['seed'] for row in second})} in the second table. Written by "
+        "`python -m benchmarks noniid`.",
         "",
         "## One digit a worker",
         "",
@@ -126,11 +134,13 @@ def page(first: Sequence[Row], second: Sequence[Row]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for (strategy, injection), rows in grouped(first, "strategy", "injection").items():
+        models, samples = (megabytes(rows, key) for key in ("payload_bytes", "sample_bytes"))
+        lssr = statistics.median(row["lssr"] for row in rows)
         lines.append(
             f"| `{strategy}` | {injection or 'none'} | {spread([r['final'] for r in rows])} | "
-            f"{statistics.median(r['lssr'] for r in rows):.2f} | "
-            f"{megabytes(rows, 'model_bytes'):.1f} MB | {megabytes(rows, 'sample_bytes'):.1f} MB |"
+            f"{lssr:.2f} | {models:.1f} MB | {samples:.1f} MB |"
         )
+    lines += ["", *apart(first)]
     lines += [
         "",
         "## SelDP against DefDP",
@@ -162,7 +172,7 @@ def draw(rows: Sequence[Row]) -> None:
     colours = {name: f"C{i}" for i, name in enumerate(names)}
     for (strategy, injection), found in grouped(rows, "strategy", "injection").items():
         finals = [100 * row["final"] for row in found]
-        sent = megabytes(found, "model_bytes") + megabytes(found, "sample_bytes")
+        sent = megabytes(found, "payload_bytes") + megabytes(found, "sample_bytes")
         middle = statistics.median(finals)
         spreads = [[middle - min(finals)], [max(finals) - middle]]
         axes.errorbar(
@@ -192,9 +202,8 @@ def results(*, quick: bool = False) -> list[Result]:
     if not MNIST.is_dir():
         print(f"looked for MNIST's IDX files in {MNIST}, which does not exist (OFFBEAT_MNIST)")
         return []
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        first = list(pool.map(run, skewed(quick)))
-        second = list(pool.map(run, rotated(quick)))
+    cells = Cells.named("noniid", run, quick=quick)
+    first, second = cells.rows(skewed(quick)), cells.rows(rotated(quick))
     text = page(first, second)
     print(text)
     if not quick:

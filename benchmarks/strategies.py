@@ -1,172 +1,176 @@
 """All strategies in the simulator: accuracy at equal virtual time and at equal samples.
 
-Eight workers on links of 100 Mbit/s, steps of 10 ms that vary by 20 %, on ``digits`` and on
-``mnist:cnn`` (needs MNIST's files in the directory ``OFFBEAT_MNIST``). Every strategy
-reads as many samples. The factor on the recipe's learning rate is chosen for each strategy from one
-grid, by the final accuracy of a seed of its own that is not shown. Real training, virtual seconds.
+Eight workers on links of 100 Mbit/s, steps of 10 ms that vary by 20 %, on ``digits``. Two tables:
+
+- *equal time*: every strategy trains for as long as BSP takes for a fifth of its steps. Its own
+  schedule ends then: how many steps that are is found by running it.
+- *equal samples*: every strategy reads as many samples, and its schedule ends with them.
+
+The factor on the recipe's learning rate is chosen for each strategy and each table, by the mean
+final accuracy of two seeds that are not shown, from a grid that is widened until the best lies
+inside. Real training, virtual seconds. Runs are kept in ``results/cells/strategies.jsonl``, so a
+benchmark that was interrupted goes on where it was.
 
 Writes ``results/strategies.json`` and ``results/strategies.md``.
 """
 
 import json
-import os
 import statistics
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
-from multiprocessing import get_context
-from pathlib import Path
-from typing import Any
-
-import torch
+from dataclasses import asdict, dataclass
 
 from benchmarks.harness import RESULTS, Result, machine
-from offbeat.lab.compare import run_and_record
+from benchmarks.tuning import Tuned, tune
+from benchmarks.virtual import SEEDS, WORKERS, Cells, Row, arrivals, place, run, spread
 from offbeat.lab.job import Job
-from offbeat.lab.places import VirtualCluster
-from offbeat.simulate import Compute, Network
 
-WORKERS = 8
 STRATEGIES = (
     "bsp",
     "local:period=8",
     "fedavg:period=8,fraction=0.5",
     "fedavg:period=8,fraction=0.5,unselected=restart",
+    "selsync:delta=0.3",
     "selsync:target_lssr=0.9",
     "selsync:target_lssr=0.9,aggregate=gradients",
     "async:staleness=16",
     "async:staleness=16,schedule=eager",
     "ssp:staleness=3",
+    "ssp:staleness=100",
     "downpour",
     "downpour:push_every=4,fetch_every=4",
-    "easgd:period=8",
-    "easgd:period=8,synchronous=true",
-    "diloco:period=16",
+    "easgd:period=4",
+    "easgd:period=16",
     "diloco:period=16,outer_lr=0.5,outer_momentum=0.8",
     "diloco:period=16,outer_lr=0.5,outer_momentum=0.8,fragments=4,overlap=4",
 )
-LR_SCALES = (0.3, 1.0, 3.0)
-TUNING_SEED, SEEDS = 1000, (0, 1, 2)
-MNIST = Path(
-    os.environ.get("OFFBEAT_MNIST", Path(__file__).parents[2] / "shared" / "data" / "mnist")
-)
-Row = dict[str, Any]
+RECIPE, EPOCHS, TARGET = "digits", 10.0, 0.95
+SHARE = 0.2  # of BSP's time
+PROBE_STEPS = 24
+EVALUATIONS = 12
+TUNING_SEEDS = (1000, 1001)
 
 
-def place() -> VirtualCluster:
-    """Where everything runs."""
-    return VirtualCluster(Network("100Mbit/s", latency="100us"), Compute("10ms", jitter=0.2))
+@dataclass(frozen=True)
+class Entry:
+    """A strategy in one of the tables: what is tuned by itself."""
+
+    table: str
+    strategy: str
+    epochs: float
 
 
-def run(job: Job) -> Row:
-    """One run, without what nobody reads."""
-    torch.set_num_threads(1)
-    result = run_and_record(job, lambda event: None, place()).to_dict()
-    kept = ("points", "final", "seconds", "time_to_target_seconds", "payload_bytes", "idle")
-    assert result["simulated"]
-    return {"job": plain(job), **{key: result[key] for key in kept}}
-
-
-def plain(job: Job) -> Row:
-    """The job as JSON values, of the data's directory the name alone."""
-    return {**asdict(job), "data": None if job.data is None else Path(job.data).name}
-
-
-def jobs_for(recipe: str, strategy: str, data: str | None, quick: bool) -> list[Job]:
-    """The runs that choose the learning rate."""
-    return [
-        Job(
-            recipe,
-            strategy,
-            WORKERS,
-            epochs=0.5 if quick else None,
-            seed=TUNING_SEED,
-            data=data,
-            evaluations=12,
-            lr_scale=scale,
-        )
-        for scale in LR_SCALES
-    ]
-
-
-def at(points: Sequence[Row], seconds: float) -> float:
-    """The metric of the last evaluation up to ``seconds``; 0.1, a guess, before the first."""
-    return (
-        max((p["seconds"], p["metric"]) for p in points if p["seconds"] <= seconds)[1]
-        if any(p["seconds"] <= seconds for p in points)
-        else 0.1
+def job(entry: Entry, scale: float, seed: int) -> Job:
+    return Job(
+        RECIPE,
+        entry.strategy,
+        WORKERS,
+        epochs=entry.epochs,
+        seed=seed,
+        evaluations=EVALUATIONS,
+        lr_scale=scale,
     )
 
 
-def spread(values: Sequence[float], scale: float = 100.0, digits: int = 1) -> str:
-    """Median and range."""
-    low, middle, high = min(values), statistics.median(values), max(values)
-    return f"{scale * middle:.{digits}f} ({scale * low:.{digits}f}–{scale * high:.{digits}f})"
+def epochs_for(steps: int) -> float:
+    """Epochs of which a worker takes ``steps`` steps."""
+    task = Job(RECIPE, "bsp", WORKERS).check()
+    return (steps - 0.5) * task.batch_size * WORKERS / len(task.dataset)
 
 
-def table(recipe: str, rows: Sequence[Row]) -> list[str]:
-    """Lines of Markdown for one recipe."""
-    by_strategy: dict[str, list[Row]] = {}
-    for row in rows:
-        by_strategy.setdefault(row["job"]["strategy"], []).append(row)
-    totals = {s: statistics.median(r["seconds"] for r in rs) for s, rs in by_strategy.items()}
-    moment = 0.2 * totals["bsp"]
+def fitted(cells: Cells, strategies: Sequence[str], seconds: float) -> dict[str, float]:
+    """Epochs of each strategy that end after so many virtual seconds.
+
+    From a short run and then from one of about the right length: SelSync's steps become cheaper
+    as its trigger settles.
+    """
+    epochs = dict.fromkeys(strategies, epochs_for(PROBE_STEPS))
+    for _ in range(2):
+        probes = [job(Entry("time", s, epochs[s]), 1.0, TUNING_SEEDS[0]) for s in strategies]
+        for strategy, row in zip(strategies, cells.rows(probes), strict=True):
+            steps = max(1, round(seconds * row["steps"] / row["seconds"]))
+            epochs[strategy] = epochs_for(steps)
+    return epochs
+
+
+def table(title: str, rows: dict[Entry, list[Row]], tuned: dict[Entry, Tuned]) -> list[str]:
+    """Lines of Markdown."""
     lines = [
-        f"## {recipe}",
+        f"## {title}",
         "",
-        f"Equal time: at {moment:.1f} virtual seconds, a fifth of BSP's. Equal samples: the end. "
-        "Accuracies in %, median (range) of the seeds.",
-        "",
-        "| strategy | lr × | at equal time | at equal samples | virtual time | idle | sent |",
-        "|---|---|---|---|---|---|---|",
+        "| strategy | lr × | inside the grid | accuracy, % | time to "
+        f"{100 * TARGET:.0f} % | steps | virtual time | idle | sent |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for strategy, found in by_strategy.items():
-        early = [at(r["points"], moment) for r in found]
-        idle = statistics.median(r["idle"] for r in found)
-        sent = statistics.median(r["payload_bytes"] for r in found)
+    for entry, found in rows.items():
+        seconds, idle, sent = (
+            statistics.median(row[key] for row in found)
+            for key in ("seconds", "idle", "payload_bytes")
+        )
+        best = tuned[entry]
         lines.append(
-            f"| `{strategy}` | {found[0]['job']['lr_scale']:g} | {spread(early)} | "
-            f"{spread([r['final'] for r in found])} | {totals[strategy]:.1f} s | "
-            f"{100 * idle:.0f} % | {sent / 1e6:.1f} MB |"
+            f"| `{entry.strategy}` | {best.scale:g} | {'yes' if best.inside else '**no**'} | "
+            f"{spread([row['final'] for row in found])} | {arrivals(found, TARGET)} | "
+            f"{found[0]['steps']} | {seconds:.2f} s | {100 * idle:.0f} % | {sent / 1e6:.1f} MB |"
         )
     return [*lines, ""]
 
 
-def results(*, quick: bool = False) -> list[Result]:
-    """Run everything; two runs at a time."""
-    recipes = [("digits", None)]
-    if MNIST.is_dir():
-        recipes.append(("mnist:cnn", str(MNIST)))
-    strategies = STRATEGIES[:3] if quick else STRATEGIES
-    chosen: list[Job] = []
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        grid = [
-            job
-            for recipe, data in recipes
-            for strategy in strategies
-            for job in jobs_for(recipe, strategy, data, quick)
-        ]
-        tuned = list(pool.map(run, grid))
-        for start in range(0, len(grid), len(LR_SCALES)):
-            group = range(start, start + len(LR_SCALES))
-            best = grid[max(group, key=lambda i: tuned[i]["final"])]
-            seeds = SEEDS[:1] if quick else SEEDS
-            chosen += [Job(**{**asdict(best), "seed": seed}) for seed in seeds]
-        rows = list(pool.map(run, chosen))
+def page(seconds: float, rows: dict[Entry, list[Row]], tuned: dict[Entry, Tuned]) -> str:
+    """Both tables."""
+    seeds = len(next(iter(rows.values())))
+    outside = sum(not tuned[entry].inside for entry in rows)
     text = [
         "# All strategies, simulated",
         "",
-        f"{WORKERS} simulated workers, {place()}, steps varying by 20 %. The factor on the "
-        f"recipe's learning rate is the best of {', '.join(map(str, LR_SCALES))} on another seed. "
+        f"`{RECIPE}`, {WORKERS} simulated workers, {place()}, steps varying by 20 %. The factor on "
+        f"the recipe's learning rate is the best for each strategy in each table, on "
+        f"{len(TUNING_SEEDS)} seeds of its own, from a grid of about half a decade a step that is "
+        f"widened until the best lies inside ({outside} of {len(rows)} do not). Median (range) of "
+        f"{seeds} seeds. Every schedule ends where its row ends. "
         "Written by `python -m benchmarks strategies`.",
         "",
     ]
-    for recipe, _ in recipes:
-        text += table(recipe, [row for row in rows if row["job"]["recipe"] == recipe])
+    titles = {
+        "time": f"Equal time: {seconds:.2f} virtual seconds, a fifth of BSP's",
+        "samples": f"Equal samples: {EPOCHS:g} epochs",
+    }
+    for name, title in titles.items():
+        text += table(title, {e: found for e, found in rows.items() if e.table == name}, tuned)
+    return "\n".join(text)
+
+
+def results(*, quick: bool = False) -> list[Result]:
+    """Run everything; two runs at a time."""
+    cells = Cells.named("strategies", run, quick=quick)
+    strategies = ("bsp", "local:period=8", "easgd:period=4") if quick else STRATEGIES
+    epochs, tuning = (3.0, TUNING_SEEDS[:1]) if quick else (EPOCHS, TUNING_SEEDS)
+    seeds = SEEDS[:1] if quick else SEEDS
+    bsp = cells.rows([job(Entry("samples", "bsp", epochs), 1.0, TUNING_SEEDS[0])])[0]
+    seconds = SHARE * bsp["seconds"]
+    fits = fitted(cells, strategies, seconds)
+    entries = [Entry("time", one, fits[one]) for one in strategies]
+    entries += [Entry("samples", one, epochs) for one in strategies]
+
+    def final(runs: Sequence[tuple[Entry, float, int]]) -> list[float]:
+        return [row["final"] for row in cells.rows([job(*one) for one in runs])]
+
+    tuned = tune(entries, final, tuning)
+    chosen = {e: [job(e, tuned[e].scale, seed) for seed in seeds] for e in entries}
+    found = iter(cells.rows([one for jobs in chosen.values() for one in jobs]))
+    rows = {entry: [next(found) for _ in jobs] for entry, jobs in chosen.items()}
+    text = page(seconds, rows, tuned)
+    print(text)
     if not quick:
         RESULTS.mkdir(exist_ok=True)
-        saved = {"tuning": tuned, "rows": rows, "machine": machine(), "simulated": True}
+        saved = {
+            "simulated": True,
+            "seconds": seconds,
+            "entries": [
+                {**asdict(entry), "tuned": asdict(tuned[entry]), "rows": rows[entry]}
+                for entry in entries
+            ],
+            "machine": machine(),
+        }
         (RESULTS / "strategies.json").write_text(json.dumps(saved))
-        (RESULTS / "strategies.md").write_text("\n".join(text))
-    print("\n".join(text))
+        (RESULTS / "strategies.md").write_text(text)
     return []

@@ -8,11 +8,9 @@ virtual time; ``compression`` measures it. Writes ``results/wire.json`` and ``wi
 
 import json
 import statistics
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 from benchmarks.harness import RESULTS, Result, machine
-from benchmarks.strategies import MNIST, SEEDS, WORKERS, run, spread
+from benchmarks.virtual import MNIST, SEEDS, WORKERS, Cells, run, spread
 from offbeat.lab.job import Job
 
 ROWS = (
@@ -41,8 +39,7 @@ def results(*, quick: bool = False) -> list[Result]:
         for strategy, wire in ROWS
         for seed in seeds
     ]
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        rows = list(pool.map(run, jobs))
+    rows = Cells.named("wire", run, quick=quick).rows(jobs)
     lines = [
         "# A lossy wire, simulated",
         "",

@@ -68,7 +68,11 @@ def test_selsync_by_hand() -> None:
     assert one("selsync:delta=0.3", lssr=0.9).step_seconds == pytest.approx(row.step_seconds)
     check(one("selsync:delta=0"), 0.1 + ROLL + MERGE, 56 + 100e6, 1, 1)
     check(one("selsync:delta=inf"), 0.1 + ROLL, 56, 1, math.inf)
-    check(one("selsync:target_lssr=0.9,max_interval=5"), 0.1 + ROLL + MERGE / 5, 56 + 20e6, 1, 5)
+    # The mean interval: a flag after k < 5 steps, or 5; each step has one with probability 0.1.
+    interval = sum(k * 0.1 * 0.9 ** (k - 1) for k in range(1, 5)) + 5 * 0.9**4
+    row = one("selsync:target_lssr=0.9,max_interval=5")
+    check(row, 0.1 + ROLL + MERGE / interval, 56 + 100e6 / interval, 1, interval)
+    check(one("selsync:delta=inf,max_interval=5"), 0.1 + ROLL + MERGE / 5, 56 + 20e6, 1, 5)
     check(  # the flags arrive during the next step; a mean waits for those of its own
         one("selsync:target_lssr=0.9,flags=deferred"), 0.1 + (ROLL + MERGE) / 10, 56 + 10e6, 1, 10
     )

@@ -221,12 +221,12 @@ def test_controller_reaches_the_target(target: float, workers: int, scale: float
     assert controller == ThresholdController(target, 0.3, 0)
     local, expected = 0, math.log(changed[0].mean().item())
     for i, each in enumerate(changed):
-        synced = bool(each.max() >= controller.delta)
-        controller.update(synced, each.mean().item())
+        fired = bool(each.max() >= controller.delta)
+        controller.update(fired, each.mean().item())
         if i:
-            expected += max(0.1, 2 / math.sqrt(i + 1)) * (synced - (1 - target))
+            expected += max(0.1, 2 / math.sqrt(i + 1)) * (fired - (1 - target))
         assert math.log(controller.delta) == pytest.approx(expected, abs=1e-9)
-        local += not synced
+        local += not fired
     assert local / len(changed) == pytest.approx(target, abs=0.02)
     quantile = changed.amax(1).quantile(target).item()
     assert abs(math.log(controller.delta / quantile)) < 1
@@ -234,12 +234,12 @@ def test_controller_reaches_the_target(target: float, workers: int, scale: float
 
 
 def test_controller_stays_bounded() -> None:
-    """Decisions that never change move δ to a bound, from where it comes back."""
-    for synced in (True, False):
+    """A trigger that never changes its mind moves δ to a bound, from where it comes back."""
+    for fired in (True, False):
         controller = ThresholdController(0.5, 0.3)
         for _ in range(5000):
-            controller.update(synced, 0.3)
+            controller.update(fired, 0.3)
         assert 1e-12 <= controller.delta <= 1e12
         extreme = controller.delta
-        controller.update(not synced, 0.3)
-        assert (controller.delta < extreme) == synced
+        controller.update(not fired, 0.3)
+        assert (controller.delta < extreme) == fired

@@ -110,37 +110,41 @@ class RelativeChange:
 
 @dataclass
 class ThresholdController:
-    """Moves the threshold δ so that a wanted share of the steps stays local.
+    """Moves the threshold δ so that it is reached at a wanted share of the steps.
 
-    **Update** after each step, with ``synced`` ∈ {0, 1} the decision that all workers share:
+    **Update** after each step, with ``fired`` ∈ {0, 1}: whether any worker's Δ reached δ:
 
         δ ← mean Δ                                               at the first finite Δ
-        log δ ← log δ + γ_i·(synced − (1 − target_lssr))         from then on
+        log δ ← log δ + γ_i·(fired − (1 − target_lssr))          from then on
         γ_i = max(0.1, 2/√i)
 
     This is the Robbins-Monro recursion for the quantile of the largest Δ among the workers, so it
-    needs no knowledge of their number. Because δ stays bounded, the share of local steps
-    converges to ``target_lssr`` at a rate 1/steps. δ is the same on all workers.
+    needs no knowledge of their number. Because δ stays bounded, the share of steps at which it
+    is not reached converges to ``target_lssr`` at a rate 1/steps. δ is the same on all workers.
+
+    It is told what the trigger says, never of a synchronization that something else forced: it
+    would take the forced ones for its own doing, raise δ at each, and find nothing above it for
+    thousands of steps.
 
     *State*: two numbers.
 
     Args:
-        target_lssr: Wanted local steps / all steps, in (0, 1).
+        target_lssr: Wanted share of steps at which the trigger does not fire, in (0, 1).
         delta: δ, the threshold until a finite Δ is known, > 0.
-        steps: i, how many decisions it has followed; 0 until a finite Δ is known.
+        steps: i, how many steps it has followed; 0 until a finite Δ is known.
     """
 
     target_lssr: float
-    delta: float
+    delta: float = 0.3
     steps: int = 0
 
-    def update(self, synced: bool, change: float) -> None:
-        """Take in this step's common decision and the mean Δ of the workers, 0 if none is known."""
+    def update(self, fired: bool, change: float) -> None:
+        """Take in whether any trigger fired, and the mean Δ of the workers, 0 if none is known."""
         if self.steps == 0:
             if change > 0:
                 self.delta, self.steps = change, 1
             return
         self.steps += 1
         gain = max(0.1, 2 / math.sqrt(self.steps))
-        self.delta *= math.exp(gain * (float(synced) - (1 - self.target_lssr)))
+        self.delta *= math.exp(gain * (float(fired) - (1 - self.target_lssr)))
         self.delta = min(max(self.delta, 1e-12), 1e12)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 COMMAND = (sys.executable, "-m", "offbeat.cli")
-LIMIT = 60.0  # seconds any process here may take
+LIMIT = 100.0  # seconds any process here may take
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if name not in TORCHRUN},

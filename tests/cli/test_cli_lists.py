@@ -48,12 +48,14 @@ def test_strategies_are_listed(call: Call, monkeypatch: pytest.MonkeyPatch, widt
     assert "name:setting=value" in out
     found = settings_in(out)
     assert list(found) == list(STRATEGIES)
+    chosen = {("selsync", "target_lssr"): 0.9}  # where nothing is given
     for name, kind in STRATEGIES.items():
         fields = dataclasses.fields(kind)
         assert len(found[name]) == len(fields)
         for one in fields:
             required = one.default is dataclasses.MISSING
-            shown = f"{one.name} (required)" if required else f"{one.name}={one.default}"
+            default = chosen.get((name, one.name), one.default)
+            shown = f"{one.name} (required)" if required else f"{one.name}={default}"
             assert str(range_of(one)) in found[name][shown]
 
 

@@ -14,8 +14,8 @@ import offbeat
 from cli.commands import COMMAND, Call, ended
 from offbeat import cli
 from offbeat.cli import runs
+from offbeat.lab.job import Job
 from offbeat.lab.recipes import RECIPES
-from offbeat.strategies import parse_strategy
 
 COMMANDS = ("train", "simulate", "compare", "plan", "probe", "recipes", "strategies")
 APP: Any = typer.main.get_command(cli.app)
@@ -54,12 +54,12 @@ def test_examples_of_the_help_are_accepted(command: str, call: Call) -> None:
         argv = words[words.index(command) + 1 :]
         told = APP.commands[command].make_context(command, argv).params
         recipe = told.get("recipe") or told.get("model")
-        assert recipe is None or recipe in RECIPES
-        if recipe is not None and "data" in told:
+        assert recipe in {None, "path/to/file.py", *RECIPES}
+        if recipe in RECIPES and "data" in told:
             assert (told["data"] is not None) == (RECIPES[recipe].needs_data is not None)
         texts = told.get("strategy") or ()
         for text in [texts] if isinstance(texts, str) else texts:
-            parse_strategy(text)
+            Job("digits").under(text).check_method()
         needs_torchrun = command == "probe" or bool(told.get("probe"))
         assert "torchrun" in words or not needs_torchrun
     if command == "compare":
@@ -89,7 +89,8 @@ def test_a_mistake_of_a_real_process() -> None:
     """``python -m offbeat.cli`` ends with 2 and prints one line."""
     code, out, err = ended(*COMMAND, "train", "nope")
     assert (code, out) == (2, "")
-    assert err == f"error: unknown recipe 'nope'; there are {', '.join(RECIPES)}\n"
+    assert err.startswith(f"error: unknown recipe 'nope'; there are {', '.join(RECIPES)}, and your")
+    assert err.count("\n") == 1
 
 
 def test_ctrl_c_is_told(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

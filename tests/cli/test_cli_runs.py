@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from offbeat.errors import OffbeatError
 from offbeat.lab import launch
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.events import Evaluation, Event
-from offbeat.lab.recipes import RECIPES
+from offbeat.lab.recipes import RECIPES, Setup, Task
 from offbeat.strategies import STRATEGIES
 from offbeat.units import parse_seconds
 from pages import code_on
@@ -53,7 +54,10 @@ def table(out: str) -> str:
 
 # A user's mistakes
 
-NO_RECIPE = f"unknown recipe 'nope'; there are {', '.join(RECIPES)}"
+NO_RECIPE = (
+    f"unknown recipe 'nope'; there are {', '.join(RECIPES)}, and your own as path/to/file.py or "
+    "path/to/file.py:NAME"
+)
 NO_STRATEGY = (
     f"unknown strategy 'nope'; there are {', '.join(sorted(STRATEGIES))}, and your own as "
     "package.module:Class or package.module:Class:setting=value"
@@ -121,6 +125,18 @@ def test_mistakes_in_a_job_are_one_line(
         ("train digits --bandwidth 0Mbit/s", ".*0Mbit/s.*"),
         ("compare digits -s bsp --bandwidth 5", "'5' is not a bandwidth; write .*"),
         ("compare digits -s bsp --seeds 0", "seeds must be at least 1, got 0"),
+        ("train digits --evaluations 0", "evaluations must be at least 1, got 0"),
+        (
+            "train digits -s downpour --optimizer-state average",
+            'optimizer_state="average" with downpour: .*',
+        ),
+        ("train nope.py", "looked for the recipe nope.py in nope.py, which does not exist"),
+        (
+            "compare digits -s bsp -s easgd --wire int8",
+            "wire='int8': EASGD pushes .*; an option for some strategies only goes with them, "
+            "as in -s 'local:period=8 --wire int8'",
+        ),
+        ("compare digits -s bsp -s nope --wire int8", NO_STRATEGY),
         ("compare nope -s bsp --simulate", NO_RECIPE),
     ],
 )
@@ -170,6 +186,18 @@ def test_torchrun_has_its_own_links(idle_call: Call, monkeypatch: pytest.MonkeyP
     assert re.fullmatch("error: --bandwidth .*\n", err)
 
 
+@pytest.mark.parametrize("argv", ["simulate digits", "compare digits -s bsp --simulate"])
+def test_torchrun_has_real_workers(
+    argv: str, idle_call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A simulation in each of its processes would be as many simulations."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, out, err = idle_call(*argv.split())
+    assert (code, out) == (2, "")
+    assert re.fullmatch("error: .* simulates all workers in one process: start it .*\n", err)
+
+
 # Worker processes
 
 
@@ -196,14 +224,16 @@ def test_train_joins_torchrun() -> None:
     code, out, err = ended(
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         *("-m", "offbeat.cli", "train", "digits", "-s", "selsync:delta=0.3", "--workers", "7"),
-        *("--epochs", "0.2"),
+        *("--epochs", "0.2", "--evaluations", "5"),
     )
     assert code == 0, err
     assert "Traceback" not in err
     lines = out.splitlines()
-    steps = [int(line.split()[1]) for line in lines if line.startswith("step ")]
+    told = "selsync:delta=0.3  step "
+    steps = [int(line.split()[2]) for line in lines if line.startswith(told)]
     assert steps == list(range(1, 6))
     assert sum("LSSR" in line for line in lines) == 1
+    assert re.search(r"2 workers \(real processes\), torchrun, gloo", one_line(out))
 
 
 @needs_namespaces
@@ -398,6 +428,24 @@ def test_compare(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert ON_PLACE in one_line(title)
     assert axis == "training seconds (simulated)"
     assert (folder / "plot.png").read_bytes().startswith(PNG)
+
+
+def test_a_recipe_is_built_once_to_be_checked(
+    idle_call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many strategies are compared: it may take long to read the data."""
+    built: list[Setup] = []
+    digits = RECIPES["digits"]
+
+    def build(setup: Setup) -> Task:
+        built.append(setup)
+        return digits.build(setup)
+
+    monkeypatch.setitem(RECIPES, "digits", replace(digits, build=build))
+    argv = "-s bsp -s local:period=8 -s nope"
+    code, _, err = idle_call("compare", "digits", *argv.split())
+    assert (code, err) == (2, f"error: {NO_STRATEGY}\n")
+    assert len(built) == 1
 
 
 def test_what_is_printed_is_what_is_written(call: Call, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -57,10 +57,30 @@ def test_every_worker_sends_about_equally_often() -> None:
 
 @given(st.integers(1, 500), fractions, fractions, st.integers(1, 64))
 def test_equation_3(b: int, alpha: str, beta: str, n: int) -> None:
-    """b' = ⌊b / (1 + αβN)⌋ in exact arithmetic, at least 1."""
+    """b' = b / (1 + αβN), in exact arithmetic, rounded to nearest, a half up; at least 1."""
     exact = Fraction(b) / (1 + Fraction(alpha) * Fraction(beta) * n)
     own = injected_batch_size(b, float(alpha), float(beta), n)
-    assert own == max(1, exact.numerator // exact.denominator)
+    assert own == max(1, math.floor(exact + Fraction(1, 2)))
+
+
+@pytest.mark.parametrize(("fraction", "own"), [(0.5, 11), (0.75, 6)])
+def test_equation_3_gives_the_own_batches_of_the_paper(fraction: float, own: int) -> None:
+    """With b = 32 and 8 workers, α = β: 32/3 is 11 and 32/5.5 is 6."""
+    assert injected_batch_size(32, fraction, fraction, 8) == own
+
+
+@given(st.integers(1, 500), fractions, fractions, st.integers(1, 64))
+def test_an_injected_batch_holds_about_b(b: int, alpha: str, beta: str, n: int) -> None:
+    """Within what rounding b', S and k can do to b' + S·k, of whatever b, α, β and N."""
+    a, share = Fraction(alpha), Fraction(beta)
+    own = injected_batch_size(b, float(alpha), float(beta), n)
+    given_by_each = samples_given(own, float(beta))
+    assume(2 * b >= 1 + a * share * n)  # else b' would be 0
+    assume(2 * share * own >= 1)  # else k would be 0
+    senders = len(draw_senders(0, (0, 0), n, float(alpha)))
+    over = own + senders * given_by_each - b
+    rounding = (1 + a * share * n) / 2 + Fraction(senders, 2)
+    assert -rounding <= over <= rounding + (senders - a * n) * share * own
 
 
 @given(st.integers(1, 100), fractions)

@@ -190,6 +190,70 @@ def test_the_rule_decides_what_a_push_does(world: World) -> None:
         torch.testing.assert_close(end, before, rtol=0, atol=1e-15)
 
 
+@every_world
+def test_a_request_beside_the_training(world: World) -> None:
+    """It ends by itself, its answer is taken once, and its bytes count like any other's."""
+
+    def work(team: Team) -> Any:
+        account = team.account
+        server = ParameterServer(team, torch.zeros(6, dtype=torch.float64))
+        counts, taken = [], []
+        for kind in ("push", "push_pull", "pull"):
+            assert server.free
+            server.values.fill_(1.0)
+            before = account.payload_bytes
+            server.begin(kind)
+            counts.append(account.payload_bytes - before)
+            answer = server.take(wait=True)
+            assert answer is not None
+            assert server.free
+            assert server.take(wait=True) is None
+            taken.append(server.values[0].item())
+        server.arrive()
+        end = server.look().tolist()
+        server.arrive()
+        server.leave()
+        return counts, taken, end, server.pulled_bytes
+
+    results = world(on_team(work))
+    size = len(results)
+    header, values = 7 * 8 * (size - 1), 8 * 6 * (size - 1) // size
+    for counts, taken, end, pulled in results:
+        assert counts == [header + values, header + values, header]
+        assert 2 <= taken[1] <= taken[2] <= 2 * size, "its own two pushes at least"
+        assert end == [2.0 * size] * 6
+        assert pulled == 2 * values, "a look does not count"
+
+
+@worlds_of_several
+def test_a_meeting_answers_what_was_begun(world: World) -> None:
+    """Rank 0 waits for a clock that the others never reach; it is told the slowest there is."""
+
+    def work(team: Team) -> Any:
+        server = ParameterServer(team, torch.zeros(3, dtype=torch.float64))
+        server.values.fill_(1.0)
+        clock = 9 if team.rank == 0 else 2 + team.rank
+        server.begin("push_pull", clock=clock, least=9 if team.rank == 0 else 0)
+        if team.rank > 0:
+            server.settle()
+        barrier(team)
+        met = server.arrive()
+        answer = server.take()
+        barrier(team)
+        server.settle(now=True)  # nothing is under way: nothing happens
+        server.begin("pull", least=100)
+        server.settle(now=True)
+        again = server.take()
+        server.arrive()
+        server.leave()
+        return met, None if answer is None else answer.clock, again is not None
+
+    for rank, (met, clock, again) in enumerate(world(on_team(work))):
+        assert met == 3
+        assert again
+        assert clock == 3 if rank == 0 else clock is not None and clock <= 3
+
+
 @worlds_of_several
 def test_bytes_are_counted_where_they_are_sent(world: World) -> None:
     """A push counts header and values for other ranks; a pull its header, and what it brings."""
@@ -399,7 +463,7 @@ def test_leaving_ends_the_threads() -> None:
         assert names == [(2 if rank < 2 else 0, [])] * 2
 
 
-def wait_in_vain(rank: int, size: int, dies: bool) -> Any:
+def wait_in_vain(rank: int, size: int, dies: bool, beside: bool) -> Any:
     team = Team(TorchCommunicator(None, timeout_seconds=0.3, health_seconds=0.6))
     server = ParameterServer(team, torch.zeros(6))
     server.stage().fill_(1.0)
@@ -412,7 +476,11 @@ def wait_in_vain(rank: int, size: int, dies: bool) -> Any:
         started = time.perf_counter()
         try:
             server.stage().fill_(1.0)
-            server.push_pull(clock=2, least=2).wait()
+            if beside:
+                server.begin("push_pull", clock=2, least=2)
+                server.take(wait=True)
+            else:
+                server.push_pull(clock=2, least=2).wait()
         except offbeat.CommunicationError as error:
             text, seconds = f"{type(error).__name__}: {error}", time.perf_counter() - started
     meet("all have seen it", [0, 2] if dies else [0, 1, 2])
@@ -421,21 +489,24 @@ def wait_in_vain(rank: int, size: int, dies: bool) -> Any:
     return text, seconds, alive
 
 
-def test_a_pull_that_waits_in_vain_names_who_keeps_it_waiting() -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_pull_that_waits_in_vain_names_who_keeps_it_waiting(beside: bool) -> None:
     """Pitfall 19: in finite time, with the knob to turn; alive but stuck; close() ends threads."""
-    results = run(wait_in_vain, False, workers=3)
+    results = run(wait_in_vain, False, beside, workers=3)
     assert [alive for *_, alive in results] == [[], [], []]
     for rank in (0, 2):
         text, seconds, _ = results[rank]
         assert text.startswith(f"CommunicationTimeout: rank {rank}: "), text
+        assert "push_pull at" in text
         assert "timeout_seconds=0.3" in text
         assert "no answer from rank 1, busy elsewhere or stuck" in text
         assert 0.28 <= seconds < 8
 
 
-def test_a_dead_worker_is_named_at_once() -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_dead_worker_is_named_at_once(beside: bool) -> None:
     """Long before the others' clocks would time out; close() ends the threads."""
-    results = run(wait_in_vain, True, workers=3, may_die=(1,))
+    results = run(wait_in_vain, True, beside, workers=3, may_die=(1,))
     for rank in (0, 2):
         text, seconds, alive = results[rank]
         assert text.startswith("CommunicationError: "), text

@@ -91,6 +91,20 @@ def test_a_waiting_pull_downloads_when_it_is_answered() -> None:
     assert desk.shard.staleness == {0: 2, 1: 2}
 
 
+def test_who_does_not_wait_any_more_is_answered_at_once() -> None:
+    """By a release, or by its arrival at a meeting; the others' requests go on waiting."""
+    desk = Desk()
+    desk.ask("push", "push", 0, 1.0, clock=4)
+    desk.ask("0 waits", "push_pull", 0, 10.0, clock=5, least=3)
+    desk.ask("1 waits", "pull", 1, least=3)
+    desk.ask("2 waits", "clock", 2, least=3)
+    assert desk.answers == []
+    assert desk.ask("release", "release", 0) == ["0 waits"]
+    assert desk.ask("arrival", "arrive", 2, seen=99) == ["0 waits", "2 waits"]
+    assert desk.answers == [("0 waits", 0, [11.0, 11.0]), ("2 waits", 0, None)]
+    assert desk.ask("clock", "push", 1, 0.0, clock=3)[2:] == ["1 waits", "arrival"]
+
+
 # -- meetings --------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """Tiny stand-ins for public data sets, in their real formats."""
 
+import gzip
 import io
 import struct
 from pathlib import Path
@@ -95,8 +96,26 @@ def write_text(folder: Path, *, lines: int = 60) -> Path:
     """Text as WikiText has it, lines of 12 words out of 15, always in the same order."""
     folder.mkdir(parents=True, exist_ok=True)
     words = [*"abcdefghijk", "<unk>", "=", ",", "."]
-    for split, count in (("train", lines), ("valid", lines // 3)):
+    for split, count in (("train", lines), ("test", lines // 3)):
         turns = [words[i % 15 :] + words[: i % 15] for i in range(count)]
         text = "".join(f" {' '.join(line[:12])} \n" for line in turns)
         (folder / f"wiki.{split}.tokens").write_text(text, encoding="utf-8")
+    return folder
+
+
+def write_idx(path: Path, values: np.ndarray) -> None:
+    """An IDX file of bytes, gzipped if its name says so."""
+    shape = struct.pack(f">{values.ndim}I", *values.shape)
+    data = b"\0\0\x08" + bytes([values.ndim]) + shape + values.astype(np.uint8).tobytes()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+
+
+def write_idx_files(folder: Path, *, train: int, test: int) -> Path:
+    """MNIST's four files, half of them gzipped; an image's grey is 25 times its label."""
+    generator = np.random.default_rng(0)
+    for kind, count, end in (("train", train, ".gz"), ("t10k", test, "")):
+        labels = generator.integers(10, size=count)
+        images = np.broadcast_to(25 * labels[:, None, None], (count, 28, 28))
+        write_idx(folder / f"{kind}-images-idx3-ubyte{end}", images)
+        write_idx(folder / f"{kind}-labels-idx1-ubyte{end}", labels)
     return folder

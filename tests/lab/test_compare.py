@@ -11,13 +11,13 @@ from offbeat import Stats
 from offbeat.errors import OffbeatError
 from offbeat.lab import compare as lab
 from offbeat.lab import report
-from offbeat.lab.events import End, Evaluation, Event, Start
+from offbeat.lab.events import Chosen, End, Evaluation, Event, Start
 from offbeat.lab.job import Job
 from offbeat.lab.places import Loopback, Place
 from offbeat.lab.results import Result, read_results
 
 STRATEGIES = ("bsp", "local:period=4")
-JOB = Job("digits", "bsp", 2, epochs=0.5, seed=5)
+JOB = Job("digits", "bsp", 2, epochs=0.5, seed=5, evaluations=24)
 STEPS = 12  # half of 1437 images, by 2 workers with batches of 32
 
 
@@ -135,6 +135,54 @@ def test_results_come_again(compared: Compared) -> None:
 
 
 # Without processes: events written by hand
+
+
+class Choosing(Loopback):
+    """Where a run whose evaluations are not set chooses 5."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+
+    def run(self, job: Job, on_event: Callable[[Event], None]) -> None:
+        self.jobs.append(job)
+        on_event(Start(1, 4))
+        if job.evaluations is None:
+            on_event(Chosen(5, 2.0))
+        on_event(Evaluation(1, 0.5, 0.5, {}))
+        on_event(End((Stats(),)))
+
+
+def test_the_first_run_chooses_how_often_all_evaluate(tmp_path: Path) -> None:
+    """So that the curves have the same steps; each result says how often it was."""
+    place = Choosing()
+    results = compare(place, tmp_path, seeds=2)
+    assert [job.evaluations for job in place.jobs] == [None, 5, 5, 5]
+    assert [one.job.evaluations for one in results] == [5] * 4
+
+
+def test_a_strategy_has_options_of_its_own(tmp_path: Path) -> None:
+    """They change its runs alone, and the results keep them."""
+    place = Choosing()
+    results = lab.compare(
+        Job("digits", "bsp", 2, wire="bfloat16"),
+        ("bsp", "local:period=8 --wire int8 --lr-scale 2", "local:period=8 --sampler=defdp"),
+        place=place,
+        output=tmp_path,
+        on_start=ignore,
+        on_event=ignore,
+    )
+    told = [(job.strategy, job.wire, job.lr_scale, job.sampler) for job in place.jobs]
+    assert told == [
+        ("bsp", "bfloat16", 1.0, "seldp"),
+        ("local:period=8", "int8", 2.0, "seldp"),
+        ("local:period=8", "bfloat16", 1.0, "defdp"),
+    ]
+    assert [one.label for one in results] == [
+        "bsp --wire bfloat16",
+        "local:period=8 --lr-scale 2 --wire int8",
+        "local:period=8 --sampler defdp --wire bfloat16",
+    ]
+    assert read_results(tmp_path / "results.jsonl") == results
 
 
 class Nowhere(Loopback):

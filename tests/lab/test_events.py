@@ -5,7 +5,17 @@ import json
 import pytest
 
 from offbeat import Stats
-from offbeat.lab.events import End, Evaluation, Event, Start, Step, from_json, to_json
+from offbeat.lab.events import (
+    Chosen,
+    End,
+    Evaluation,
+    Event,
+    Start,
+    Step,
+    Waiting,
+    from_json,
+    to_json,
+)
 
 STATS = Stats(4, 1, 8, 0.5, 1.5, details={"flags": 2})
 LINES: list[tuple[Event, dict[str, object]]] = [
@@ -18,6 +28,8 @@ LINES: list[tuple[Event, dict[str, object]]] = [
             **{"metric": 0.75, "metrics": {"accuracy": 0.75, "loss": 1.5}},
         },
     ),
+    (Waiting("evaluating"), {"event": "waiting", "what": "evaluating"}),
+    (Chosen(6, 1.5), {"event": "chosen", "evaluations": 6, "seconds": 1.5}),
     (
         End((STATS,)),
         {

@@ -1,34 +1,20 @@
 """Recipes: the same everywhere, honest splits, clear errors."""
 
-import gzip
-import struct
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
+from lab.standins import write_idx_files
 from offbeat.lab.recipes import RECIPES, Setup, digits, find_recipe, mnist, stdlib_lm
 
 REAL_MNIST = Path(__file__).parents[3] / "shared" / "data" / "mnist"
 
 
-def write_idx(path: Path, values: Tensor) -> None:
-    header = b"\0\0\x08" + bytes([values.dim()]) + struct.pack(f">{values.dim()}I", *values.shape)
-    data = header + values.to(torch.uint8).numpy().tobytes()
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
-
-
 @pytest.fixture
 def idx(tmp_path: Path) -> Path:
-    """A tiny data set in the format of MNIST: half of the files gzipped."""
-    generator = torch.Generator().manual_seed(0)
-    for kind, count, end in (("train", 640, ".gz"), ("t10k", 100, "")):
-        labels = torch.randint(10, (count,), generator=generator)
-        images = 25 * labels[:, None, None].expand(count, 28, 28)
-        write_idx(tmp_path / f"{kind}-images-idx3-ubyte{end}", images)
-        write_idx(tmp_path / f"{kind}-labels-idx1-ubyte{end}", labels)
-    return tmp_path
+    """A tiny data set in the format of MNIST."""
+    return write_idx_files(tmp_path, train=640, test=100)
 
 
 @pytest.mark.parametrize("name", ["digits", "stdlib-lm"])
@@ -193,5 +179,6 @@ def test_real_mnist_is_read() -> None:
 
 
 def test_unknown_recipe() -> None:
-    with pytest.raises(ValueError, match=f"unknown recipe 'digit'; there are {', '.join(RECIPES)}"):
+    there = f"unknown recipe 'digit'; there are {', '.join(RECIPES)}, and your own as path/to/"
+    with pytest.raises(ValueError, match=there):
         find_recipe("digit")

@@ -380,14 +380,14 @@ def test_windows_predict_every_word_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [("wiki.train.tokens", "wiki.valid.tokens"), ("train.txt", "valid.txt")]
+    "names", [("wiki.train.tokens", "wiki.test.tokens"), ("train.txt", "test.txt")]
 )
 def test_text_has_either_name(tmp_path: Path, names: tuple[str, str]) -> None:
     write_text(tmp_path)
-    for old, new in zip(("wiki.train.tokens", "wiki.valid.tokens"), names, strict=True):
+    for old, new in zip(("wiki.train.tokens", "wiki.test.tokens"), names, strict=True):
         (tmp_path / old).rename(tmp_path / new)
-    train, valid, words = wikitext.load(tmp_path)
-    assert (len(train), len(valid), words) == (60 * 13 // 35, 20 * 13 // 35, 16)
+    train, test, words = wikitext.load(tmp_path)
+    assert (len(train), len(test), words) == (60 * 13 // 35, 20 * 13 // 35, 16)
 
 
 def test_wikitext_names_what_it_looked_for(tmp_path: Path) -> None:
@@ -396,14 +396,14 @@ def test_wikitext_names_what_it_looked_for(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=f"{tmp_path}/x, which does not exist"):
         wikitext.load(tmp_path / "x")
     write_text(tmp_path)
-    (tmp_path / "wiki.valid.tokens").unlink()
-    with pytest.raises(FileNotFoundError, match=r"wiki\.valid\.tokens or valid\.txt in .* neither"):
+    (tmp_path / "wiki.test.tokens").unlink()
+    with pytest.raises(FileNotFoundError, match=r"wiki\.test\.tokens or test\.txt in .* neither"):
         wikitext.load(tmp_path)
-    (tmp_path / "valid.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"valid\.txt is not UTF-8 text"):
+    (tmp_path / "test.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"test\.txt is not UTF-8 text"):
         wikitext.load(tmp_path)
-    (tmp_path / "valid.txt").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"valid\.txt is empty"):
+    (tmp_path / "test.txt").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"test\.txt is empty"):
         wikitext.load(tmp_path)
 
 

@@ -16,13 +16,13 @@ from offbeat.lab.recipes import RECIPES, Setup, Task, find_recipe, imagenet
 from offbeat.lab.recipes.base import TensorData, accuracy, decay_at, decay_every
 from offbeat.lab.recipes.googlenet import googlenet
 from offbeat.lab.recipes.plain_cnns import alexnet, small_cnn, vgg11
-from offbeat.lab.recipes.resnet import resnet18, resnet101
+from offbeat.lab.recipes.resnet import resnet18, resnet50, resnet101
 from offbeat.lab.recipes.word_transformer import WordTransformer
 from offbeat.lab.samplers import Batches, make_sampler
 from offbeat.lab.train import choose_backend
 
 # With another head for another number of classes, as published for the 1000 of ImageNet: 11,689,512
-# and 44,549,160 in torchvision, whose first layer has 7×7 weights in place of 3×3.
+# or 25,557,032 or 44,549,160 in torchvision, whose first layer has 7×7 weights in place of 3×3.
 STEM = 3 * 64 * (49 - 9)
 
 
@@ -31,6 +31,8 @@ STEM = 3 * 64 * (49 - 9)
     [
         (lambda: resnet18(1000), 11_689_512 - STEM),
         (lambda: resnet18(10), 11_173_962),
+        (lambda: resnet50(1000), 25_557_032 - STEM),
+        (lambda: resnet50(10), 23_520_842),
         (lambda: resnet101(1000), 44_549_160 - STEM),
         (lambda: resnet101(10), 42_512_970),
         (lambda: vgg11(1000), 132_863_336),
@@ -64,6 +66,7 @@ def test_sizes_of_the_docstrings() -> None:
     ("make", "size"),
     [
         (lambda: resnet18(10), 32),
+        (lambda: resnet50(10), 32),
         (lambda: resnet101(10), 32),
         (lambda: vgg11(100), 32),
         (lambda: small_cnn(10), 32),
@@ -202,6 +205,7 @@ PAPERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, object]]] = {
 ON_FILES = [name for name in RECIPES if RECIPES[name].needs_data and name != "mnist:cnn"]
 
 
+@pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("name", ON_FILES)
 def test_a_step_of_the_recipe(name: str, data: Path) -> None:
     """Built from files, with the paper's settings, it takes a step on two samples and evaluates."""
@@ -227,6 +231,7 @@ def test_a_step_of_the_recipe(name: str, data: Path) -> None:
     assert torch.equal(torch.get_rng_state(), state), "how often one evaluates changes no run"
 
 
+@pytest.mark.usefixtures("narrow")
 def test_steps_cover_the_epochs(data: Path) -> None:
     """The paper's decay falls inside of the run: the last rate is a hundredth of the first."""
     one, sixteen = build("cifar10:cnn", data), build("cifar10:cnn", data, workers=16)
@@ -248,12 +253,24 @@ def test_classes_follow_the_folders(data: Path) -> None:
     assert 0 <= metrics["top-1 accuracy"] <= 1
 
 
+@pytest.mark.usefixtures("narrow")
+def test_folders_are_partitioned_without_reading_an_image(tmp_path: Path) -> None:
+    """The folder is the label: a part for each worker, of files that are no images at all."""
+    write_images(tmp_path, side=64, a_class=4)
+    for path in tmp_path.glob("train/*/*.JPEG"):
+        path.write_bytes(b"no image")
+    job = Job("imagenet:alexnet", "bsp", 2, data=str(tmp_path), partition="label:1")
+    task = job.check()
+    read = [set(job.sampler_for(task, rank)) for rank in range(2)]
+    assert sorted(map(sorted, read)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
 def test_perplexity_of_a_uniform_guess_is_the_vocabulary(data: Path) -> None:
     """exp of the mean loss: with all logits alike, the number of words."""
     task = build("wikitext:transformer", data)
     nn.init.zeros_(task.model.head.weight)
     words = task.model.head.out_features
-    assert task.evaluate(task.model)["validation perplexity"] == pytest.approx(words)
+    assert task.evaluate(task.model)["test perplexity"] == pytest.approx(words)
     assert task.clip_norm == 2.0
 
 
@@ -267,7 +284,7 @@ def test_the_transformer_learns(data: Path) -> None:
         nn.utils.clip_grad_norm_(task.model.parameters(), task.clip_norm)
         task.optimizer.step()
         task.optimizer.zero_grad()
-    assert task.evaluate(task.model)["validation perplexity"] < 0.5 * task.model.head.out_features
+    assert task.evaluate(task.model)["test perplexity"] < 0.5 * task.model.head.out_features
 
 
 def test_accuracies_count_the_likeliest() -> None:
@@ -315,4 +332,4 @@ def test_two_processes_train_from_files(data: Path) -> None:
     """The whole of it: two workers train the transformer, clipped, and tell their perplexity."""
     job = Job("wikitext:transformer", "bsp", 2, epochs=1, data=str(data), evaluations=1)
     result = run_and_record(job, lambda event: None, Loopback())
-    assert 1 < result.final == result.final_metrics["validation perplexity"] < math.inf
+    assert 1 < result.final == result.final_metrics["test perplexity"] < math.inf

@@ -44,7 +44,7 @@ def make(
         Stats(steps=4, syncs=1, payload_bytes=sent[1], wait_seconds=3, compute_seconds=7),
     )
     return Result(
-        job=Job(recipe, strategy, 2, seed=seed),
+        job=Job(recipe, "bsp", 2, seed=seed).under(strategy),
         metric=found.metric,
         higher_is_better=found.higher_is_better,
         target=found.target,
@@ -93,6 +93,41 @@ def test_columns_are_means_over_the_workers() -> None:
     assert cell([one], "LSSR") == "0.50"
     assert cell([one], "idle") == "20 %"
     assert cell([one], "sent per worker") == "2.0 MB"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shown"),
+    [
+        ("local:period=2", "0.50"),
+        ("selsync:delta=0.3 --wire int8", "0.50"),
+        ("own.module:Strategy", "0.50"),
+        ("ssp:staleness=3", "-"),
+        ("downpour", "-"),
+        ("easgd:period=2", "-"),
+        ("async:staleness=4 --wire int8", "-"),
+    ],
+)
+def test_lssr_is_shown_where_workers_meet(strategy: str, shown: str) -> None:
+    """Where no step is either local or a synchronization, the share of local steps is none."""
+    assert cell([make(strategy, [(1, 0.9)])], "LSSR") == shown
+
+
+def test_a_row_is_a_strategy_with_its_options() -> None:
+    """One strategy with different options: a row each, and a line and its name in all tables."""
+    runs = [make(text, [(1, 0.9)]) for text in ("bsp", "bsp --wire int8", "bsp --lr-scale 2")]
+    assert [row[0] for row in rows(runs)] == ["bsp", "bsp --wire int8", "bsp --lr-scale 2"]
+    assert "--wire" not in report.caption(runs)
+    assert [*report.groups([*runs, make("bsp", [(1, 0.9)], seed=1)])] == [one.label for one in runs]
+    assert runs[1].to_dict()["label"] == "bsp --wire int8"
+    assert runs[1].to_dict()["job"]["wire"] == "int8"
+
+
+def test_options_of_all_are_in_the_caption() -> None:
+    """Once, and not in each row."""
+    both = ("bsp --wire int8", "local:period=2 --lr-scale 2 --wire int8")
+    runs = [make(text, [(1, 0.9)]) for text in both]
+    assert [row[0] for row in rows(runs)] == ["bsp", "local:period=2 --lr-scale 2"]
+    assert report.caption(runs).endswith(", 1 seed, --wire int8")
 
 
 def test_speed_up_is_against_the_first_row() -> None:

@@ -1,18 +1,29 @@
 """Who reads what in a job: samplers, partitions, injection, and the factor on the learning rate."""
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    CosineAnnealingLR,
+    ExponentialLR,
+    LambdaLR,
+    OneCycleLR,
+    PolynomialLR,
+    SequentialLR,
+)
+from torch.utils.data import Dataset, Subset, TensorDataset
 
-from offbeat import Compute, Network
+from offbeat import Compute, LinearScalingWarmup, Network
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.job import Job
 from offbeat.lab.places import VirtualCluster
-from offbeat.lab.recipes import Setup, Task, find_recipe
-from offbeat.lab.recipes.base import TensorData
+from offbeat.lab.recipes import Task
+from offbeat.lab.recipes.base import Batch, HeldOut, Samples, TensorData, as_samples
 from offbeat.lab.results import Result
 from offbeat.lab.samplers import Batches, make_partition, make_sampler, parse_injection
 
@@ -30,7 +41,7 @@ def task(samples: int = 60, steps: int = 7) -> Task:
         batch_size=4,
         steps=steps,
         loss=lambda model, batch: model(batch[0]).mean(),
-        evaluate=lambda model: {"nothing": 0.0},
+        evaluate=HeldOut(TensorData(numbers), lambda model, batch: {"nothing": 0.0 * batch[0]}),
     )
 
 
@@ -133,17 +144,100 @@ def test_injection_helps_workers_with_one_kind_of_data() -> None:
     assert mixed.final > apart.final
 
 
-def test_the_learning_rate_is_scaled_in_all_of_its_schedule() -> None:
-    """Every step uses the recipe's learning rate times the factor."""
-    from offbeat.lab import train
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),  # from the first rate
+        lambda optimizer: CosineAnnealingLR(optimizer, 8, eta_min=0.1),  # from the one before
+        lambda optimizer: OneCycleLR(optimizer, 0.4, total_steps=11),  # sets momentum, too
+        lambda optimizer: ChainedScheduler(
+            [
+                LinearScalingWarmup(optimizer, workers=4, warmup_steps=3),
+                PolynomialLR(optimizer, 10, 0.5),
+            ]
+        ),
+        lambda optimizer: SequentialLR(
+            optimizer, [ConstantLR(optimizer, 0.5, 4), ExponentialLR(optimizer, 0.9)], [4]
+        ),
+    ],
+)
+def test_the_learning_rate_is_scaled_in_all_of_its_schedule(schedule: Any) -> None:
+    """Every step uses the rate of the schedule times the factor, whatever kind of schedule it is.
 
+    The rate of a chained one is a product of two.
+    """
     rates = []
     for factor in (1.0, 0.5):
-        one = find_recipe("digits").build(Setup(2, 1))
-        train._scale_lr(one, factor)
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.4)
+        one = replace(task(), model=model, optimizer=optimizer, scheduler=schedule(optimizer))
         rates.append([])
         for _ in range(10):
-            rates[-1].append(one.optimizer.param_groups[0]["lr"])
-            one.optimizer.step()
-            one.scheduler.step()
-    assert rates[1] == pytest.approx([0.5 * rate for rate in rates[0]])
+            with one.scaled_lr(factor):
+                rates[-1].append(one.optimizer.param_groups[0]["lr"])
+                one.optimizer.step()
+            one.advance()
+    assert len(set(rates[0])) > 1
+    assert rates[1] == pytest.approx([0.5 * rate for rate in rates[0]], rel=1e-15)
+
+
+class Read(Samples):
+    """Samples that tell how many were read."""
+
+    def __init__(self, labels: list[int]) -> None:
+        self.labels, self.read = torch.tensor(labels), 0
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batch(self, indices: list[int]) -> Batch:
+        self.read += len(indices)
+        return torch.zeros(len(indices), 1), self.labels[indices]
+
+
+def test_a_partition_reads_no_sample() -> None:
+    """Data that are decoded when they are read, such as images, tell their labels before."""
+    samples = Read([i % 6 for i in range(60)])
+    parts = make_partition("label:2", replace(task(), dataset=samples), 3, seed=1)
+    assert [len({i % 6 for i in part.tolist()}) for part in parts] == [2, 2, 2]
+    assert samples.read == 0
+
+
+NUMBERS = torch.arange(12)
+
+
+class Named(Dataset[Any]):
+    """As torchvision's data sets."""
+
+    targets: ClassVar[list[int]] = [i % 3 for i in range(12)]
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.full((2,), float(index)), self.targets[index]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "labels"),
+    [
+        (TensorDataset(NUMBERS, NUMBERS % 3), [i % 3 for i in range(12)]),
+        (Subset(TensorDataset(NUMBERS, NUMBERS % 3), [5, 4, 3]), [2, 1, 0]),
+        (Subset(Subset(Named(), [7, 6, 5, 4]), [0, 3]), [1, 1]),
+        (Named(), [i % 3 for i in range(12)]),
+        (TensorDataset(NUMBERS), None),
+    ],
+)
+def test_labels_of_ordinary_data_sets(dataset: Dataset[Any], labels: list[int] | None) -> None:
+    """Torch's own and torchvision's tell them, parts of them too."""
+    found = as_samples(dataset).labels
+    assert (None if found is None else found.tolist()) == labels
+
+
+def test_ordinary_data_sets_give_batches() -> None:
+    """Items are stacked as by a ``DataLoader``, in the order asked for."""
+    inputs, labels = as_samples(Named()).batch([4, 2])
+    assert inputs.tolist() == [[4.0, 4.0], [2.0, 2.0]]
+    assert labels.tolist() == [1, 2]
+    (numbers,) = as_samples(TensorDataset(NUMBERS))[[3, 1]]
+    assert numbers.tolist() == [3, 1]

@@ -380,18 +380,22 @@ def test_parameters_are_a_fixed_list_sorted_by_name() -> None:
 
 
 def test_buffers_are_told_apart_by_dtype() -> None:
-    """Pitfall 8: floats are averaged, integers take a maximum, bools do neither."""
+    """Pitfall 8: floats and complex are averaged, counters take a maximum, others do neither."""
     model = Model()
+    model.register_buffer("phase", torch.ones(2, dtype=torch.complex64))
+    model.register_buffer("packed", torch.ones(2, dtype=torch.uint8))
     replica = replica_of(model)
     floats, integers = replica.float_buffers(), replica.integer_buffers()
     assert {id(b) for b in floats} == {
         id(model.norm.running_mean),
         id(model.norm.running_var),
         id(model.plain),
+        id(model.phase),
     }
     assert [id(b) for b in integers] == [id(model.norm.num_batches_tracked)]
-    assert len(replica.averaged()) == 7 + 3
-    assert len(replica.everything()) == 7 + 1 + 5
+    assert [id(b) for b in replica.other_buffers()] == [id(model.flags), id(model.packed)]
+    assert len(replica.averaged()) == 7 + 4
+    assert len(replica.everything()) == 7 + 1 + 7
 
 
 def test_describe_tells_shape_dtype_and_role_of_every_tensor() -> None:
@@ -416,6 +420,7 @@ def test_snapshot_and_restore_keep_bits_and_storage() -> None:
     with torch.no_grad():
         for tensor in [*replica.averaged(), *replica.integer_buffers()]:
             tensor.add_(5)
+        model.flags.logical_not_()
     replica.restore(taken)
     for tensor, value in zip(tensors, before, strict=True):
         assert torch.equal(tensor, value)

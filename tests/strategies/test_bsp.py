@@ -1,6 +1,6 @@
 """BSP against one worker that computes the mean of all gradients itself."""
 
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import pytest
@@ -311,3 +311,101 @@ def test_uneven_counts_average_those_still_stepping() -> None:
 
 def gradients_of(model: nn.Module, rank: int, step: int) -> list[Tensor]:
     return list(torch.autograd.grad(loss_of(model, make_batch(rank, step)), model.parameters()))
+
+
+class Words(nn.Module):
+    """An embedding with sparse gradients, and a layer without."""
+
+    def __init__(self, seed: int, rows: int = 9) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.table = nn.Embedding(rows, 3, sparse=True, dtype=torch.float64)
+        self.head = nn.Linear(3, 1, dtype=torch.float64)
+
+    def forward(self, words: Tensor | None) -> Tensor:
+        return self.head(torch.ones(1, 3).double() if words is None else self.table(words)).sum()
+
+
+def words_of(rank: int, step: int) -> Tensor | None:
+    """Some words twice; rank 1 has none at some steps, so its table has no gradient there."""
+    if rank == 1 and step % 3 == 1:
+        return None
+    return torch.randint(0, 7, (4,), generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def optimizers_of(model: Words) -> list[torch.optim.Optimizer]:
+    return [
+        torch.optim.SparseAdam(model.table.parameters(), lr=0.05),
+        torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9),
+    ]
+
+
+def train_words(
+    rank: int, size: int, strategy: offbeat.Strategy, rows: int = 9, wire: str = "float32"
+) -> Any:
+    model = Words(rank, rows)
+    optimizers = optimizers_of(model)
+    sync = offbeat.attach(model, optimizers, strategy, wire=wire, timeout_seconds=20)  # type: ignore[arg-type]
+    trace = []
+    for step in range(9):
+        model.zero_grad()
+        model(words_of(rank, step)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        gradient = model.table.weight.grad
+        trace.append((flat(model), gradient.layout, gradient.to_dense().clone()))
+    sync.finish()
+    return trace
+
+
+@pytest.mark.parametrize("text", ["bsp", "selsync:delta=0,aggregate=gradients"])
+def test_sparse_gradients_stay_sparse(text: str) -> None:
+    """SparseAdam, which takes no others: one worker's steps with the mean of all, coalesced."""
+    model = Words(0)
+    optimizers = optimizers_of(model)
+    expected = []
+    for step in range(9):
+        each = []
+        for rank in range(3):
+            model.zero_grad()
+            model(words_of(rank, step)).backward()
+            each.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+        for p, *parts in zip(model.parameters(), *each, strict=True):
+            there = [part for part in parts if part is not None]
+            p.grad = reduce(torch.add, there) / 3  # no sum from 0: it is dense
+        for optimizer in optimizers:
+            optimizer.step()
+        expected.append(flat(model))
+    for trace in run(train_words, offbeat.parse_strategy(text), workers=3):
+        for (got, layout, _), want in zip(trace, expected, strict=True):
+            close(got, want)
+            assert layout == torch.sparse_coo
+
+
+def test_sparse_gradients_over_a_lossy_wire_are_the_same_on_all() -> None:
+    """The rows are those of the decoded mean, so all optimizers move the same ones."""
+    first, *others = run(train_words, offbeat.BSP(), 3000, "int8", workers=3)
+    for trace in others:
+        for (model, _, gradient), (same, layout, rows) in zip(trace, first, strict=True):
+            assert layout == torch.sparse_coo
+            assert torch.equal(gradient, rows)
+            assert torch.equal(model, same)
+
+
+def half_sparse(rank: int, size: int) -> Any:
+    """One worker's gradient is dense where the others' is sparse."""
+    model = nn.Embedding(5, 2, sparse=rank != 1)
+    with torch.no_grad():
+        model.weight.zero_()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with offbeat.attach(model, optimizer, offbeat.BSP(), timeout_seconds=20):
+        model(torch.tensor([rank, 4])).sum().backward()
+        optimizer.step()
+    return model.weight.detach()
+
+
+def test_a_gradient_that_is_dense_somewhere_is_dense_everywhere() -> None:
+    """And right: each row moves by its own number of uses over N."""
+    uses = torch.tensor([[1.0], [1.0], [1.0], [0.0], [3.0]]).expand(5, 2)
+    for end in run(half_sparse, workers=3):
+        torch.testing.assert_close(end, -uses / 3)

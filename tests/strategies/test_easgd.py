@@ -69,20 +69,25 @@ def train(rank: int, size: int, strategy: EASGD, kind: str, steps: Sequence[int]
 # -- the recursions -------------------------------------------------------------------------------
 
 
-def equations_3_4(
-    size: int, steps: int, period: int, alpha: float
-) -> tuple[list[list[Tensor]], Tensor]:
-    """x_n ← x_n − η g_n; every period x_n ← x_n − α(x_n − z), z ← z + α Σ (x_n − z).
+BEFORE, AFTER = "before_step", "after_step"
+every_order = pytest.mark.parametrize("difference", [BEFORE, AFTER])
 
-    A leftover period moves z at the end, by the workers' last models.
+
+def equations_3_4(
+    size: int, steps: int, period: int, alpha: float, difference: str
+) -> tuple[list[list[Tensor]], Tensor]:
+    """x_n ← x_n − η g_n − α(x_n − z), z ← z + α Σ (x_n − z), at one x_n or after the step.
+
+    Steps that z has not seen are in no trace.
     """
     xs = [flat(make_model(seed=0)) for _ in range(size)]
     z = xs[0].clone()
     trace: list[list[Tensor]] = [[] for _ in range(size)]
     for step in range(steps):
+        before = xs
         xs = [x - RATE * gradient(x, rank, step) for rank, x in enumerate(xs)]
         if (step + 1) % period == 0:
-            distances = [x - z for x in xs]
+            distances = [x - z for x in (before if difference == BEFORE else xs)]
             xs = [x - alpha * d for x, d in zip(xs, distances, strict=True)]
             z = z + alpha * sum(distances)
         for rank in range(size):
@@ -90,41 +95,74 @@ def equations_3_4(
     return trace, z
 
 
+@every_order
 @pytest.mark.parametrize(("period", "alpha"), [(1, 0.3), (3, 0.3), (4, None)])
 @pytest.mark.parametrize("servers", [None, (1,)], ids=str)
 def test_synchronous_is_equations_3_and_4(
-    period: int, alpha: float | None, servers: tuple[int, ...] | None
+    period: int, alpha: float | None, servers: tuple[int, ...] | None, difference: Any
 ) -> None:
     """All workers from the same z; α is 0.9/N by default; a look shows z."""
-    strategy = EASGD(period=period, alpha=alpha, synchronous=True, servers=servers)
-    trace, z = equations_3_4(2, 12, period, 0.45 if alpha is None else alpha)
+    strategy = EASGD(
+        period=period, alpha=alpha, synchronous=True, servers=servers, difference=difference
+    )
+    alpha = 0.45 if alpha is None else alpha
+    trace, z = equations_3_4(2, 12, period, alpha, difference)
+    end = z
+    if difference == BEFORE:  # the last step comes into z by finish
+        end = z + alpha * sum(xs[-1] - z for xs in trace)
     for rank, one in enumerate(run(train, strategy, "sgd", [12] * 2, workers=2)):
         for got, want in zip(one["trace"], trace[rank], strict=True):
             close(got, want)
         assert one["decisions"] == [int((s + 1) % period == 0) for s in range(12)]
         close(one["seen"], z)
         assert torch.equal(one["own"], one["trace"][-1]), "looking leaves the worker's own model"
-        close(one["end"], z)
+        close(one["end"], end)
 
 
+@every_order
 @pytest.mark.parametrize(("period", "steps"), [(1, 8), (3, 12), (5, 12)])
-def test_one_worker_asynchronously_is_algorithm_1(period: int, steps: int) -> None:
-    """By hand, with a leftover period at the end; α is 0.9 for one worker."""
+def test_one_worker_asynchronously_is_algorithm_1(period: int, steps: int, difference: Any) -> None:
+    """By hand, with leftover steps at the end; α is 0.9 for one worker."""
     x = flat(make_model(seed=0))
     z, want = x.clone(), []
     for step in range(steps):
+        before = x
         x = x - RATE * gradient(x, 0, step)
         if (step + 1) % period == 0:
-            d = 0.9 * (x - z)
+            d = 0.9 * ((before if difference == BEFORE else x) - z)
             x, z = x - d, z + d
         want.append(x)
-    (one,) = run(train, EASGD(period=period), "sgd", [steps], workers=1)
+    strategy = EASGD(period=period, difference=difference)
+    (one,) = run(train, strategy, "sgd", [steps], workers=1)
     for got, expected in zip(one["trace"], want, strict=True):
         close(got, expected)
     close(one["seen"], z)
-    if steps % period:
+    if steps % period or difference == BEFORE:
         z = z + 0.9 * (x - z)
     close(one["end"], z)
+
+
+def spring(rank: int, size: int, alpha: float, difference: Any) -> float:
+    model = nn.Module()
+    model.x = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    strategy = EASGD(period=1, alpha=alpha, difference=difference)
+    sync = offbeat.attach(model, optimizer, strategy, timeout_seconds=20)
+    for _ in range(400):
+        model.x.grad = model.x.detach().clone()
+        optimizer.step()
+    moved = abs(model.x.item())
+    sync.finish()
+    return moved
+
+
+def test_the_papers_bound() -> None:
+    """½x² at η = 0.5 is stable up to α = (4 − 2η)/(4 − η) = 0.857; stepping first, up to 1."""
+    (within,), (beyond,) = (run(spring, a, BEFORE, workers=1) for a in (0.85, 0.865))
+    assert within < 0.1
+    assert beyond > 10
+    (other,) = run(spring, 0.99, AFTER, workers=1)
+    assert other < 1e-6
 
 
 @pytest.mark.parametrize("period", [1, 4])
@@ -135,15 +173,13 @@ def test_with_nesterov_momentum_it_is_eamsgd(period: int) -> None:
     for step in range(12):
         g = gradient(x, 0, step)
         v = 0.9 * v + g
-        x = x - RATE * (g + 0.9 * v)
-        if (step + 1) % period == 0:
-            d = 0.3 * (x - z)
-            x, z = x - d, z + d
+        d = 0.3 * (x - z) if (step + 1) % period == 0 else 0.0
+        x, z = x - RATE * (g + 0.9 * v) - d, z + d
         want.append(x)
     (one,) = run(train, EASGD(period=period, alpha=0.3), "nesterov", [12], workers=1)
     for got, expected in zip(one["trace"], want, strict=True):
         close(got, expected)
-    close(one["end"], z)
+    close(one["seen"], z)
 
 
 def test_eamsgd_is_the_papers_in_other_variables() -> None:
@@ -160,7 +196,7 @@ def test_eamsgd_is_the_papers_in_other_variables() -> None:
 
 
 def play(
-    order: Sequence[int], size: int, period: int, alpha: float
+    order: Sequence[int], size: int, period: int, alpha: float, difference: str
 ) -> tuple[list[list[Tensor]], Tensor, Tensor]:
     """Asynchronously, one step at a time in ``order``; z before and after the leftovers."""
     xs = [flat(make_model(seed=0)) for _ in range(size)]
@@ -168,27 +204,29 @@ def play(
     trace: list[list[Tensor]] = [[] for _ in range(size)]
     for rank in order:
         step = len(trace[rank])
-        xs[rank] = xs[rank] - RATE * gradient(xs[rank], rank, step)
+        first = xs[rank]
+        xs[rank] = first - RATE * gradient(first, rank, step)
         if (step + 1) % period == 0:
-            d = alpha * (xs[rank] - z)
+            d = alpha * ((first if difference == BEFORE else xs[rank]) - z)
             xs[rank], z = xs[rank] - d, z + d
         trace[rank].append(xs[rank])
     before = z
     last = {rank: place for place, rank in enumerate(order)}
     for rank in sorted(last, key=lambda rank: last[rank]):
-        if len(trace[rank]) % period:
+        if len(trace[rank]) % period or difference == BEFORE:
             z = z + alpha * (xs[rank] - z)
     return trace, before, z
 
 
+@every_order
 @pytest.mark.parametrize("servers", [None, (2,)], ids=str)
 @pytest.mark.parametrize(("period", "alpha"), [(1, 0.2), (2, None), (4, 0.5)])
 def test_asynchronous_workers_exchange_one_at_a_time(
-    period: int, alpha: float | None, servers: tuple[int, ...] | None
+    period: int, alpha: float | None, servers: tuple[int, ...] | None, difference: Any
 ) -> None:
     """Each from the z it finds, nobody waits for anybody; leftovers come when all have ended."""
     steps, paces = (13, 9, 6), (1.0, 1.37, 2.1)
-    strategy = EASGD(period=period, alpha=alpha, servers=servers)
+    strategy = EASGD(period=period, alpha=alpha, servers=servers, difference=difference)
     result = simulate(
         lambda: train(dist.get_rank(), 3, strategy, "sgd", steps),
         workers=3,
@@ -199,13 +237,14 @@ def test_asynchronous_workers_exchange_one_at_a_time(
         (pace * (i + 1), rank) for rank, pace in enumerate(paces) for i in range(steps[rank])
     ]
     order = [rank for _, rank in sorted(moments)]
-    trace, before, after = play(order, 3, period, 0.3 if alpha is None else alpha)
+    alpha = 0.3 if alpha is None else alpha
+    trace, before, after = play(order, 3, period, alpha, difference)
     for rank, one in enumerate(result.results):
         for got, want in zip(one["trace"], trace[rank], strict=True):
             close(got, want)
         close(one["seen"], before)
         # they leave the evaluation together, so leftovers come in any order
-        close(one["end"], after, atol=1e-12 if period == 1 else 0.1)
+        close(one["end"], after, atol=1e-12 if (period, difference) == (1, AFTER) else 0.1)
         assert torch.equal(one["end"], result.results[0]["end"])
         assert one["stats"].wait_seconds < 1e-4
         assert one["stats"].syncs == steps[rank] // period
@@ -248,7 +287,7 @@ def test_an_exchange_conserves_x_plus_z(synchronous: bool, servers: tuple[int, .
         z_before = torch.cat([first[rank] for rank in servers])
         z_after = torch.cat([last[rank] for rank in servers])
         close(sum(after) + z_after, sum(before) + z_before)
-        assert (z_after - z_before).abs().max() > 1e-4
+        assert turn == 0 or (z_after - z_before).abs().max() > 1e-4, "first all are at z"
 
 
 def uneven(rank: int, strategy: EASGD) -> Any:
@@ -331,8 +370,8 @@ def test_finish_leaves_z_everywhere(synchronous: bool, steps: tuple[int, ...]) -
 
 
 def test_a_whole_number_of_periods_leaves_z_as_it_is() -> None:
-    """Nothing is left over, so finish gives what consensus showed."""
-    results = run(train, EASGD(period=3), "sgd", [9, 3, 6], workers=3)
+    """Nothing is left over, so finish gives what consensus showed; stepping first."""
+    results = run(train, EASGD(period=3, difference="after_step"), "sgd", [9, 3, 6], workers=3)
     for one in results:
         assert torch.equal(one["end"], results[0]["seen"])
         assert one["decisions"] == [0, 0, 1] * (len(one["decisions"]) // 3)
@@ -355,7 +394,7 @@ def half(rank: int, size: int) -> Any:
         }
     )
     optimizer = torch.optim.SGD([p for p in model.values() if p.requires_grad], lr=1.0)
-    strategy = EASGD(period=1, alpha=0.25, synchronous=True)
+    strategy = EASGD(period=1, alpha=0.25, synchronous=True, difference="after_step")
     sync = offbeat.attach(model, optimizer, strategy, timeout_seconds=20)
     model["a"].grad = torch.full((2,), -2.0, dtype=torch.bfloat16)
     model["b"].grad = torch.full((2,), -8.0)
@@ -392,6 +431,7 @@ def test_dtypes_may_be_mixed() -> None:
         ({"alpha": float("nan")}, ValueError, "alpha must be between 0 and 1, got nan"),
         ({"alpha": "0.5"}, TypeError, "alpha must be a number"),
         ({"synchronous": 1}, TypeError, "synchronous must be true or false, got 1"),
+        ({"difference": "step"}, ValueError, 'must be "before_step" or "after_step", got'),
         ({"tau": 3}, TypeError, "tau"),
         ({"servers": ()}, ValueError, "at least one rank"),
     ],
@@ -402,3 +442,23 @@ def test_bad_settings_are_refused(
     """Pitfall 18: the error names the setting and what is allowed."""
     with pytest.raises(error, match=text):
         EASGD(**settings)
+
+
+@pytest.mark.parametrize(("alpha", "workers"), [(0.51, 2), (0.9, 3)])
+def test_a_synchronous_alpha_that_overshoots_is_refused(alpha: float, workers: int) -> None:
+    """α·N ≤ 1, where z moves by all differences at once; 1/N itself and one worker are fine."""
+    text = rf"synchronous EASGD needs alpha·N ≤ 1: at most .* on {workers} workers, got {alpha}"
+
+    def start(alpha: float, size: int) -> None:
+        def work() -> None:
+            model = make_model()
+            strategy = EASGD(alpha=alpha, synchronous=True)
+            with offbeat.attach(model, OPTIMIZERS["sgd"](model.parameters()), strategy):
+                pass
+
+        simulate(work, workers=size)
+
+    with pytest.raises(ValueError, match=text):
+        start(alpha, workers)
+    start(1 / workers, workers)
+    start(alpha, 1)

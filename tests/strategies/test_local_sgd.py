@@ -205,6 +205,7 @@ class Normalised(nn.Module):
         self.linear = nn.Linear(4, 1)
         self.register_buffer("low", torch.full((2,), float(seed), dtype=torch.bfloat16))
         self.register_buffer("seen", torch.zeros(3, dtype=torch.int32))
+        self.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(self.norm(x))
@@ -224,6 +225,7 @@ def normalise(rank: int, size: int) -> list[dict[str, Tensor]]:
         with torch.no_grad():
             model.low.fill_([256.0, 1.0, 2.0][rank])
             model.seen[rank] += 5 + step
+            model.phase.fill_([1 + 2j, 3 - 1j, -1j][rank])
         out.append({name: b.clone() for name, b in model.named_buffers()})
         optimizer.step()
         out.append({name: b.clone() for name, b in model.named_buffers()})
@@ -245,8 +247,9 @@ def test_float_buffers_are_averaged_and_integer_ones_take_the_maximum() -> None:
                 continue
         else:
             means_before, means_after = before, after
-        for name in ("norm.running_mean", "norm.running_var", "low"):
-            parts = [own[name].double() for own in means_before]
+        for name in ("norm.running_mean", "norm.running_var", "low", "phase"):
+            wide = torch.complex128 if name == "phase" else torch.float64
+            parts = [own[name].to(wide) for own in means_before]
             assert not torch.equal(parts[0], parts[1])
             want = (sum(parts) / 3).to(means_before[0][name].dtype)  # type: ignore[union-attr]
             for found in means_after:

@@ -54,13 +54,19 @@ MADE: dict[str, st.SearchStrategy[Strategy]] = {
         outer_momentum=st.just(0.0) | unit,
         discrepancy_every=some,
     ),
-    "ssp": build(SSP, staleness=st.integers(0, 10**6), servers=ranks),
+    "ssp": build(
+        SSP,
+        staleness=st.integers(0, 10**6),
+        refresh=st.sampled_from(["ahead", "lazy"]),
+        servers=ranks,
+    ),
     "downpour": build(
         Downpour,
         push_every=st.integers(1, 10**6),
         fetch_every=st.integers(1, 10**6),
         server_optimizer=st.sampled_from(["sgd", "adagrad"]),
         server_lr=positive,
+        warmup_steps=st.integers(0, 10**6),
         servers=ranks,
     ),
     "easgd": build(
@@ -68,6 +74,7 @@ MADE: dict[str, st.SearchStrategy[Strategy]] = {
         period=st.integers(1, 10**6),
         alpha=st.none() | unit,
         synchronous=st.booleans(),
+        difference=st.sampled_from(["before_step", "after_step"]),
         servers=ranks,
     ),
     "fedavg": build(
@@ -119,10 +126,12 @@ def test_text_and_repr_make_the_strategy_again(strategy: Strategy) -> None:
         ("bsp:", BSP()),
         ("local:period=8", LocalSGD(period=8)),
         ("local: period = 8 , warmup_steps = 100", LocalSGD(period=8, warmup_steps=100)),
-        ("selsync", SelSync(delta=0.3)),
+        ("selsync", SelSync(target_lssr=0.9)),
+        ("selsync:delta=0.3", SelSync(delta=0.3)),
+        ("selsync:delta=0.3,window=25", SelSync.paper()),
         ("selsync:delta=inf,max_interval=50", SelSync(delta=math.inf, max_interval=50)),
         ("selsync:target_lssr=0.9,window=none", SelSync(target_lssr=0.9)),
-        ("selsync:aggregate=gradients", SelSync(aggregate="gradients")),
+        ("selsync:aggregate=gradients", SelSync(aggregate="gradients", target_lssr=0.9)),
         ("selsync:delta=1e-3,flags=deferred", SelSync(delta=0.001, flags="deferred")),
         ("async:staleness=8,schedule=eager", AsyncAveraging(staleness=8, schedule="eager")),
         ("fedavg:period=8,weights=600/300/100", FedAvg(period=8, weights=(600, 300, 100))),
@@ -154,7 +163,9 @@ def test_text_is_the_constructor_call(text: str, strategy: Strategy) -> None:
             "local:period=8,warmup_steps=2",
             "LocalSGD(period=8, warmup_steps=2)",
         ),
-        (SelSync(), "selsync", "SelSync()"),
+        (SelSync(), "selsync:target_lssr=0.9", "SelSync(target_lssr=0.9)"),
+        (SelSync(delta=0.3), "selsync:delta=0.3", "SelSync(delta=0.3)"),
+        (SelSync.paper(), "selsync:delta=0.3,window=25", "SelSync(delta=0.3, window=25)"),
         (
             SelSync(delta=0.5, aggregate="gradients"),
             "selsync:delta=0.5,aggregate=gradients",
@@ -201,6 +212,7 @@ def test_only_what_differs_from_the_defaults_is_shown(
         ("selsync:delta=-1", ValueError, "delta must be at least 0"),
         ("selsync:delta=nan", ValueError, "delta must be at least 0"),
         ("selsync:flags=none", ValueError, 'flags must be "blocking" or "deferred", got None'),
+        ("selsync:delta=0.3,target_lssr=0.9", ValueError, "give delta or target_lssr, not both"),
         ("selsync:delta=1,target_lssr=0.9", ValueError, "give delta or target_lssr, not both"),
         ("fedavg:period=8,weights=a/b", TypeError, "weights must be a tuple, one number for each"),
         ("fedavg:period=8,weights=1//2", TypeError, "got '1//2'"),
@@ -221,4 +233,4 @@ def test_errors_say_what_is_allowed(text: str, error: type[Exception], words: st
 def test_a_strategy_that_was_changed_is_unlike() -> None:
     """Strategies compare and hash by their settings."""
     assert LocalSGD(period=8) == LocalSGD(period=8) != LocalSGD(period=9)
-    assert len({SelSync(), SelSync(delta=0.3), SelSync(delta=0.4), BSP()}) == 3
+    assert len({SelSync(), SelSync(target_lssr=0.9), SelSync(delta=0.4), BSP()}) == 3

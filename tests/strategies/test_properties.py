@@ -76,6 +76,7 @@ ROWS = [
     Row("diloco:period=5,fragments=3,overlap=2", "diloco:period=1000"),
     Row("ssp:staleness=0", "ssp:staleness=0"),
     Row("ssp:staleness=2", "ssp:staleness=2", timed=True),
+    Row("ssp:staleness=2,refresh=lazy", "ssp:staleness=2,refresh=lazy", timed=True),
     Row("downpour", "downpour:fetch_every=1000", timed=True),
     Row("easgd:period=2,synchronous=true", "easgd:period=1000"),
     Row("easgd:period=2", "easgd:period=1000", timed=True),
@@ -182,6 +183,63 @@ def test_workers_may_take_any_numbers_of_steps(row: Row, steps: list[int]) -> No
         assert not torch.equal(results[0]["end"], flat(make_model(seed=0)))
     else:
         assert torch.equal(results[0]["end"], flat(make_model(seed=0)))
+
+
+BUFFERS = {
+    "mean": torch.tensor([0.5, -1.0], dtype=torch.float64),
+    "phase": torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex128),
+    "count": torch.tensor([1, 7]),
+    "mask": torch.tensor([True, False, True]),
+    "packed": torch.tensor([200, 7], dtype=torch.uint8),
+}
+
+
+def buffered(rank: int, size: int, text: str) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    """Buffers of every kind that differ between the workers, up to the end; looked at in between.
+
+    Returns:
+        Those of the worker before ``finish``, those that it saw in ``consensus``, and at the end.
+    """
+    model = make_model(seed=rank)
+    for name, value in BUFFERS.items():
+        model.register_buffer(name, value.clone())
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    sync = attach(model, optimizer, text)
+    seen = []
+    for step in range(7):
+        for name in ("mean", "phase", "count", "packed"):
+            model.get_buffer(name).add_(rank + 1)
+        model.get_buffer("mask")[:] = torch.tensor([rank == 2, rank == 1, rank == 0])
+        train_step(model, optimizer, batch_of(rank, step))
+        if step == 4:
+            own = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            with sync.consensus():
+                seen.append({name: buffer.clone() for name, buffer in model.named_buffers()})
+            for name, buffer in model.named_buffers():
+                assert torch.equal(buffer, own[name]), "a look leaves the own buffers as they were"
+    own = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    sync.finish()
+    return own, [*seen, {name: buffer.clone() for name, buffer in model.named_buffers()}]
+
+
+@every_row
+def test_all_end_with_the_same_buffers(row: Row) -> None:
+    """Of every dtype: in consensus() and after finish(); bools and bytes are those of rank 0."""
+    results = run(buffered, row.text, workers=3)
+    first, firsts = results[0]
+    for _, looks in results:
+        for look, same in zip(looks, firsts, strict=True):
+            assert {name: value.dtype for name, value in look.items()} == {
+                name: value.dtype for name, value in BUFFERS.items()
+            }
+            for name in ("phase", "mean", "count", "mask", "packed"):
+                assert torch.equal(look[name], same[name]), name
+        for name in ("mask", "packed"):
+            assert torch.equal(looks[-1][name], first[name])
+    for name in ("mean", "phase"):  # of some combination of the workers' values
+        values = [own[name] for own, _ in results]
+        assert float(values[0].real.min()) <= float(firsts[-1][name].real.min())
+        assert float(firsts[-1][name].real.max()) <= float(values[2].real.max())
 
 
 @every_row
@@ -546,7 +604,7 @@ def die(rank: int, size: int, text: str, folder: str) -> dict[str, Any]:
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     sync = attach(model, optimizer, text, timeout_seconds=20)
     with caught() as found:
-        for step in range(60):
+        for step in range(6000):  # who waits for nobody goes on until it is told
             if rank == 1 and step == 4:
                 os.kill(os.getpid(), signal.SIGKILL)
             started = time.perf_counter()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import offbeat
+from offbeat.significance import RelativeChange, ThresholdController
 from problems import (
     OPTIMIZERS,
     PARAMETERS,
@@ -456,6 +457,111 @@ def test_target_share_of_local_steps_is_reached() -> None:
             gain = max(0.1, 2 / math.sqrt(k - 1 - late))
             ratio = math.exp(gain * (synced[k - 1] - (1 - target)))
             assert thresholds[k] == pytest.approx(thresholds[k - 1] * ratio, rel=1e-9)
+
+
+class Given(nn.Module):
+    """One parameter, whose gradient is what ``follow`` puts there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+
+def norm_of(rank: int, step: int) -> float:
+    """‖g‖² on ``rank`` at ``step``: noise of 30 % on what falls slowly."""
+    noise = torch.randn((), generator=torch.Generator().manual_seed(10_007 * rank + step)).item()
+    return (1 + 10 / (1 + step / 50)) * math.exp(0.3 * noise)
+
+
+def follow(rank: int, size: int, strategy: offbeat.SelSync, steps: int) -> Any:
+    """Decisions, own flags and thresholds with gradients of given norms."""
+    model, sink = Given(), Sink()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with offbeat.attach(model, optimizer, strategy, log=sink, timeout_seconds=20):
+        for step in range(steps):
+            model.weight.grad = torch.full_like(model.weight, math.sqrt(norm_of(rank, step)))
+            optimizer.step()
+    synced = [record["decision"] == "sync" for record in sink.records]
+    return synced, [r["flag"] for r in sink.records], [r["threshold"] for r in sink.records]
+
+
+def test_by_default_nine_of_ten_steps_are_local() -> None:
+    """LSSR 0.9 ± 0.03 of the second half of a run."""
+    (synced, _, _), (other, _, _) = run(follow, offbeat.SelSync(), 300, workers=2)
+    assert 1 - sum(synced[150:]) / 150 == pytest.approx(0.9, abs=0.03)
+    assert other == synced
+
+
+@pytest.mark.parametrize("workers", [2, 4, 16, 64])
+def test_the_default_holds_for_any_number_of_workers(workers: int) -> None:
+    """The parts of the trigger together, without a world: LSSR 0.9 ± 0.03, as with a fixed δ not.
+
+    δ = 0.3 never fires again with 2 or 4 workers, and always with 64.
+    """
+    triggers = [RelativeChange() for _ in range(workers)]
+    target = offbeat.SelSync().target_lssr
+    assert target is not None
+    controller, local, fixed = ThresholdController(target), 0, 0
+    for step in range(400):
+        norms = [norm_of(rank, step) for rank in range(workers)]
+        found = [
+            trigger.update(norm, workers / 100)
+            for trigger, norm in zip(triggers, norms, strict=True)
+        ]
+        fired = max(found) >= controller.delta
+        controller.update(fired, sum(found) / workers if step else 0.0)
+        local += step >= 200 and not fired
+        fixed += step >= 200 and max(found) < 0.3
+    assert local / 200 == pytest.approx(0.9, abs=0.03)
+    if workers < 16:
+        assert fixed == 200
+    elif workers == 64:
+        assert fixed < 20
+
+
+@pytest.mark.parametrize("flags", ["blocking", "deferred"])
+@pytest.mark.parametrize("warmup_steps", [20, 100])
+def test_after_a_warm_up_the_trigger_fires_as_often_as_wanted(
+    warmup_steps: int, flags: str
+) -> None:
+    """The first synchronization of its own comes within 40 steps, and 10 % ± 4 in 150 steps.
+
+    δ follows the triggers during the warm-up, too, which is not theirs.
+    """
+    strategy = offbeat.SelSync(target_lssr=0.9, warmup_steps=warmup_steps, flags=flags)  # type: ignore[arg-type]
+    late = flags == "deferred"
+    results = run(follow, strategy, warmup_steps + 150, workers=3)
+    for synced, fired, thresholds in results:
+        own = synced[warmup_steps + late :]
+        assert synced[late : warmup_steps + late] == [True] * warmup_steps
+        assert sum(own) / len(own) == pytest.approx(0.1, abs=0.04)
+        assert own.index(True) < 40
+        assert not all(fired[:warmup_steps]), "a forced flag is not the trigger's"
+        assert thresholds == results[0][2]
+
+
+@pytest.mark.parametrize("max_interval", [3, 6])
+def test_with_a_short_interval_the_trigger_still_fires(max_interval: int) -> None:
+    """At 10 % ± 3 of the steps, though intervals are shorter than 1/(1 − target_lssr)."""
+    strategy = offbeat.SelSync(target_lssr=0.9, max_interval=max_interval)
+    results = run(follow, strategy, 300, workers=3)
+    anyone = [any(flags) for flags in zip(*(fired for _, fired, _ in results), strict=True)]
+    assert sum(anyone[100:]) / 200 == pytest.approx(0.1, abs=0.03)
+    synced = results[0][0]
+    forced = [sync and not asked for sync, asked in zip(synced, anyone, strict=True)]
+    assert max(intervals(synced)) == max_interval
+    assert all(synced[i] for i, asked in enumerate(anyone) if asked)
+    assert any(forced)
+
+
+def test_the_setting_of_the_paper_has_a_name() -> None:
+    """SelSync.paper() is a fixed δ = 0.3 over 25 steps; an explicit delta is a fixed threshold."""
+    assert offbeat.SelSync.paper() == offbeat.SelSync(delta=0.3, window=25)
+    assert offbeat.SelSync.paper(delta=0.5) == offbeat.SelSync(delta=0.5, window=25)
+    assert offbeat.SelSync.paper().target_lssr is None
+    assert offbeat.SelSync() == offbeat.SelSync(target_lssr=0.9)
+    for _, _, thresholds in run(follow, offbeat.SelSync(delta=0.3), 40, workers=2):
+        assert set(thresholds) == {0.3}
 
 
 def still(rank: int, size: int, delta: float) -> list[Any]:

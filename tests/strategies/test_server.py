@@ -71,7 +71,8 @@ def train_from(
     stats = sync.stats
     sync.finish()
     trace.append(torch.cat([flat(model), model[1].running_mean, model[1].running_var]))
-    details = {k: v for k, v in stats.details.items() if k in ("pushes_served", "pulls")}
+    counted = ("pushes_served", "pulls", "pulled_bytes")
+    details = {k: v for k, v in stats.details.items() if k in counted}
     return trace, {"steps": stats.steps, "syncs": stats.syncs, **details}, saved or b""
 
 
@@ -112,6 +113,8 @@ def test_a_resumed_run_goes_on(strategy: Strategy) -> None:
 
 ALONE = [
     *EVERY,
+    SSP(staleness=3, refresh="lazy"),
+    EASGD(period=2, difference="after_step"),
     Downpour(push_every=4, fetch_every=5),
     Downpour(push_every=2, fetch_every=2, server_optimizer="adagrad", server_lr=0.1),
     EASGD(period=4),
@@ -125,7 +128,9 @@ def test_a_resumed_worker_goes_on_bit_for_bit(strategy: Strategy) -> None:
     assert_resumed(seen, 0.0)
 
 
-def staggered(strategy: Strategy, saved: list[bytes] | None, stop: int) -> tuple[list[Any], Any]:
+def staggered(
+    strategy: Strategy, latency: str, saved: list[bytes] | None, stop: int
+) -> tuple[list[Any], Any]:
     """Three workers 2 ms apart, from 0 or from ``saved`` at step 6 up to ``stop``, then a save."""
 
     def work() -> Any:
@@ -153,20 +158,31 @@ def staggered(strategy: Strategy, saved: list[bytes] | None, stop: int) -> tuple
         return trace, flat(model), file.getvalue()
 
     compute = Compute("10ms", slowdown={1: 1.07, 2: 1.17})
-    network = Network("100Gbit/s", latency=0)
+    network = Network("100Gbit/s", latency=latency)
     results = simulate(work, workers=3, network=network, compute=compute).results
     return [(trace, end) for trace, end, _ in results], [file for *_, file in results]
 
 
+@pytest.mark.parametrize("latency", ["0s", "13ms"])
 @pytest.mark.parametrize(
     "strategy",
-    [SSP(staleness=2), Downpour(push_every=2, fetch_every=3), EASGD(period=4)],
+    [
+        SSP(staleness=2),
+        SSP(staleness=20),
+        SSP(staleness=2, refresh="lazy"),
+        Downpour(),
+        Downpour(push_every=2, fetch_every=3),
+        EASGD(period=4, difference="after_step"),  # else finish pushes, in no order
+    ],
     ids=str,
 )
-def test_asynchronous_workers_go_on_from_a_checkpoint(strategy: Strategy) -> None:
-    """In virtual time: saved at step 6 and resumed, the workers do what they did after saving."""
-    whole, saved = staggered(strategy, None, 6)
-    resumed, _ = staggered(strategy, saved, 12)
+def test_asynchronous_workers_go_on_from_a_checkpoint(strategy: Strategy, latency: str) -> None:
+    """In virtual time: saved at step 6 and resumed, the workers do what they did after saving.
+
+    With the longer latency something is on its way when they save, and updates wait to be sent.
+    """
+    whole, saved = staggered(strategy, latency, None, 6)
+    resumed, _ = staggered(strategy, latency, saved, 12)
     for (trace, end), (rest, other) in zip(whole, resumed, strict=True):
         for i, (a, b) in enumerate(zip(rest, trace[6:], strict=True)):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-12, msg=f"step {6 + i}")
@@ -344,7 +360,7 @@ def run_script(text: str, folder: Path) -> list[tuple[int, str, float]]:
     outcomes = []
     try:
         for process in processes:
-            _, errors = process.communicate(timeout=60)
+            _, errors = process.communicate(timeout=100)
             outcomes.append((process.returncode, errors, time.perf_counter() - started))
     finally:
         for process in processes:
@@ -364,7 +380,7 @@ def test_an_exception_ends_both_processes(tmp_path: Path) -> None:
     for errors in (own, other):
         assert "terminate called" not in errors
         assert "Fatal Python error" not in errors
-    assert seconds < 40
+    assert seconds < 80
 
 
 def test_a_process_that_never_finishes_can_end(tmp_path: Path) -> None:

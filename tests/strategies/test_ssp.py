@@ -1,9 +1,10 @@
 """SSP against its definition played event by event, its bound, and BSP."""
 
 import heapq
+import itertools
 import threading
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -71,61 +72,123 @@ def in_simulator(
     )
 
 
+@dataclass
+class Trip:
+    """A request of one worker that was sent."""
+
+    least: int  # answered when the slowest worker's clock is this
+    answer: tuple[Tensor, int] | None = None  # z, and that clock
+    turn: int = 0  # when it was answered: who is answered first goes on first
+
+
+@dataclass
+class Played:
+    """One worker of ``play``."""
+
+    x: Tensor
+    steps: int
+    unsent: Tensor
+    waits_to_send: bool = False
+    clock: int = 0
+    known: int = 0  # all updates of clocks below this are in x
+    trip: Trip | None = None
+    trace: list[Tensor] = field(default_factory=list)
+    pulls: list[int] = field(default_factory=list)
+
+
 def play(
-    staleness: int, kind: str, steps: Sequence[int], seconds: Callable[[int, int], float]
+    strategy: SSP, kind: str, steps: Sequence[int], seconds: Callable[[int, int], float]
 ) -> tuple[list[list[Tensor]], Tensor, list[list[int]]]:
-    """SSP event by event on messages that take no time.
+    """SSP event by event on messages that take no time, so that a request ends within a step.
 
     ``seconds(rank, step)`` is how long a step takes. Returns each worker's models after its steps,
-    the server's last one, and at which clocks each worker pulled.
+    the server's last one, and at which clocks each worker's view was refreshed.
     """
-    size = len(steps)
-    workers = Simulated.start(size, kind)
-    models, optimizers = workers.models, workers.optimizers
-    z, clocks, away = flat(models[0]), [0] * size, [False] * size
-    known = [0] * size  # of each view: all updates of clocks below this are in it
-    trace: list[list[Tensor]] = [[] for _ in range(size)]
-    pulls: list[list[int]] = [[] for _ in range(size)]
-    waiting: list[int] = []
-    leaving: list[int] = []
+    size, bound, ahead = len(steps), strategy.staleness, strategy.refresh == "ahead"
+    reference = Simulated.start(size, kind)
+    z = flat(reference.models[0])
+    served, away = [0] * size, [False] * size  # clocks that the server has been told
+    workers = [Played(z.clone(), n, torch.zeros_like(z)) for n in steps]
+    trips: list[Trip] = []  # in the order of their arrival
+    turns = itertools.count(1)
     events = [(seconds(rank, 0), rank) for rank in range(size) if steps[rank]]
     heapq.heapify(events)
+    blocked: list[int] = []
 
-    def slowest() -> int:
-        return min((c for c, gone in zip(clocks, away, strict=True) if not gone), default=10**9)
+    def answer() -> None:
+        slowest = min((c for c, gone in zip(served, away, strict=True) if not gone), default=10**9)
+        for trip in list(trips):
+            if slowest >= trip.least:
+                trip.answer, trip.turn = (z.clone(), slowest), next(turns)
+                trips.remove(trip)
 
-    def go_on(rank: int, now: float) -> None:
-        trace[rank].append(flat(models[rank]))
-        if clocks[rank] < steps[rank]:
-            heapq.heappush(events, (now + seconds(rank, clocks[rank]), rank))
+    def send(rank: int) -> None:
+        nonlocal z
+        one = workers[rank]
+        need = one.known < one.clock - bound
+        if one.trip is None and (one.waits_to_send or need):
+            z = z + one.unsent
+            one.unsent, one.waits_to_send = torch.zeros_like(z), False
+            served[rank] = one.clock
+            least = one.clock - bound
+            if ahead:
+                least = min(one.clock, least + 1)
+            if ahead or need:
+                one.trip = Trip(least)
+                trips.append(one.trip)
+            answer()  # pushes that ask for nothing have ended before the next step
+
+    def take(rank: int) -> None:
+        one = workers[rank]
+        if one.trip is not None and one.trip.answer is not None:
+            values, clock = one.trip.answer
+            one.x, one.known = values + one.unsent, max(one.known, clock)
+            one.trip = None
+            if one.pulls[-1:] != [one.clock]:
+                one.pulls.append(one.clock)
+
+    def go_on(rank: int, now: float) -> bool:
+        """Whether the worker may begin its next step, after all that has come."""
+        one = workers[rank]
+        while one.known < one.clock - bound:
+            before = (one.trip, one.known)
+            take(rank)
+            send(rank)
+            if (one.trip, one.known) == before:
+                return False
+        nn.utils.vector_to_parameters(one.x.clone(), reference.models[rank].parameters())
+        one.trace.append(one.x.clone())
+        if one.clock < one.steps:
+            heapq.heappush(events, (now + seconds(rank, one.clock), rank))
         else:
             leaving.append(rank)
+        return True
 
+    leaving: list[int] = []
     while events:
         now, rank = heapq.heappop(events)
-        before = flat(models[rank])
-        train_step(models[rank], optimizers[rank], make_batch(rank, clocks[rank]))
-        update = (flat(models[rank]) - before) / size
-        z = z + update
-        clocks[rank] += 1
-        if known[rank] < clocks[rank] - staleness:
-            pulls[rank].append(clocks[rank])
-            waiting.append(rank)
-        else:
-            nn.utils.vector_to_parameters(before + update, models[rank].parameters())
-            go_on(rank, now)
-        served = True
-        while served:
-            served = False
-            for one in list(waiting):  # in the order of their arrival
-                if slowest() >= clocks[one] - staleness:
-                    waiting.remove(one)
-                    known[one] = slowest()
-                    nn.utils.vector_to_parameters(z.clone(), models[one].parameters())
-                    go_on(one, now)
-            while leaving:  # after its push was served; then others may go on
-                away[leaving.pop()] = served = True
-    return trace, z, pulls
+        one, model = workers[rank], reference.models[rank]
+        train_step(model, reference.optimizers[rank], make_batch(rank, one.clock))
+        update = (flat(model) - one.x) / size
+        one.x, one.unsent, one.waits_to_send = one.x + update, one.unsent + update, True
+        one.clock += 1
+        take(rank)
+        send(rank)
+        if not go_on(rank, now):
+            blocked.append(rank)
+        moved = True
+        while moved:
+            moved = False
+            while leaving:  # after its last updates were served; then others may go on
+                gone = leaving.pop()
+                z = z + workers[gone].unsent
+                served[gone], away[gone] = workers[gone].clock, True
+                answer()
+            for other in sorted(blocked, key=lambda r: getattr(workers[r].trip, "turn", 0)):
+                if go_on(other, now):
+                    blocked.remove(other)
+                    moved = True
+    return [one.trace for one in workers], z, [one.pulls for one in workers]
 
 
 # -- values ---------------------------------------------------------------------------------------
@@ -219,14 +282,17 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.parametrize("refresh", ["ahead", "lazy"])
 @pytest.mark.parametrize("staleness", [0, 1, 2, 5])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_it_is_ssp_event_by_event(name: str, staleness: int) -> None:
-    """Every worker's model after every step, its pulls, and the server's model."""
+def test_it_is_ssp_event_by_event(name: str, staleness: int, refresh: Any) -> None:
+    """Every worker's model after every step, when it is refreshed, and the server's model."""
     steps, compute, seconds = SCHEDULES[name]
-    strategy = SSP(staleness=staleness)
+    # Where one is waited for, those who wait go on together: in one order at one server.
+    servers = (1,) if name == "a straggler" else None
+    strategy = SSP(staleness=staleness, refresh=refresh, servers=servers)
     result = in_simulator(strategy, "momentum", steps, compute)
-    trace, z, pulls = play(staleness, "momentum", steps, seconds)
+    trace, z, pulls = play(strategy, "momentum", steps, seconds)
     for rank, one in enumerate(result.results):
         for got, want in zip(one["trace"], trace[rank], strict=True):
             close(got, want)
@@ -236,10 +302,10 @@ def test_it_is_ssp_event_by_event(name: str, staleness: int) -> None:
         assert synced == pulls[rank]
 
 
-def test_at_equal_speed_the_last_pulls_every_staleness_plus_1_steps() -> None:
+def test_a_lazy_view_is_refreshed_every_staleness_plus_1_steps() -> None:
     """By hand, s = 2, the ranks one after the other: who comes last knows the most."""
     steps, compute, _ = SCHEDULES["one after the other"]
-    result = in_simulator(SSP(staleness=2), "sgd", steps, compute)
+    result = in_simulator(SSP(staleness=2, refresh="lazy"), "sgd", steps, compute)
     # Rank 0 pulls at clock 3 while the others are at 2: its view is good until 4; then 5, 7, 9.
     # Rank 2 pulls at clock 3 when all are at 3: good until 5; then 6, 9.
     pulls = [
@@ -300,6 +366,118 @@ def test_a_larger_bound_waits_less_for_a_short_straggler() -> None:
     assert waits[4]["wait_seconds"] < 1e-4
 
 
+def marks(rank: int, steps: Sequence[int], strategy: SSP) -> list[Tensor]:
+    """What a worker reads at each step: one number for each update of each worker, 1 if it is in.
+
+    The update of step t of worker n is 1 at place (n, t).
+    """
+    size, most = len(steps), max(steps)
+    model = nn.Module()
+    model.x = nn.Parameter(torch.zeros(size, most, dtype=torch.float64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=float(size))
+    sync = offbeat.attach(model, optimizer, strategy)
+    read = []
+    for step in range(steps[rank]):
+        read.append(model.x.detach().clone())
+        model.x.grad = torch.zeros_like(model.x)
+        model.x.grad[rank, step] = -1.0
+        optimizer.step()
+    sync.finish()
+    assert (model.x.sum(1) == torch.tensor(steps)).all(), "each update once, in the end"
+    return read
+
+
+@pytest.mark.parametrize("refresh", ["ahead", "lazy"])
+@pytest.mark.parametrize("staleness", [0, 1, 2, 7])
+@pytest.mark.parametrize("bandwidth", ["1Gbit/s", "1Mbit/s", "200kbit/s"])
+def test_what_a_worker_reads(bandwidth: str, staleness: int, refresh: Any) -> None:
+    """At clock c all updates of clocks ≤ c − s − 1 and its own, each once; never half of one."""
+    steps, late = [30, 25, 30, 14], {1: 2.5}
+    strategy = SSP(staleness=staleness, refresh=refresh)
+    results = simulate(
+        lambda: marks(dist.get_rank(), steps, strategy),
+        workers=4,
+        network=Network(bandwidth, latency="1ms"),
+        compute=Compute("10ms", jitter=0.3, slowdown=late),
+        seed=5,
+    ).results
+    behind = set()
+    for rank, reads in enumerate(results):
+        for clock, read in enumerate(reads):
+            assert set(read.unique().tolist()) <= {0.0, 1.0}
+            assert read[rank, :clock].all()
+            assert not read[rank, clock:].any()
+            for other in range(4):
+                least = min(max(0, clock - staleness), steps[other])
+                assert read[other, :least].all(), (rank, clock, other)
+                if clock <= steps[other]:
+                    behind.add(clock - int(read[other].sum()))
+    assert staleness == 0 or max(behind) > 0, "some reads are stale"
+
+
+# -- far from the bound ---------------------------------------------------------------------------
+
+
+def quadratic(rank: int, strategy: Any, steps: int) -> float:
+    """½‖x − a‖² with an a of each worker's own, whose mean is 0; the distance from 0 at the end."""
+    size = dist.get_world_size()
+    model = nn.Module()
+    model.x = nn.Parameter(torch.full((3,), 5.0, dtype=torch.float64))
+    own = (rank - (size - 1) / 2) * torch.tensor([1.0, -0.5, 0.1], dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    sync = offbeat.attach(model, optimizer, strategy)
+    for _ in range(steps):
+        model.x.grad = model.x.detach() - own
+        optimizer.step()
+    sync.finish()
+    return float(model.x.detach().abs().max())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "converges"),
+    [
+        (offbeat.BSP(), True),
+        (SSP(staleness=3, servers=(0,)), True),
+        (offbeat.Downpour(servers=(0,)), True),
+        (SSP(staleness=100, servers=(0,)), True),
+        (SSP(staleness=100, refresh="lazy", servers=(0,)), False),
+    ],
+    ids=str,
+)
+def test_a_far_bound_does_not_make_it_diverge(strategy: Any, converges: bool) -> None:
+    """8 workers on a quadratic: the view is fresh although it need not be; a lazy one is not."""
+    result = simulate(
+        lambda: quadratic(dist.get_rank(), strategy, 110),
+        workers=8,
+        network=Network("1Gbit/s"),
+        compute=Compute("10ms", jitter=0.2),
+    )
+    assert max(result.results) < 1.0 if converges else min(result.results) > 20
+
+
+@pytest.mark.parametrize(
+    ("strategy", "steps"),
+    [
+        (SSP(staleness=1000), 7),
+        (SSP(staleness=1000, refresh="lazy"), 4),
+        (offbeat.Downpour(), 7),
+    ],
+    ids=str,
+)
+def test_nobody_waits_far_from_the_bound(strategy: Any, steps: int) -> None:
+    """A push takes a bit more than 3 steps, its answer as long; no step waits for either."""
+    result = simulate(
+        lambda: train(dist.get_rank(), 3, strategy, "sgd", [60] * 3),
+        workers=3,
+        network=Network("1Gbit/s", latency="30ms"),
+        compute=Compute(STEP, jitter=0.1),
+    )
+    for one in result.results:
+        assert one["stats"]["wait_seconds"] == 0
+        pushes = one["stats"]["payload_bytes"] / (2 * 7 * 8 + 8 * 40 * 2 / 3)
+        assert pushes == pytest.approx(60 / steps, rel=0.25), "what is made meanwhile goes together"
+
+
 # -- numbers of steps, consensus ------------------------------------------------------------------
 
 
@@ -335,7 +513,8 @@ def test_consensus_after_unequal_numbers_of_steps(staleness: int) -> None:
                 close(inside[i], sum(r["seen"][meeting][0][i] for r in results) / 3)
     for result in results:
         assert torch.equal(result["end"][0], results[0]["end"][0])
-        assert torch.equal(result["end"][0], results[0]["seen"][-1][1][0])
+        if staleness == 0:  # else a look does not show what waits to be pushed
+            assert torch.equal(result["end"][0], results[0]["seen"][-1][1][0])
         for i in (1, 2):
             close(result["end"][i], sum(r["seen"][-1][0][i] for r in results) / 3)
         assert result["count"] == 8
@@ -530,16 +709,15 @@ def test_stats_tell_what_was_served_and_pulled() -> None:
     """Pushes each shard took, the bytes pulled from other ranks, and how stale pushes were."""
     steps, compute, seconds = SCHEDULES["a straggler"]
     result = in_simulator(SSP(staleness=2), "sgd", steps, compute)
-    _, _, pulls = play(2, "sgd", steps, seconds)
+    _, _, pulls = play(SSP(staleness=2), "sgd", steps, seconds)
     for rank, one in enumerate(result.stats):
         assert one is not None
         others = 8 * (40 - [13, 13, 14][rank])  # 40 float64 in shards of 13, 13 and 14
-        # two or three more pulls, of attach's consensus and finish
-        assert one.details["pulled_bytes"] % others == 0
-        assert one.details["pulled_bytes"] // others >= len(pulls[rank])
-        assert one.details["pushes_served"] == sum(steps)
+        pulled, rest = divmod(one.details["pulled_bytes"], others)
+        assert rest == 0
+        assert 0 <= pulled - len(pulls[rank]) <= 1, "the last answer may not have been taken"
         histogram = one.details["staleness_histogram"]
-        assert sum(histogram.values()) == sum(steps)
+        assert sum(histogram.values()) == one.details["pushes_served"] <= sum(steps)
         assert one.details["staleness_max"] == max(histogram)
 
 
@@ -588,4 +766,4 @@ def test_it_shows_itself() -> None:
     assert str(SSP(staleness=3)) == "ssp:staleness=3"
     assert SSP(staleness=3, servers=1) == SSP(staleness=3, servers=(1,))  # type: ignore[arg-type]
     texts = [str(SSP(staleness=s)) for s in (1, 2)]
-    assert all(a != b for a, b in pairwise(texts))
+    assert all(a != b for a, b in itertools.pairwise(texts))

@@ -3,6 +3,7 @@
 So the simulator is a verified fake. A new strategy is one row.
 """
 
+import time
 from typing import Any
 
 import pytest
@@ -53,13 +54,14 @@ class Sink:
     def close(self) -> None: ...
 
 
-def train(rank: int, size: int, text: str) -> dict[str, Any]:
+def train(rank: int, size: int, text: str, step_seconds: float = 0.0) -> dict[str, Any]:
     """Unequal replicas, data and numbers of steps, clipping, and a look at the consensus."""
     model = make_model(seed=rank)
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     sink = Sink()
     sync = offbeat.attach(model, optimizer, parse_strategy(text), log=sink, timeout_seconds=30)
     for step in range(11 + 2 * rank):
+        time.sleep(step_seconds)  # the work of a step, where results depend on how long it takes
         if step % 2:
             optimizer.zero_grad()
             loss_of(model, make_batch(rank, step)).backward()
@@ -104,7 +106,7 @@ def test_gloo_and_the_simulator_agree(text: str) -> None:
 @pytest.mark.parametrize("text", TIMED)
 def test_gloo_and_the_simulator_train_alike(text: str) -> None:
     """Where order matters: all workers end with the same bits, near the other world's."""
-    real = run(train, text, workers=3)
+    real = run(train, text, 0.01, workers=3)
     simulated = simulate(
         lambda: train(dist.get_rank(), dist.get_world_size(), text),
         workers=3,

@@ -231,6 +231,14 @@ def misuse(rank: int, size: int) -> dict[str, tuple[list[str], str]]:
     train_step(model, optimizer, make_batch(rank, 0))
     optimizer.add_param_group({"params": list(model[2].parameters())})
     seen["group added"] = error_of(lambda: train_step(model, optimizer, make_batch(rank, 1)))
+    del optimizer.param_groups[1]
+    held = optimizer.param_groups[0]["params"]
+    held.append(model[2].weight)
+    seen["parameter added"] = error_of(lambda: train_step(model, optimizer, make_batch(rank, 1)))
+    held.pop()
+    model[0].bias = held[1] = nn.Parameter(model[0].bias.detach().clone())
+    seen["parameter replaced"] = error_of(lambda: train_step(model, optimizer, make_batch(rank, 1)))
+    seen["replaced in the model"] = error_of(sync.finish)
     sync.detach()
     seen["consensus after detach"] = error_of(
         lambda: contextlib.ExitStack().enter_context(sync.consensus())
@@ -252,7 +260,10 @@ def test_misuse_is_an_attach_error_that_says_what_to_do() -> None:
         "clip a stranger": "not attached",
         "consensus after finish": r"consensus\(\) after finish\(\) or detach\(\)",
         "consensus after detach": r"consensus\(\) after finish\(\) or detach\(\)",
-        "group added": r"parameter group was added.*attach again",
+        "group added": r"were added to the optimizer.*attach again",
+        "parameter added": r"were added to the optimizer.*attach again",
+        "replaced in the model": r"parameter '0.bias' of the model was replaced after attach",
+        "parameter replaced": r"were added to the optimizer, taken away or replaced",
     }
     for seen in run(misuse, workers=2):
         assert seen.keys() == expected.keys()

@@ -1,5 +1,6 @@
 """The commands that list what there is: ``recipes`` and ``strategies``."""
 
+import contextlib
 import dataclasses
 import inspect
 import typing
@@ -29,6 +30,7 @@ def recipes() -> None:
         for one in RECIPES.values()
     )
     show(Table(("recipe", "what", "target", "needs"), rows), texts=4)
+    console.print("Your own: path/to/file.py", highlight=False)
 
 
 def strategies() -> None:
@@ -40,7 +42,7 @@ def strategies() -> None:
     """
     rows = []
     for name, kind in STRATEGIES.items():
-        settings = [_setting(one, types_of(kind)[one.name]) for one in dataclasses.fields(kind)]
+        settings = [_setting(kind, one) for one in dataclasses.fields(kind)]
         shown, allowed = ("\n".join(one[i] for one in settings) for i in range(2))
         rows.append((name, _summary(kind), shown, allowed))
     show(Table(("strategy", "what", "setting", "allowed"), tuple(rows)), texts=4)
@@ -51,11 +53,14 @@ def _summary(kind: type[Strategy]) -> str:
     return (inspect.getdoc(kind) or "").partition("\n\n")[0].replace("``", "")
 
 
-def _setting(one: "dataclasses.Field[Any]", kind: Any) -> tuple[str, str]:
+def _setting(strategy: type[Strategy], one: "dataclasses.Field[Any]") -> tuple[str, str]:
     """A setting with its default, and what it may be: ``period (required)`` and ``≥ 1``."""
-    required = one.default is dataclasses.MISSING
-    shown = f"{one.name} (required)" if required else f"{one.name}={one.default}"
-    return shown, ", ".join(_choices(kind)) or str(range_of(one))
+    default = one.default
+    with contextlib.suppress(TypeError, ValueError):  # of one that must be told something
+        default = getattr(strategy(), one.name)  # it may be chosen when nothing else is
+    required = default is dataclasses.MISSING
+    shown = f"{one.name} (required)" if required else f"{one.name}={default}"
+    return shown, ", ".join(_choices(types_of(strategy)[one.name])) or str(range_of(one))
 
 
 def _choices(kind: Any) -> list[str]:

@@ -40,7 +40,9 @@ def plan(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="Measure parameters and step time of this recipe here, on one worker."),
+        typer.Option(
+            help="Measure parameters and step time of this recipe, or file, on one worker."
+        ),
     ] = None,
     data: Annotated[Path | None, typer.Option(help="Directory of the recipe's data.")] = None,
     probe: Annotated[

@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
@@ -12,18 +14,18 @@ import torch.distributed as dist
 import typer
 
 from offbeat.cli.options import Bandwidth, Jitter, Latency, StepTime, with_job
-from offbeat.cli.view import Bar, console, line, show_narrow
+from offbeat.cli.view import Bar, console, show_narrow
 from offbeat.lab import compare as comparison
 from offbeat.lab import report
-from offbeat.lab.events import End, Evaluation, Event
 from offbeat.lab.job import Job
 from offbeat.lab.measure import measure_recipe
-from offbeat.lab.places import Loopback, Place, ShapedLinks, VirtualCluster
-from offbeat.lab.recipes import find_recipe
+from offbeat.lab.places import Loopback, Place, ShapedLinks, Torchrun, VirtualCluster
+from offbeat.lab.recipes import Task
 from offbeat.lab.results import Result
-from offbeat.lab.train import choose_backend, share_cores, train_worker
+from offbeat.lab.train import choose_backend, share_cores
 from offbeat.simulate import Compute, Network
-from offbeat.units import parse_bandwidth, show_bytes, show_seconds
+from offbeat.strategies import parse_strategy
+from offbeat.units import parse_bandwidth, show_seconds
 
 
 @with_job()
@@ -41,14 +43,14 @@ def train(
 
     torchrun --nproc-per-node 4 -m offbeat.cli train digits -s async:staleness=16
     """
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        _join(replace(job, workers=int(os.environ["WORLD_SIZE"])), bandwidth)
-        return
-    job.check()
-    with _links(bandwidth, job.workers) as place, Bar() as bar:
-        bar.start(job)
-        result = comparison.run_and_record(job, bar.event, place)
-    _show([result])
+    job = _sized(job)
+    with _real(job, bandwidth, job.check) as place:
+        if place is None:
+            return
+        with Bar() as bar:
+            bar.start(job)
+            result = comparison.run_and_record(job, bar.event, place)
+        _show([result])
 
 
 @with_job("log", "timeout_seconds")
@@ -71,6 +73,7 @@ def simulate(
 
     offbeat simulate digits -s bsp --workers 16 --bandwidth 5gbit --latency 50us --step-time 80ms
     """
+    _refuse_torchrun("offbeat simulate")
     job.check()
     place = _virtual(job, bandwidth, latency, step_time, jitter)
     with Bar() as bar:
@@ -93,7 +96,12 @@ def simulate(
 def compare(
     job: Job,
     strategy: Annotated[
-        list[str], typer.Option("--strategy", "-s", help="A strategy; repeat for more.")
+        list[str],
+        typer.Option(
+            "--strategy",
+            "-s",
+            help="A strategy, perhaps with options for it alone; repeat for more.",
+        ),
     ],
     seeds: Annotated[int, typer.Option(help="Repeat everything with so many seeds.")] = 1,
     bandwidth: Bandwidth = None,
@@ -122,33 +130,119 @@ def compare(
     offbeat compare digits -s bsp -s async:staleness=16 --bandwidth 100Mbit/s --seeds 3
 
     offbeat compare digits -s bsp -s local:period=8 --simulate --workers 16 --step-time 80ms
+
+    offbeat compare digits -s bsp -s 'local:period=8 --wire int8 --lr-scale 2'
+
+    offbeat compare path/to/file.py -s bsp -s local:period=8
+
+    torchrun --nproc-per-node 4 -m offbeat.cli compare digits -s bsp -s local:period=8
     """
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {seeds}")
-    for one in strategy:
-        replace(job, strategy=one).check()
+    job = _sized(job)
+    if simulated:
+        _refuse_torchrun("--simulate")
+
+    def check() -> None:
+        task = None
+        for text in strategy:
+            task = _check(job, text, task)
+
     if output is None:
-        name = f"{job.recipe.replace(':', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
-        output = Path("runs", name)
+        output = Path("runs", f"{_file_name(job.recipe)}-{time.strftime('%Y%m%d-%H%M%S')}")
     with contextlib.ExitStack() as stack:
-        place: Place
+        place: Place | None
         if simulated:
+            check()
             place = _virtual(job, bandwidth, latency, step_time, jitter)
         else:
-            place = stack.enter_context(_links(bandwidth, job.workers))
-        bar = stack.enter_context(Bar())
-        results = comparison.compare(
-            job,
-            strategy,
-            seeds=seeds,
-            place=place,
-            output=output,
-            on_start=bar.start,
-            on_event=bar.event,
-        )
-    _show(results)
-    for what, path in report.write_report(results, output).items():
-        _say_where(f"{what:7}", path)
+            place = stack.enter_context(_real(job, bandwidth, check))
+            if place is None:
+                return
+        with Bar() as bar:
+            results = comparison.compare(
+                job,
+                strategy,
+                seeds=seeds,
+                place=place,
+                output=output,
+                on_start=bar.start,
+                on_event=bar.event,
+            )
+        _show(results)
+        for what, path in report.write_report(results, output).items():
+            _say_where(f"{what:7}", path)
+
+
+def _check(job: Job, text: str, task: Task | None) -> Task:
+    """Check the job under one strategy of a comparison; ``task`` is what it builds, or has built.
+
+    Raises:
+        ValueError, TypeError, FileNotFoundError: as ``Job.check``.
+    """
+    one = job.under(text)
+    parse_strategy(one.strategy)
+    try:
+        one.check_method()
+    except ValueError as error:
+        if one != replace(job, strategy=one.strategy):  # its own options are to blame
+            raise
+        raise ValueError(
+            f"{error}; an option for some strategies only goes with them, as in "
+            "-s 'local:period=8 --wire int8'"
+        ) from None
+    return one.check(task)
+
+
+def _file_name(recipe: str) -> str:
+    """Of a folder for the results of ``recipe``."""
+    return re.sub(r"[^\w-]+", "-", recipe.rpartition("/")[2].replace(".py", "")).strip("-")
+
+
+def _under_torchrun() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _refuse_torchrun(what: str) -> None:
+    if _under_torchrun():
+        raise ValueError(f"{what} simulates all workers in one process: start it without torchrun")
+
+
+def _sized(job: Job) -> Job:
+    """The job with as many workers as torchrun has started, if it has."""
+    return replace(job, workers=int(os.environ["WORLD_SIZE"])) if _under_torchrun() else job
+
+
+@contextlib.contextmanager
+def _real(job: Job, bandwidth: str | None, check: Callable[[], object]) -> Iterator[Place | None]:
+    """Where real processes run jobs like this, once ``check`` has found no mistake.
+
+    Under torchrun that is where this process is one, and None on all but rank 0: they have taken
+    part in all of its runs.
+    """
+    if not _under_torchrun():
+        check()
+        with _links(bandwidth, job.workers) as links:
+            yield links
+        return
+    if bandwidth is not None:
+        raise ValueError("--bandwidth shapes the links of processes that offbeat starts itself")
+    if os.environ["RANK"] == "0":
+        check()
+    limit = timedelta(seconds=job.timeout_seconds)
+    dist.init_process_group(choose_backend(), timeout=limit)
+    share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", job.workers)))
+    place = Torchrun()
+    try:
+        if dist.get_rank() > 0:
+            place.follow()
+            yield None
+        else:
+            console.print(f"joined the {job.workers} processes that torchrun has started")
+            yield place
+            place.end()
+    finally:
+        dist.destroy_process_group()
 
 
 @contextlib.contextmanager
@@ -172,34 +266,6 @@ def _virtual(
         console.print(f"a step of {job.recipe} takes {show_seconds(seconds)} here", highlight=False)
         compute = Compute(seconds, jitter=jitter)
     return VirtualCluster(network, compute)
-
-
-def _join(job: Job, bandwidth: str | None) -> None:
-    """Train on the processes that torchrun has started; this is one of them."""
-    if bandwidth is not None:
-        raise ValueError("--bandwidth shapes the links of processes that offbeat starts itself")
-    job.check()
-    dist.init_process_group(choose_backend())
-    if dist.get_rank() == 0:
-        console.print(f"joined the {dist.get_world_size()} processes that torchrun has started")
-    metric = find_recipe(job.recipe).metric
-
-    def tell(event: Event) -> None:
-        match event:
-            case Evaluation():
-                console.print(line(event, metric), soft_wrap=True)
-            case End():
-                one = event.stats[0]
-                console.print(
-                    f"LSSR {one.lssr:.2f}, {show_bytes(one.payload_bytes)} sent, "
-                    f"idle {100 * one.idle:.0f} %"
-                )
-
-    try:
-        share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", job.workers)))
-        train_worker(job, tell)
-    finally:
-        dist.destroy_process_group()
 
 
 def _show(results: list[Result]) -> None:

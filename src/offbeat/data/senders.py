@@ -13,14 +13,18 @@ _SENDERS, _SAMPLES = 4, 5  # purposes of a generator
 def injected_batch_size(batch_size: int, alpha: float, beta: float, workers: int) -> int:
     """The batch size b' for the loader, so that batches hold about ``batch_size`` = b afterwards.
 
-    Equation 3 of the paper, at least 1:
+    Equation 3 of the paper, rounded to nearest (a half up), at least 1:
 
-        b' = ⌊b / (1 + α·β·N)⌋
+        b' = ⌊b / (1 + α·β·N) + ½⌋
 
     What a batch then holds, exactly, with S = ⌈α·N⌉ senders of k = ``given(b', β)`` samples each:
-    b' + S·k on a worker that is no sender of the step, b' + (S−1)·k on one that is (it does not
-    receive its own), and b' + S·k·(N−1)/N on average. α·N, b' and k are rounded, so this is b only
-    about: for b = 32, α = β = 1/2, N = 10 it is 9 + 5·5·9/10 = 31.5.
+    B = b' + S·k on a worker that is no sender of the step, B − k on one that is (it does not
+    receive its own), and B − S·k/N on average. α·N, b' and k are rounded, so B is b only about;
+    where none of them was rounded up from below ½ to 1:
+
+        −(1 + α·β·N)/2 − S/2  ≤  B − b  ≤  (1 + α·β·N)/2 + S/2 + (S − α·N)·β·b'
+
+    For b = 32, α = β = 1/2, N = 10 it is 9 + 5·5 = 34 samples, 29 on a sender, 31.5 on average.
 
     Args:
         batch_size: b, the samples each step shall use.
@@ -38,7 +42,7 @@ def injected_batch_size(batch_size: int, alpha: float, beta: float, workers: int
     require_fraction("beta", beta)
     for name, value in (("batch_size", batch_size), ("workers", workers)):
         require_integer(name, value, least=1)
-    return max(1, math.floor(_clean(batch_size / (1 + alpha * beta * workers))))
+    return max(1, math.floor(_clean(batch_size / (1 + alpha * beta * workers)) + 0.5))
 
 
 def given(samples: int, beta: float) -> int:

@@ -117,9 +117,9 @@ class Communicator(ABC):
         )
 
     @final
-    def fulfilment(self, promise: Promise[T], *, what: str) -> Handle[T]:
-        """What another activity of this worker fulfils, with the time-out of an operation."""
-        return self.start(Await(what=what, promise=promise))
+    def fulfilment(self, promise: Promise[T], *, what: str, patient: bool = False) -> Handle[T]:
+        """What another activity of this worker fulfils; see ``operation.Await``."""
+        return self.start(Await(what=what, promise=promise, patient=patient))
 
     @final
     def gather_bytes(self, payload: bytes, *, what: str) -> list[bytes]:

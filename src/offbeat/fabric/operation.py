@@ -104,7 +104,9 @@ class Await(Operation[R]):
     """Wait for a promise, which another activity of this worker fulfils. Nothing is sent.
 
     It is an operation because its time-out, its error and its waiting are those of the others.
+    ``patient`` is for activities beside the worker: no time-out, but an error once it has left.
     """
 
     collective: ClassVar[bool] = False
     promise: Promise[R]
+    patient: bool = False

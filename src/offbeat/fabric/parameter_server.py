@@ -5,10 +5,14 @@ pushes, if any. A serving rank has one thread for each other rank, so that no sl
 others; requests are served in the order in which they have come in. The rank's own requests go to
 its shard directly. An answer is a header of three numbers and the values. Nothing is pickled, and
 sizes are checked against the shard.
+
+A worker waits for the answer, or it lets a request run beside its training: ``begin``, and ``take``
+once the answer has come. An activity then waits in its place. One request is under way at a time.
 """
 
 import functools
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -41,7 +45,7 @@ class ParameterServer:
         rule: Makes the rule of a shard.
 
     Attributes:
-        values: 1-D; written and read between ``stage`` and the next request.
+        values: 1-D; written and read between ``stage`` and the next request, or after ``take``.
         shard: This rank's, if it serves.
         pulled_bytes: Bytes of the answers this worker has asked other ranks for.
 
@@ -62,17 +66,20 @@ class ParameterServer:
         self.values = initial
         count = len(self.servers)
         ends = [initial.numel() * i // count for i in range(count + 1)]
-        self._slices = [initial[a:b] for a, b in itertools.pairwise(ends)]
+        self._places = [slice(a, b) for a, b in itertools.pairwise(ends)]
         self.shard: Shard | None = None
         self._sent: list[Handle[Tensor]] = []  # of the last push
         self.pulled_bytes = 0
         self._requests = 0
         self._meetings = 0
         self._left = False
+        self._begun: Promise[Answer | Exception] | None = None
+        self._what = ""  # of the request that was begun
+        self._answer: Answer | None = None  # to it, when it has come and was not taken
         self._error: Exception | None = None
         self._served: dict[int, Promise[None]] = {}  # by rank: it has left
         if team.rank in self.servers:
-            own = self._slices[self.servers.index(team.rank)]
+            own = initial[self._places[self.servers.index(team.rank)]]
             self.shard = Shard(own.clone(), rule(), team.size)
             self._serve(self.shard)
 
@@ -102,10 +109,109 @@ class ParameterServer:
         """Start to replace ``values`` by the vector."""
         return self._start("pull", least=least)
 
+    def look(self) -> Tensor:
+        """The vector, in a tensor of its own; ``values`` and ``pulled_bytes`` stay as they are."""
+        seen, pulled = torch.empty_like(self.values), self.pulled_bytes
+        self._start("pull", into=seen).wait()
+        self.pulled_bytes = pulled
+        return seen
+
+    def wait_for(self, clock: int) -> None:
+        """Wait until the slowest worker's clock is at least this.
+
+        A time-out counts from the last time that it rose.
+        """
+        self._require_service()
+        nothing = self.values[:0]
+        for i in range(len(self.servers)):
+            least = 0
+            while least < clock:
+                request = Request("clock", self._team.rank, least=least + 1)
+                least = self._ask(i, self._announce(i, request), nothing).wait().clock
+
+    # -- requests beside the training ------------------------------------------------------------
+
+    @property
+    def free(self) -> bool:
+        """Whether nothing is under way, and no answer waits to be taken: ``values`` are free."""
+        return self._begun is None and self._answer is None
+
+    def begin(self, kind: RequestKind, *, clock: int = -1, least: int = -NEVER) -> None:
+        """Start a request that nobody waits for before ``take``; the server must be ``free``.
+
+        ``values`` must be left alone until then. A request with ``least`` is answered when the
+        slowest worker's clock is that, however long it takes; the time-out is that of ``take``.
+        Any other is answered at once, or it fails after the time-out of an operation.
+
+        Args:
+            kind: "push", "pull" or "push_pull".
+            clock: See ``push_pull``.
+            least: See ``push_pull``.
+        """
+        assert self.free, "an answer was not taken"
+        waits = least > -NEVER
+        answers = self._start(kind, beside=True, patient=waits, clock=clock, least=least)
+        sent, self._sent = self._sent, []
+        if isinstance(answers, Completed) and not sent:  # of this rank's own shard alone
+            self._answer = answers.wait()
+            return
+        begun: Promise[Answer | Exception] = self._team.host.promise()
+
+        def wait() -> None:
+            try:
+                answer = answers.wait()
+                for handle in sent:
+                    handle.wait()
+                begun.fulfil(answer)
+            except Exception as error:  # ``settle`` raises it
+                begun.fulfil(error)
+
+        self._begun, self._what = begun, f"{kind} at the parameter server"
+        self._team.host.spawn(wait, what=f"{kind} at the server")
+
+    def settle(self, *, now: bool = False) -> None:
+        """Wait until what was begun has ended; its answer stays to be taken.
+
+        Args:
+            now: It shall be answered at once, whatever clock it is waiting for.
+        """
+        if now and self._begun is not None and not self._begun.fulfilled:
+            request = Request("release", self._team.rank)
+            for i in range(len(self.servers)):
+                self._ask(i, self._announce(i, request), self.values[:0])
+        if self._begun is not None:
+            outcome = self._team.fabric.fulfilment(self._begun, what=self._what).wait()
+            if isinstance(outcome, Exception):
+                raise explained(outcome)
+            self._begun, self._answer = None, outcome
+
+    def take(self, *, wait: bool = False) -> Answer | None:
+        """The answer to what was begun, if it has come; with ``wait``, when it has come.
+
+        ``values`` are then those of the answer. None also where nothing was begun.
+        """
+        if self._begun is not None and (wait or self._begun.fulfilled):
+            self.settle()
+        answer, self._answer = self._answer, None
+        return answer
+
+    @property
+    def untaken(self) -> Answer | None:
+        """The answer that has come and was not taken."""
+        return self._answer
+
+    def put_back(self, answer: Answer, values: Tensor) -> None:
+        """Go on from a checkpoint with an ``answer`` that was not taken, and its ``values``."""
+        self._answer = answer
+        self.values.copy_(values)
+
+    # -- meeting and leaving ---------------------------------------------------------------------
+
     def arrive(self) -> int:
         """Wait until everyone has arrived. Meanwhile nobody waits for this worker's clock.
 
-        Returns the slowest worker's clock.
+        What was begun has been answered then, whatever clock it was waiting for; the answer stays
+        to be taken. Returns the slowest worker's clock.
 
         A time-out counts from the last sign of life of any other worker at this server.
         """
@@ -113,7 +219,8 @@ class ParameterServer:
         self._require_service()
         first = Request("arrive", self._team.rank, meeting=meeting)
         places = range(len(self.servers))
-        answers = [self._ask(i, self._announce(i, first)) for i in places]
+        nothing = self.values[:0]
+        answers = [self._ask(i, self._announce(i, first), nothing) for i in places]
         clocks = []
         for i, answer in zip(places, answers, strict=True):
             while True:
@@ -121,8 +228,11 @@ class ParameterServer:
                 if got.met:
                     break
                 again = replace(first, seen=got.seen)
-                answer = self._ask(i, self._announce(i, again))
+                answer = self._ask(i, self._announce(i, again), nothing)
             clocks.append(got.clock)
+        self.settle()
+        if self._answer is not None:  # workers that were here did not count in its clock
+            self._answer = replace(self._answer, clock=min(self._answer.clock, *clocks))
         return min(clocks)
 
     def leave(self) -> None:
@@ -137,9 +247,28 @@ class ParameterServer:
                 # Their last requests need this rank's connections.
                 self._team.fabric.fulfilment(served, what=f"the leave of rank {rank}").wait()
 
-    def _start(self, kind: RequestKind, **settings: Any) -> Handle[Answer]:
+    def _start(
+        self,
+        kind: RequestKind,
+        *,
+        into: Tensor | None = None,
+        beside: bool = False,
+        patient: bool = False,
+        **settings: Any,
+    ) -> Handle[Answer]:
+        """Send a request to all servers.
+
+        Args:
+            kind: See ``Request``, whose other numbers are the ``settings``.
+            into: What is pushed and replaced by the answer; None is ``values``.
+            beside: Whether an activity waits for it: its waiting is not the training's.
+            patient: Whether it may take as long as it likes.
+            settings: Others of ``Request``.
+        """
         self._require_service()
         self.stage()
+        vector = self.values if into is None else into
+        parts = [vector[place] for place in self._places]
         request = Request(kind, self._team.rank, **settings)
         # Each begins with another server, and headers go ahead of values: then each server takes
         # the workers in another order, and no link is idle while another has a queue.
@@ -147,8 +276,13 @@ class ParameterServer:
             range(len(self.servers)),
             key=lambda i: (self.servers[i] - self._team.rank - 1) % self._team.size,
         )
-        asked = [(i, self._announce(i, self._sized(request, i))) for i in order]
-        return _Answers([self._ask(i, request) for i, request in asked])
+        asked = [(i, self._announce(i, self._sized(request, i), beside=beside)) for i in order]
+        answers = [
+            self._ask(i, request, parts[i], beside=beside, patient=patient) for i, request in asked
+        ]
+        if all(isinstance(answer, Completed) for answer in answers):
+            return Completed(_Answers(answers).wait())
+        return _Answers(answers)
 
     def _require_service(self) -> None:
         if self._error is not None:
@@ -174,36 +308,50 @@ class ParameterServer:
         served.fulfil(None)
 
     def _sized(self, request: Request, index: int) -> Request:
-        elements = self._slices[index].numel() if request.pushes else 0
-        return replace(request, elements=elements)
+        place = self._places[index]
+        return replace(request, elements=place.stop - place.start if request.pushes else 0)
 
-    def _announce(self, index: int, request: Request) -> Request:
+    def _announce(self, index: int, request: Request, *, beside: bool = False) -> Request:
         """Send the header of a request to the server at place ``index``; gives it its number."""
         self._requests += 1
         request = replace(request, number=self._requests % _ANSWERS)
         if self.servers[index] != self._team.rank:
-            self._send(request.encode(), self.servers[index], _REQUEST)
+            self._send(request.encode(), self.servers[index], _REQUEST, beside=beside)
         return request
 
-    def _ask(self, index: int, request: Request) -> Handle[Answer]:
+    def _fabric(self, beside: bool) -> Communicator:
+        return self._team.uncounted if beside else self._team.fabric
+
+    def _ask(
+        self,
+        index: int,
+        request: Request,
+        part: Tensor,
+        *,
+        beside: bool = False,
+        patient: bool = False,
+    ) -> Handle[Answer]:
         """Send the values of an announced request, if any, and start to receive the answer."""
-        fabric, server, part = self._team.fabric, self.servers[index], self._slices[index]
+        fabric, server = self._fabric(beside), self.servers[index]
         if server == fabric.rank:
-            return self._ask_self(request, part)
+            return self._ask_self(request, part, fabric, patient)
         if request.elements:
-            self._send(part, server, _VALUES)
-        if request.kind == "push":
+            self._send(part, server, _VALUES, beside=beside)
+        if not request.answered:
             return Completed(Answer(0))
         what = f"{request.kind} at the parameter server of rank {server}"
         tag = _ANSWER + 2 * request.number
-        header = fabric.receive(torch.zeros(3).long(), source=server, tag=tag, what=what)
-        if request.kind == "arrive":
+        numbers = torch.zeros(3).long()
+        header = fabric.receive(numbers, source=server, tag=tag, what=what, patient=patient)
+        if request.kind in ("arrive", "clock"):
             return header.then(_read)
         self.pulled_bytes += part.nbytes
-        values = fabric.receive(part, source=server, tag=tag + 1, what=what)
+        values = fabric.receive(part, source=server, tag=tag + 1, what=what, patient=patient)
         return values.then(lambda _: _read(header.wait()))
 
-    def _ask_self(self, request: Request, part: Tensor) -> Handle[Answer]:
+    def _ask_self(
+        self, request: Request, part: Tensor, fabric: Communicator, patient: bool
+    ) -> Handle[Answer]:
         assert self.shard is not None
         what = f"{request.kind} at this rank's own parameter server"
         promise: Promise[Answer] = self._team.host.promise()
@@ -215,13 +363,18 @@ class ParameterServer:
 
         pushed = part if request.pushes else None
         self.shard.handle(request, pushed, deliver)
-        if request.kind == "push":
+        if not request.answered:
             return Completed(Answer(0))
-        return self._team.fabric.fulfilment(promise, what=what)
+        if promise.fulfilled:
+            return Completed(promise.result)
+        return fabric.fulfilment(promise, what=what, patient=patient)
 
-    def _send(self, tensor: Tensor, server: int, tag: int) -> None:
+    def _send(self, tensor: Tensor, server: int, tag: int, *, beside: bool = False) -> None:
         what = f"request to the parameter server of rank {server}"
-        self._sent.append(self._team.fabric.send(tensor, destination=server, tag=tag, what=what))
+        fabric = self._fabric(beside)
+        self._sent.append(fabric.send(tensor, destination=server, tag=tag, what=what))
+        if beside:  # of the training all the same
+            self._team.account.sent(tensor.nbytes)
 
 
 class _Client:
@@ -234,7 +387,8 @@ class _Client:
     def __init__(self, fabric: Communicator, rank: int, shard: Shard) -> None:
         self._fabric, self._rank, self._shard = fabric, rank, shard
         self._buffer: Tensor | None = None
-        self._sent: list[Handle[Tensor]] = []  # held until it has left: gloo may lose it else
+        # Held until it has left: gloo may lose it else. Other activities append to it.
+        self._sent: deque[Handle[Tensor]] = deque()
 
     def serve(self) -> None:
         """Take requests until this rank leaves."""
@@ -243,9 +397,8 @@ class _Client:
             header = torch.zeros(HEADER, dtype=torch.int64)
             self._receive(header, _REQUEST, what, patient=True)
             request = Request.decode(header, self._rank)
-            for handle in self._sent:
-                handle.wait()  # it has arrived, or there would be no further request
-            self._sent = []
+            while self._sent:
+                self._sent.popleft().wait()  # this worker is receiving it, or has received it
             if request.kind == "leave":
                 return
             values = None

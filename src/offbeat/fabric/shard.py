@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ from offbeat.errors import OffbeatError
 NEVER = 2**62
 HEADER = 7  # numbers of a request
 
-RequestKind = Literal["push", "push_pull", "pull", "arrive", "leave"]
-_KINDS: tuple[RequestKind, ...] = ("push", "push_pull", "pull", "arrive", "leave")
+RequestKind = Literal["push", "push_pull", "pull", "clock", "release", "arrive", "leave"]
+_KINDS: tuple[RequestKind, ...] = get_args(RequestKind)
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Request:
     """What a worker asks of one shard.
 
     Attributes:
-        kind: What to do.
+        kind: What to do. A ``clock`` asks for no values. A ``release`` has this worker's waiting
+            requests answered at once.
         source: Who asks.
         number: Numbers this worker's requests for values, to tell the answers apart.
         elements: How many values follow.
@@ -45,6 +46,11 @@ class Request:
     def pushes(self) -> bool:
         """Whether values follow."""
         return self.kind in ("push", "push_pull")
+
+    @property
+    def answered(self) -> bool:
+        """Whether an answer comes."""
+        return self.kind not in ("push", "release", "leave")
 
     def encode(self) -> Tensor:
         """Seven int64 numbers; who asks is known from the connection."""
@@ -165,13 +171,15 @@ class Shard:
                 all_came = self._arrive(request)
                 request = replace(request, seen=self._seen)
             self._seen += request.kind != "arrive"
-            if request.kind != "push":
+            if request.answered:
                 self._waiting.append(_Waiting(request, deliver))
             slowest = self.slowest()
             if slowest > self._slowest or all_came:
                 self.rule.advance(self.values)
             self._slowest = slowest
-            self._waiting = [one for one in self._waiting if not self._answer(one, slowest)]
+            # Who steps aside waits for nobody's clock.
+            aside = request.source if request.kind in ("release", "arrive") else None
+            self._waiting = [one for one in self._waiting if not self._answer(one, slowest, aside)]
 
     def _came(self, request: Request) -> bool:
         """Whether the worker had come to this meeting before, and asks again."""
@@ -196,8 +204,8 @@ class Shard:
         self.version += 1
         self._own_pushes[source] += 1
 
-    def _answer(self, one: _Waiting, slowest: int) -> bool:
-        """Answer ``one`` if it is due; returns whether it was."""
+    def _answer(self, one: _Waiting, slowest: int, aside: int | None) -> bool:
+        """Answer ``one`` if it is due, or of worker ``aside``; returns whether it was."""
         request = one.request
         if request.kind == "arrive":
             met = self._meeting > request.meeting
@@ -206,8 +214,11 @@ class Shard:
                 clock = self._met_clock if met else slowest
                 one.deliver(Answer(clock, met, self._seen), None)
             return due
-        if slowest < request.least:
+        if slowest < request.least and request.source != aside:
             return False
+        if request.kind == "clock":
+            one.deliver(Answer(slowest, False, self._seen), None)
+            return True
         self.downloaded[request.source], self._own_pushes[request.source] = self.version, 0
         values = self.values
         if request.kind == "push_pull":

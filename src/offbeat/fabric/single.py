@@ -48,9 +48,9 @@ class SingleCommunicator(Communicator):
                 raise ValueError(f"{what}: a single worker has no rank {rank} to send to")
             case Receive(what=what, source=rank):
                 raise ValueError(f"{what}: a single worker has no rank {rank} to receive from")
-            case Await(promise=promise, what=what):
+            case Await(promise=promise, what=what, patient=patient):
                 assert isinstance(promise, ThreadPromise)
-                return _Fulfilment(promise, what, self.timeout_seconds)
+                return _Fulfilment(promise, what, self.timeout_seconds, patient)
         raise TypeError(f"a single worker has no {type(operation).__name__}")
 
     @override
@@ -65,8 +65,11 @@ class SingleCommunicator(Communicator):
 
 
 class _Fulfilment(Handle[Any]):
-    def __init__(self, promise: ThreadPromise[Any], what: str, timeout_seconds: float) -> None:
-        self._promise, self._what, self._timeout_seconds = promise, what, timeout_seconds
+    def __init__(
+        self, promise: ThreadPromise[Any], what: str, timeout_seconds: float, patient: bool
+    ) -> None:
+        self._promise, self._what = promise, what
+        self._timeout_seconds, self._patient = timeout_seconds, patient
 
     @override
     def done(self) -> bool:
@@ -74,7 +77,9 @@ class _Fulfilment(Handle[Any]):
 
     @override
     def wait(self) -> Any:
-        if not self._promise.wait(self._timeout_seconds):
+        while not self._promise.wait(self._timeout_seconds):
+            if self._patient:
+                continue
             raise CommunicationTimeout(
                 f"{self._what} did not come within timeout_seconds={self._timeout_seconds:g}"
             )

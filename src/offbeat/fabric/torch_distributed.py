@@ -42,6 +42,7 @@ T = TypeVar("T")
 _FOREVER = timedelta(days=365)
 _HEALTH_SECONDS = 3.0
 _FAREWELL_SECONDS = 5.0
+_PATIENT_SECONDS = 0.1  # between looks whether this worker has left
 
 
 class TorchCommunicator(Communicator):
@@ -336,7 +337,7 @@ class _Work(Handle[Any]):
 class _Fulfilment(Handle[Any]):
     def __init__(self, life: _Life, operation: Await[Any]) -> None:
         assert isinstance(operation.promise, ThreadPromise)
-        self._life, self._promise = life, operation.promise
+        self._life, self._promise, self._patient = life, operation.promise, operation.patient
         self._what, self._started = operation.what, time.perf_counter()
 
     @override
@@ -345,10 +346,12 @@ class _Fulfilment(Handle[Any]):
 
     @override
     def wait(self) -> Any:
-        if self._life.closed and not self._promise.fulfilled:
-            raise self._life.why_closed(self._what)
-        if not self._promise.wait(self._life.timeout_seconds):
-            raise self._life.failure(self._what, self._started, RuntimeError("no answer"))
+        seconds = _PATIENT_SECONDS if self._patient else self._life.timeout_seconds
+        while not self._promise.fulfilled:
+            if self._life.closed:
+                raise self._life.why_closed(self._what)
+            if not self._promise.wait(seconds) and not self._patient:
+                raise self._life.failure(self._what, self._started, RuntimeError("no answer"))
         return self._promise.result
 
 

@@ -1,1 +1,26 @@
-"""EVIDENCE: recipes, real workers on shaped links, comparisons and reports."""
+"""EVIDENCE: recipes, real workers on shaped links, comparisons and reports.
+
+The names here are those for a recipe of one's own.
+"""
+
+from offbeat.lab.recipes.base import (
+    HeldOut,
+    Setup,
+    Task,
+    accuracy,
+    decay_at,
+    decay_every,
+    warmup_cosine,
+)
+from offbeat.lab.recipes.own import recipe
+
+__all__ = [
+    "HeldOut",
+    "Setup",
+    "Task",
+    "accuracy",
+    "decay_at",
+    "decay_every",
+    "recipe",
+    "warmup_cosine",
+]

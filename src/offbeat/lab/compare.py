@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import offbeat
-from offbeat.lab.events import End, Evaluation, Event
+from offbeat.lab.events import Chosen, End, Evaluation, Event
 from offbeat.lab.job import Job
 from offbeat.lab.places import Place
 from offbeat.lab.recipes import find_recipe
@@ -18,13 +18,19 @@ from offbeat.telemetry import Stats
 
 
 def run_and_record(job: Job, on_event: Callable[[Event], None], place: Place) -> Result:
-    """Run ``job`` at ``place`` and return its result; ``on_event`` sees every event, too."""
+    """Run ``job`` at ``place`` and return its result; ``on_event`` sees every event, too.
+
+    The job of the result says how often was evaluated, where that was left to the run.
+    """
     recipe = find_recipe(job.recipe)
     points: list[Evaluation] = []
     stats: list[Stats] = []
 
     def listen(event: Event) -> None:
+        nonlocal job
         match event:
+            case Chosen():
+                job = replace(job, evaluations=event.evaluations)
             case Evaluation():
                 points.append(event)
             case End():
@@ -62,7 +68,9 @@ def compare(
 ) -> list[Result]:
     """Run ``job`` under each strategy and seed; write the results to ``output/results.jsonl``.
 
-    Seeds are the outer loop, so that a machine that slows down slows all strategies down.
+    A strategy may be followed by options for it alone; see ``Job.under``. Seeds are the outer loop,
+    so that a machine that slows down slows all strategies down. The first run chooses how often all
+    evaluate, so that their curves have the same steps.
 
     Returns:
         The results, in the order of the runs.
@@ -72,9 +80,10 @@ def compare(
     with (output / "results.jsonl").open("w", encoding="utf-8") as file:
         for seed in range(job.seed, job.seed + seeds):
             for strategy in strategies:
-                one = replace(job, strategy=strategy, seed=seed)
+                one = replace(job.under(strategy), seed=seed)
                 on_start(one)
                 result = run_and_record(one, on_event, place)
+                job = replace(job, evaluations=result.job.evaluations)
                 results.append(result)
                 file.write(json.dumps(result.to_dict()) + "\n")
                 file.flush()

@@ -52,6 +52,30 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
+class Waiting:
+    """Rank 0 does something else than train, until the next event.
+
+    Attributes:
+        what: In a few words.
+    """
+
+    what: str
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """How often the run evaluates, chosen by what an evaluation will take.
+
+    Attributes:
+        evaluations: The number, the end included.
+        seconds: What one takes.
+    """
+
+    evaluations: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class End:
     """Training is over.
 
@@ -62,12 +86,14 @@ class End:
     stats: tuple[Stats, ...]
 
 
-Event: TypeAlias = Start | Step | Evaluation | End
+Event: TypeAlias = Start | Step | Evaluation | Waiting | Chosen | End
 
-_KINDS: dict[str, type[Start | Step | Evaluation]] = {
+_KINDS: dict[str, type[Start | Step | Evaluation | Waiting | Chosen]] = {
     "start": Start,
     "step": Step,
     "evaluation": Evaluation,
+    "waiting": Waiting,
+    "chosen": Chosen,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 

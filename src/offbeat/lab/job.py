@@ -1,18 +1,22 @@
 """One training run, as a value that files, processes and command lines agree on."""
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils.data import Sampler
 
-from offbeat.arguments import check_settings, setting
+from offbeat.arguments import check_settings, setting, types_of
 from offbeat.fabric.wire import Precision
 from offbeat.lab.recipes import Setup, Task, find_recipe
+from offbeat.lab.recipes.own import try_out
 from offbeat.lab.samplers import make_sampler, parse_injection
 from offbeat.strategies import parse_strategy
-from offbeat.training.attach import require_wire
+from offbeat.training.attach import require_optimizer_state, require_wire
+
+OptimizerStates = Literal["local", "average"]
 
 
 @dataclass(frozen=True)
@@ -24,12 +28,19 @@ class Option:
         flags: Such as ``--workers`` and ``-n``; empty if the field's name is the flag.
         unset: What None stands for, to be shown as the default.
         is_path: Whether the text is that of a path.
+        of_method: Whether it belongs to how is trained rather than to what: a comparison may set it
+            for one strategy alone.
     """
 
     help: str
     flags: tuple[str, ...] = ()
     unset: str = ""
     is_path: bool = False
+    of_method: bool = False
+
+    def flag(self, name: str) -> str:
+        """The long flag, of the field ``name``."""
+        return self.flags[0] if self.flags else f"--{name.replace('_', '-')}"
 
 
 def option(
@@ -38,11 +49,12 @@ def option(
     help: str,
     unset: str = "",
     is_path: bool = False,
+    of_method: bool = False,
     least: int | None = None,
     above: float | None = None,
 ) -> Any:
     """A field of ``Job`` that every command with a job offers; see ``Option`` and ``setting``."""
-    metadata: dict[str, Any] = {"option": Option(help, flags, unset, is_path)}
+    metadata: dict[str, Any] = {"option": Option(help, flags, unset, is_path, of_method)}
     if flags:
         metadata["label"] = flags[0].removeprefix("--")
     return setting(default, least=least, above=above, metadata=metadata)
@@ -61,7 +73,9 @@ class Job:
     its name, default, range and help. An option more is a field more, and what is done with it.
     """
 
-    recipe: str = option(help="A recipe; `offbeat recipes` lists them.")
+    recipe: str = option(
+        help="A recipe; `offbeat recipes` lists them. Or your own: path/to/file.py."
+    )
     strategy: str = option("bsp", "--strategy", "-s", help="A strategy, as in selsync:delta=0.3.")
     workers: int = option(4, "--workers", "-n", help="Worker processes to start.", least=1)
     epochs: float | None = option(
@@ -71,8 +85,12 @@ class Job:
     data: str | None = option(
         None, help="Directory of the data, if the recipe needs one.", is_path=True
     )
-    evaluations: int = setting(24, least=0)
-    """How often the consensus is evaluated, evenly spread, the end included."""
+    evaluations: int | None = option(
+        None,
+        help="How often the mean of all workers is evaluated, evenly spread, the end included.",
+        unset="24, or as many as cost a tenth of the time",
+        least=1,
+    )
     log: str | None = option(  # torchrun has options of its own that begin with --log
         None, "--records", help="JSON lines of every step, one file a worker.", is_path=True
     )
@@ -80,7 +98,7 @@ class Job:
         120.0, "--timeout", help="Seconds an operation between workers may take.", above=0
     )
     lr_scale: float = option(
-        1.0, "--lr-scale", help="Factor on the recipe's learning rate.", above=0
+        1.0, "--lr-scale", help="Factor on the recipe's learning rate.", above=0, of_method=True
     )
     partition: str | None = option(
         None,
@@ -90,14 +108,23 @@ class Job:
     sampler: str = option(
         "seldp",
         help="seldp: everyone reads everything; defdp: an N-th; distributed: another every epoch.",
+        of_method=True,
     )
     injection: str | None = option(
         None,
         help="In each step ALPHA of the workers give all others BETA of their batch, as 0.5,0.5.",
         unset="none",
+        of_method=True,
     )
     wire: Precision = option(
-        "float32", help="How means travel: as they are, or in half or a quarter of the bytes."
+        "float32",
+        help="How means travel: as they are, or in half or a quarter of the bytes.",
+        of_method=True,
+    )
+    optimizer_state: OptimizerStates = option(
+        "local",
+        help="Whether the optimizer's state stays local, or is averaged with the models.",
+        of_method=True,
     )
 
     def setup(self) -> Setup:
@@ -106,20 +133,80 @@ class Job:
         epochs = recipe.epochs if self.epochs is None else self.epochs
         return Setup(self.workers, epochs, self.seed, Path(self.data) if self.data else None)
 
-    def check(self) -> Task:
+    def check(self, task: Task | None = None) -> Task:
         """Build everything once, so that mistakes show before any worker starts.
+
+        Args:
+            task: What a job of the same recipe, data and workers has built, not to build it again.
 
         Raises:
             ValueError, TypeError: an unknown recipe or strategy, or an impossible setting.
             FileNotFoundError: the data are not there.
         """
         check_settings(self)
-        require_wire(self.wire, parse_strategy(self.strategy))
-        task = find_recipe(self.recipe).build(self.setup())
+        self.check_method()
+        recipe = find_recipe(self.recipe)
+        if task is None:
+            task = recipe.build(self.setup())
+            if recipe.file is not None:
+                try_out(recipe, task)
         self.sampler_for(task, 0)
         if self.injection is not None:
             parse_injection(self.injection)
         return task
+
+    def check_method(self) -> None:
+        """Whether the strategy can use wire and optimizer state as asked for.
+
+        Raises:
+            ValueError, TypeError: it cannot, or there is no such strategy.
+        """
+        strategy = parse_strategy(self.strategy)
+        require_wire(self.wire, strategy)
+        require_optimizer_state(self.optimizer_state, strategy)
+
+    @property
+    def label(self) -> str:
+        """The strategy, with what else of the method is not the default; see ``under``."""
+        return " ".join([self.strategy, *self.options])
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """What else of the method is not the default, as in ``--wire int8``."""
+        return tuple(
+            f"{about.flag(one.name)} {str(getattr(self, one.name)).removesuffix('.0')}"
+            for one, about in _of_method().items()
+            if getattr(self, one.name) != one.default
+        )
+
+    def under(self, text: str) -> "Job":
+        """This job under a strategy and options for it alone.
+
+        ``job.under("local:period=8 --wire int8 --lr-scale 2")``. Options are those of the method:
+        learning rate, sampler, injection, wire, optimizer state.
+
+        Raises:
+            ValueError: another option, or one without a value.
+        """
+        strategy, *words = text.split() or [""]
+        kind: type = type(self)
+        flags = {about.flag(one.name): one for one, about in _of_method().items()}
+        told: dict[str, Any] = {}
+        for flag, value in _pairs(text, words):
+            if flag not in flags:
+                raise ValueError(
+                    f"in {text!r}: {flag} cannot be given to one strategy; {', '.join(flags)} can"
+                )
+            one = flags[flag]
+            if one.name in told:
+                raise ValueError(f"in {text!r}: {flag} is given twice")
+            told[one.name] = value
+            if types_of(kind)[one.name] is float:
+                try:
+                    told[one.name] = float(value)
+                except ValueError:
+                    raise ValueError(f"in {text!r}: {flag} must be a number") from None
+        return dataclasses.replace(self, strategy=strategy, **told)
 
     def sampler_for(self, task: Task, rank: int) -> Sampler[int]:
         """Which samples worker ``rank`` reads, and in which order."""
@@ -131,3 +218,24 @@ class Job:
             kind=self.sampler,
             partition=self.partition,
         )
+
+
+def _of_method() -> "dict[dataclasses.Field[Any], Option]":
+    """The fields of ``Job`` that belong to the method, each with its option."""
+    found = {}
+    for one in dataclasses.fields(Job):
+        about = option_of(one)
+        if about is not None and about.of_method:
+            found[one] = about
+    return found
+
+
+def _pairs(text: str, words: list[str]) -> Iterator[tuple[str, str]]:
+    """Flags and values of ``--flag value`` and ``--flag=value``."""
+    rest = iter(words)
+    for word in rest:
+        flag, equals, value = word.partition("=")
+        value = value if equals else next(rest, "")
+        if not value:
+            raise ValueError(f"in {text!r}: {flag} needs a value")
+        yield flag, value

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from offbeat.lab.recipes import Setup, find_recipe
+from offbeat.lab.recipes.own import try_out
 from offbeat.lab.samplers import Batches, make_sampler
 from offbeat.means import Replica
 
@@ -18,7 +19,7 @@ def measure_recipe(
     """Train a few steps alone, with as many threads as torch uses now.
 
     Args:
-        name: Of the recipe.
+        name: Of the recipe, or the file of one's own.
         data: Directory of its data, if it needs one.
         steps: How many steps are timed (≥ 5).
         warmup_steps: How many come before them.
@@ -28,7 +29,7 @@ def measure_recipe(
         median of the seconds of a step: reading the batch, forward, backward, the optimizer.
 
     Raises:
-        ValueError: no such recipe, or too few steps.
+        ValueError: no such recipe, a mistake in one's own, or too few steps.
         FileNotFoundError: the data are not there.
     """
     if steps < 5:
@@ -36,6 +37,8 @@ def measure_recipe(
     recipe = find_recipe(name)
     with torch.random.fork_rng(devices=[]):
         task = recipe.build(Setup(workers=1, epochs=recipe.epochs, data=data))
+        if recipe.file is not None:
+            try_out(recipe, task)
         count = sum(t.numel() for t in Replica(task.model, _trainable(task.model)).averaged())
         again = chain.from_iterable(
             Batches(task, make_sampler(task, 1, 0, seed=0)) for _ in repeat(None)
@@ -47,8 +50,7 @@ def measure_recipe(
             if task.clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_(task.model.parameters(), task.clip_norm)
             task.optimizer.step()
-            task.optimizer.zero_grad()
-            task.scheduler.step()
+            task.advance()
             begin, before = time.perf_counter(), begin
             seconds.append(begin - before)
     return count, statistics.median(seconds[warmup_steps:])

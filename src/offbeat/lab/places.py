@@ -1,20 +1,23 @@
-"""Where a job can run: on this machine's loopback, on its shaped links, or in virtual time."""
+"""Where a job can run: on loopback, on shaped links, on torchrun's processes, in virtual time."""
 
 import os
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
+import torch.distributed as dist
 from typing_extensions import override
 
 from offbeat.lab.cluster import Cluster
+from offbeat.lab.evaluation import MOST, gather
 from offbeat.lab.events import Event
 from offbeat.lab.job import Job
 from offbeat.lab.launch import Nodes, run_job
-from offbeat.lab.train import train_worker
+from offbeat.lab.train import own_device, train_worker
 from offbeat.simulate import Compute, Network, Simulation, simulate
 from offbeat.units import show_bandwidth, show_seconds
 
@@ -66,6 +69,48 @@ class ShapedLinks(Cluster, _Processes):
     """Worker processes on the nodes of a ``Cluster``, one each."""
 
 
+class Torchrun(Place):
+    """The worker processes that torchrun has started, of which this is one.
+
+    The default process group must exist. Rank 0 runs jobs; the others ``follow`` it until it says
+    ``end``.
+    """
+
+    simulated = False
+
+    def __str__(self) -> str:
+        return f"torchrun, {dist.get_backend()}"
+
+    @property
+    @override
+    def machine(self) -> str:
+        hosts = dist.get_world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        device = own_device()
+        name = describe_machine()
+        if device.type == "cuda":
+            name += f", {torch.cuda.get_device_name(device)}"
+        return name if hosts < 2 else f"{name}, {hosts} machines"
+
+    @override
+    def run(self, job: Job, on_event: Callable[[Event], None]) -> None:
+        _announce(asdict(job))
+        train_worker(job, on_event)
+
+    def follow(self) -> None:
+        """Take part in the jobs of rank 0."""
+        while (told := _announce(None)) is not None:
+            train_worker(Job(**told), lambda event: None)
+
+    def end(self) -> None:
+        """Let the others go. Not after a job that has failed: they are no longer listening."""
+        _announce(None)
+
+
+def _announce(own: Any) -> Any:
+    """What rank 0 says."""
+    return gather(own, own_device(), "the next run of a comparison")[0]
+
+
 @dataclass
 class VirtualCluster(Place):
     """Simulated workers behind ``network`` whose steps take ``compute``.
@@ -95,6 +140,8 @@ class VirtualCluster(Place):
 
     @override
     def run(self, job: Job, on_event: Callable[[Event], None]) -> None:
+        if job.evaluations is None:  # they are free here, and two runs are the same
+            job = replace(job, evaluations=MOST)
         self.last = simulate(
             partial(train_worker, job, on_event),
             workers=job.workers,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from offbeat.lab.results import Result
 from offbeat.plots import new_figure
+from offbeat.strategies import STRATEGIES
 from offbeat.table import Table
 from offbeat.units import show_bytes
 
@@ -25,11 +26,28 @@ HEADINGS = (
 
 
 def groups(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """Results by strategy, each over its seeds, in order of first appearance."""
+    """Results by strategy and its own options, each over its seeds, in order of appearance.
+
+    Options that all have are in the caption.
+    """
     found: dict[str, list[Result]] = {}
+    shared = common_options(results)
     for result in results:
-        found.setdefault(result.strategy, []).append(result)
+        own = [one for one in result.job.options if one not in shared]
+        found.setdefault(" ".join([result.strategy, *own]), []).append(result)
     return found
+
+
+def common_options(results: Sequence[Result]) -> tuple[str, ...]:
+    """The options of the method that all results have, as ``--wire int8``."""
+    first, *others = (result.job.options for result in results)
+    return tuple(one for one in first if all(one in options for options in others))
+
+
+def without_lssr(result: Result) -> bool:
+    """Whether LSSR says nothing of this run; a strategy of one's own may be out of reach by now."""
+    kind = STRATEGIES.get(result.strategy.partition(":")[0])
+    return kind is not None and not kind.meets
 
 
 def _spread(values: Sequence[float], form: str, ranges: bool) -> str:
@@ -58,7 +76,7 @@ def table(results: Sequence[Result], *, ranges: bool = True) -> Table:
                 speedup,
                 _spread([run.final for run in runs], ".4f", ranges),
                 _spread([run.seconds for run in runs], ".1f", ranges) + " s",
-                _spread([run.lssr for run in runs], ".2f", ranges),
+                "-" if without_lssr(runs[0]) else _spread([r.lssr for r in runs], ".2f", ranges),
                 show_bytes(statistics.median(run.payload_bytes for run in runs)),
                 _spread([100 * run.idle for run in runs], ".0f", ranges) + " %",
             )
@@ -81,13 +99,14 @@ def further(results: Sequence[Result]) -> list[tuple[str, str]]:
 
 
 def caption(results: Sequence[Result]) -> str:
-    """What was compared: recipe, target, workers, link, machine; simulated or real."""
+    """What was compared: recipe, target, workers, link, machine, options; simulated or real."""
     one = results[0]
     seeds = len({run.job.seed for run in results})
     kind = "simulated" if one.simulated else "real processes"
     return (
         f"{one.job.recipe}, target {one.metric} {one.target:g}, {one.job.workers} workers "
         f"({kind}), {one.link}, {one.machine}, {seeds} seed{'s' if seeds > 1 else ''}"
+        f"{''.join(f', {option}' for option in common_options(results))}"
     )
 
 
@@ -159,7 +178,8 @@ p.caption {{ color: #666; }}
 {further}
 <p>Training time is computing and waiting, without evaluation. Time to target is that of the first
 evaluation at the target. Speed-up is against the first row. LSSR is the share of steps without
-synchronization. Idle is the share of training time spent waiting for other workers.</p>
+synchronization, for strategies whose workers meet to synchronize. Idle is the share of training
+time spent waiting for other workers.</p>
 <h2>Configuration</h2><pre>{configuration}</pre>
 </body></html>
 """

@@ -45,6 +45,11 @@ class Result:
         return self.job.strategy
 
     @property
+    def label(self) -> str:
+        """The strategy and the options that it was given alone; what tables call the run."""
+        return self.job.label
+
+    @property
     def final(self) -> float:
         """The metric at the end."""
         return self.points[-1].metric
@@ -99,6 +104,7 @@ class Result:
         return {
             "job": asdict(self.job),
             "strategy": self.strategy,
+            "label": self.label,
             "metric": self.metric,
             "higher_is_better": self.higher_is_better,
             "target": self.target,

@@ -38,15 +38,15 @@ def make_sampler(
         raise ValueError(f"sampler must be seldp, defdp or distributed, got {kind!r}")
     if partition is not None:
         parts = make_partition(partition, task, workers, seed)
-        return SelDPSampler(task.dataset, workers, rank, seed=seed, partition=parts)
+        return SelDPSampler(task.samples, workers, rank, seed=seed, partition=parts)
     if kind == "defdp":
         generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(len(task.dataset), generator=generator)
+        order = torch.randperm(len(task.samples), generator=generator)
         chunks = [chunk.numpy() for chunk in order.tensor_split(workers)]
-        return SelDPSampler(task.dataset, workers, rank, seed=seed, partition=chunks)
+        return SelDPSampler(task.samples, workers, rank, seed=seed, partition=chunks)
     if kind == "distributed":
-        return DistributedSampler(task.dataset, workers, rank, seed=seed)
-    return SelDPSampler(task.dataset, workers, rank, seed=seed)
+        return DistributedSampler(task.samples, workers, rank, seed=seed)
+    return SelDPSampler(task.samples, workers, rank, seed=seed)
 
 
 def make_partition(text: str, task: Task, workers: int, seed: int) -> list[Any]:
@@ -56,15 +56,15 @@ def make_partition(text: str, task: Task, workers: int, seed: int) -> list[Any]:
         ValueError: another text, or data without one label a sample.
     """
     kind, _, value = text.partition(":")
-    labels = getattr(task.dataset, "tensors", ())[-1:]
+    labels = task.samples.labels
     if kind not in ("label", "dirichlet"):
         raise ValueError(f"partition must be label:K or dirichlet:A, got {text!r}")
-    if not labels or labels[0].dim() != 1:
+    if labels is None or labels.dim() != 1:
         raise ValueError("a partition needs data with one label a sample; this recipe has none")
     try:
         if kind == "label":
-            return partition_by_label(labels[0], workers, int(value), seed)
-        return partition_dirichlet(labels[0], workers, float(value), seed)
+            return partition_by_label(labels, workers, int(value), seed)
+        return partition_dirichlet(labels, workers, float(value), seed)
     except ValueError as error:
         raise ValueError(f"partition {text!r}: {error}") from None
 
@@ -87,7 +87,7 @@ class Batches(Iterable[tuple[Tensor, ...]]):
         total = len(sampler)  # type: ignore[arg-type]  # both kinds have a length
         grouped = BatchSampler(sampler, size, drop_last=total > size)
         self._loader = DataLoader(
-            task.dataset, batch_size=None, sampler=grouped, num_workers=readers
+            task.samples, batch_size=None, sampler=grouped, num_workers=readers
         )
 
     def __len__(self) -> int:

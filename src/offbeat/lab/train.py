@@ -9,6 +9,7 @@ import logging
 import os
 import random
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from datetime import timedelta
@@ -17,13 +18,24 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from offbeat.data import DataInjection, injected_batch_size
 from offbeat.errors import OffbeatError
-from offbeat.lab.events import End, Evaluation, Event, Start, Step, stats_of, to_json
+from offbeat.lab.evaluation import Looks, affordable, evaluate_together, expected_seconds, gather
+from offbeat.lab.events import (
+    Chosen,
+    End,
+    Evaluation,
+    Event,
+    Start,
+    Step,
+    Waiting,
+    stats_of,
+    to_json,
+)
 from offbeat.lab.job import Job
 from offbeat.lab.recipes import Task, find_recipe
+from offbeat.lab.recipes.base import to_device
 from offbeat.lab.samplers import Batches, parse_injection
 from offbeat.strategies import parse_strategy
 from offbeat.training.attach import attach
@@ -51,64 +63,90 @@ def own_device() -> torch.device:
 def train_worker(job: Job, emit: Callable[[Event], None]) -> None:
     """Train on this worker. Rank 0 calls ``emit`` with the events; the others are silent.
 
-    They are a ``Start``, a ``Step`` or an ``Evaluation`` for each step, and an ``End``. Training
-    seconds are the time rank 0 spent computing and waiting; evaluation does not count.
+    They are a ``Start``, a ``Step`` or an ``Evaluation`` for each step, and an ``End``; between
+    them a ``Waiting`` wherever something else is done, and a ``Chosen`` if the number of
+    evaluations is left to the run. Training seconds are the time rank 0 spent computing and
+    waiting; evaluation does not count.
     """
     rank, device = dist.get_rank(), own_device()
     tell = emit if rank == 0 else (lambda event: None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     recipe = find_recipe(job.recipe)
+    tell(Waiting("loading the data"))
     task = recipe.build(job.setup())
     task.model.to(device)
-    _scale_lr(task, job.lr_scale)
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(job.seed * 1000 + rank)  # augmentation differs between workers, the model does not
+    tell(Waiting("meeting the other workers"))
     sync = attach(
         task.model,
         task.optimizer,
         parse_strategy(job.strategy),
+        optimizer_state=job.optimizer_state,
         wire=job.wire,
         log=job.log,
         timeout_seconds=job.timeout_seconds,
     )
     tell(Start(task.steps, _bytes(task.model)))
-    looks = {round(task.steps * (i + 1) / job.evaluations) for i in range(job.evaluations)}
+    looks = Looks(task.steps, job.evaluations)
     readers = task.readers if device.type == "cuda" else 0
     for batch in _batches(job, task, sync, readers):
-        loss = task.loss(task.model, tuple(tensor.to(device) for tensor in batch))
-        loss.backward()
-        if task.clip_norm is not None:
-            sync.clip_grad_norm_(task.clip_norm)
-        sync.record(loss=loss.detach())
-        task.optimizer.step()
-        task.optimizer.zero_grad()
-        task.scheduler.step()
-        seconds = _training_seconds(sync)
-        if sync.step in looks and sync.step < task.steps:
-            with sync.consensus():
-                metrics = task.evaluate(task.model) if rank == 0 else {}
-                dist.barrier()  # the others wait here, where the clock stands still
-            if rank == 0:
-                emit(Evaluation(sync.step, seconds, metrics[recipe.metric], metrics))
-        else:
-            tell(Step(sync.step, seconds))
+        with task.scaled_lr(job.lr_scale):
+            loss = task.loss(task.model, to_device(batch, device))
+            loss.backward()
+            if task.clip_norm is not None:
+                sync.clip_grad_norm_(task.clip_norm)
+            sync.record(loss=loss.detach())
+            task.optimizer.step()
+        task.advance()
+        if sync.step in looks:
+            tell(Waiting("evaluating"))
+            metrics = _look(task, sync, looks, device, tell)
+            if metrics is not None:
+                seconds = _training_seconds(sync)
+                tell(Evaluation(sync.step, seconds, metrics[recipe.metric], metrics))
+                continue
+        tell(Step(sync.step, _training_seconds(sync)))
+    tell(Waiting("finishing"))
     sync.finish()
-    totals = _gather(sync.stats.to_dict(), device)
-    if rank == 0:
-        seconds = _training_seconds(sync)
-        metrics = task.evaluate(task.model)
-        emit(Evaluation(sync.step, seconds, metrics[recipe.metric], metrics))
-        emit(End(tuple(stats_of(one) for one in totals)))
+    totals = gather(sync.stats.to_dict(), device, "the totals of all workers")
+    tell(Waiting("evaluating"))
+    metrics = evaluate_together(task.evaluate, task.model, device)
+    tell(Evaluation(sync.step, _training_seconds(sync), metrics[recipe.metric], metrics))
+    tell(End(tuple(stats_of(one) for one in totals)))
+
+
+def _look(
+    task: Task,
+    sync: Synchronizer,
+    looks: Looks,
+    device: torch.device,
+    tell: Callable[[Event], None],
+) -> dict[str, float] | None:
+    """The metrics of the consensus.
+
+    At the first time perhaps how often there will be some is chosen; None if not now, then.
+    """
+    began = time.perf_counter()
+    with sync.consensus():  # what happens inside does not count as training
+        if looks.open:
+            met = time.perf_counter() - began
+            taken = met + expected_seconds(task.evaluate, task.model)
+            own = affordable(taken, _training_seconds(sync) / sync.step * task.steps)
+            number = int(gather(own, device, "the number of evaluations")[0])
+            looks.choose(number)
+            tell(Chosen(number, taken))
+            if sync.step not in looks:
+                return None
+        return evaluate_together(task.evaluate, task.model, device)
 
 
 def _training_seconds(sync: Synchronizer) -> float:
     return sync.stats.compute_seconds + sync.stats.wait_seconds
 
 
-def _batches(
-    job: Job, task: Task, sync: Synchronizer, readers: int
-) -> Iterable[tuple[Tensor, ...]]:
+def _batches(job: Job, task: Task, sync: Synchronizer, readers: int) -> Iterable[Any]:
     """What this worker trains on, step by step."""
     sampler = job.sampler_for(task, sync.rank)
     if job.injection is None:
@@ -117,29 +155,6 @@ def _batches(
     own = injected_batch_size(task.batch_size, alpha, beta, sync.size)
     loader = Batches(task, sampler, size=own, readers=readers)
     return DataInjection(loader, alpha, beta, sync=sync, seed=job.seed)
-
-
-def _scale_lr(task: Task, factor: float) -> None:
-    """Multiply the learning rate now and in everything the schedule derives from it."""
-    task.scheduler.base_lrs = [lr * factor for lr in task.scheduler.base_lrs]
-    for group in task.optimizer.param_groups:
-        group["lr"] *= factor
-        group["initial_lr"] = group.get("initial_lr", group["lr"]) * factor
-
-
-def _gather(value: Any, device: torch.device) -> list[Any]:
-    """Every worker's plain value, in rank order, by way of ``device``."""
-    data = bytearray(json.dumps(value).encode())
-    text = torch.frombuffer(data, dtype=torch.uint8).to(device)
-    lengths = [torch.zeros_like(text[:1], dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(lengths, torch.tensor([len(text)], device=device))
-    longest = max(int(length) for length in lengths)
-    texts = [text.new_zeros(longest) for _ in lengths]
-    dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))))
-    return [
-        json.loads(text[: int(length)].cpu().numpy().tobytes())
-        for text, length in zip(texts, lengths, strict=True)
-    ]
 
 
 def share_cores(workers: int) -> None:

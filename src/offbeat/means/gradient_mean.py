@@ -5,9 +5,12 @@ may start while backward still runs; the last one starts when the optimizer is a
 before it leaves what the workers must agree on: their roll, whether a gradient changed after its
 bucket had left (accumulation, clipping, unscaling), and which parameters have a gradient. A single
 bucket carries these numbers in its tail, unless the wire is lossy: they travel exactly.
+
+Sparse gradients travel dense, and their mean is sparse again: some optimizers take no other.
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +21,8 @@ from offbeat.means.replica import BUCKET_BYTES, Bucket, group_tensors, pack, swa
 
 FIRST_BUCKET_BYTES = 2**20  # small, so that the network gets to work early in backward
 _STRIKES = 2  # windows in a row that may start too early before the overlap is given up
+_SPARSE = 2**12  # what a sparse gradient counts besides 1: sums of both are exact in float32
+_Layout = Literal["none", "dense", "sparse"]
 
 
 def gradient_buckets(
@@ -59,7 +64,7 @@ class _GradientBucket(Bucket):
         self._versions = [_version(p) for p in self.parameters]
         smallest = min(self.parameters, key=lambda p: p.numel())
         self._sample = None
-        if smallest.grad is not None:
+        if smallest.grad is not None and not smallest.grad.is_sparse:
             self._sample = (smallest, smallest.grad.detach().clone())
 
     def changed(self) -> bool:
@@ -76,29 +81,31 @@ class _GradientBucket(Bucket):
         # NaN differs from itself: an overflow counts as a change, which costs a second round only
         return gradient is None or not torch.equal(gradient.detach(), value)
 
-    def landing(self, divisor: float, present: list[bool]) -> Landing:
+    def landing(self, divisor: float, layouts: list[_Layout]) -> Landing:
         """How the mean gets into the gradients; a gradient nobody has stays None."""
         targets: list[Tensor] = []
-        missing: list[tuple[nn.Parameter, Tensor]] = []
-        for parameter, somewhere in zip(self.parameters, present, strict=True):
+        missing: list[tuple[nn.Parameter, Tensor, _Layout]] = []
+        for parameter, layout in zip(self.parameters, layouts, strict=True):
             gradient = parameter.grad
             if gradient is None or gradient.is_sparse:
                 gradient = torch.empty_like(parameter)  # a place to unpack into
-                if somewhere:
-                    missing.append((parameter, gradient))
+                if layout != "none":
+                    missing.append((parameter, gradient, layout))
             targets.append(gradient)
+
+        def put() -> None:
+            for parameter, gradient, layout in missing:
+                parameter.grad = _rows(gradient) if layout == "sparse" else gradient
 
         def write() -> None:
             unpack(self.body, targets, divisor)
-            for parameter, gradient in missing:
-                parameter.grad = gradient
+            put()
 
-        before = [(parameter, parameter.grad) for parameter, _ in missing]
+        before = [(parameter, parameter.grad) for parameter, _, _ in missing]
 
         def exchange() -> None:
             swap(self.body, targets, divisor)
-            for parameter, gradient in missing:
-                parameter.grad = gradient
+            put()
 
         def undo() -> None:
             unpack(self.body, targets)
@@ -113,12 +120,31 @@ def _version(parameter: nn.Parameter) -> tuple[int, int] | None:
     return None if gradient is None else (id(gradient), gradient._version)
 
 
+def _rows(dense: Tensor) -> Tensor:
+    """The rows of ``dense`` that are not 0, as a sparse tensor."""
+    rows = dense.reshape(len(dense), -1).any(1).nonzero().t()
+    values, size = dense[rows[0]], dense.shape
+    return torch.sparse_coo_tensor(rows, values, size, is_coalesced=True, check_invariants=False)
+
+
+def _presence(gradient: Tensor | None) -> float:
+    """What a worker adds to the number that tells of one gradient."""
+    return 0.0 if gradient is None else 1.0 + _SPARSE * gradient.is_sparse
+
+
+def _layout(count: float) -> _Layout:
+    """What the sum of ``_presence`` says: sparse if it is so wherever there is a gradient."""
+    sparse, holders = divmod(round(count), _SPARSE)
+    return "none" if holders == 0 else "sparse" if sparse == holders else "dense"
+
+
 class GradientMean:
     """g ← Σ g / (number of contributing workers), for the parameters of one optimizer.
 
     *Communication*: one all-reduce of the gradients in buckets; with ``overlap`` all buckets but
-    the last leave during backward. *Memory*: one flat copy of the gradients; with a lossy wire its
-    errors, and with ``overlap`` what they were before.
+    the last leave during backward. A sparse gradient travels dense; where all that have one have it
+    sparse, the mean is sparse on all workers: the rows that are not 0. *Memory*: one flat copy of
+    the gradients; with a lossy wire its errors, and with ``overlap`` what they were before.
 
     Args:
         team: The workers.
@@ -195,14 +221,14 @@ class GradientMean:
         early = self._buckets[: self._next]
         stale = any(b.changed() for b in early) if contribute else bool(early)
         parameters = [p for b in self._buckets for p in b.parameters]
-        has = [float(contribute and p.grad is not None) for p in parameters]
+        has = [_presence(p.grad) if contribute else 0.0 for p in parameters]
         others = self._buckets[:-1]
         for bucket in others[self._next :]:
             self._launch(bucket, contribute=contribute)
         agreed = self._agree([*slots, float(stale), float(contribute), *has], contribute)
         sums = agreed.wait().tolist()
         changed, contributing = sums[self._slots : self._slots + 2]
-        present = [count > 0 for count in sums[self._slots + 2 :]]
+        layouts = [_layout(count) for count in sums[self._slots + 2 :]]
         if changed:
             # Somewhere a bucket left too early: all workers send all of them again, alike, and the
             # wire forgets the errors of the first time, or it would feed them back twice.
@@ -215,7 +241,7 @@ class GradientMean:
         for bucket in self._buckets:
             count = len(bucket.parameters)
             if contribute:
-                landings.append(bucket.landing(contributing, present[offset : offset + count]))
+                landings.append(bucket.landing(contributing, layouts[offset : offset + count]))
             else:
                 landings.append(Landing(bucket.handle, write=lambda: None))
             offset += count

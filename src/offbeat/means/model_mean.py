@@ -17,8 +17,8 @@ from offbeat.means.replica import Bucket, Replica, unpack
 class ModelMean:
     """x ← Σ w·x / Σ w over the workers: parameters, buffers, and the optimizer's state if wanted.
 
-    Parameters and floating-point buffers are averaged (half types in float32), integer buffers take
-    the maximum. Afterwards all workers hold the same bits.
+    Parameters, floating-point and complex buffers are averaged (half types in float32), signed
+    integer buffers take the maximum. Afterwards all workers hold the same bits of these.
 
     Over a lossy wire what travels is how far the parameters have moved from the last mean, r:
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 BUCKET_BYTES = 8 * 2**20
 Contents = Literal["averaged", "parameters", "buffers"]
+_COUNTERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def as_real(tensor: Tensor) -> Tensor:
@@ -226,18 +227,33 @@ class Replica:
         ]
         return lines
 
+    def replaced(self) -> list[str]:
+        """Names of averaged parameters that the model does not hold any more."""
+        held = {id(p) for p in self._model.parameters()}
+        return [name for name, p in self.parameters if id(p) not in held]
+
     def everything(self) -> list[Tensor]:
         """All parameters and buffers, frozen ones too."""
         return [*self._model.parameters(), *self._model.buffers()]
 
     def float_buffers(self) -> list[Tensor]:
-        """Floating-point buffers, such as BatchNorm's running statistics: averaged."""
-        return [b for _, b in sorted(self._model.named_buffers()) if b.is_floating_point()]
+        """Floating-point and complex buffers, such as BatchNorm's statistics: averaged."""
+        return [b for b in self._buffers() if b.is_floating_point() or b.is_complex()]
 
     def integer_buffers(self) -> list[Tensor]:
-        """Integer buffers, such as BatchNorm's batch counter: the maximum is taken."""
-        integral = (torch.int8, torch.int16, torch.int32, torch.int64)
-        return [b for _, b in sorted(self._model.named_buffers()) if b.dtype in integral]
+        """Signed integer buffers, such as BatchNorm's batch counter: the maximum is taken."""
+        return [b for b in self._buffers() if b.dtype in _COUNTERS]
+
+    def other_buffers(self) -> list[Tensor]:
+        """All others, such as masks and packed bytes: of neither a mean nor a maximum is any use.
+
+        Rank 0's are taken where all workers are to hold the same, in ``consensus`` and ``finish``.
+        """
+        done = {id(b) for b in (*self.float_buffers(), *self.integer_buffers())}
+        return [b for b in self._buffers() if id(b) not in done]
+
+    def _buffers(self) -> list[Tensor]:
+        return [buffer for _, buffer in sorted(self._model.named_buffers(), key=lambda one: one[0])]
 
     def averaged(self) -> list[Tensor]:
         """All tensors that a mean of models replaces."""
@@ -257,28 +273,19 @@ class Replica:
             self._buckets[kind] = (tensors, buckets)
         return buckets
 
+    def _changing(self) -> list[Tensor]:
+        """Everything that others may change."""
+        return [*self.averaged(), *self.integer_buffers(), *self.other_buffers()]
+
     def snapshot(self) -> list[Tensor]:
-        """A copy of everything an average may change (one model in memory)."""
-        return [t.detach().clone() for t in [*self.averaged(), *self.integer_buffers()]]
+        """A copy of everything a consensus may change (one model in memory)."""
+        return [t.detach().clone() for t in self._changing()]
 
     def restore(self, snapshot: Sequence[Tensor]) -> None:
         """Put a ``snapshot`` back, in place."""
         with torch.no_grad():
-            targets = [*self.averaged(), *self.integer_buffers()]
-            for target, value in zip(targets, snapshot, strict=True):
+            for target, value in zip(self._changing(), snapshot, strict=True):
                 target.detach().copy_(value)
-
-
-def move_towards(tensors: Sequence[Tensor], flat: Tensor, share: float) -> None:
-    """Tensors ← tensors − share · (tensors − flat), in place, in the dtype of ``flat``."""
-    with torch.no_grad():
-        offset = 0
-        for tensor in tensors:
-            target = as_real(tensor.detach())
-            part = flat[offset : offset + target.numel()].view(target.shape)
-            value = target.to(part)
-            target.copy_(value - (value - part).mul_(share))
-            offset += target.numel()
 
 
 def add_to(tensors: Sequence[Tensor], flat: Tensor, scale: float) -> None:

@@ -54,6 +54,9 @@ class SimulatedWorker:
         self.where = ""
         self.thread: threading.Thread | None = None
         self.turn = threading.Semaphore(0)
+        self.random: tuple[Any, ...] = ()
+        if background:
+            return
         fresh = np.random.SeedSequence((seed, rank)).generate_state(3)
         self.random = (
             torch.Generator().manual_seed(int(fresh[0])).get_state(),
@@ -177,6 +180,7 @@ class Workers:
     def spawn(self, activity: Callable[[], None], what: str) -> None:
         """Run ``activity`` beside the running worker, with a thread of its own."""
         beside = SimulatedWorker(self.current.rank, self._seed, background=True)
+        self._background = [one for one in self._background if one.finished_seconds is None]
         self._background.append(beside)
         self._start(beside, lambda _: activity(), f"starts {what}")
 

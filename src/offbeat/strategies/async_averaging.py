@@ -87,6 +87,7 @@ class AsyncAveraging(Strategy):
     name: ClassVar[str] = "async"
     averages: ClassVar[Averages] = "updates"
     rounds: ClassVar[Rounds] = "boundary"
+    meets: ClassVar[bool] = False
     staleness: int = setting(16, least=1)
     schedule: Literal["cyclic", "eager"] = "cyclic"
     outer_lr: float = setting(1.0, above=0)

@@ -75,6 +75,12 @@ class Strategy(ABC):
     needs_unscaled: ClassVar[bool] = True
     """Whether ``gradients`` must see them after a GradScaler has unscaled them."""
 
+    meets: ClassVar[bool] = True
+    """Whether a step is either local or a synchronization of all workers, so that LSSR is defined.
+
+    Where what others have done comes in at any time, no step is either.
+    """
+
     averages_state: ClassVar[bool] = False
     """Whether ``optimizer_state="average"`` applies: all wait while models are averaged."""
 

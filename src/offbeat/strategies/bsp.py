@@ -42,8 +42,8 @@ class BSP(Strategy):
 
     *Communication*: one all-reduce of the gradients a step, in buckets that leave while backward
     still runs (with one optimizer). Accumulated, clipped or unscaled gradients are noticed and
-    sent again; after three such steps in a row the overlap is given up. *Memory*: one copy of the
-    gradients. *State*: none.
+    sent again; after three such steps in a row the overlap is given up. Sparse gradients travel
+    dense, and their mean is sparse again. *Memory*: one copy of the gradients. *State*: none.
     """
 
     name: ClassVar[str] = "bsp"

@@ -1,7 +1,7 @@
 """Downpour SGD: workers push gradients to a server with its own optimizer, and fetch its model."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from offbeat.fabric.shard import Rule
-from offbeat.means.replica import as_real, unpack
+from offbeat.fabric.shard import NEVER, RequestKind, Rule
+from offbeat.means.replica import as_real, read, unpack
 from offbeat.strategies.base import Costs, Forecast, Part, Worker, setting, transient
 from offbeat.strategies.server import ServerState, ServerStrategy
+
+_MOST_REQUESTS = 2_000  # that a forecast plays until they repeat themselves
 
 
 class _Optimize(Rule):
@@ -49,9 +51,15 @@ class _Optimize(Rule):
 
 @dataclass
 class DownpourState(ServerState):
-    """Gradients not pushed yet."""
+    """Gradients not pushed yet, and what is on its way."""
 
     sum: Tensor = field(default_factory=lambda: torch.empty(0))
+    asked: Tensor = field(default_factory=lambda: torch.empty(0))  # x at the last request for z
+    asked_steps: int = 0
+    asking: bool = False  # whether the request under way brings z
+    push: bool = False  # whether it is time for it
+    fetch: bool = False
+    begun: bool = False  # whether this worker has waited for the warm-up
     places: dict[int, int] = transient(default_factory=dict)  # in the vector, by id of parameter
     steps: int = 0
     unpushed: int = 0  # own steps in ``sum``
@@ -65,9 +73,13 @@ class Downpour(ServerStrategy):
     **Update**, at own step t, z the server's model, N workers, G the gradients since the last push:
 
         x ← T(x, g);  G ← G + η·(g + λx)/N        with server_lr: G ← G + (g + λx)
+        when z has come:      x ← z + the own steps since it was asked for
         every n_push steps:   send G;  G ← 0;  the server: z ← z − G
                                                with server_lr: one step of its optimizer on G
-        every n_fetch steps:  x ← z
+        every n_fetch steps:  ask for z
+
+    A request travels while the worker computes, and there is one at a time: what is due meanwhile
+    waits for its turn, and G goes on adding up. Nobody waits for anybody.
 
     The learning rate is applied once: by the worker, so that schedules and parameter groups keep
     their meaning (η is divided by N, which makes it mean what it means under BSP), or by the
@@ -78,18 +90,22 @@ class Downpour(ServerStrategy):
         fetch_every: n_fetch ≥ 1.
         server_optimizer: "sgd", or "adagrad", which needs ``server_lr``.
         server_lr: > 0, used as it is: N workers push N times as often as one. None: see above.
+        warmup_steps: Own steps that rank 0 takes alone before the others begin (≥ 0), with η in
+            place of η/N. They wait in their first step, take z, and drop the gradient that they had
+            taken at the initial model. They begin, too, when rank 0 looks at the consensus.
         servers: See ``ServerStrategy``; None is every rank.
 
-    *Communication*: G every n_push steps, which nobody waits for unless the one before has not
-    left; the model every n_fetch steps, which is waited for. *Memory*: two flat copies (G, what is
-    sent or fetched), one for serving where all ranks serve, and the server optimizer's state.
-    *State*: G, the counters, the shard and its optimizer.
+    *Communication*: G every n_push steps and the model every n_fetch steps, or as often as the
+    network allows; neither is waited for. *Memory*: three flat copies (G, what is sent or fetched,
+    x at the request), one for serving where all ranks serve, and the server optimizer's state.
+    *State*: G, x at the request, a z that was not taken, the counters, the shard and its optimizer.
 
     ``Stats.details`` tell the staleness of the pushes this rank served: how many pushes of others
-    its server took in between the worker's download and its push.
+    its server took in between its last answer to the worker and the worker's push.
 
-    *Differs from the paper*: a fetch waits for its answer, so that it is clear which steps follow.
-    A leftover G is pushed by ``finish``.
+    *Differs from the paper*: steps that a worker has taken while z was on its way stay in its
+    model; there z replaces them. A leftover G is pushed by ``finish``. ``warmup_steps`` is its
+    "warmstarting model training with only a single model replica".
 
     Source: Dean et al., "Large scale distributed deep networks", NeurIPS 2012, §4.1 and
     Algorithm 7.1.
@@ -100,6 +116,7 @@ class Downpour(ServerStrategy):
     fetch_every: int = setting(1, least=1)
     server_optimizer: Literal["sgd", "adagrad"] = "sgd"
     server_lr: float | None = setting(None, above=0)
+    warmup_steps: int = setting(0, least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -123,13 +140,17 @@ class Downpour(ServerStrategy):
             places[id(tensor)] = offset
             offset += as_real(tensor.detach()).numel()
         state = DownpourState(base.server, base.tensors, places=places)
-        state.sum = torch.zeros_like(base.server.values)
+        state.sum, state.asked = torch.zeros_like(base.server.values), base.server.values.clone()
+        if base.server.shard is not None:  # nobody waits for other clocks than that of rank 0
+            base.server.shard.clocks[1:] = [NEVER] * (worker.size - 1)
         return state
 
     @override
     def gradients(self, worker: Worker, part: Part) -> None:
         """G ← G + η·λx/N, while x is still where the gradient was taken."""
         state: DownpourState = worker.state
+        if not state.begun:
+            self._begin(worker)
         if part.index in state.decayed:
             return  # a GradScaler skipped the step: x has not moved since
         state.decayed.add(part.index)
@@ -138,6 +159,17 @@ class Downpour(ServerStrategy):
             if decay:
                 value = as_real(parameter.detach())
                 self._place(state, parameter, value).add_(value, alpha=scale * decay)
+
+    def _begin(self, worker: Worker) -> None:
+        """Let rank 0 train alone first, and go on from there."""
+        state: DownpourState = worker.state
+        state.begun = True
+        if self.warmup_steps and worker.rank > 0:
+            state.server.wait_for(self.warmup_steps)
+            unpack(state.server.look(), state.tensors)
+            for part in worker.parts:
+                for parameter in part.parameters:
+                    parameter.grad = None
 
     @override
     def stepped(self, worker: Worker, part: Part) -> None:
@@ -156,8 +188,9 @@ class Downpour(ServerStrategy):
     ) -> Iterator[tuple[dict[str, Any], nn.Parameter, float]]:
         """Parameters of one optimizer that have a gradient: their group, and η/N."""
         places = worker.state.places
+        workers = 1 if worker.state.steps < self.warmup_steps and worker.rank == 0 else worker.size
         for group in part.optimizer.param_groups:
-            scale = float(group["lr"]) / worker.size if self.server_lr is None else 1.0
+            scale = float(group["lr"]) / workers if self.server_lr is None else 1.0
             for parameter in group["params"]:
                 if parameter.grad is not None and id(parameter) in places:
                     yield group, parameter, scale
@@ -170,68 +203,120 @@ class Downpour(ServerStrategy):
 
     @override
     def iterated(self, worker: Worker) -> bool:
-        """Push and fetch when it is time."""
+        """Take z if it has come; push and ask when it is time and nothing is under way."""
         state: DownpourState = worker.state
         state.steps += 1
         state.unpushed += 1
-        push = state.steps % self.push_every == 0
-        fetch = state.steps % self.fetch_every == 0
-        if push:
-            self._stage(worker)
-        if fetch:
-            (state.server.push_pull() if push else state.server.pull()).wait()
-            unpack(state.server.values, state.tensors)
-            worker.steps_since_sync = 0
-        elif push:
-            state.server.push()
+        warm = state.steps == self.warmup_steps  # the others wait for this push
+        state.push = state.push or warm or state.steps % self.push_every == 0
+        state.fetch = state.fetch or state.steps % self.fetch_every == 0
+        fetched = self._take(worker)
+        self._send(worker)
+        fetched = self._take(worker) or fetched  # a shard of one's own answers at once
         self.report(worker)
-        return fetch
+        return fetched
 
-    def _stage(self, worker: Worker) -> None:
+    def _take(self, worker: Worker) -> bool:
+        """x ← z + own steps since the request, if z has come; whether it has."""
         state: DownpourState = worker.state
-        state.server.stage().copy_(state.sum)
+        if state.server.take() is None or not state.asking:
+            return False
+        if state.steps > state.asked_steps:
+            _replace(state.tensors, state.asked, state.server.values)
+        else:
+            unpack(state.server.values, state.tensors)
+        worker.steps_since_sync = state.steps - state.asked_steps
+        return True
+
+    def _send(self, worker: Worker) -> None:
+        """Send what is due, unless something is under way."""
+        state: DownpourState = worker.state
+        if not state.server.free or not (state.push or state.fetch):
+            return
+        if state.push:
+            self._move_sum(state, state.server.values)
+        if state.fetch:
+            read(state.tensors, state.asked)
+            state.asked_steps = state.steps
+        state.asking = state.fetch
+        clock = state.steps if state.push and worker.rank == 0 else -1
+        state.server.begin(_kind(state.push, state.fetch), clock=clock)
+        state.push = state.fetch = False
+
+    @staticmethod
+    def _move_sum(state: DownpourState, staged: Tensor) -> None:
+        staged.copy_(state.sum)
         state.sum.zero_()
         state.unpushed = 0
 
     @override
     def flush(self, worker: Worker) -> None:
         """Push a leftover G."""
-        if worker.state.unpushed:
-            self._stage(worker)
-            worker.state.server.push()
+        state: DownpourState = worker.state
+        if state.unpushed:
+            state.server.settle()
+            self._take(worker)
+            self._move_sum(state, state.server.stage())
+            state.server.push()
 
     @override
     def forecast(self, costs: Costs) -> Forecast:
-        """Follows the pushes and fetches of one worker until both fall into the same step.
-
-            at a push or a fetch:  w ← w + what the last push still needs
-            both:     w ← w + exchange
-            a fetch:  w ← w + pull
-            step = t + w/steps
-
-        At least what a server's link needs. The seconds are those of ``ServerCosts``.
-        """
+        """Nobody waits: step = t. How often a request fits in is played (``_requests``)."""
         server = costs.server(self.servers)
-        steps = math.lcm(self.push_every, self.fetch_every)
-        pushes = set(range(self.push_every, steps + 1, self.push_every))
-        fetches = set(range(self.fetch_every, steps + 1, self.fetch_every))
-        waited = arrives = 0.0
-        for event in sorted(pushes | fetches):
-            now = event * costs.step_seconds + waited
-            waited += max(0.0, arrives - now)
-            if event in pushes & fetches:
-                waited += server.exchange_seconds()
-            elif event in fetches:
-                waited += server.pull_seconds()
-            else:
-                arrives = event * costs.step_seconds + waited + server.push_seconds()
-        cycle = steps * costs.step_seconds + waited
-        shown = costs.in_steps(server.push_seconds()), costs.in_steps(server.pull_seconds())
+        seconds: dict[RequestKind, float] = {
+            "push": server.push_seconds(),
+            "pull": server.pull_seconds(),
+            "push_pull": server.exchange_seconds(),
+        }
+        each = self._requests({kind: costs.steps_for(took) for kind, took in seconds.items()})
+        travels = costs.steps_for(seconds["push_pull"])
         return costs.forecast(
             self,
-            step=max(cycle, server.busy_seconds(len(pushes), len(fetches))) / steps,
-            apart=max(self.push_every, self.fetch_every),
-            payload=server.sent_bytes(len(pushes), len(fetches - pushes)) / steps,
-            copies=2 + server.copies + (self.server_optimizer == "adagrad") / server.servers,
-            note="a push takes {}, a fetch {}".format(*shown),
+            step=costs.step_seconds,
+            apart=max(self.push_every, self.fetch_every, travels) + travels,
+            payload=server.sent_bytes(each["push"] + each["push_pull"], each["pull"]),
+            copies=3 + server.copies + (self.server_optimizer == "adagrad") / server.servers,
+            note=f"an exchange takes {costs.in_steps(seconds['push_pull'])}; nobody waits for it",
         )
+
+    def _requests(self, steps_for: Mapping[RequestKind, int]) -> dict[RequestKind, float]:
+        """Requests of each kind in a step, once what happens repeats itself.
+
+        At step m a request follows one of step n that takes k steps, when something is due:
+
+            m = max(n + k, the next multiple of n_push or n_fetch after n)
+        """
+        cycle = math.lcm(self.push_every, self.fetch_every)
+        sent: list[RequestKind] = []
+        seen: dict[tuple[int, RequestKind], tuple[int, int]] = {}  # step and number of a request
+        step, least = 0, 0
+        while True:
+            push_at, fetch_at = (
+                (step // every + 1) * every for every in (self.push_every, self.fetch_every)
+            )
+            step = max(least, min(push_at, fetch_at))
+            kind = _kind(push_at <= step, fetch_at <= step)
+            first, number = seen.setdefault((step % cycle, kind), (step, len(sent)))
+            if first < step or len(sent) == _MOST_REQUESTS:
+                counted = sent[number:] if first < step else sent
+                steps = step - first if first < step else step
+                return {one: counted.count(one) / steps for one in steps_for}
+            sent.append(kind)
+            least = step + steps_for[kind]
+
+
+def _kind(push: bool, fetch: bool) -> RequestKind:
+    """The request that does what is due."""
+    return "push" if not fetch else "push_pull" if push else "pull"
+
+
+def _replace(tensors: Sequence[Tensor], asked: Tensor, new: Tensor) -> None:
+    """Tensors ← new + (tensors − asked), in the dtype of ``new``."""
+    with torch.no_grad():
+        offset = 0
+        for tensor in tensors:
+            target = as_real(tensor.detach())
+            place = slice(offset, offset + target.numel())
+            own = target.to(new) - asked[place].view(target.shape)
+            target.copy_(own.add_(new[place].view(target.shape)))
+            offset += target.numel()

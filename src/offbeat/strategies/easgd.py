@@ -2,54 +2,53 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor
 from typing_extensions import override
 
 from offbeat.fabric.shard import Rule
-from offbeat.means.replica import move_towards, read
-from offbeat.strategies.base import Costs, Forecast, Worker, setting
+from offbeat.means.replica import add_to, read
+from offbeat.strategies.base import Costs, Forecast, Part, Worker, setting, transient
 from offbeat.strategies.server import ServerState, ServerStrategy
 
 
 class _Elastic(Rule):
-    """z ← z + α(x − z), answered with the z before, from which the worker computes the same."""
+    """z ← z + d, d = α(x − z), answered with d, by which the worker moves, too."""
 
     def __init__(self, alpha: Callable[[], float]) -> None:
         self._alpha = alpha  # asked each time: it may depend on how many workers there are
-        self._before: dict[int, Tensor] = {}  # what each worker is answered with
+        self._moves: dict[int, Tensor] = {}  # d of each worker
 
     @override
     def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
-        self._before[source] = shard.clone()
-        shard.add_((values - shard).mul_(self._alpha()))
+        move = (values - shard).mul_(self._alpha())
+        self._moves[source] = move
+        shard.add_(move)
 
     @override
     def answer(self, shard: Tensor, *, source: int) -> Tensor:
-        return self._before.pop(source)
+        return self._moves.pop(source)
 
 
 class _ElasticTogether(_Elastic):
-    """z ← z + α Σ (x − z) once all workers have pushed; answered with the z before."""
+    """z ← z + Σ d once all workers have pushed, d = α(x − z) with the z before."""
 
     def __init__(self, alpha: Callable[[], float]) -> None:
         super().__init__(alpha)
-        self._total: Tensor | None = None
-        self._pushed: list[int] = []
+        self._new: list[tuple[int, Tensor]] = []  # by which z has not moved yet, and whose
 
     @override
     def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
-        distance = values - shard
-        self._total = distance if self._total is None else self._total.add_(distance)
-        self._pushed.append(source)
+        move = (values - shard).mul_(self._alpha())
+        self._moves[source] = move
+        self._new.append((source, move))
 
     @override
     def advance(self, shard: Tensor) -> None:
-        if self._total is not None:
-            self._before |= dict.fromkeys(self._pushed, shard.clone())
-            shard.add_(self._total, alpha=self._alpha())
-            self._total, self._pushed = None, []
+        for _, move in sorted(self._new, key=lambda one: one[0]):  # not as they arrived: rounding
+            shard.add_(move)
+        self._new.clear()
 
 
 @dataclass
@@ -58,17 +57,23 @@ class EASGDState(ServerState):
 
     steps: int = 0
     exchanges: int = 0
+    staged: bool = transient(default=False)  # whether this step's x is there
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class EASGD(ServerStrategy):
     """Every ``period`` steps a worker and the centre z on the server move towards each other.
 
-    **Update** of worker n, every ``period`` own steps, N workers:
+    **Update** of worker n, N workers; all own steps but every ``period``-th are x ← T(x, g), and
+    that one, with the gradient g and the difference d at the same x:
 
-        x ← T(x, g)
-        d = α(x − z);  x ← x − d;  z ← z + d                     x + z is conserved
+        d = α(x − z);  x ← T(x, g) − d;  z ← z + d                x + z is conserved but for T
         synchronous:  d_n = α(x_n − z), z ← z + Σ d_n             all at once, from the same z
+
+    With plain SGD and period 1 these are Equations 3 and 4. They bear less α than an exchange of
+    the model that has stepped already (``difference="after_step"``), which has the same fixed
+    point: one worker on a quadratic of curvature 1 at learning rate η needs α < (4 − 2η)/(4 − η),
+    the other any α < 1.
 
     ``consensus`` and ``finish`` give z. EAMSGD is this with Nesterov momentum on the worker:
     ``torch.optim.SGD(..., momentum=δ, nesterov=True)``; an exchange leaves the velocity alone.
@@ -76,14 +81,18 @@ class EASGD(ServerStrategy):
     Args:
         period: τ ≥ 1, steps between two exchanges.
         alpha: α in (0, 1), how far each moves. None is 0.9/N.
-        synchronous: All workers exchange at once, and wait for each other.
+        synchronous: All workers exchange at once, and wait for each other. Needs α·N ≤ 1, or z
+            would move past them.
+        difference: "before_step": d is taken at the x of the gradient, as in the paper.
+            "after_step": at the x after the step, x ← T(x, g), then d = α(x − z), x ← x − d.
         servers: See ``ServerStrategy``; None is every rank.
 
-    *Communication*: the model to the server and back every ``period`` steps; waited for. *Memory*:
-    one flat copy of the model, one for serving where all ranks serve, and for each exchange under
-    way three of the shard. *State*: the counters and the centre.
+    *Communication*: the model to the server, and d back, every ``period`` steps; waited for.
+    *Memory*: one flat copy of the model, one for serving where all ranks serve, and one of the
+    shard for each exchange under way. *State*: the counters and the centre.
 
-    *Differs from the paper*: a last exchange by ``finish`` brings a leftover period into z.
+    *Differs from the paper*: exchanges come at the last step of a period, there at the first. A
+    last one by ``finish`` brings into z the steps since; it moves z alone.
 
     Source: Zhang, Choromanska & LeCun, "Deep learning with elastic averaging SGD", NeurIPS 2015,
     Equations 3-4 (synchronous), Algorithms 1 (EASGD) and 2 (EAMSGD).
@@ -93,41 +102,65 @@ class EASGD(ServerStrategy):
     period: int = setting(10, least=1)
     alpha: float | None = setting(None, above=0, below=1)
     synchronous: bool = False
+    difference: Literal["before_step", "after_step"] = "before_step"
 
-    def _alpha(self, worker: Worker) -> float:
-        return 0.9 / worker.size if self.alpha is None else self.alpha
+    def _alpha(self, workers: int) -> float:
+        alpha = 0.9 / workers if self.alpha is None else self.alpha
+        if self.synchronous and alpha * workers > 1 + 1e-9:
+            raise ValueError(
+                f"synchronous EASGD needs alpha·N ≤ 1: at most {1 / workers:.4g} on {workers} "
+                f"workers, got {alpha:g}"
+            )
+        return alpha
 
     @override
     def rule(self, worker: Worker) -> Rule:
         """How the centre moves."""
         kind = _ElasticTogether if self.synchronous else _Elastic
-        return kind(lambda: self._alpha(worker))
+        return kind(lambda: self._alpha(worker.size))
 
     @override
     def start(self, worker: Worker) -> EASGDState:
-        """The centre is the model that all hold."""
+        """The centre is the model that all hold.
+
+        Raises:
+            ValueError: α·N > 1 and synchronous.
+        """
+        self._alpha(worker.size)
         base = self.serve(worker)
         return EASGDState(base.server, base.tensors)
 
     @override
+    def gradients(self, worker: Worker, part: Part) -> None:
+        """Keep the x at which these gradients were taken, if its difference is to be."""
+        state: EASGDState = worker.state
+        exchange = (state.steps + 1) % self.period == 0
+        if exchange and self.difference == "before_step" and not state.staged:
+            read(state.tensors, state.server.stage())  # of several optimizers none has stepped yet
+            state.staged = True
+
+    @override
     def iterated(self, worker: Worker) -> bool:
-        """Exchange with the centre at the end of a period."""
+        """Exchange with the centre at the last step of a period."""
         state: EASGDState = worker.state
         state.steps += 1
         if state.steps % self.period:
             return False
         state.exchanges += 1
-        read(state.tensors, state.server.stage())
+        if not state.staged:
+            read(state.tensors, state.server.stage())
+        before, state.staged = state.staged, False
         clock = state.exchanges if self.synchronous else -1
         state.server.push_pull(clock=clock, least=max(clock, 0)).wait()
-        move_towards(state.tensors, state.server.values, self._alpha(worker))
-        worker.synchronized()
+        add_to(state.tensors, state.server.values, -1.0)
+        # The step that followed the difference is not in z.
+        worker.synchronized(steps_since=int(before), news=before)
         self.report(worker)
         return True
 
     @override
     def flush(self, worker: Worker) -> None:
-        """The steps since the last exchange move the centre, too."""
+        """The steps since the last difference move the centre, too."""
         read(worker.state.tensors, worker.state.server.stage())
         worker.state.server.push()
 
@@ -143,12 +176,13 @@ class EASGD(ServerStrategy):
         server, period = costs.server(self.servers), self.period
         exchange = server.meeting_seconds() if self.synchronous else server.exchange_seconds()
         steps = costs.slowest(period) if self.synchronous else period * costs.step_seconds
-        alpha = 0.9 / costs.workers if self.alpha is None else self.alpha
+        alpha = self._alpha(costs.workers)
+        moves = costs.workers if self.synchronous else 1
         return costs.forecast(
             self,
             step=max(steps + exchange, server.busy_seconds(1, 1)) / period,
             apart=period / alpha,
             payload=server.sent_bytes(1) / period,
-            copies=1 + server.copies + 3 / server.servers,
+            copies=1 + server.copies + moves / server.servers,
             note=f"spreads an exchange of {costs.in_steps(exchange)} over {period}",
         )

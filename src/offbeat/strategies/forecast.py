@@ -43,10 +43,10 @@ class Forecast:
         throughput: Samples a second, relative to one worker alone; N at best.
         idle: Share of the time spent waiting, in [0, 1].
         apart_steps: The most own steps of a worker that no mean of models contains: 0 with BSP,
-            H, H + k, τ; s with SSP, the longer interval with Downpour. The average where there is
-            no most: 1/(1 − LSSR) with SelSync, ``inf`` if it never synchronizes; H/C with FedAvg
-            where workers that were not drawn keep their model; H/α with EASGD, whose workers keep
-            1 − α of their distance at each exchange.
+            H, H + k, τ; s with SSP, the longer interval with Downpour and the steps of an exchange.
+            The average where there is no most: 1/(1 − LSSR) with SelSync, ``inf`` if it never
+            synchronizes; H/C with FedAvg where workers that were not drawn keep their model; H/α
+            with EASGD, whose workers keep 1 − α of their distance at each exchange.
         payload_bytes: Bytes a step that a worker hands to collectives and servers, as in ``Stats``.
         memory_bytes: Flat copies on top of model, gradients and optimizer.
         note: What the setting hides or spreads over steps.

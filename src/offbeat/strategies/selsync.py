@@ -28,6 +28,8 @@ from offbeat.strategies.forecast import ROLL_BYTES, percent
 from offbeat.units import show_seconds
 
 logger = logging.getLogger("offbeat")
+_TARGET_LSSR = 0.9
+_PAPER_WINDOW = 25  # steps
 
 
 @dataclass
@@ -36,6 +38,7 @@ class SelSyncState:
 
     changes: list[RelativeChange]
     rounds: list[int]  # since the last synchronization; the same on all workers
+    decided: list[int]  # in all; the same on all workers
     controller: ThresholdController | None
     means: list[GradientMean] = transient()  # with aggregate="gradients"
     squared: list[float] = transient()  # ‖g‖² of this iteration so far
@@ -58,16 +61,17 @@ class SelSync(Strategy):
         aggregate="gradients":   if any flag: g ← mean(g);  x ← T(x, g)
 
     Args:
-        delta: δ ≥ 0. 0 synchronizes every step (BSP), ``inf`` never. Not portable between models,
-            batch sizes and smoothings: prefer ``target_lssr``.
-        target_lssr: Wanted share of local steps in (0, 1). δ is then set to the workers' mean Δ as
-            soon as one is known, and follows the decisions from there, the same on all workers.
+        delta: A fixed δ ≥ 0. 0 synchronizes every step (BSP), ``inf`` never. Not portable between
+            models, batch sizes, smoothings and numbers of workers.
+        target_lssr: Instead of ``delta``, the wanted share of local steps in (0, 1); 0.9 if neither
+            is given. δ is then set to the workers' mean Δ as soon as one is known, and follows what
+            their triggers say from there, the same on all workers.
         aggregate: What a synchronization averages. The paper found parameters better: gradients
             leave the workers' models apart.
         smoothing: a in (0, 1]; None is N/100, at most 1.
         window: Smooth over this many last steps only, instead of all (the paper uses 25).
         max_interval: Synchronize at the latest this many steps after the last time (≥ 1).
-        warmup_steps: Synchronize each of the first steps.
+        warmup_steps: Synchronize at each of the first steps (≥ 0).
         flags: "blocking" waits for the others' flags, exchanged while the optimizer steps;
             "deferred" acts one step later on flags that have had a whole step to arrive; its first
             step never synchronizes.
@@ -75,6 +79,9 @@ class SelSync(Strategy):
     A norm that is not finite asks for nothing and leaves m alone. After more than two in a row the
     next finite one counts as the first of all: m begins anew, and Δ = ∞ brings the workers
     together. ``Stats.details`` count ``norms_not_finite``, and the first one is logged.
+
+    What ``warmup_steps`` and ``max_interval`` force does not move δ. So ``target_lssr`` is the
+    share of steps at which no trigger fires, and forced synchronizations come on top of the others.
 
     *Communication*: seven numbers a step, and the model (or gradient) when any worker's flag is
     set; 1/(1 − LSSR) times less than BSP. *Memory*: one flat copy of the model. *State*: m, the
@@ -88,7 +95,7 @@ class SelSync(Strategy):
     """
 
     name: ClassVar[str] = "selsync"
-    delta: float = setting(0.3, least=0, finite=False, hint="0 is BSP, inf never syncs")
+    delta: float | None = setting(None, least=0, finite=False, hint="0 is BSP, inf never syncs")
     target_lssr: float | None = setting(None, above=0, below=1)
     aggregate: Literal["parameters", "gradients"] = "parameters"
     smoothing: float | None = setting(None, above=0, most=1)
@@ -99,10 +106,21 @@ class SelSync(Strategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.target_lssr is not None and self.delta != type(self).delta:
+        if self.target_lssr is not None and self.delta is not None:
             raise ValueError(
                 "target_lssr finds the threshold itself: give delta or target_lssr, not both"
             )
+        if self.target_lssr is None and self.delta is None:
+            object.__setattr__(self, "target_lssr", _TARGET_LSSR)
+
+    @classmethod
+    def paper(cls, delta: float = 0.3) -> "SelSync":
+        """The setting of the paper: a fixed δ and a = N/100 over a window of 25 steps.
+
+        Args:
+            delta: δ; the paper has 0.25, 0.3 and 0.5, with 16 workers.
+        """
+        return cls(delta=delta, window=_PAPER_WINDOW)
 
     @property
     def averages(self) -> Averages:  # type: ignore[override]
@@ -126,7 +144,8 @@ class SelSync(Strategy):
         return SelSyncState(
             changes=[RelativeChange(self.window) for _ in range(count)],
             rounds=[int(self.flags == "deferred")] * count,  # its first step acts on no round
-            controller=None if target is None else ThresholdController(target, self.delta),
+            decided=[0] * count,
+            controller=None if target is None else ThresholdController(target),
             means=[
                 GradientMean(
                     worker.team,
@@ -162,13 +181,12 @@ class SelSync(Strategy):
             self._tell(worker)
         smoothing = min(1.0, worker.size / 100) if self.smoothing is None else self.smoothing
         change = state.changes[part].update(squared, smoothing)
-        delta = self.delta if state.controller is None else state.controller.delta
+        delta = (self.delta or 0.0) if state.controller is None else state.controller.delta
         # Δ is ∞ at the first step, and ∞ ≥ ∞: a threshold that nothing reaches must stay so.
         flag = change >= delta and delta != math.inf
         worker.record.update(change=change, threshold=delta, flag=flag)
         worker.details["flags"] = worker.details.get("flags", 0) + flag
-        forced = worker.step <= self.warmup_steps
-        return Vote(flag=flag or forced, measure=change if math.isfinite(change) else 0.0)
+        return Vote(flag=flag, measure=change if math.isfinite(change) else 0.0)
 
     @override
     def act(self, worker: Worker, round: Round) -> bool:
@@ -196,13 +214,14 @@ class SelSync(Strategy):
                 return False
             result = before
         flags, mean_change = result.wait()
+        if state.controller is not None:
+            state.controller.update(flags > 0, mean_change)
         state.rounds[part] += 1
+        state.decided[part] += 1
         overdue = self.max_interval is not None and state.rounds[part] >= self.max_interval
-        synchronizes = flags > 0 or overdue
+        synchronizes = flags > 0 or overdue or state.decided[part] <= self.warmup_steps
         if synchronizes:
             state.rounds[part] = 0
-        if state.controller is not None:
-            state.controller.update(synchronizes, mean_change)
         return synchronizes
 
     @override
@@ -220,17 +239,19 @@ class SelSync(Strategy):
     def forecast(self, costs: Costs) -> Forecast:
         """Flags at each step, a mean of models or gradients at a share q of them.
 
-            q = max(1 − LSSR, 1/max_interval)
+            q = p/(1 − (1 − p)^max_interval),  p = 1 − LSSR
             blocking:  step = W(1) + r + q·m
             deferred:  step = max(C(1, r), q·W(1/q)) + q·(min(r, t) + m)
 
-        LSSR is that of ``costs`` where there is no target. Deferred flags have a whole step to
-        arrive; but a mean waits for those of its own step, and for the slowest since the last one.
+        LSSR is that of ``costs`` where there is no target; q is one over the mean of the intervals
+        to the next flag, if it rises with probability p in each step, or ``max_interval``. Deferred
+        flags have a whole step to arrive; but a mean waits for those of its own step, and for the
+        slowest since the last one.
         """
         lssr = costs.lssr if self.target_lssr is None else self.target_lssr
         if self.target_lssr is None and self.delta in (0, math.inf):
             lssr = float(self.delta == math.inf)
-        share = max(1 - lssr, 1 / (self.max_interval or math.inf))
+        share = _share(1 - lssr, self.max_interval)
         roll, numbers = costs.roll_seconds, 2
         if self.aggregate == "parameters":
             mean, sent = (f(costs.model_bytes) for f in (costs.mean_seconds, costs.mean_bytes))
@@ -263,6 +284,13 @@ class SelSync(Strategy):
                 worker.rank,
                 worker.step,
             )
+
+
+def _share(flags: float, max_interval: int | None) -> float:
+    """Of the steps that synchronize, where a share ``flags`` of them asks for it."""
+    if max_interval is None:
+        return flags
+    return flags / (1 - (1 - flags) ** max_interval) if flags else 1 / max_interval
 
 
 def _decision(roll: Roll) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from offbeat.arguments import require_integer
 from offbeat.fabric.parameter_server import ParameterServer
-from offbeat.fabric.shard import Rule
+from offbeat.fabric.shard import Answer, Rule
 from offbeat.means.replica import as_real, read, staging_dtype, unpack
 from offbeat.strategies.base import Averages, Roll, Strategy, Worker, transient
 
@@ -22,7 +22,12 @@ class ServerState:
 
     server: ParameterServer = transient()
     tensors: list[Tensor] = transient()  # the model's parameters, in the order of the vector
-    shard: dict[str, Any] = field(default_factory=dict)  # this rank's, as it was when last saved
+    # As they were when last saved: this rank's shard, the answer that was not taken, if any, and
+    # what this worker had pulled.
+    shard: dict[str, Any] = field(default_factory=dict)
+    answer: Tensor = field(default_factory=lambda: torch.empty(0))
+    answer_clock: int | None = None
+    pulled_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -30,8 +35,8 @@ class ServerStrategy(Strategy):
     """Workers that never meet in training: each pushes to and pulls from a parameter server.
 
     The server's model is the one that counts: ``consensus`` shows it, ``finish`` leaves it on all
-    workers. Parameters are served; floating-point buffers stay local and are averaged at
-    ``consensus`` and ``finish``.
+    workers. A look pushes nothing: what a worker has not pushed yet is not in it. Parameters are
+    served; floating-point buffers stay local and are averaged at ``consensus`` and ``finish``.
 
     Args:
         servers: The ranks that keep a shard of the model each, as in ``(0, 1)``, ``0/1`` in the
@@ -39,6 +44,7 @@ class ServerStrategy(Strategy):
     """
 
     averages: ClassVar[Averages] = "nothing"
+    meets: ClassVar[bool] = False
     servers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -115,8 +121,7 @@ class ServerStrategy(Strategy):
     def consensus(self, worker: Worker, roll: Roll, *, final: bool) -> None:
         """The server's model, and the mean of the buffers."""
         state: ServerState = worker.state
-        state.server.pull().wait()
-        unpack(state.server.values, state.tensors)
+        unpack(state.server.look(), state.tensors)
         worker.average_buffers(final=final)
         worker.barrier("a look at the server's model")  # nobody pushes before all have pulled
         if final:
@@ -125,11 +130,18 @@ class ServerStrategy(Strategy):
 
     @override
     def before_save(self, worker: Worker, meet: Callable[[], object]) -> None:
-        """Keep a copy of the shard when all pushes have arrived. A collective."""
+        """Keep a copy of the shard when all pushes have arrived, and of the answer that has come.
+
+        A collective.
+        """
         state: ServerState = worker.state
-        state.server.stage()
-        state.server.arrive()
-        state.shard = {} if state.server.shard is None else state.server.shard.state_dict()
+        server = state.server
+        server.stage()
+        self.met(worker, server.arrive())
+        state.shard = {} if server.shard is None else server.shard.state_dict()
+        answer, state.pulled_bytes = server.untaken, server.pulled_bytes
+        state.answer = torch.empty(0) if answer is None else server.values.clone()
+        state.answer_clock = None if answer is None else answer.clock
         worker.barrier("the state of the parameter server")  # nobody pushes before all have copied
 
     @override
@@ -138,4 +150,7 @@ class ServerStrategy(Strategy):
         state: ServerState = worker.state
         if state.server.shard is not None:
             state.server.shard.load_state_dict(state.shard)
+        if state.answer_clock is not None:
+            state.server.put_back(Answer(state.answer_clock), state.answer)
+        state.server.pulled_bytes = state.pulled_bytes
         worker.barrier("the state of the parameter server")

@@ -1,11 +1,13 @@
 """What messages to and from a parameter server cost, as the links of the simulator queue them."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from offbeat.fabric.shard import HEADER
 
 REQUEST_BYTES = 8 * HEADER
 ANSWER_BYTES = 8 * 3  # the header of an answer
+_MOST_STEPS = 10_000  # that are played until they repeat themselves; else the mean of all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,3 +117,21 @@ class ServerCosts:
     def copies(self) -> float:
         """Of the model, on a rank that serves: its shard, and a buffer for each other worker."""
         return self.workers / self.servers
+
+
+def steady(steps: Iterable[tuple[object, float, int]]) -> tuple[float, float]:
+    """Seconds and requests a step, once what happens repeats itself.
+
+    Args:
+        steps: After each step: what the following ones depend on; the seconds since the start; the
+            requests so far.
+    """
+    seen: dict[object, tuple[int, float, int]] = {}
+    before: tuple[int, float, int] = (0, 0.0, 0)
+    for number, (state, seconds, requests) in enumerate(steps, 1):
+        before = seen.setdefault(state, (number, seconds, requests))
+        if before[0] < number or number == _MOST_STEPS:
+            break
+    first = (0, 0.0, 0) if before[0] == number else before
+    count = number - first[0]
+    return (seconds - first[1]) / count, (requests - first[2]) / count

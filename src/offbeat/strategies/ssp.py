@@ -1,51 +1,71 @@
 """SSP: stale synchronous parallel, a parameter server with a bound on how far workers part."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from offbeat.fabric.shard import Rule
-from offbeat.means.replica import read, unpack
+from offbeat.means.replica import as_real, read, unpack
 from offbeat.strategies.base import Costs, Forecast, Worker, setting
 from offbeat.strategies.forecast import number
 from offbeat.strategies.server import ServerState, ServerStrategy
+from offbeat.strategies.server_costs import steady
 
 
 @dataclass
 class SSPState(ServerState):
-    """The worker's view of the server, and how old it is."""
+    """The worker's view of the server, how old it is, and what is on its way."""
 
     view: Tensor = field(default_factory=lambda: torch.empty(0))  # x at the start of this step
+    sum: Tensor = field(default_factory=lambda: torch.empty(0))  # S, own updates not sent yet
+    unsent: int = 0  # how many of them
     clock: int = 0  # own steps
     slowest: int = 0  # the view includes all updates of clocks below this
+    asking: bool = False  # whether the request under way brings the server's model
+    asked: int = 0  # the clock at which the last one that does was sent
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SSP(ServerStrategy):
     """Workers push every update to a server, and wait only for one that is ``staleness`` behind.
 
-    **Update** at clock c (c steps taken before), z the server's model, N workers:
+    **Update** at clock c (c steps taken before), z the server's model, N workers, S the own updates
+    that were not sent yet:
 
         x̂ ← T(x, g);  u = (x̂ − x)/N
-        x ← x + u;  z ← z + u                 the view keeps the worker's own updates
-        c ← c + 1
-        if the view may miss updates of clocks ≤ c − s − 1:
-            wait until the slowest worker's clock ≥ c − s;  x ← z
+        x ← x + u;  S ← S + u;  c ← c + 1         the view keeps the worker's own updates
+        if the answer to the last request has come:
+            x ← answer + S                        what it cannot contain yet stays
+        if no request is under way:
+            send S, c;  S ← 0;  the server: z ← z + S, and it answers with z
+        while the view may miss updates of clocks ≤ c − s − 1:
+            wait for the answer, as above
 
-    ``staleness=0`` is BSP, with plain SGD to rounding. Updates are divided by N so that a learning
-    rate means what it means under BSP. Any optimizer may make them.
+    So a request travels while the worker computes, and updates made meanwhile add up and go with
+    the next one. The worker waits only at the bound. ``staleness=0`` is BSP, with plain SGD to
+    rounding. Updates are divided by N so that a learning rate means what it means under BSP. Any
+    optimizer may make them.
+
+    The server holds an answer back until the slowest worker's clock is min(c, c − s + 1), because
+    with an older one this worker could not begin the step after the next.
 
     Args:
         staleness: s, how many clocks a worker may be ahead of the slowest (≥ 0).
+        refresh: When the view is refreshed. "ahead": as above, as often as the network allows.
+            "lazy": only when the bound demands it; requests before that push and ask for nothing.
+            Between two refreshes a worker then sees its own updates alone, divided by N, and large
+            s diverges where the other does not.
         servers: See ``ServerStrategy``; None is every rank.
 
-    *Communication*: the model is pushed every step and pulled when the view is too old: every step
-    for s = 0, every s + 1 steps when all are equally fast. Pushes do not wait; pulls do. *Memory*:
-    two flat copies of the model (the view, what is sent or pulled), and one for serving where all
-    ranks serve. *State*: the view, the clock, and the shard.
+    *Communication*: the model to the server and back, one such exchange at a time, each step if the
+    network is fast enough; only the bound is waited for. Lazily: the model to the server, likewise,
+    and back at each refresh, which is waited for. *Memory*: three flat copies of the model (the
+    view, S, what is sent and answered), and one for serving where all ranks serve. *State*: view,
+    S, an answer that was not taken, the clocks, and the shard.
 
     *Differs from the paper*: there the server adds u, here u/N. The cache of the paper refreshes
     single rows, this one the whole model.
@@ -56,46 +76,94 @@ class SSP(ServerStrategy):
 
     name: ClassVar[str] = "ssp"
     staleness: int = setting(least=0)
+    refresh: Literal["ahead", "lazy"] = "ahead"
 
     @override
     def rule(self, worker: Worker) -> Rule:
-        """z ← z + u."""
+        """z ← z + S."""
         return Rule()
 
     @override
     def start(self, worker: Worker) -> SSPState:
         """The view is the model."""
         base = self.serve(worker)
-        return SSPState(base.server, base.tensors, view=base.server.values.clone())
+        view = base.server.values.clone()
+        return SSPState(base.server, base.tensors, view=view, sum=torch.zeros_like(view))
 
     @override
     def iterated(self, worker: Worker) -> bool:
-        """Push the update; pull if the view has become too old."""
+        """Add up the update, take what has come, send what can be sent, wait at the bound."""
         state: SSPState = worker.state
-        update = state.server.stage()
-        read(state.tensors, update)
         if worker.size == 1 and state.server.shard is not None:
-            state.server.shard.values.copy_(update)  # not by way of a difference, which rounds
+            # Not by way of a difference, which rounds.
+            read(state.tensors, state.server.shard.values)
+            worker.has_news = False
             return True
-        update.sub_(state.view).div_(worker.size)
-        state.clock += 1
-        worker.has_news = False  # everything is pushed
-        least = state.clock - self.staleness
-        pulled = state.slowest < least
-        if pulled:
-            handle = state.server.push_pull(clock=state.clock, least=least)
-            state.slowest = handle.wait().clock
-            state.view.copy_(state.server.values)
-            worker.synchronized()
-        else:
-            state.view.add_(update)
-            state.server.push(clock=state.clock)
-        if pulled or worker.size > 1:
-            unpack(state.view, state.tensors)
+        self._add_update(state, worker.size)
+        refreshed = self._take(worker)
+        self._send(state)
+        while state.slowest < state.clock - self.staleness:
+            refreshed = self._take(worker, wait=True) or refreshed
+            self._send(state)
+        unpack(state.view, state.tensors)
+        worker.has_news = state.unsent > 0
         worker.record["staleness"] = max(0, state.clock - state.slowest)
-        worker.details["pulls"] = worker.details.get("pulls", 0) + pulled
+        worker.details["pulls"] = worker.details.get("pulls", 0) + refreshed
         self.report(worker)
-        return pulled
+        return refreshed
+
+    @staticmethod
+    def _add_update(state: SSPState, workers: int) -> None:
+        """x ← x + u; S ← S + u, tensor by tensor, so that u needs no copy of the model."""
+        offset = 0
+        for tensor in state.tensors:
+            moved = as_real(tensor.detach()).reshape(-1)
+            view, total = (t[offset : offset + moved.numel()] for t in (state.view, state.sum))
+            update = (moved.to(view) - view).div_(workers)
+            view.add_(update)
+            total.add_(update)
+            offset += moved.numel()
+        state.clock += 1
+        state.unsent += 1
+
+    def _take(self, worker: Worker, *, wait: bool = False) -> bool:
+        """Take the answer over, if it has come; whether it has refreshed the view."""
+        state: SSPState = worker.state
+        answer = state.server.take(wait=wait)
+        if answer is None or not state.asking:
+            return False
+        torch.add(state.server.values, state.sum, out=state.view)
+        state.slowest = max(state.slowest, answer.clock)
+        worker.synchronized(steps_since=state.clock - state.asked)
+        return True
+
+    def _send(self, state: SSPState) -> None:
+        """Send S if nothing is under way, and ask for the server's model if it is wanted."""
+        least = state.clock - self.staleness
+        due = state.slowest < least
+        if not state.server.free or not (state.unsent or due):
+            return
+        state.server.values.copy_(state.sum)
+        state.sum.zero_()
+        state.unsent = 0
+        state.asking = due or self.refresh == "ahead"
+        if state.asking:
+            state.asked = state.clock
+            least = min(state.clock, least + (self.refresh == "ahead"))
+            state.server.begin("push_pull", clock=state.clock, least=least)
+        else:
+            state.server.begin("push", clock=state.clock)
+
+    @override
+    def flush(self, worker: Worker) -> None:
+        """Push S."""
+        state: SSPState = worker.state
+        state.server.settle(now=True)
+        self._take(worker)
+        state.server.stage().copy_(state.sum)
+        state.sum.zero_()
+        state.unsent = 0
+        state.server.push(clock=state.clock)
 
     @override
     def met(self, worker: Worker, clock: int) -> None:
@@ -104,27 +172,62 @@ class SSP(ServerStrategy):
 
     @override
     def forecast(self, costs: Costs) -> Forecast:
-        """A push at each step, which the next one waits for; at each q-th a pull with it.
+        """The steps of workers that all do the same at the same time (``_play``), and jitter.
 
             s = 0:  step = W(1) + meeting
-            s > 0:  step = (C(q, 0) + (q − 1)·max(0, push − t) + exchange)/q
+            s > 0:  step = played + (C(s, 0) − s·t)/s
 
-        q is s, or s − 1 where a push takes longer than a step: the shard of this rank answers at
-        once, before it has the others' last pushes. The seconds are those of ``ServerCosts``.
+        Played is t while an exchange takes at most about (s + 1)/3 steps, and 3·exchange/(s + 1)
+        beyond; lazily, t and an exchange every s steps. The seconds are those of ``ServerCosts``.
         """
         server = costs.server(self.servers)
-        step, push = costs.step_seconds, server.push_seconds()
+        played, requests = steady(self._play(costs))
         if self.staleness == 0:
-            every, cycle = 1, costs.slowest(1) + server.meeting_seconds()
+            step = costs.slowest(1) + server.meeting_seconds()
         else:
-            every = max(1, self.staleness - (push > step))
-            cycle = costs.pipelined(every, 0.0) + (every - 1) * max(0.0, push - step)
-            cycle += server.exchange_seconds()
+            late = costs.pipelined(self.staleness, 0.0) / self.staleness - costs.step_seconds
+            step = max(played + late, server.busy_seconds(1, 1) * requests)
+        seconds = server.exchange_seconds() if self.refresh == "ahead" else server.push_seconds()
+        what = "an exchange" if self.refresh == "ahead" else "a push"
         return costs.forecast(
             self,
-            step=max(cycle, server.busy_seconds(every, 1)) / every,
+            step=step,
             apart=self.staleness,
-            payload=server.sent_bytes(1),
-            copies=2 + server.copies,
-            note=f"a push of {costs.in_steps(push)} at each step, a pull every {number(every)}",
+            payload=server.sent_bytes(1) * requests,
+            copies=3 + server.copies,
+            note=f"{what} of {costs.in_steps(seconds)} every {number(1 / requests)}",
         )
+
+    def _play(self, costs: Costs) -> Iterator[tuple[object, float, int]]:
+        """After each step of ``iterated``: what follows depends on this; seconds; requests so far.
+
+        An answer that the server does not hold back has the clocks of the others' last requests:
+        it is given before theirs of now have come.
+        """
+        server, step, lazy = costs.server(self.servers), costs.step_seconds, self.refresh == "lazy"
+        now = arrives = 0.0
+        clock = slowest = sent = answered = unsent = requests = 0
+        asking, free = False, True
+        while True:
+            now += step
+            clock, unsent = clock + 1, unsent + 1
+            while True:
+                least = clock - self.staleness
+                if not free and arrives <= now + 1e-9 * step:
+                    free = True
+                    if asking:
+                        slowest = max(slowest, answered)
+                due = slowest < least
+                if free and (unsent or due):
+                    asking, free, unsent = due or not lazy, False, 0
+                    held = asking and min(clock, least + (not lazy)) > sent
+                    answered, sent = clock if held else sent, clock
+                    seconds = server.exchange_seconds() if asking else server.push_seconds()
+                    arrives = now + (server.meeting_seconds() if held else seconds)
+                    requests += 1
+                if not due:
+                    break
+                now = max(now, arrives)
+            left = 0.0 if free else round((arrives - now) / step, 6)
+            ages = clock - slowest, clock - sent, clock - answered
+            yield (free, asking, unsent, left, ages), now, requests

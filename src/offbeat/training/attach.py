@@ -1,6 +1,7 @@
 """The front door: ``attach`` puts a synchronization strategy on an ordinary training loop."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from offbeat.arguments import require_integer
 from offbeat.errors import AttachError
 from offbeat.fabric import Team, Transport, open_communicator
 from offbeat.fabric.wire import Precision, require_precision
@@ -25,6 +27,8 @@ def attach(
     optimizer_state: Literal["local", "average"] = "local",
     wire: Precision = "float32",
     log: object = None,
+    distance_every: int | None = None,
+    gradient_change: bool = False,
     timeout_seconds: float = 300.0,
 ) -> Synchronizer:
     """Train ``model`` data-parallel under ``strategy``; the training loop stays as it is.
@@ -37,7 +41,7 @@ def attach(
     Args:
         model: The model. Its trainable parameters, and those the optimizers hold, are averaged.
         optimizer: The optimizer that moves them, or a list of optimizers.
-        strategy: When to synchronize, for example ``offbeat.SelSync(delta=0.3)``.
+        strategy: When to synchronize, for example ``offbeat.SelSync()``.
         group: The process group of the workers; None is the default group. Or a transport of your
             own, which makes a communicator: see ``offbeat.fabric.Transport``.
         scaler: The GradScaler in use, if any. Iterations then count even where it skips a step.
@@ -52,6 +56,12 @@ def attach(
             unless gradients are averaged). Buffers and the final mean always travel as they are.
         log: Where a record of every step goes: a path (JSON lines, ``.rankN`` is added before the
             suffix unless the path contains ``{rank}``), a sink, or a list of them.
+        distance_every: Measure at every so many own steps (≥ 1) how far apart the workers' models
+            are, in the background: ``distance``, ``distance_largest`` and ``distance_step`` in the
+            records and in ``Stats.details``. Sends the model once, which is not counted, and takes
+            two copies of the parameters; see ``offbeat.training.distance.Distance``.
+        gradient_change: Measure SelSync's Δ of this worker's own gradient in each step:
+            ``relative_change`` in the records. Reads the gradients once, sends nothing.
         timeout_seconds: How long an operation between workers may take before it fails on every
             worker with ``CommunicationTimeout``. Larger than the longest time by which one worker
             may lag behind the others between two synchronizations.
@@ -68,18 +78,15 @@ def attach(
     """
     if not isinstance(strategy, Strategy):
         raise TypeError(
-            f"strategy must be a strategy such as offbeat.SelSync(delta=0.3), got {strategy!r}; "
+            f"strategy must be a strategy such as offbeat.SelSync(), got {strategy!r}; "
             "offbeat.parse_strategy reads the text form"
         )
     require_wire(wire, strategy)
-    if optimizer_state not in ("local", "average"):
-        raise ValueError(f'optimizer_state must be "local" or "average", got {optimizer_state!r}')
-    if optimizer_state == "average" and not strategy.averages_state:
-        raise ValueError(
-            f'optimizer_state="average" with {strategy}: there is no moment at which all workers '
-            "wait for a mean of models; use LocalSGD, SelSync of parameters, FedAvg, or DiLoCo "
-            "without overlap"
-        )
+    require_optimizer_state(optimizer_state, strategy)
+    if distance_every is not None:
+        require_integer("distance_every", distance_every, least=1)
+    if not isinstance(gradient_change, bool):
+        raise TypeError(f"gradient_change must be true or false, got {gradient_change!r}")
     if not timeout_seconds > 0:
         raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds}")
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
@@ -95,6 +102,9 @@ def attach(
             optimizer_state=optimizer_state,
             wire=wire,
             log=log,
+            distance_every=distance_every,
+            beside=partial(open_communicator, group, timeout_seconds, what="distance_every"),
+            gradient_change=gradient_change,
         )
     except BaseException:
         team.close()
@@ -112,6 +122,22 @@ def require_wire(wire: Precision, strategy: Strategy) -> None:
         raise ValueError(
             f"wire={wire!r}: {type(strategy).__name__} pushes to a parameter server; "
             "wire applies to strategies that average"
+        )
+
+
+def require_optimizer_state(optimizer_state: str, strategy: Strategy) -> None:
+    """Raise unless ``strategy`` can do that with the optimizer's state.
+
+    Raises:
+        ValueError: an unknown word, or "average" with a strategy that never waits for a mean.
+    """
+    if optimizer_state not in ("local", "average"):
+        raise ValueError(f'optimizer_state must be "local" or "average", got {optimizer_state!r}')
+    if optimizer_state == "average" and not strategy.averages_state:
+        raise ValueError(
+            f'optimizer_state="average" with {strategy}: there is no moment at which all workers '
+            "wait for a mean of models; use LocalSGD, SelSync of parameters, FedAvg, or DiLoCo "
+            "without overlap"
         )
 
 

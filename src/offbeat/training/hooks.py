@@ -74,7 +74,8 @@ class ScalerHooks:
         if index is not None:
             if not self._iteration.strategy.needs_unscaled:
                 # The mean of scaled gradients, so that all workers see the same overflow.
-                self._iteration.prepare(index)
+                scale = 1.0 if self._iteration.change is None else self._scaler.get_scale()
+                self._iteration.prepare(index, loss_scale=scale)
             self._unscaled.add(optimizer)
         self._unscale(optimizer)
 

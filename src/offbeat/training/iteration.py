@@ -5,13 +5,18 @@ strategy's. An iteration is one step of every optimizer, in whatever order.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
+
+from torch import Tensor
+from torch.optim import Optimizer
 
 from offbeat.errors import AttachError, OffbeatError
 from offbeat.strategies.base import Strategy, Worker
 from offbeat.strategies.roll import Roll
 from offbeat.training.backward import Backward
+from offbeat.training.change import GradientChange
 from offbeat.training.companion import Companions
 from offbeat.training.rounds import Rounds
 
@@ -78,6 +83,22 @@ class _AtWork:
             self._companions.busy(False)
 
 
+def _parameters_of(optimizer: Optimizer) -> list[list[Tensor]]:
+    return [list(group["params"]) for group in optimizer.param_groups]
+
+
+def _holds(optimizer: Optimizer, known: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether its groups hold the ``known`` parameters and no others. Asked in every step."""
+    groups = optimizer.param_groups
+    if len(groups) != len(known):
+        return False
+    for group, parameters in zip(groups, known, strict=True):
+        held = group["params"]
+        if len(held) != len(parameters) or not all(map(operator.is_, held, parameters)):
+            return False
+    return True
+
+
 class Iteration:
     """Where one worker stands in its iteration.
 
@@ -90,6 +111,8 @@ class Iteration:
     Attributes:
         active: Whether hooks do anything; false after the end.
         guard: Around all that communicates.
+        stepped: Called when all optimizers have stepped, before the strategy synchronizes.
+        change: Told of the gradients, before the strategy changes them.
     """
 
     def __init__(
@@ -103,6 +126,8 @@ class Iteration:
         self._completed = completed
         self.active = True
         self.guard = Guard()
+        self.stepped: Callable[[], None] = lambda: None
+        self.change: GradientChange | None = None
         self._at_work = _AtWork(self.guard, companions)
         self._host = worker.team.host
         self._rounds = Rounds(strategy, worker)
@@ -111,7 +136,7 @@ class Iteration:
         self._synced = False
         self._order: list[int] = []  # of the gradients in this iteration
         self._last_order = [part.index for part in worker.parts]  # in the one before
-        self._groups = [len(part.optimizer.param_groups) for part in worker.parts]
+        self._groups = [_parameters_of(part.optimizer) for part in worker.parts]
         self._forbidden = ""
         worker.overlaps_backward = worker.size > 1 and len(worker.parts) == 1
         self._backward: Backward | None = None
@@ -145,8 +170,8 @@ class Iteration:
         """Whether optimizer ``index`` was prepared and has not stepped since."""
         return index in self._prepared
 
-    def prepare(self, index: int) -> None:
-        """The gradients of optimizer ``index`` are ready. Once an iteration.
+    def prepare(self, index: int, *, loss_scale: float = 1.0) -> None:
+        """The gradients of optimizer ``index`` are ready, but for a ``loss_scale``. Once a step.
 
         Called by the hooks; ``clip_grad_norm_`` calls it earlier.
         """
@@ -155,10 +180,10 @@ class Iteration:
         self.require_own_model("a training step")
         worker = self._worker
         part = worker.parts[index]
-        if len(part.optimizer.param_groups) != self._groups[index]:
+        if not _holds(part.optimizer, self._groups[index]):
             raise AttachError(
-                "a parameter group was added to the optimizer after attach(): detach() and attach "
-                "again so that all workers agree on what is averaged"
+                "parameters were added to the optimizer, taken away or replaced after attach(): "
+                "detach() and attach again so that all workers agree on what is averaged"
             )
         with self._at_work:
             if not self._stepped and not self._prepared:
@@ -169,6 +194,10 @@ class Iteration:
             if last:
                 worker.step += 1
                 worker.steps_since_sync += 1
+            if self.change is not None:
+                self.change.add(part, loss_scale)
+                if last:
+                    self.change.end()
             self.strategy.gradients(worker, part)
             synced = self._rounds.at_gradients(index, last=last)
             self._synced = self._synced or synced
@@ -192,6 +221,7 @@ class Iteration:
             self._last_order, self._order = self._order, []
             worker.has_news = True
             worker.norm_squared = None
+            self.stepped()
             synced = self._rounds.at_boundary() or self._synced
             self._synced = False
         self._completed(synced)

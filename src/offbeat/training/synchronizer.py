@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -14,14 +14,16 @@ from torch.utils.hooks import RemovableHandle
 
 from offbeat.checkpoint import load, save
 from offbeat.errors import AttachError
-from offbeat.fabric import Team, Wire
+from offbeat.fabric import Communicator, Team, Wire
 from offbeat.fabric.wire import Precision
 from offbeat.means import ModelMean, OptimizerState, Replica
 from offbeat.significance import squared_norm
 from offbeat.strategies.base import Part, Roll, Strategy, Worker
 from offbeat.telemetry import Stats, open_sinks
 from offbeat.training.agreement import copy_rank_0, describe, require_agreement
+from offbeat.training.change import GradientChange
 from offbeat.training.companion import Companions
+from offbeat.training.distance import Distance
 from offbeat.training.hooks import ScalerHooks, hook_optimizer
 from offbeat.training.iteration import Iteration
 
@@ -42,6 +44,9 @@ class Synchronizer:
         optimizer_state: str = "local",
         wire: Precision = "float32",
         log: object = None,
+        distance_every: int | None = None,
+        beside: Callable[[], Communicator] | None = None,
+        gradient_change: bool = False,
     ) -> None:
         self._strategy, self._team, self._active = strategy, team, True
         self._host = team.host
@@ -51,6 +56,7 @@ class Synchronizer:
         replica = Replica(model, trainable)
         with team.account.paused():
             chosen = [f"optimizer_state {optimizer_state!r}", f"wire {wire!r}"]
+            chosen.append(f"distance_every {distance_every}")
             require_agreement(team.fabric, [*chosen, *describe(strategy, replica, parts)])
             copy_rank_0(team.fabric, replica.everything())
             means = Wire(team, wire)
@@ -64,6 +70,12 @@ class Synchronizer:
         self._iteration = Iteration(strategy, worker, self._companions, self._completed)
         self._sinks = open_sinks(log, rank=team.rank)
         worker.state = strategy.start(worker)
+        self._distance: Distance | None = None
+        if distance_every is not None and beside is not None:
+            self._distance = Distance(worker, strategy, distance_every, beside())
+            self._iteration.stepped = self._measure
+        if gradient_change:
+            self._iteration.change = GradientChange(worker)
         self._hook(scaler)
         self._things = (model, *(part.optimizer for part in parts))
         attached.update(self._things)
@@ -138,6 +150,13 @@ class Synchronizer:
         worker.record.clear()
         self._extra.clear()
 
+    def _measure(self) -> None:
+        """Go on with measurements of the distance, whose time is not the training's."""
+        assert self._distance is not None
+        start = self._host.now()
+        self._distance.stepped()
+        self._clock += self._host.now() - start
+
     # -- every step --------------------------------------------------------------------------
 
     def clip_grad_norm_(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
@@ -189,6 +208,8 @@ class Synchronizer:
         """Take part in the others' rounds with weight 0 until nobody steps any more."""
         self._companions.away()
         roll = self._iteration.meet(finishing=finishing)
+        if self._distance is not None:
+            self._distance.meet()
         self._companions.back()
         return roll
 
@@ -197,13 +218,17 @@ class Synchronizer:
         """Inside, the model holds the mean of all workers; afterwards this worker's own again.
 
         A collective: every worker enters it, each after any number of steps. Evaluate and save
-        inside. Its time and bytes do not count in ``stats``. Needs one model copy of memory.
+        inside. Floating-point and complex buffers are the mean, too, signed integers the maximum,
+        all others (masks, bytes) those of rank 0. Its time and bytes do not count in ``stats``.
+        Needs one model copy of memory.
 
         Raises:
-            AttachError: after ``finish`` or ``detach``, or inside another ``consensus``.
+            AttachError: after ``finish`` or ``detach``, inside another ``consensus``, or when a
+                parameter of the model was replaced by another one.
         """
         self._require_active("consensus()")
         self._iteration.require_own_model("consensus()")
+        self._require_parameters()
         start = self._host.now()
         with self._iteration.guard, self._team.account.paused():
             own = self._take_consensus(self._meet(finishing=False))
@@ -221,6 +246,7 @@ class Synchronizer:
         steps, news = worker.steps_since_sync, worker.has_news
         try:
             self._strategy.consensus(worker, roll, final=False)
+            copy_rank_0(self._team.fabric, worker.replica.other_buffers())
         except BaseException:
             worker.replica.restore(own)
             raise
@@ -230,12 +256,15 @@ class Synchronizer:
     def finish(self) -> None:
         """End training: all workers get the same parameters and buffers, and hooks are removed.
 
+        What they get of which buffers, see ``consensus``.
+
         A collective: every worker calls it, each after any number of steps. One that is early
         answers the others with weight 0 until all have come. Calling it again does nothing.
         """
         if not self._active:
             return
         self._iteration.require_own_model("finish()")
+        self._require_parameters()
         worker, team = self._worker, self._team
         with self._iteration.guard:
             roll = self._meet(finishing=True)
@@ -244,6 +273,7 @@ class Synchronizer:
                     worker.replica.restore(self._take_consensus(roll))
                 roll = self._meet(finishing=True)
             self._strategy.consensus(worker, roll, final=True)
+            copy_rank_0(team.fabric, worker.replica.other_buffers())
             self._companions.leave()
         self._stats.wait_seconds += team.account.wait_seconds - self._seen[0]
         self._stats.payload_bytes += team.account.payload_bytes - self._seen[1]
@@ -262,6 +292,8 @@ class Synchronizer:
         self._active = False
         self._iteration.close()
         self._companions.close()
+        if self._distance is not None:
+            self._distance.close(together=together)
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -276,6 +308,14 @@ class Synchronizer:
     def _require_active(self, what: str) -> None:
         if not self._active:
             raise AttachError(f"{what} after finish() or detach(): attach again first")
+
+    def _require_parameters(self) -> None:
+        replaced = self._worker.replica.replaced()
+        if replaced:
+            raise AttachError(
+                f"parameter {replaced[0]!r} of the model was replaced after attach(), so that it "
+                "is synchronized no more: detach() and attach again"
+            )
 
     def __enter__(self) -> "Synchronizer":
         return self

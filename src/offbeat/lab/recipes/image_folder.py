@@ -79,7 +79,7 @@ class ImageFolder(Samples):
                     labels.append(label)
         if not self.paths:
             raise FileNotFoundError(f"looked for {root}/CLASS/*.jpg, .jpeg or .png: there are none")
-        self.labels = torch.tensor(labels)
+        self.labels: Tensor = torch.tensor(labels)
 
     def __len__(self) -> int:
         return len(self.paths)

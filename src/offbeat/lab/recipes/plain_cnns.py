@@ -2,6 +2,7 @@
 
 from torch import nn
 
+HIDDEN = 4096  # width of the hidden layers of VGG11 and AlexNet
 VGG11 = (64, "pool", 128, "pool", 256, 256, "pool", 512, 512, "pool", 512, 512, "pool")
 
 
@@ -29,13 +30,13 @@ def vgg11(classes: int) -> nn.Sequential:
         *layers,
         nn.AdaptiveAvgPool2d(7),
         nn.Flatten(),
-        nn.Linear(512 * 7 * 7, 4096),
+        nn.Linear(512 * 7 * 7, HIDDEN),
         nn.ReLU(),
         nn.Dropout(0.5),
-        nn.Linear(4096, 4096),
+        nn.Linear(HIDDEN, HIDDEN),
         nn.ReLU(),
         nn.Dropout(0.5),
-        nn.Linear(4096, classes),
+        nn.Linear(HIDDEN, classes),
     )
     for module in model:
         if isinstance(module, nn.Conv2d):
@@ -72,12 +73,12 @@ def alexnet(classes: int) -> nn.Sequential:
         nn.AdaptiveAvgPool2d(6),
         nn.Flatten(),
         nn.Dropout(0.5),
-        nn.Linear(256 * 6 * 6, 4096),
+        nn.Linear(256 * 6 * 6, HIDDEN),
         nn.ReLU(),
         nn.Dropout(0.5),
-        nn.Linear(4096, 4096),
+        nn.Linear(HIDDEN, HIDDEN),
         nn.ReLU(),
-        nn.Linear(4096, classes),
+        nn.Linear(HIDDEN, classes),
     )
 
 

@@ -101,6 +101,11 @@ def resnet18(classes: int) -> ResNet:
     return ResNet(BasicBlock, (2, 2, 2, 2), classes)
 
 
+def resnet50(classes: int) -> ResNet:
+    """ResNet-50; 23,520,842 parameters with 10 classes."""
+    return ResNet(Bottleneck, (3, 4, 6, 3), classes)
+
+
 def resnet101(classes: int) -> ResNet:
     """ResNet-101; 42,512,970 parameters with 10 classes."""
     return ResNet(Bottleneck, (3, 4, 23, 3), classes)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.lab.recipes.base import (
+    HeldOut,
     Recipe,
     Setup,
     Task,
     TensorData,
-    device_of,
     steps_for,
     warmup_cosine,
 )
@@ -85,11 +85,22 @@ class ByteTransformer(nn.Module):
         return logits
 
 
+def nats(model: nn.Module, batch: tuple[Tensor, ...], reduction: str) -> Tensor:
+    """Cross-entropy of each next byte, or the mean of all."""
+    (text,) = batch
+    logits = model(text[:, :-1]).flatten(0, 1)
+    return nn.functional.cross_entropy(logits, text[:, 1:].long().flatten(), reduction=reduction)
+
+
 def next_byte_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     """Mean cross-entropy of the next byte, in nats."""
-    (text,) = batch
-    logits = model(text[:, :-1])
-    return nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].long().flatten())
+    return nats(model, batch, "mean")
+
+
+def bits_per_byte(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """The mean over the bytes of each sample."""
+    bits = nats(model, batch, "none") / math.log(2)
+    return {"bits per byte": bits.view(len(batch[0]), -1).mean(1)}
 
 
 def build(setup: Setup) -> Task:
@@ -101,14 +112,6 @@ def build(setup: Setup) -> Task:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
     steps = steps_for(setup, len(train), BATCH_SIZE)
 
-    def bits_per_byte(model: nn.Module) -> dict[str, float]:
-        device = device_of(model)
-        model.eval()
-        with torch.no_grad():
-            nats = [float(next_byte_loss(model, (part.to(device),))) for part in test.split(32)]
-        model.train()
-        return {"bits per byte": sum(nats) / len(nats) / math.log(2)}
-
     return Task(
         model=model,
         optimizer=optimizer,
@@ -117,7 +120,7 @@ def build(setup: Setup) -> Task:
         batch_size=BATCH_SIZE,
         steps=steps,
         loss=next_byte_loss,
-        evaluate=bits_per_byte,
+        evaluate=HeldOut(TensorData(test), bits_per_byte, batch_size=32),
     )
 
 

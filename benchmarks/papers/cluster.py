@@ -1,0 +1,129 @@
+"""Dummy models in the simulator, and the same by formula.
+
+Models are dummies, smaller than the real ones by a factor of 1000 (SelSync's) or 100 (GoogLeNet),
+on links slower by the same factor; latencies stay. So means take as long as the real ones in one
+bucket, and the 56 bytes of a roll a little longer; the strategies' forecasts with the real sizes
+say by how little. A dummy is one tensor, so BSP does not overlap with backward, as in SelSync's
+published code.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import offbeat
+from offbeat import Compute, Network, Strategy, simulate
+from offbeat.costs import all_reduce_seconds
+from offbeat.strategies.forecast import ROLL_BYTES, Costs, Forecast
+
+LATENCY = 1e-4
+NO_SPIKES: Mapping[int, int] = {}  # step → the worker whose gradient is twice as large
+
+
+class Dummy(nn.Module):
+    """So many parameters, each with the gradient ``factor``."""
+
+    def __init__(self, parameters: int) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.zeros(parameters))
+
+    def forward(self, factor: float) -> Tensor:
+        return factor * self.p.sum()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Workers and links of ``bandwidth`` bits a second; simulated at 1/``scale``."""
+
+    workers: int
+    bandwidth: float
+    scale: int
+
+    def run(
+        self,
+        strategy: Strategy,
+        *,
+        parameters: int,
+        step_seconds: float,
+        steps: int,
+        settling: int = 0,
+        spikes: Mapping[int, int] = NO_SPIKES,
+        workers: int | None = None,
+    ) -> dict[str, float]:
+        """Seconds and idle share of a step of the slowest after the settling ones, and the LSSR."""
+
+        def worker() -> dict[str, float]:
+            model = Dummy(round(parameters / self.scale))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            sync = offbeat.attach(model, optimizer, strategy)
+            computed = waited = 0.0
+            for step in range(steps):
+                optimizer.zero_grad()
+                model(2.0 if spikes.get(step) == dist.get_rank() else 1.0).backward()
+                optimizer.step()
+                if step + 1 == settling:
+                    computed, waited = sync.stats.compute_seconds, sync.stats.wait_seconds
+            computed = sync.stats.compute_seconds - computed
+            waited = sync.stats.wait_seconds - waited
+            lssr = sync.stats.lssr
+            sync.finish()
+            total = computed + waited
+            return {
+                "step_seconds": total / (steps - settling),
+                "idle": waited / total,
+                "lssr": lssr,
+                "steps": steps,
+            }
+
+        result = simulate(
+            worker,
+            workers=self.workers if workers is None else workers,
+            network=Network(self.bandwidth / self.scale, latency=LATENCY),
+            compute=Compute(step_seconds),
+        )
+        slowest: dict[str, float] = max(result.results, key=lambda one: one["step_seconds"])
+        return slowest
+
+    def plan(
+        self,
+        parameters: int,
+        step: float,
+        strategies: Iterable[Strategy],
+        lssr: float = 0.5,
+        workers: int | None = None,
+    ) -> list[Forecast]:
+        """The formulas, with the real sizes in one bucket."""
+        costs = Costs(
+            workers=self.workers if workers is None else workers,
+            step_seconds=step,
+            bytes_per_second=self.bandwidth / 8,
+            latency_seconds=LATENCY,
+            model_bytes=4.0 * parameters,
+            lssr=lssr,
+            bucket_bytes=math.inf,
+            first_bucket_bytes=math.inf,
+        )
+        return [strategy.forecast(costs) for strategy in strategies]
+
+    def mean_seconds(self, size_bytes: float) -> float:
+        return all_reduce_seconds(size_bytes, self.workers, self.bandwidth / 8, LATENCY)
+
+    @property
+    def roll_seconds(self) -> float:
+        return self.mean_seconds(ROLL_BYTES)
+
+
+CLUSTER = Setting(16, 5e9, 1000)
+FOUR = Setting(4, 1e9, 100)
+
+
+def off_plan(found: Iterable[Mapping[str, float]], planned: Iterable[Forecast]) -> float:
+    """The largest relative difference of a step's seconds from the formulas."""
+    return max(
+        abs(one["step_seconds"] / forecast.step_seconds - 1)
+        for one, forecast in zip(found, planned, strict=True)
+    )

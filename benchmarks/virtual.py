@@ -1,0 +1,148 @@
+"""Runs in virtual time, two side by side, each kept in a file so that a benchmark can go on.
+
+A *cell* is one run: a frozen dataclass, such as a ``Job``. Its row is kept in
+``results/cells/NAME.jsonl`` with a fingerprint of Offbeat's source, so what was run with other code
+is run again.
+"""
+
+import hashlib
+import json
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import offbeat
+from benchmarks.harness import RESULTS
+from offbeat.lab.compare import run_and_record
+from offbeat.lab.job import Job
+from offbeat.lab.places import VirtualCluster
+from offbeat.lab.recipes import mnist
+from offbeat.simulate import Compute, Network
+
+WORKERS = 8
+SEEDS = (0, 1, 2)
+MNIST = Path(
+    os.environ.get("OFFBEAT_MNIST", Path(__file__).parents[2] / "shared" / "data" / "mnist")
+)
+Row = dict[str, Any]
+_read_once = cache(mnist.read_idx)
+
+
+def place() -> VirtualCluster:
+    """Where everything runs."""
+    return VirtualCluster(Network("100Mbit/s", latency="100us"), Compute("10ms", jitter=0.2))
+
+
+def plain(cell: Any) -> Row:
+    """The cell as JSON values, of a data's directory the name alone."""
+    values = asdict(cell)
+    if values.get("data") is not None:
+        values["data"] = Path(values["data"]).name
+    return values
+
+
+def run(job: Job) -> Row:
+    """One run at ``place``, without what nobody reads."""
+    torch.set_num_threads(1)
+    mnist.read_idx = _read_once  # all workers are in this process, and a run follows another
+    result = run_and_record(job, lambda event: None, place())
+    samples = [one.details.get("injected_bytes_sent", 0) for one in result.stats]
+    return {
+        "job": plain(job),
+        "steps": result.points[-1].step,
+        "points": [asdict(point) for point in result.points],
+        "final": result.final,
+        "seconds": result.seconds,
+        "lssr": result.lssr,
+        "idle": result.idle,
+        "payload_bytes": result.payload_bytes,
+        "sample_bytes": statistics.mean(samples),
+    }
+
+
+@cache
+def fingerprint() -> str:
+    """Of Offbeat's source files."""
+    root = Path(offbeat.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+class Cells:
+    """The rows of cells: from the file if they are in it, else run now.
+
+    Args:
+        function: A module's own function, cell → row of JSON values.
+        path: Where rows are kept; None keeps them here only.
+        processes: How many run side by side; 0: one after the other in this one.
+    """
+
+    def __init__(
+        self, function: Callable[[Any], Row], path: Path | None, *, processes: int = 2
+    ) -> None:
+        self._function, self._path, self._processes = function, path, processes
+        self._rows: dict[str, Row] = {}
+        if path is not None and path.exists():
+            for line in path.read_text().splitlines():
+                kept = json.loads(line)
+                self._rows[kept["key"]] = kept["row"]
+
+    @classmethod
+    def named(cls, name: str, function: Callable[[Any], Row], *, quick: bool) -> "Cells":
+        """Those of a benchmark; with ``quick`` they are not kept."""
+        return cls(function, None if quick else RESULTS / "cells" / f"{name}.jsonl")
+
+    def rows(self, cells: Sequence[Any]) -> list[Row]:
+        """One row a cell, in order."""
+        keys = [json.dumps([fingerprint(), plain(cell)], sort_keys=True) for cell in cells]
+        missing = {
+            key: cell for key, cell in zip(keys, cells, strict=True) if key not in self._rows
+        }
+        if self._processes == 0:
+            for key, cell in missing.items():
+                self._keep(key, self._function(cell))
+        elif missing:
+            # One pool a call: what is left of an interrupted one dies with it.
+            context = get_context("spawn")
+            with ProcessPoolExecutor(self._processes, mp_context=context) as pool:
+                running = {pool.submit(self._function, cell): key for key, cell in missing.items()}
+                for done in as_completed(running):
+                    self._keep(running[done], done.result())
+        return [self._rows[key] for key in keys]
+
+    def _keep(self, key: str, row: Row) -> None:
+        self._rows[key] = row
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as file:
+                file.write(json.dumps({"key": key, "row": row}) + "\n")
+
+
+def spread(values: Sequence[float], scale: float = 100.0, digits: int = 1) -> str:
+    """Median and range."""
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return f"{scale * middle:.{digits}f} ({scale * low:.{digits}f}–{scale * high:.{digits}f})"
+
+
+def arrival(points: Sequence[Row], target: float) -> float | None:
+    """Virtual seconds of the first evaluation at the target or better; None without one."""
+    return next((one["seconds"] for one in points if one["metric"] >= target), None)
+
+
+def arrivals(rows: Sequence[Row], target: float) -> str:
+    """The time to the target over the seeds, and how many arrived if not all did."""
+    found = [t for row in rows if (t := arrival(row["points"], target)) is not None]
+    if not found:
+        return "never"
+    text = f"{spread(found, 1.0)} s"
+    return text if len(found) == len(rows) else f"{text}, {len(found)} of {len(rows)}"

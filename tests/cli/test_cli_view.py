@@ -1,0 +1,54 @@
+"""The progress bar: how far a run is, its metric, and what is being waited for."""
+
+import pytest
+
+from offbeat.cli import view
+from offbeat.lab.events import Chosen, Evaluation, Start, Step, Waiting
+from offbeat.lab.job import Job
+
+
+def shown(bar: view.Bar) -> tuple[str, float, float | None, str]:
+    """Name, steps, all steps, and the text of the last bar."""
+    task = bar._progress.tasks[-1]
+    return task.description, task.completed, task.total, task.fields["metric"]
+
+
+def test_the_bar_shows_what_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """In place of the metric, which comes back with the next step."""
+    with view.Bar() as bar:
+        bar.start(Job("digits", "bsp", 2))
+        assert shown(bar) == ("bsp", 0, None, "starting the workers")
+        bar.event(Waiting("loading the data"))
+        assert shown(bar)[3] == "loading the data …"
+        bar.event(Start(10, 400))
+        assert shown(bar) == ("bsp", 0, 10, "")
+        bar.event(Step(1, 0.5))
+        bar.event(Waiting("evaluating"))
+        assert shown(bar) == ("bsp", 1, 10, "evaluating …")
+        bar.event(Evaluation(2, 1.0, 0.75, {"test accuracy": 0.75}))
+        assert shown(bar) == ("bsp", 2, 10, "test accuracy 0.7500")
+        bar.event(Waiting("evaluating"))
+        bar.event(Step(3, 1.5))
+        assert shown(bar) == ("bsp", 3, 10, "test accuracy 0.7500")
+        bar.start(Job("digits", "bsp", 2, seed=1, wire="int8"))
+        assert shown(bar) == ("bsp --wire int8 seed 1", 0, None, "starting the workers")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "words"),
+    [
+        (Chosen(24, 0.01), ""),
+        (Chosen(6, 1.5), "bsp  evaluating takes 1.5 s: 6 times in this run, so that"),
+        (Chosen(1, 40.0), "bsp  evaluating takes 40 s: once in this run, so that"),
+    ],
+)
+def test_what_was_chosen_is_said(
+    capsys: pytest.CaptureFixture[str], chosen: Chosen, words: str
+) -> None:
+    """And how to set it; nothing if it is as often as ever."""
+    with view.Bar() as bar:
+        bar.start(Job("digits", "bsp", 2))
+        bar.event(chosen)
+    out = " ".join(capsys.readouterr().out.split())
+    assert " ".join(words.split()) in out
+    assert ("--evaluations" in out) == bool(words)

@@ -1,0 +1,286 @@
+"""Evaluation: shared by the workers, the same figures as of the whole, and not too often."""
+
+import math
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from offbeat import Compute, Network
+from offbeat.errors import CommunicationError
+from offbeat.lab import evaluation, train
+from offbeat.lab.compare import run_and_record
+from offbeat.lab.evaluation import Looks, affordable, evaluate_together, expected_seconds, gather
+from offbeat.lab.events import Chosen, Evaluation, Event, Step, Waiting
+from offbeat.lab.job import Job
+from offbeat.lab.places import VirtualCluster
+from offbeat.lab.recipes import find_recipe
+from offbeat.lab.recipes.base import HeldOut, Setup, TensorData, accuracy
+from workers import run as on_processes
+from worlds import run
+from worlds import simulated as run_simulated
+
+CPU = torch.device("cpu")
+SAMPLES, CLASSES = 103, 7  # no multiple of anything below
+
+
+def problem() -> tuple[nn.Module, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Linear(5, CLASSES)
+    with torch.no_grad():
+        model.weight.copy_(torch.randn(CLASSES, 5, generator=generator))
+        model.bias.zero_()
+    inputs = torch.randn(SAMPLES, 5, generator=generator)
+    return model, inputs, torch.randint(CLASSES, (SAMPLES,), generator=generator)
+
+
+def top(batch_size: int) -> HeldOut:
+    _, inputs, labels = problem()
+    return accuracy(TensorData(inputs, labels), {"one": 1, "three": 3}, batch_size=batch_size)
+
+
+# Shares
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 200])
+@pytest.mark.parametrize("batch_size", [1, 10, 1000])
+def test_shares_together_are_the_whole(size: int, batch_size: int) -> None:
+    """Every sample is evaluated once, by whatever number of workers: the share that is right."""
+    model, inputs, labels = problem()
+    order = model(inputs).argsort(1, descending=True)
+    right = [labels[i] in order[i, :k] for k in (1, 3) for i in range(SAMPLES)]
+    evaluate = top(batch_size)
+    shares = [evaluate.share(model, rank, size) for rank in range(size)]
+    assert evaluate.combine(shares) == {
+        "one": sum(right[:SAMPLES]) / SAMPLES,
+        "three": sum(right[SAMPLES:]) / SAMPLES,
+    }
+
+
+def test_everyone_has_about_as_much() -> None:
+    """Where there are fewer batches than workers, batches become smaller."""
+    read: list[int] = []
+
+    def count(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        read[-1] += len(batch[0])
+        return {"nothing": torch.zeros(len(batch[0]))}
+
+    model, inputs, labels = problem()
+    evaluate = HeldOut(TensorData(inputs, labels), count, batch_size=1000)
+    for rank in range(4):
+        read.append(0)
+        evaluate.share(model, rank, 4)
+    assert read == [26, 26, 26, 25]
+
+
+def test_real_numbers_add_up_to_the_same_bits() -> None:
+    """With the same batches, whoever evaluates them; the sum is the one in order."""
+    model, inputs, labels = problem()
+
+    def nats(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        loss = nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        return {"nats": loss}
+
+    evaluate = HeldOut(TensorData(inputs, labels), nats, batch_size=10)
+    alone = evaluate(model)
+    for size in (2, 3, 5):
+        shares = [evaluate.share(model, rank, size) for rank in range(size)]
+        assert evaluate.combine(shares) == alone
+    with torch.no_grad():
+        whole = nn.functional.cross_entropy(model(inputs).double(), labels)
+    assert alone["nats"] == pytest.approx(float(whole), rel=1e-6)
+
+
+def test_metrics_are_made_of_means() -> None:
+    """As a perplexity: of the mean over all samples, not the mean of perplexities."""
+    model, inputs, _ = problem()
+
+    def first(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return {"m": batch[0][:, 0]}
+
+    evaluate = HeldOut(
+        TensorData(inputs), first, 10, metrics=lambda means: {"exp": math.exp(means["m"])}
+    )
+    shares = [evaluate.share(model, rank, 3) for rank in range(3)]
+    assert evaluate.combine(shares)["exp"] == pytest.approx(math.exp(float(inputs[:, 0].mean())))
+
+
+def test_an_evaluation_leaves_no_trace() -> None:
+    """Training mode, and a random state that scores have used, are as before."""
+    model, inputs, _ = problem()
+
+    def noise(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        assert not model.training
+        return {"noise": torch.rand(len(batch[0]))}
+
+    state = torch.get_rng_state()
+    HeldOut(TensorData(inputs), noise)(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training
+
+
+def test_what_a_share_takes_is_told_by_its_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times the number of its batches."""
+    clock = [0.0]
+
+    def scores(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        clock[0] += len(batch[0])
+        return {"nothing": batch[0][:, 0]}
+
+    monkeypatch.setattr(evaluation, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    def expect(rank: int, size: int) -> float:
+        return expected_seconds(HeldOut(TensorData(problem()[1]), scores, 10), problem()[0])
+
+    # 103 samples are 11 batches: worker 0 has 0, 4, 8; worker 3 has two of 10.
+    assert run_simulated(expect, workers=4) == [30, 30, 30, 20]
+    assert clock[0] == 40
+
+
+def test_scores_are_one_a_sample() -> None:
+    """A mean over the batch would weigh the last batch wrongly, and is refused."""
+    model, inputs, _ = problem()
+    evaluate = HeldOut(TensorData(inputs), lambda model, batch: {"mean": batch[0].mean()}, 10)
+    with pytest.raises(ValueError, match=r"each of the 10 samples .* got 'mean' of shape \(\)"):
+        evaluate(model)
+
+
+def together(rank: int, size: int) -> dict[str, float]:
+    return evaluate_together(top(1000), problem()[0], CPU)
+
+
+@pytest.mark.parametrize("world", [run, on_processes])
+def test_all_get_the_figures_of_the_whole(world: Any) -> None:
+    """Over processes and over simulated workers."""
+    assert world(together, workers=3) == [top(1000)(problem()[0])] * 3
+
+
+def leave_one_out(rank: int, size: int) -> str:
+    if rank == 1:
+        return ""
+    try:
+        gather(rank, CPU, "the shares of an evaluation")
+    except CommunicationError as error:
+        return str(error)
+    return "nobody was missed"
+
+
+def test_a_missing_share_is_an_error() -> None:
+    """It names who waited, for what, and the knob; the one that left has ended."""
+    told = on_processes(leave_one_out, workers=2)[0]
+    assert told.startswith("rank 0 waited for the shares of an evaluation, but another worker")
+    assert "--timeout" in told
+
+
+# How often
+
+
+def test_looks_are_even_and_the_end_is_not_asked_for() -> None:
+    looks = Looks(100, 4)
+    assert [step for step in range(1, 101) if step in looks] == [25, 50, 75]
+    assert not looks.open
+    assert [step for step in range(1, 4) if step in Looks(3, 24)] == [1, 2]
+    assert [step for step in range(1, 100) if step in Looks(100, 1)] == []
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "training", "number"),
+    [
+        (1.0, 1000.0, 24),  # 100 s for them
+        (5.0, 1000.0, 20),
+        (33.0, 1000.0, 3),
+        (200.0, 1000.0, 1),  # the end is evaluated whatever it takes
+        (36.0, 128.0, 1),
+        (0.1, 2.0, 24),  # 3 s, however short the run
+        (1.0, 2.0, 3),
+        (0.0, 1.0, 24),
+    ],
+)
+def test_evaluations_cost_a_tenth_of_the_training(
+    evaluation: float, training: float, number: int
+) -> None:
+    assert affordable(evaluation, training) == number
+    assert number * evaluation <= max(0.1 * training, 3.0) or number == 1
+
+
+def slow_digits(rank: int, size: int, seconds: float, evaluations: int | None) -> list[Event]:
+    """Train digits for 48 steps, of which an evaluation takes so long; the events of rank 0."""
+    heard: list[Event] = []
+    share = HeldOut.share
+
+    def slowly(self: HeldOut, *args: Any, **settings: Any) -> Any:
+        time.sleep(seconds)
+        return share(self, *args, **settings)
+
+    HeldOut.share = slowly  # type: ignore[method-assign, assignment]
+    evaluation.FREE_SECONDS = 4 * seconds
+    job = Job("digits", "local:period=4", 2, epochs=2.1, evaluations=evaluations)
+    train.train_worker(job, heard.append)
+    return heard
+
+
+def test_a_costly_evaluation_is_done_less_often() -> None:
+    """The first one tells; all workers evaluate at the same steps; what is left is even."""
+    heard, silent = on_processes(slow_digits, 0.3, None, workers=2)
+    assert silent == []
+    (chosen,) = (event for event in heard if isinstance(event, Chosen))
+    assert 0.3 < chosen.seconds < 1.3
+    assert 1 <= chosen.evaluations <= 3  # 1.2 s for them, or a tenth of a shorter run
+    points = [event.step for event in heard if isinstance(event, Evaluation)]
+    assert points == [round(48 * (i + 1) / chosen.evaluations) for i in range(chosen.evaluations)]
+    steps = [event.step for event in heard if isinstance(event, Evaluation | Step)]
+    assert steps == [*range(1, 49), 48]  # the last is evaluated once training is over
+
+
+def test_a_number_that_is_set_is_kept() -> None:
+    heard = on_processes(slow_digits, 0.02, 6, workers=2)[0]
+    assert not any(isinstance(event, Chosen) for event in heard)
+    points = [event.step for event in heard if isinstance(event, Evaluation)]
+    assert points == [8, 16, 24, 32, 40, 48]
+
+
+def test_what_is_waited_for_is_told() -> None:
+    """Before data are read, workers meet, models are evaluated, and at the end."""
+    heard: list[Event] = []
+    job = Job("digits", "bsp", 2, epochs=0.2, evaluations=2)
+    run_and_record(job, heard.append, VirtualCluster(Network("1Gbit/s"), Compute("5ms")))
+    told = [e.what if isinstance(e, Waiting) else type(e).__name__ for e in heard]
+    assert told == [
+        *("loading the data", "meeting the other workers", "Start"),
+        *("Step", "evaluating", "Evaluation", "Step", "Step", "Step"),
+        *("finishing", "evaluating", "Evaluation", "End"),
+    ]
+
+
+def test_in_virtual_time_evaluation_is_free_and_nothing_is_chosen() -> None:
+    """24 evaluations, whatever they take here, and the training as without them."""
+    results = []
+    for evaluations in (None, 1):
+        job = Job("digits", "bsp", 2, epochs=2.1, evaluations=evaluations)
+        heard: list[Event] = []
+        place = VirtualCluster(Network("1Gbit/s"), Compute("5ms"))
+        results.append(run_and_record(job, heard.append, place))
+        assert not any(isinstance(event, Chosen) for event in heard)
+    often, once = results
+    assert (len(often.points), len(once.points)) == (24, 1)
+    assert often.final == once.final
+    assert often.seconds == pytest.approx(once.seconds, rel=1e-9)
+
+
+def test_recipes_give_a_value_for_each_sample() -> None:
+    """The bits a byte of a model that knows nothing are 8, sample by sample."""
+    task = find_recipe("stdlib-lm").build(Setup(1, 0.001))
+    nn.init.zeros_(task.model.head.weight)
+    nn.init.zeros_(task.model.head.bias)
+    (sums,) = task.evaluate.share(task.model, 1, 4).values()
+    assert sums == pytest.approx([32 * 8.0] * 2, rel=1e-6)  # 256 windows, 32 at once, by 4 workers
+
+
+def test_the_group_is_that_of_the_run() -> None:
+    """One worker alone gathers its own share."""
+    assert run(together, workers=1) == [top(1000)(problem()[0])]
+    assert not dist.is_initialized()

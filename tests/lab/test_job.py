@@ -1,0 +1,76 @@
+"""A job: its options for one strategy, and what it refuses before anything runs."""
+
+import re
+
+import pytest
+
+from offbeat.lab.job import Job
+
+JOB = Job("digits", "bsp", 2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "bsp",
+        "local:period=8 --wire int8",
+        "local:period=8 --lr-scale 0.25 --sampler distributed --injection 0.5,0.25",
+        "fedavg:period=8,weights=1/2 --lr-scale 1e-05 --optimizer-state average",
+    ],
+)
+def test_a_label_is_what_was_typed(text: str) -> None:
+    """And gives the same job again."""
+    job = JOB.under(text)
+    assert job.label == text
+    assert JOB.under(job.label) == job
+
+
+def test_options_of_the_whole_comparison_stay() -> None:
+    """What a strategy does not say for itself is as the command says."""
+    job = Job("digits", "bsp", 2, wire="int8", lr_scale=2.0).under("local:period=4 --lr-scale=3")
+    assert (job.strategy, job.wire, job.lr_scale) == ("local:period=4", "int8", 3.0)
+    assert job.under("bsp --wire float32").wire == "float32"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bsp --workers 4", "in 'bsp --workers 4': --workers cannot be given to one strategy; .*"),
+        ("bsp --epochs 4", ".*; --lr-scale, --sampler, --injection, --wire, --optimizer-state can"),
+        ("bsp wire=int8", "in 'bsp wire=int8': wire cannot be given to one strategy; .*"),
+        ("bsp --wire", "in 'bsp --wire': --wire needs a value"),
+        ("bsp --wire=", "in 'bsp --wire=': --wire needs a value"),
+        ("bsp --lr-scale two", "in 'bsp --lr-scale two': --lr-scale must be a number"),
+        ("bsp --wire int8 --wire int8", ".*: --wire is given twice"),
+    ],
+)
+def test_mistakes_behind_a_strategy_are_one_line(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        JOB.under(text)
+    assert re.fullmatch(message, str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bsp --wire int3", "wire must be .*"),
+        ("bsp --lr-scale 0", "lr-scale must be positive and finite, got 0.0"),
+        ("bsp --lr-scale nan", "lr-scale must be positive and finite, got nan"),
+        ("bsp --sampler all", "sampler must be seldp, defdp or distributed, got 'all'"),
+        ("bsp --injection 2", "injection must be .*"),
+        ("bsp --optimizer-state mean", "optimizer_state must be .*, got 'mean'"),
+        ("async --optimizer-state average", 'optimizer_state="average" with async: .*'),
+        ("ssp:staleness=1 --wire int8", "wire='int8': SSP pushes to a parameter server; .*"),
+        ("nope --wire int8", "unknown strategy 'nope'; .*"),
+        ("", "unknown strategy ''; .*"),
+    ],
+)
+def test_options_of_a_strategy_are_honoured_or_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        JOB.under(text).check()
+    assert re.fullmatch(message, str(caught.value))
+
+
+def test_the_optimizer_s_state_is_averaged() -> None:
+    """A strategy that can do so is given it."""
+    JOB.under("local:period=4 --optimizer-state average").check()

@@ -1,0 +1,216 @@
+"""A recipe of the user's own: the one of the page, wherever a recipe of the package works."""
+
+import ast
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cli.commands import TORCHRUN, ended
+from offbeat import Compute, Network
+from offbeat.lab.compare import run_and_record
+from offbeat.lab.job import Job
+from offbeat.lab.measure import measure_recipe
+from offbeat.lab.places import Loopback, VirtualCluster
+from offbeat.lab.recipes import Setup, find_recipe
+from offbeat.lab.recipes.base import HeldOut
+from offbeat.lab.results import read_results
+from pages import code_on
+
+CODE = code_on("your-own-model", "def spirals")
+
+
+@pytest.fixture
+def spirals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of the page, in the current directory."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "spirals.py").write_text(CODE)
+    return tmp_path / "spirals.py"
+
+
+def place() -> VirtualCluster:
+    return VirtualCluster(Network("100Mbit/s"), Compute("5ms"))
+
+
+def ignore(event: object) -> None:
+    """Nobody watches."""
+
+
+def test_it_is_short() -> None:
+    """The function has at most twenty lines."""
+    (function,) = (one for one in ast.parse(CODE).body if isinstance(one, ast.FunctionDef))
+    assert function.end_lineno is not None
+    assert function.end_lineno - function.lineno < 25
+
+
+def test_it_is_found(spirals: Path) -> None:
+    """By its path, with or without its name, from here or from elsewhere."""
+    for name in ("spirals.py", "spirals.py:spirals", str(spirals), f"./{spirals.name}:spirals"):
+        found = find_recipe(name)
+        assert (found.metric, found.target, found.epochs) == ("accuracy", 0.95, 10)
+        assert found.description == "Three arms of a spiral, two layers of 64."
+
+
+def test_all_workers_build_the_same(spirals: Path) -> None:
+    """Whatever was drawn before; another seed gives another model."""
+    torch.manual_seed(1)
+    one = find_recipe("spirals.py").build(Setup(4, 2, seed=3))
+    two = find_recipe("spirals.py").build(Setup(4, 2, seed=3))
+    for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(one.samples.batch([0, 7])[0], two.samples.batch([0, 7])[0])
+    assert one.steps == two.steps == -(-2 * 3000 // (4 * 32))
+    other = find_recipe("spirals.py").build(Setup(4, 2, seed=4))
+    assert not torch.equal(next(one.model.parameters()), next(other.model.parameters()))
+
+
+def test_it_reaches_its_target(spirals: Path) -> None:
+    """The example of the page learns; the schedule ends low."""
+    job = Job("spirals.py", "local:period=4", 2, evaluations=4)
+    job.check()
+    result = run_and_record(job, ignore, place())
+    assert result.final > 0.95
+    assert result.metric == "accuracy"
+
+
+def test_processes_and_simulator_agree(spirals: Path) -> None:
+    """Worker processes load the file, too, and give the same figures."""
+    job = Job("spirals.py", "local:period=4", 2, epochs=1, evaluations=2)
+    real, virtual = (run_and_record(job, ignore, where) for where in (Loopback(), place()))
+    assert [point.step for point in real.points] == [point.step for point in virtual.points]
+    for one, other in zip(real.points, virtual.points, strict=True):
+        assert one.metric == pytest.approx(other.metric, abs=2 / 1000)
+
+
+def test_it_is_measured(spirals: Path) -> None:
+    """For ``plan --model``: its numbers, and the time of a step."""
+    count, seconds = measure_recipe("spirals.py", steps=5, warmup_steps=1)
+    assert count == 3 * 64 + 65 * 64 + 65 * 3
+    assert 0 < seconds < 1
+
+
+def test_a_partition_by_label(spirals: Path) -> None:
+    """The labels of an ordinary dataset are known."""
+    job = Job("spirals.py", "bsp", 3, epochs=1, partition="label:1")
+    task = job.check()
+    labels = [
+        {int(task.samples.batch([index])[1]) for index in list(job.sampler_for(task, rank))[:20]}
+        for rank in range(3)
+    ]
+    assert sorted(map(tuple, labels)) == [(0,), (1,), (2,)]
+
+
+def test_a_changed_file_is_run_again(spirals: Path) -> None:
+    assert find_recipe("spirals.py").target == 0.95
+    spirals.write_text(CODE.replace("target=0.95", "target=0.5"))
+    os.utime(spirals, ns=(1, 1))
+    assert find_recipe("spirals.py").target == 0.5
+
+
+def test_what_lies_beside_it_can_be_imported(spirals: Path) -> None:
+    (spirals.parent / "beside_spirals.py").write_text("LR = 0.1\n")
+    spirals.write_text(
+        CODE.replace("import torch\n", "import torch\nfrom beside_spirals import LR\n", 1)
+    )
+    assert find_recipe("spirals.py").target == 0.95
+
+
+def test_the_page_s_metric_is_a_mean_over_samples() -> None:
+    """The second example: its figures are those of all samples."""
+    inputs = torch.arange(10.0)
+    space: dict[str, Any] = {"held_out": torch.utils.data.TensorDataset(inputs, inputs + 0.05)}
+    exec(code_on("your-own-model", "def scores"), space)
+    evaluate = space["evaluate"]
+    assert isinstance(evaluate, HeldOut)
+    metrics = evaluate.combine([evaluate.share(Same(), rank, 3) for rank in range(3)])
+    assert metrics == {"mean absolute error": pytest.approx(0.05, rel=1e-5), "within 0.1": 1.0}
+
+
+class Same(torch.nn.Module):
+    """Gives what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+# Mistakes
+
+
+def marked(body: str) -> str:
+    """The file of the page with another end of its function."""
+    return f"{CODE[: CODE.index('    return Task(')]}{body}\n"
+
+
+MISTAKES = [
+    ("x = (", r"{file}, line 1: it cannot be run: SyntaxError: .*"),
+    ("import no_such_module", r"{file}, line 1: .*: No module named 'no_such_module'"),
+    ("x = 1", r"spirals.py has no recipe: mark a function f\(setup\) with @offbeat.lab.recipe.*"),
+    (CODE.replace("nn.Linear(2, 64)", "nn.Linear(3, 64)"), r"{file}, line \d+: loss: Runtime.*"),
+    (CODE.replace('"accuracy": 1', '"top-1": 1'), r"{file}: evaluate gives top-1, but .*accuracy'"),
+    (CODE.replace("batch[1])", "batch[1]).item()", 1), r"{file}: loss: TypeError: it must be .*"),
+    (marked("    return model"), r"{file}: spirals: TypeError: it must return an offbeat.*Task.*"),
+    (marked("    return 1 / 0"), r"{file}, line \d+: spirals: ZeroDivisionError: division by zero"),
+    (CODE.replace("epochs=10", "epochs=0"), r"{file}, line \d+: .*: epochs must be positive.*"),
+    (CODE.replace("batch_size=32", "batch_size=0"), r"{file}, line \d+: spirals: Value.* got 0"),
+    (CODE.replace("accuracy(T", "print or (T"), r"{file}, line \d+: .*: evaluate must be a Held.*"),
+    (CODE.replace("accuracy(Tensor", "accuracy(5 or Tensor"), r"{file}: evaluate: TypeError: .*"),
+    (
+        f"{CODE}\n\n@recipe(metric='m', target=1, epochs=1)\ndef other(setup):\n    pass\n",
+        r"spirals.py has spirals, other: name one, as in spirals.py:spirals",
+    ),
+]
+
+
+@pytest.mark.parametrize(("code", "message"), MISTAKES)
+def test_mistakes_are_one_line(spirals: Path, code: str, message: str) -> None:
+    """They name the file, and the line in it where there is one, before any worker starts."""
+    spirals.write_text(code)
+    with pytest.raises(ValueError, match=r".") as caught:
+        Job("spirals.py", "bsp", 2).check()
+    text = str(caught.value)
+    assert "\n" not in text
+    with pytest.raises(ValueError, match=re.escape(text)):
+        measure_recipe("spirals.py", steps=5)
+    assert re.fullmatch(message.format(file=re.escape(str(spirals))), text), text
+
+
+def test_a_file_that_is_not_there(spirals: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"looked for the recipe no\.py:x in no\.py, which"):
+        find_recipe("no.py:x")
+    with pytest.raises(ValueError, match=r"spirals\.py has no recipe 'x'; it has spirals"):
+        find_recipe("spirals.py:x")
+
+
+def test_compare_under_torchrun(spirals: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One strategy after the other on torchrun's own processes; rank 0 alone writes and prints."""
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    code, out, err = ended(
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *("-m", "offbeat.cli", "compare", "spirals.py", "--epochs", "0.2", "--output", "out"),
+        *("-s", "bsp", "-s", "local:period=3 --lr-scale 0.5", "--workers", "7", "--seeds", "2"),
+    )
+    assert code == 0, err
+    assert "Traceback" not in err
+    assert out.count("joined the 2 processes") == 1
+    assert out.count("target accuracy 0.95, 2 workers (real processes), torchrun, gloo") == 1
+    assert {path.name for path in (spirals.parent / "out").iterdir()} == {
+        *("results.jsonl", "table.md", "plot.png", "report.html")
+    }
+    results = read_results(spirals.parent / "out" / "results.jsonl")
+    assert [(one.label, one.job.seed) for one in results] == [
+        *(("bsp", 0), ("local:period=3 --lr-scale 0.5", 0)),
+        *(("bsp", 1), ("local:period=3 --lr-scale 0.5", 1)),
+    ]
+    assert {one.job.workers for one in results} == {len(one.stats) for one in results} == {2}
+    assert len({one.job.evaluations for one in results} - {None}) == 1
+    assert len({tuple(point.step for point in one.points) for one in results}) == 1

@@ -1,0 +1,70 @@
+"""Every recipe through the real training path: two steps of two simulated workers."""
+
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from lab.standins import write_cifar, write_idx_files, write_images, write_text
+from offbeat import Compute, Network
+from offbeat.lab.compare import run_and_record
+from offbeat.lab.job import Job
+from offbeat.lab.places import VirtualCluster
+from offbeat.lab.recipes import RECIPES, Setup, Task, imagenet, stdlib_lm
+from offbeat.lab.recipes.base import HeldOut
+from offbeat.lab.recipes.image_folder import ImageFolder
+from offbeat.lab.recipes.own import First
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with tiny stand-ins for all of the data sets."""
+    folder = tmp_path_factory.mktemp("data")
+    write_cifar(folder, images=4)
+    write_cifar(folder, hundred=True, images=4)
+    write_images(folder, a_class=2)
+    write_idx_files(folder, train=8, test=4)
+    return write_text(folder)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Smaller images, and less text."""
+    monkeypatch.setattr(imagenet, "ImageFolder", partial(ImageFolder, size=64))
+    train, test = stdlib_lm.load()
+    monkeypatch.setattr(stdlib_lm, "load", lambda: (train[:16], test[:4]))
+
+
+def shorten(task: Task) -> Task:
+    """Two samples a step, and no more than four to evaluate."""
+    held_out = task.evaluate
+    assert isinstance(held_out, HeldOut)
+    few = replace(held_out, dataset=First(held_out.samples, 4))
+    return replace(task, batch_size=2, evaluate=few)
+
+
+@pytest.mark.usefixtures("narrow", "small")
+@pytest.mark.parametrize("strategy", ["local:period=2", "downpour"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_two_steps_of_the_recipe(
+    name: str, strategy: str, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Schedule, clipping, a factor on the rate, evaluation after each step: all of it runs."""
+    recipe = RECIPES[name]
+
+    def build(setup: Setup) -> Task:
+        return replace(shorten(recipe.build(setup)), steps=2)
+
+    monkeypatch.setitem(RECIPES, name, replace(recipe, build=build))
+    where = str(data) if recipe.needs_data else None
+    job = Job(name, strategy, 2, epochs=1, data=where, evaluations=2, lr_scale=0.5)
+    place = VirtualCluster(Network("1Gbit/s"), Compute("5ms"))
+    result = run_and_record(job, lambda event: None, place)
+    assert [point.step for point in result.points] == [1, 2]
+    for point in result.points:
+        assert point.metric == point.metrics[recipe.metric]
+        assert all(math.isfinite(value) for value in point.metrics.values())
+    assert [one.steps for one in result.stats] == [2, 2]
+    assert result.payload_bytes > 0
