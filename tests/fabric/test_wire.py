@@ -18,7 +18,7 @@ from offbeat.fabric.codec import BLOCK
 from offbeat.fabric.wire import ControlOnly
 
 Function = Callable[[Wire, Team], Any]
-both = pytest.mark.parametrize("precision", ["bfloat16", "int8"])
+both = pytest.mark.parametrize("precision", ["bfloat16", "int8", "int4", "int2"])
 SIZE = 3
 
 
@@ -410,9 +410,9 @@ def test_a_stream_is_of_one_size() -> None:
 
 
 def test_unknown_precisions_are_refused() -> None:
-    message = 'wire must be "float32", "bfloat16" or "int8", got \'int4\''
+    message = 'wire must be "float32", "bfloat16", "int8", "int4" or "int2", got \'int3\''
     with pytest.raises(ValueError, match=message):
-        Wire(Team(SingleCommunicator()), "int4")
+        Wire(Team(SingleCommunicator()), "int3")
 
 
 # -- past the wire --------------------------------------------------------------------------------

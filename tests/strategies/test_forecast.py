@@ -23,7 +23,7 @@ from offbeat.strategies.forecast import Costs
 STEP, LATENCY = 0.05, 0.001
 SLOW, FAST = 8e6, 80e6  # bits a second: a mean of the model takes a few steps, or less than one
 TENSORS, ELEMENTS = 16, 2048  # of the model, and of each tensor: 131 kB
-WIRES = ("float32", "bfloat16", "int8")
+WIRES = ("float32", "bfloat16", "int8", "int2")
 
 
 @dataclass(frozen=True)

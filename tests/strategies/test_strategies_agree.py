@@ -29,6 +29,8 @@ TEXTS = [
     "async:staleness=4,outer_lr=0.7,outer_momentum=0.5",
     "fedavg:period=3,fraction=0.5,weights=3/1/2",
     "fedavg:rounds_per_epoch=3,steps_per_epoch=10,fraction=0.5,unselected=restart",
+    "streaming:parts=3,schedule=cyclic,staleness=4",
+    "streaming:parts=2,schedule=cyclic,staleness=8",
     "diloco:period=4",
     "diloco:period=5,fragments=3,overlap=2",
     "ssp:staleness=0",
@@ -37,6 +39,7 @@ TEXTS = [
 ]
 # What these give depends on how fast network and workers are.
 TIMED = [
+    "streaming:parts=3",
     "ssp:staleness=2",
     "downpour",
     "downpour:push_every=3,fetch_every=2,server_optimizer=adagrad,server_lr=0.1",

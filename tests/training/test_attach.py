@@ -95,7 +95,9 @@ class Pushes(Strategy):
 def test_bad_wires_are_refused() -> None:
     """An unknown precision; any but float32 with a strategy that pushes to a server."""
     model = make_model()
-    with pytest.raises(ValueError, match='wire must be "float32", "bfloat16" or "int8"'):
+    with pytest.raises(
+        ValueError, match='wire must be "float32", "bfloat16", "int8", "int4" or "int2"'
+    ):
         offbeat.attach(model, sgd(model), offbeat.BSP(), wire="float16")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Pushes pushes to a parameter server; wire applies to"):
         offbeat.attach(model, sgd(model), Pushes(), wire="int8")

@@ -118,7 +118,7 @@ class Job:
     )
     wire: Precision = option(
         "float32",
-        help="How means travel: as they are, or in half or a quarter of the bytes.",
+        help="How means travel: as they are, or in fewer bytes.",
         of_method=True,
     )
     optimizer_state: OptimizerStates = option(

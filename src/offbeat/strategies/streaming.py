@@ -24,7 +24,6 @@ from offbeat.strategies.base import (
 )
 from offbeat.strategies.forecast import ROLL_BYTES, number
 
-
 _PROMPT_STEPS = 2  # from launch to landing: over a lossy wire each stage ends at a boundary
 
 
@@ -99,6 +98,7 @@ class StreamingAveraging(Strategy):
     name: ClassVar[str] = "streaming"
     averages: ClassVar[Averages] = "updates"
     rounds: ClassVar[Rounds] = "boundary"
+    meets: ClassVar[bool] = False
     parts: int = setting(8, least=1)
     staleness: int = setting(64, least=1)
     schedule: Literal["eager", "cyclic"] = "eager"
