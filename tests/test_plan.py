@@ -115,7 +115,8 @@ def test_a_lossy_wire_by_hand() -> None:
 
 def test_every_strategy_is_planned() -> None:
     """And one that pushes to a server refuses a lossy wire, as ``attach`` does."""
-    texts = ["bsp", "local:period=8", "fedavg:period=8", "selsync", "async", "diloco:period=8"]
+    texts = ["bsp", "local:period=8", "fedavg:period=8", "selsync", "async", "streaming"]
+    texts.append("diloco:period=8")
     servers = ["ssp:staleness=3", "downpour", "easgd"]
     assert {t.split(":")[0] for t in texts + servers} == set(STRATEGIES)
     found = plan(**CASE, strategies=texts + servers)
