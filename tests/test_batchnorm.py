@@ -173,7 +173,8 @@ def test_statistics_at_consensus_and_finish(strategy: offbeat.Strategy) -> None:
         for name in (*STATISTICS, "0.num_batches_tracked"):
             assert torch.equal(result["mean"][name], results[0]["mean"][name])
             assert torch.equal(result["end"][name], results[0]["end"][name])
-            assert torch.equal(result["after"][name], result["own"][name])
+            # Eager, a merge of the others may land in a worker that waits for them.
+            assert merged or torch.equal(result["after"][name], result["own"][name])
         assert result["mean"]["0.num_batches_tracked"] == max(steps)
         assert result["mean"]["0.num_batches_tracked"].dtype == torch.int64
         assert result["mean"]["0.running_var"].min() > 0

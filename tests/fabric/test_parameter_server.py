@@ -531,3 +531,27 @@ def test_a_request_after_the_end_says_so() -> None:
     """Of the communicator under the server, at once."""
     for text in run(refuse_after_the_end, workers=2):
         assert "after this worker has left: attach again" in text
+
+
+def outlive(rank: int, size: int, beside: bool) -> Any:
+    """Rank 0's own shard holds an answer back for rank 1, which dies."""
+    team = Team(TorchCommunicator(None, timeout_seconds=20, health_seconds=1.0))
+    server = ParameterServer(team, torch.zeros(3), servers=(0,))
+    team.fabric.sum(torch.zeros(1), what="a barrier").wait()
+    if rank == 1:
+        os._exit(1)
+    started = time.monotonic()
+    if beside:
+        server.begin("push_pull", clock=1, least=1)
+    wait = server.settle if beside else server.push_pull(clock=1, least=1).wait
+    with pytest.raises(offbeat.CommunicationError, match="rank 1") as caught:
+        wait()
+    return str(caught.value), time.monotonic() - started
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_what_is_held_back_for_a_dead_worker_fails_at_once(beside: bool) -> None:
+    """Not after the time-out of 20 s, though no message of its is awaited."""
+    text, seconds = run(outlive, beside, workers=2, may_die=(1,))[0]
+    assert "lost the connection to rank 1" in text
+    assert seconds < 10

@@ -165,6 +165,7 @@ TEXTS = [
     "async:staleness=4",
     "async:staleness=4,schedule=eager",
     "fedavg:period=3,fraction=0.5",
+    "streaming:parts=3",
     "diloco:period=5,fragments=3,overlap=2",
     "ssp:staleness=2",
     "downpour:push_every=2,fetch_every=3",

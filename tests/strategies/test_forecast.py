@@ -23,7 +23,7 @@ from offbeat.strategies.forecast import Costs
 STEP, LATENCY = 0.05, 0.001
 SLOW, FAST = 8e6, 80e6  # bits a second: a mean of the model takes a few steps, or less than one
 TENSORS, ELEMENTS = 16, 2048  # of the model, and of each tensor: 131 kB
-WIRES = ("float32", "bfloat16", "int8", "int2")
+CASES = [(4, "float32"), (2, "bfloat16"), (4, "int8"), (2, "int2")]  # workers and wire
 
 
 @dataclass(frozen=True)
@@ -186,8 +186,7 @@ def compare(
     return told.payload_bytes, sent
 
 
-@pytest.mark.parametrize("workers", [2, 4])
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize(("workers", "wire"), CASES)
 @pytest.mark.parametrize("row", AVERAGING, ids=str)
 def test_forecasts_agree_with_the_simulator(
     row: Row, wire: str, workers: int, monkeypatch: pytest.MonkeyPatch

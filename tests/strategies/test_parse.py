@@ -18,6 +18,7 @@ from offbeat import (
     FedAvg,
     LocalSGD,
     SelSync,
+    StreamingAveraging,
     parse_strategy,
 )
 from offbeat.strategies import STRATEGIES, Strategy
@@ -86,6 +87,12 @@ MADE: dict[str, st.SearchStrategy[Strategy]] = {
         seed=st.integers(0, 10**6),
     )
     | build(FedAvg, rounds_per_epoch=st.floats(0.001, 5), steps_per_epoch=st.integers(5, 10**6)),
+    "streaming": build(
+        StreamingAveraging,
+        parts=st.integers(1, 10**6),
+        staleness=st.integers(1, 10**6).map(lambda n: 2 * n),
+        schedule=st.sampled_from(["eager", "cyclic"]),
+    ),
     "diloco": build(
         DiLoCo,
         period=st.integers(20, 10**6),

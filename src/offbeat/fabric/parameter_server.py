@@ -77,6 +77,7 @@ class ParameterServer:
         self._what = ""  # of the request that was begun
         self._answer: Answer | None = None  # to it, when it has come and was not taken
         self._error: Exception | None = None
+        self._held: list[Promise[Answer | Exception]] = []  # of the own shard, not answered yet
         self._served: dict[int, Promise[None]] = {}  # by rank: it has left
         if team.rank in self.servers:
             own = initial[self._places[self.servers.index(team.rank)]]
@@ -305,7 +306,14 @@ class ParameterServer:
             client.serve()
         except Exception as error:  # the worker's next request raises it
             self._error = self._error or error
+            self._give_up()
         served.fulfil(None)
+
+    def _give_up(self) -> None:
+        """Fail what this rank's own shard holds back: it may be for a worker that is gone."""
+        for promise in list(self._held):
+            if self._error is not None and not promise.fulfilled:
+                promise.fulfil(self._error)
 
     def _sized(self, request: Request, index: int) -> Request:
         place = self._places[index]
@@ -334,7 +342,7 @@ class ParameterServer:
         """Send the values of an announced request, if any, and start to receive the answer."""
         fabric, server = self._fabric(beside), self.servers[index]
         if server == fabric.rank:
-            return self._ask_self(request, part, fabric, patient)
+            return self._ask_self(request, part, fabric, patient, beside)
         if request.elements:
             self._send(part, server, _VALUES, beside=beside)
         if not request.answered:
@@ -350,24 +358,33 @@ class ParameterServer:
         return values.then(lambda _: _read(header.wait()))
 
     def _ask_self(
-        self, request: Request, part: Tensor, fabric: Communicator, patient: bool
+        self, request: Request, part: Tensor, fabric: Communicator, patient: bool, beside: bool
     ) -> Handle[Answer]:
         assert self.shard is not None
         what = f"{request.kind} at this rank's own parameter server"
-        promise: Promise[Answer] = self._team.host.promise()
+        promise: Promise[Answer | Exception] = self._team.host.promise()
 
         def deliver(answer: Answer, values: Tensor | None) -> None:
+            if promise.fulfilled:  # given up
+                return
             if values is not None:
                 part.copy_(values)
             promise.fulfil(answer)
+
+        def told(outcome: Answer | Exception) -> Answer:
+            if isinstance(outcome, Exception):  # only the worker itself asks who is missing
+                raise outcome if beside else explained(outcome)
+            return outcome
 
         pushed = part if request.pushes else None
         self.shard.handle(request, pushed, deliver)
         if not request.answered:
             return Completed(Answer(0))
         if promise.fulfilled:
-            return Completed(promise.result)
-        return fabric.fulfilment(promise, what=what, patient=patient)
+            return Completed(told(promise.result))
+        self._held = [*(one for one in self._held if not one.fulfilled), promise]
+        self._give_up()
+        return fabric.fulfilment(promise, what=what, patient=patient).then(told)
 
     def _send(self, tensor: Tensor, server: int, tag: int, *, beside: bool = False) -> None:
         what = f"request to the parameter server of rank {server}"

@@ -261,9 +261,12 @@ class _Life:
                     self._failed = functools.partial(CommunicationError, text)
             self._hang_up()
         current = threading.current_thread()
+        deadline = time.perf_counter() + self._farewell_seconds
         for thread in self.host.active:
-            if thread is not current:
-                thread.join(self._farewell_seconds)
+            while thread is not current and thread.is_alive() and time.perf_counter() < deadline:
+                thread.join(0.2)
+                if thread.is_alive():
+                    self._hang_up()  # what it has begun meanwhile was not under way then
         for work in list(self.under_way):
             work.abandon()
         self.under_way.clear()
