@@ -31,7 +31,7 @@ demo: $(VENV)/.demo  ## train digits under four strategies on 4 workers, about 3
 	echo "$$*"; "$$@"
 
 test: $(VENV)/.dev lint  ## all checks: lint, types, tests
-	$(BIN)/python -m pytest -n 2 -m "not quiet"
+	$(BIN)/python -m pytest -n 2 -m "not quiet and not nightly"
 	$(BIN)/python -m pytest -m quiet
 
 nightly: $(VENV)/.dev  ## the tests of values on real processes, too

@@ -23,7 +23,12 @@ from offbeat.strategies.forecast import Costs
 STEP, LATENCY = 0.05, 0.001
 SLOW, FAST = 8e6, 80e6  # bits a second: a mean of the model takes a few steps, or less than one
 TENSORS, ELEMENTS = 16, 2048  # of the model, and of each tensor: 131 kB
-CASES = [(4, "float32"), (2, "bfloat16"), (4, "int8"), (2, "int2")]  # workers and wire
+CASES = [  # workers and wire
+    (4, "float32"),
+    pytest.param(2, "bfloat16", marks=pytest.mark.nightly),
+    pytest.param(4, "int8", marks=pytest.mark.nightly),
+    (2, "int2"),
+]
 
 
 @dataclass(frozen=True)
