@@ -27,7 +27,7 @@ from benchmarks.harness import RESULTS, Result, machine
 from benchmarks.tuning import Tuned, tune
 from benchmarks.virtual import SEEDS, WORKERS, Cells, Row, place, spread
 from offbeat.lab.recipes import Setup, digits
-from offbeat.lab.recipes.base import warmup_cosine
+from offbeat.lab.recipes.schedules import warmup_cosine
 from offbeat.lab.samplers import Batches, make_sampler
 from offbeat.simulate import Network
 

@@ -15,7 +15,7 @@ from fabric import communicators
 from fabric.rounding import largest, most, values
 from offbeat.fabric import Communicator, SingleCommunicator, Team, Wire
 from offbeat.fabric.codec import BLOCK
-from offbeat.fabric.wire import ControlOnly
+from offbeat.fabric.control_only import ControlOnly
 
 Function = Callable[[Wire, Team], Any]
 both = pytest.mark.parametrize("precision", ["bfloat16", "int8", "int4", "int2"])

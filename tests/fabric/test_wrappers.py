@@ -18,10 +18,10 @@ from offbeat.fabric import (
     Team,
     Wrapper,
 )
+from offbeat.fabric.control_only import ControlOnly
 from offbeat.fabric.faults import Faults
 from offbeat.fabric.operation import Operation
 from offbeat.fabric.recording import Recording
-from offbeat.fabric.wire import ControlOnly
 
 
 class Counting(Wrapper):

@@ -12,7 +12,6 @@ once the answer has come. An activity then waits in its place. One request is un
 
 import functools
 import itertools
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,15 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.errors import OffbeatError
 from offbeat.fabric.communicator import Communicator
 from offbeat.fabric.handle import Completed, Handle, explained
 from offbeat.fabric.host import Promise
-from offbeat.fabric.shard import HEADER, NEVER, Answer, Request, RequestKind, Rule, Shard
+from offbeat.fabric.service import ANSWER, REQUEST, VALUES, AllAnswers, Service, read_answer
+from offbeat.fabric.shard import NEVER, Answer, Request, RequestKind, Rule, Shard
 from offbeat.fabric.team import Team
 
-_REQUEST, _VALUES = 1, 2  # message tags; answers use tags of their own
-_ANSWER = 16
 _ANSWERS = 1024  # answers under way at once have different tags
 
 
@@ -242,7 +239,7 @@ class ParameterServer:
             self._left = True
             for server in self.servers:
                 if server != self._team.rank:
-                    self._send(Request("leave", self._team.rank).encode(), server, _REQUEST)
+                    self._send(Request("leave", self._team.rank).encode(), server, REQUEST)
             self.stage()
             for rank, served in self._served.items():
                 # Their last requests need this rank's connections.
@@ -282,8 +279,8 @@ class ParameterServer:
             self._ask(i, request, parts[i], beside=beside, patient=patient) for i, request in asked
         ]
         if all(isinstance(answer, Completed) for answer in answers):
-            return Completed(_Answers(answers).wait())
-        return _Answers(answers)
+            return Completed(AllAnswers(answers).wait())
+        return AllAnswers(answers)
 
     def _require_service(self) -> None:
         if self._error is not None:
@@ -296,12 +293,12 @@ class ParameterServer:
             if rank != self._team.rank:
                 served: Promise[None] = host.promise()
                 self._served[rank] = served
-                client = _Client(self._team.uncounted, rank, shard)
+                client = Service(self._team.uncounted, rank, shard)
                 host.spawn(
                     functools.partial(self._watch, client, served), what=f"server of rank {rank}"
                 )
 
-    def _watch(self, client: "_Client", served: Promise[None]) -> None:
+    def _watch(self, client: Service, served: Promise[None]) -> None:
         try:
             client.serve()
         except Exception as error:  # the worker's next request raises it
@@ -324,7 +321,7 @@ class ParameterServer:
         self._requests += 1
         request = replace(request, number=self._requests % _ANSWERS)
         if self.servers[index] != self._team.rank:
-            self._send(request.encode(), self.servers[index], _REQUEST, beside=beside)
+            self._send(request.encode(), self.servers[index], REQUEST, beside=beside)
         return request
 
     def _fabric(self, beside: bool) -> Communicator:
@@ -344,18 +341,18 @@ class ParameterServer:
         if server == fabric.rank:
             return self._ask_self(request, part, fabric, patient, beside)
         if request.elements:
-            self._send(part, server, _VALUES, beside=beside)
+            self._send(part, server, VALUES, beside=beside)
         if not request.answered:
             return Completed(Answer(0))
         what = f"{request.kind} at the parameter server of rank {server}"
-        tag = _ANSWER + 2 * request.number
+        tag = ANSWER + 2 * request.number
         numbers = torch.zeros(3).long()
         header = fabric.receive(numbers, source=server, tag=tag, what=what, patient=patient)
         if request.kind in ("arrive", "clock"):
-            return header.then(_read)
+            return header.then(read_answer)
         self.pulled_bytes += part.nbytes
         values = fabric.receive(part, source=server, tag=tag + 1, what=what, patient=patient)
-        return values.then(lambda _: _read(header.wait()))
+        return values.then(lambda _: read_answer(header.wait()))
 
     def _ask_self(
         self, request: Request, part: Tensor, fabric: Communicator, patient: bool, beside: bool
@@ -392,79 +389,3 @@ class ParameterServer:
         self._sent.append(fabric.send(tensor, destination=server, tag=tag, what=what))
         if beside:  # of the training all the same
             self._team.account.sent(tensor.nbytes)
-
-
-class _Client:
-    """What a server does for one other rank: takes its requests, one after the other.
-
-    One buffer holds what it pushes and then what it is answered with, which it has received before
-    it pushes again.
-    """
-
-    def __init__(self, fabric: Communicator, rank: int, shard: Shard) -> None:
-        self._fabric, self._rank, self._shard = fabric, rank, shard
-        self._buffer: Tensor | None = None
-        # Held until it has left: gloo may lose it else. Other activities append to it.
-        self._sent: deque[Handle[Tensor]] = deque()
-
-    def serve(self) -> None:
-        """Take requests until this rank leaves."""
-        what = f"a request of rank {self._rank} to the parameter server"
-        while True:
-            header = torch.zeros(HEADER, dtype=torch.int64)
-            self._receive(header, _REQUEST, what, patient=True)
-            request = Request.decode(header, self._rank)
-            while self._sent:
-                self._sent.popleft().wait()  # this worker is receiving it, or has received it
-            if request.kind == "leave":
-                return
-            values = None
-            if request.pushes:
-                self._check(request)
-                values = self._buffered()
-                if request.elements:  # a small vector leaves some servers nothing
-                    what_values = f"values of rank {self._rank} for the parameter server"
-                    self._receive(values, _VALUES, what_values)
-            self._shard.handle(request, values, functools.partial(self._answer, request))
-
-    def _receive(self, tensor: Tensor, tag: int, what: str, *, patient: bool = False) -> None:
-        self._fabric.receive(tensor, source=self._rank, tag=tag, what=what, patient=patient).wait()
-
-    def _buffered(self) -> Tensor:
-        if self._buffer is None:
-            self._buffer = torch.empty_like(self._shard.values)
-        return self._buffer
-
-    def _check(self, request: Request) -> None:
-        size = self._shard.values.numel()
-        if request.elements != size:
-            raise OffbeatError(
-                f"rank {self._rank} pushes {request.elements} values to a shard of {size}"
-            )
-
-    def _answer(self, request: Request, answer: Answer, values: Tensor | None) -> None:
-        parts = [torch.tensor([answer.clock, int(answer.met), answer.seen])]
-        if values is not None:
-            parts.append(self._buffered().copy_(values))
-        for i, part in enumerate(parts):
-            tag, what = _ANSWER + 2 * request.number + i, f"answer to rank {self._rank}"
-            self._sent.append(self._fabric.send(part, destination=self._rank, tag=tag, what=what))
-
-
-class _Answers(Handle[Answer]):
-    """The answers of all shards to one request."""
-
-    def __init__(self, parts: Sequence[Handle[Answer]]) -> None:
-        self._parts = list(parts)
-
-    def done(self) -> bool:
-        return all(part.done() for part in self._parts)
-
-    def wait(self) -> Answer:
-        answers = [part.wait() for part in self._parts]
-        return Answer(min(answer.clock for answer in answers))
-
-
-def _read(header: Tensor) -> Answer:
-    clock, met, seen = header.tolist()
-    return Answer(clock, bool(met), seen)

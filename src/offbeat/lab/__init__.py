@@ -3,16 +3,9 @@
 The names here are those for a recipe of one's own.
 """
 
-from offbeat.lab.recipes.base import (
-    HeldOut,
-    Setup,
-    Task,
-    accuracy,
-    decay_at,
-    decay_every,
-    warmup_cosine,
-)
+from offbeat.lab.recipes.base import HeldOut, Setup, Task, accuracy
 from offbeat.lab.recipes.own import recipe
+from offbeat.lab.recipes.schedules import decay_at, decay_every, warmup_cosine
 
 __all__ = [
     "HeldOut",

@@ -35,7 +35,7 @@ from offbeat.lab.events import (
 )
 from offbeat.lab.job import Job
 from offbeat.lab.recipes import Task, find_recipe
-from offbeat.lab.recipes.base import to_device
+from offbeat.lab.recipes.samples import to_device
 from offbeat.lab.samplers import Batches, parse_injection
 from offbeat.strategies import parse_strategy
 from offbeat.training.attach import attach

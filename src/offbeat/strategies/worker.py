@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.fabric import Communicator, Completed, Handle, Team, Wire
-from offbeat.fabric.wire import ControlOnly
+from offbeat.fabric.control_only import ControlOnly
 from offbeat.means import ModelMean, Replica
 from offbeat.means.gradient_mean import gradient_buckets
 from offbeat.strategies.roll import Ballot, Roll

@@ -1,8 +1,6 @@
 """What a recipe is: a model, data, an optimizer, a schedule, a metric and a target."""
 
 import math
-from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,12 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
 
 from offbeat.arguments import require_integer
+from offbeat.lab.recipes.samples import (
+    Batch,
+    Samples,
+    as_samples,
+    in_order,
+    to_device,
+)
 
-Batch = tuple[Tensor, ...]
 Schedule = Callable[[Optimizer, int], LRScheduler]
 Share = dict[str, list[float]]
 """Of each metric by name, the sums over the batches of a worker's share."""
@@ -40,103 +44,6 @@ class Setup:
     epochs: float
     seed: int = 0
     data: Path | None = None
-
-
-class Samples(Dataset[Batch], ABC):
-    """Samples that are tuples of tensors, read one by one or as a batch."""
-
-    labels: Tensor | None = None
-    """The label of every sample (n, integers), known without reading one; None: there are none."""
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def batch(self, indices: list[int]) -> Batch:
-        """The samples of ``indices``, stacked along a first dimension."""
-
-    def __getitem__(self, index: int | list[int]) -> Batch:
-        """One sample, or the samples of a list of indices, stacked."""
-        if isinstance(index, list):
-            return self.batch(index)
-        return tuple(t[0] for t in self.batch([index]))
-
-
-class TensorData(Samples):
-    """Samples held in memory; a whole batch is read by one indexing operation.
-
-    Args:
-        tensors: Tensors whose first dimension is the sample. If the last of several has one number
-            a sample, those are the labels.
-        change: Applied to every batch, for augmentation: (tensors of the batch) → the same.
-    """
-
-    def __init__(
-        self,
-        *tensors: Tensor,
-        change: Callable[[Batch], Batch] | None = None,
-    ) -> None:
-        self.tensors, self._change = tensors, change
-        self.labels = tensors[-1] if len(tensors) > 1 and tensors[-1].dim() == 1 else None
-
-    def __len__(self) -> int:
-        return len(self.tensors[0])
-
-    def batch(self, indices: list[int]) -> Batch:
-        """The samples of ``indices``, changed."""
-        chosen = tuple(t[indices] for t in self.tensors)
-        return chosen if self._change is None else self._change(chosen)
-
-
-class Collated(Samples):
-    """Any map-style dataset as samples: items are stacked by torch's ``default_collate``.
-
-    Args:
-        dataset: Has a length and gives an item for an index.
-    """
-
-    def __init__(self, dataset: Dataset[Any]) -> None:
-        self._dataset: Any = dataset
-        self.labels = labels_of(dataset)
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def batch(self, indices: list[int]) -> Batch:
-        """The items of ``indices``; a list of tensors becomes a tuple."""
-        fetch = getattr(self._dataset, "__getitems__", None)
-        items = fetch(indices) if fetch else [self._dataset[index] for index in indices]
-        batch: Any = default_collate(items)
-        return tuple(batch) if isinstance(batch, list) else batch
-
-
-def labels_of(dataset: Any) -> Tensor | None:
-    """The labels of torch's ``TensorDataset`` and ``Subset`` and of torchvision's data sets."""
-    if isinstance(dataset, Subset):
-        labels = labels_of(dataset.dataset)
-        return None if labels is None else labels[torch.as_tensor(dataset.indices)]
-    if isinstance(dataset, TensorDataset):
-        last = dataset.tensors[-1]
-        return last if len(dataset.tensors) > 1 and last.dim() == 1 else None
-    found = getattr(dataset, "labels", None)
-    found = getattr(dataset, "targets", None) if found is None else found
-    return None if found is None else torch.as_tensor(found)
-
-
-def as_samples(dataset: Dataset[Any]) -> Samples:
-    """The dataset, if it gives batches itself, else ``Collated``."""
-    return dataset if isinstance(dataset, Samples) else Collated(dataset)
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """A batch of tensors, in tuples and dictionaries, on ``device``."""
-    if isinstance(batch, Tensor):
-        return batch.to(device)
-    if isinstance(batch, Mapping):
-        return {key: to_device(one, device) for key, one in batch.items()}
-    if isinstance(batch, tuple | list):
-        return tuple(to_device(one, device) for one in batch)
-    return batch
 
 
 @dataclass(frozen=True)
@@ -329,57 +236,9 @@ def steps_for(setup: Setup, samples: int, batch_size: int) -> int:
     return max(1, math.ceil(setup.epochs * samples / (batch_size * setup.workers)))
 
 
-def warmup_cosine(optimizer: Optimizer, steps: int, warmup: float = 0.1) -> LRScheduler:
-    """A linear warm-up over the first ``warmup`` of the steps, then a half cosine to 1 %."""
-    rising = max(1, round(warmup * steps))
-
-    def factor(t: int) -> float:
-        if t < rising:
-            return (t + 1) / rising
-        done = (t - rising) / max(1, steps - rising)
-        return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-
-    return LambdaLR(optimizer, factor)
-
-
-def decay_at(
-    optimizer: Optimizer, milestones: Sequence[float], factor: float, *, samples_a_step: int
-) -> LRScheduler:
-    """Multiply the learning rate by ``factor`` at each number of samples in ``milestones``.
-
-    Samples are those seen by all workers: scheduler step t is t · ``samples_a_step``, so N workers
-    decay after as many samples as one does, in N times fewer steps.
-
-    Args:
-        optimizer: The optimizer.
-        milestones: Rising numbers of samples.
-        factor: By what the rate is multiplied.
-        samples_a_step: Batch size × workers.
-    """
-    return LambdaLR(optimizer, lambda t: factor ** bisect_right(milestones, t * samples_a_step))
-
-
-def decay_every(
-    optimizer: Optimizer, samples: int, factor: float, *, samples_a_step: int
-) -> LRScheduler:
-    """Multiply the learning rate by ``factor`` whenever all workers have seen ``samples`` more."""
-    return LambdaLR(optimizer, lambda t: factor ** (t * samples_a_step // samples))
-
-
 def device_of(model: nn.Module) -> torch.device:
     """Where the model's parameters are."""
     return next(model.parameters()).device
-
-
-def in_order(dataset: Samples, batches: list[list[int]], readers: int = 0) -> DataLoader[Batch]:
-    """Those batches of ``dataset``, in order; draws nothing from the global random state."""
-    return DataLoader(
-        dataset,
-        batch_size=None,
-        sampler=batches,
-        num_workers=readers,
-        generator=torch.Generator(),  # else each pass takes a number from torch's own generator
-    )
 
 
 def accuracy(
@@ -405,19 +264,3 @@ def accuracy(
         return {name: right[:, :k].any(1) for name, k in names.items()}
 
     return HeldOut(dataset, hits, batch_size, readers)
-
-
-def shift_images(batch: Batch) -> Batch:
-    """Move each image by −1, 0 or 1 pixels in both directions, drawn from torch's generator."""
-    images, *rest = batch
-    return (shifted(images, 1), *rest)
-
-
-def shifted(images: Tensor, reach: int) -> Tensor:
-    """Images (n×C×H×W) moved by up to ``reach`` pixels each way, zeros coming in at the border."""
-    n, _, height, width = images.shape
-    padded = nn.functional.pad(images, (reach, reach, reach, reach))
-    rows = torch.randint(2 * reach + 1, (n, 1)) + torch.arange(height)
-    columns = torch.randint(2 * reach + 1, (n, 1)) + torch.arange(width)
-    sample = torch.arange(n)[:, None, None]
-    return padded[sample, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)

@@ -6,21 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from offbeat.lab.recipes.base import (
-    Batch,
-    Recipe,
-    Setup,
-    Task,
-    TensorData,
-    accuracy,
-    decay_at,
-    shifted,
-    steps_for,
-    warmup_cosine,
-)
+from offbeat.lab.recipes.base import Recipe, Setup, Task, accuracy, steps_for
 from offbeat.lab.recipes.cifar_files import CIFAR10, CIFAR100, Layout, load
 from offbeat.lab.recipes.plain_cnns import small_cnn, vgg11
 from offbeat.lab.recipes.resnet import resnet18, resnet50, resnet101
+from offbeat.lab.recipes.samples import Batch, TensorData, shifted
+from offbeat.lab.recipes.schedules import decay_at, warmup_cosine
 
 TOP = {"top-1 accuracy": 1, "top-5 accuracy": 5}
 MEAN = {10: (0.4914, 0.4822, 0.4465), 100: (0.5071, 0.4865, 0.4409)}

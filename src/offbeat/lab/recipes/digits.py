@@ -7,16 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from offbeat.lab.recipes.base import (
-    Recipe,
-    Setup,
-    Task,
-    TensorData,
-    accuracy,
-    shift_images,
-    steps_for,
-    warmup_cosine,
-)
+from offbeat.lab.recipes.base import Recipe, Setup, Task, accuracy, steps_for
+from offbeat.lab.recipes.samples import TensorData, shift_images
+from offbeat.lab.recipes.schedules import warmup_cosine
 
 BATCH_SIZE = 32
 

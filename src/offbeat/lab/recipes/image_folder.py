@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat.lab.recipes.base import Batch, Samples
+from offbeat.lab.recipes.samples import Batch, Samples
 
 SUFFIXES = {".jpg", ".jpeg", ".png"}
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet

@@ -8,15 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from offbeat.lab.recipes.base import (
-    Recipe,
-    Setup,
-    Task,
-    TensorData,
-    accuracy,
-    steps_for,
-    warmup_cosine,
-)
+from offbeat.lab.recipes.base import Recipe, Setup, Task, accuracy, steps_for
+from offbeat.lab.recipes.samples import TensorData
+from offbeat.lab.recipes.schedules import warmup_cosine
 
 BATCH_SIZE = 64
 FILES = (

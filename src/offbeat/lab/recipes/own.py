@@ -16,7 +16,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from offbeat.arguments import POSITIVE, require_number
-from offbeat.lab.recipes.base import Batch, Recipe, Samples, Setup, Task
+from offbeat.lab.recipes.base import Recipe, Setup, Task
+from offbeat.lab.recipes.samples import Batch, Samples
 
 SUFFIX = ".py"
 

@@ -8,15 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from offbeat.lab.recipes.base import (
-    HeldOut,
-    Recipe,
-    Setup,
-    Task,
-    TensorData,
-    steps_for,
-    warmup_cosine,
-)
+from offbeat.lab.recipes.base import HeldOut, Recipe, Setup, Task, steps_for
+from offbeat.lab.recipes.samples import TensorData
+from offbeat.lab.recipes.schedules import warmup_cosine
 
 BATCH_SIZE = 16
 CONTEXT = 128  # bytes a sample predicts

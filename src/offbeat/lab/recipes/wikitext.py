@@ -7,15 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from offbeat.lab.recipes.base import (
-    HeldOut,
-    Recipe,
-    Setup,
-    Task,
-    TensorData,
-    decay_every,
-    steps_for,
-)
+from offbeat.lab.recipes.base import HeldOut, Recipe, Setup, Task, steps_for
+from offbeat.lab.recipes.samples import TensorData
+from offbeat.lab.recipes.schedules import decay_every
 from offbeat.lab.recipes.word_transformer import WordTransformer
 
 BATCH_SIZE = 20
