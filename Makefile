@@ -8,20 +8,26 @@ DEMO := runs/demo
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-# Everything a user of the library and the command line needs.
-$(VENV)/.demo: pyproject.toml constraints.txt
+# Modules are compiled when they are first imported: installing all of torch's takes half a minute.
+define install
 	.ci/prerequisites $(PYTHON)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
+	  -c constraints.txt -e '.[$(1)]'
+endef
+
+# Everything a user of the library and the command line needs.
+$(VENV)/.demo: pyproject.toml constraints.txt
+	$(call install,all)
 	touch $@
 
 # The same, and the tools of the checks.
-$(VENV)/.dev: $(VENV)/.demo
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch $@
+$(VENV)/.dev: pyproject.toml constraints.txt
+	$(call install,dev)
+	touch $(VENV)/.demo $@
 
 $(VENV)/.docs: $(VENV)/.demo
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(call install,docs)
 	touch $@
 
 demo: $(VENV)/.demo  ## train digits under four strategies on 4 workers, about 3 minutes

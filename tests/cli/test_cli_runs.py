@@ -219,6 +219,7 @@ def test_train(call: Call, tmp_path: Path) -> None:
         assert {record["rank"] for record in records} == {rank}
 
 
+@pytest.mark.nightly  # `compare` joins it in tests/lab/test_own_recipe.py
 def test_train_joins_torchrun() -> None:
     """Under torchrun each process is one worker, whatever --workers says; rank 0 alone prints."""
     code, out, err = ended(
@@ -247,7 +248,7 @@ def test_train_on_shaped_links(call: Call) -> None:
 
 
 @needs_proc
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_killed_worker_is_named(
     call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, victim: int
 ) -> None:

@@ -203,7 +203,7 @@ def test_forecasts_agree_with_the_simulator(
     assert told <= sent * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.nightly), 4])
 @pytest.mark.parametrize("row", SERVERS, ids=str)
 def test_servers_agree_with_the_simulator(
     row: Row, workers: int, monkeypatch: pytest.MonkeyPatch
@@ -221,25 +221,26 @@ def test_every_strategy_is_forecast() -> None:
     assert all(row.why for row in AVERAGING + SERVERS if row.within > 0.005)
 
 
+JITTERED = ["bsp", "async:schedule=eager,staleness=2", "easgd:period=4"]
+JITTERED_TOO = [
+    "local:period=4",
+    "fedavg:period=4,fraction=0.5",
+    "selsync:delta=inf,max_interval=4",
+    "selsync:delta=inf,max_interval=4,flags=deferred",
+    "async:staleness=8",
+    "async:schedule=eager,staleness=16",
+    "diloco:period=8,fragments=2,overlap=2",
+    "ssp:staleness=0",
+    "ssp:staleness=3",
+    "downpour",
+    "downpour:push_every=2,fetch_every=4",
+    "easgd:period=4,synchronous=true",
+]
+
+
 @pytest.mark.parametrize(
     "text",
-    [
-        "bsp",
-        "local:period=4",
-        "fedavg:period=4,fraction=0.5",
-        "selsync:delta=inf,max_interval=4",
-        "selsync:delta=inf,max_interval=4,flags=deferred",
-        "async:staleness=8",
-        "async:schedule=eager,staleness=16",
-        "async:schedule=eager,staleness=2",
-        "diloco:period=8,fragments=2,overlap=2",
-        "ssp:staleness=0",
-        "ssp:staleness=3",
-        "downpour",
-        "downpour:push_every=2,fetch_every=4",
-        "easgd:period=4",
-        "easgd:period=4,synchronous=true",
-    ],
+    [*JITTERED, *(pytest.param(text, marks=pytest.mark.nightly) for text in JITTERED_TOO)],
 )
 def test_jitter_agrees_with_the_simulator(text: str) -> None:
     """Within 5 % for steps of ± 20 %.

@@ -82,7 +82,13 @@ ROWS = [
     Row("easgd:period=2", "easgd:period=1000", timed=True),
 ]
 every_row = pytest.mark.parametrize("row", ROWS, ids=str)
-WIRES = ["float32", "bfloat16", "int8"]
+_FIRST = {row.text.partition(":")[0]: row for row in reversed(ROWS)}.values()
+every_strategy = pytest.mark.parametrize(  # of what is slow: its first row, the others nightly
+    "row",
+    [row if row in _FIRST else pytest.param(row, marks=pytest.mark.nightly) for row in ROWS],
+    ids=str,
+)
+WIRES = ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly), "int8"]
 
 
 def test_every_strategy_has_a_row() -> None:
@@ -493,7 +499,10 @@ def send(rank: int, size: int, text: str, wire: Any) -> tuple[int, Tensor]:
 
 
 @every_row
-@pytest.mark.parametrize(("wire", "share"), [("bfloat16", 0.78), ("int8", 0.4)])
+@pytest.mark.parametrize(
+    ("wire", "share"),
+    [pytest.param("bfloat16", 0.78, marks=pytest.mark.nightly), ("int8", 0.4)],
+)
 def test_a_wire_is_honoured_or_refused(row: Row, wire: str, share: float) -> None:
     """Pitfall 31: fewer bytes and rounded values, or a ValueError that says why not."""
     if parse_strategy(row.text).averages == "nothing":
@@ -586,7 +595,7 @@ def raise_in_the_loop(rank: int, size: int, text: str) -> dict[str, Any]:
     return {"error": type(error).__name__, "seconds": seconds, "same": finite, "text": str(error)}
 
 
-@every_row
+@every_strategy
 def test_an_exception_starts_no_collective_and_is_noticed(row: Row) -> None:
     """Pitfall 13: it leaves the block at once, and the others fail long before their time-out."""
     first, *others = workers.run(raise_in_the_loop, row.text, workers=2, may_die=())
@@ -623,7 +632,7 @@ def die(rank: int, size: int, text: str, folder: str) -> dict[str, Any]:
     }
 
 
-@every_row
+@every_strategy
 def test_a_dead_worker_is_named(row: Row, tmp_path: Path) -> None:
     """Pitfalls 15, 19: by rank, soon, with the operation; and no later step succeeds."""
     survivor, _ = workers.run(die, row.text, str(tmp_path), workers=2, may_die=(1,))
