@@ -428,35 +428,38 @@ def test_warmup_steps_all_synchronize(aggregate: str) -> None:
             close(got, want)
 
 
-def targets(rank: int, size: int) -> list[Any]:
-    strategies = [
-        offbeat.SelSync(target_lssr=0.5),
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(offbeat.SelSync(target_lssr=0.5), marks=pytest.mark.nightly),
         offbeat.SelSync(target_lssr=0.9),
-        offbeat.SelSync(target_lssr=0.8, aggregate="gradients", window=5),
+        pytest.param(
+            offbeat.SelSync(target_lssr=0.8, aggregate="gradients", window=5),
+            marks=pytest.mark.nightly,
+        ),
         offbeat.SelSync(target_lssr=0.7, flags="deferred", smoothing=0.3),
-    ]
-    return [train(rank, size, s, "sgd", [300] * size) for s in strategies]
-
-
-def test_target_share_of_local_steps_is_reached() -> None:
+    ],
+    ids=str,
+)
+def test_target_share_of_local_steps_is_reached(strategy: offbeat.SelSync) -> None:
     """LSSR is target_lssr ± 0.05 over 300 steps, with one δ on all workers, by the recursion."""
-    results = run(targets, workers=3)
-    for i, target in enumerate([0.5, 0.9, 0.8, 0.7]):
-        for result in (r[i] for r in results):
-            assert result["stats"].lssr == pytest.approx(target, abs=0.05)
-            assert result["synced"] == results[0][i]["synced"]
-            assert result["thresholds"] == results[0][i]["thresholds"]
-        thresholds, synced = results[0][i]["thresholds"], results[0][i]["synced"]
-        # δ becomes the workers' mean Δ once there is a finite one, in step 2, and then follows the
-        # decisions; with deferred flags all of this one step later.
-        late = int(i == 3)
-        assert set(thresholds[: 2 + late]) == {0.3}
-        mean = sum(r[i]["changes"][1] for r in results) / 3
-        assert thresholds[2 + late] == pytest.approx(mean, rel=1e-9)
-        for k in range(3 + late, 300):
-            gain = max(0.1, 2 / math.sqrt(k - 1 - late))
-            ratio = math.exp(gain * (synced[k - 1] - (1 - target)))
-            assert thresholds[k] == pytest.approx(thresholds[k - 1] * ratio, rel=1e-9)
+    results = run(train, strategy, "sgd", [300] * 3, workers=3)
+    target = strategy.target_lssr
+    for result in results:
+        assert result["stats"].lssr == pytest.approx(target, abs=0.05)
+        assert result["synced"] == results[0]["synced"]
+        assert result["thresholds"] == results[0]["thresholds"]
+    thresholds, synced = results[0]["thresholds"], results[0]["synced"]
+    # δ becomes the workers' mean Δ once there is a finite one, in step 2, and then follows the
+    # decisions; with deferred flags all of this one step later.
+    late = int(strategy.flags == "deferred")
+    assert set(thresholds[: 2 + late]) == {0.3}
+    mean = sum(r["changes"][1] for r in results) / 3
+    assert thresholds[2 + late] == pytest.approx(mean, rel=1e-9)
+    for k in range(3 + late, 300):
+        gain = max(0.1, 2 / math.sqrt(k - 1 - late))
+        ratio = math.exp(gain * (synced[k - 1] - (1 - target)))
+        assert thresholds[k] == pytest.approx(thresholds[k - 1] * ratio, rel=1e-9)
 
 
 class Given(nn.Module):

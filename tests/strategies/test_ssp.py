@@ -388,8 +388,10 @@ def marks(rank: int, steps: Sequence[int], strategy: SSP) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("refresh", ["ahead", "lazy"])
-@pytest.mark.parametrize("staleness", [0, 1, 2, 7])
-@pytest.mark.parametrize("bandwidth", ["1Gbit/s", "1Mbit/s", "200kbit/s"])
+@pytest.mark.parametrize("staleness", [0, 1, pytest.param(2, marks=pytest.mark.nightly), 7])
+@pytest.mark.parametrize(
+    "bandwidth", ["1Gbit/s", pytest.param("1Mbit/s", marks=pytest.mark.nightly), "200kbit/s"]
+)
 def test_what_a_worker_reads(bandwidth: str, staleness: int, refresh: Any) -> None:
     """At clock c all updates of clocks ≤ c − s − 1 and its own, each once; never half of one."""
     steps, late = [30, 25, 30, 14], {1: 2.5}
@@ -436,9 +438,9 @@ def quadratic(rank: int, strategy: Any, steps: int) -> float:
 @pytest.mark.parametrize(
     ("strategy", "converges"),
     [
-        (offbeat.BSP(), True),
-        (SSP(staleness=3, servers=(0,)), True),
-        (offbeat.Downpour(servers=(0,)), True),
+        pytest.param(offbeat.BSP(), True, marks=pytest.mark.nightly),
+        pytest.param(SSP(staleness=3, servers=(0,)), True, marks=pytest.mark.nightly),
+        pytest.param(offbeat.Downpour(servers=(0,)), True, marks=pytest.mark.nightly),
         (SSP(staleness=100, servers=(0,)), True),
         (SSP(staleness=100, refresh="lazy", servers=(0,)), False),
     ],

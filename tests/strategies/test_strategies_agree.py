@@ -18,33 +18,35 @@ from workers import run
 
 TEXTS = [
     "bsp",
-    "local:period=3",
     "local:period=4,warmup_steps=5",
-    "selsync:delta=0.3",
-    "selsync:delta=0.2,window=3,max_interval=4",
     "selsync:target_lssr=0.5",
-    "selsync:delta=0.3,aggregate=gradients",
     "selsync:delta=0.3,flags=deferred",
-    "async:staleness=4",
     "async:staleness=4,outer_lr=0.7,outer_momentum=0.5",
-    "fedavg:period=3,fraction=0.5,weights=3/1/2",
     "fedavg:rounds_per_epoch=3,steps_per_epoch=10,fraction=0.5,unselected=restart",
     "streaming:parts=3,schedule=cyclic,staleness=4",
-    "streaming:parts=2,schedule=cyclic,staleness=8",
-    "diloco:period=4",
     "diloco:period=5,fragments=3,overlap=2",
     "ssp:staleness=0",
-    "ssp:staleness=0,servers=1/",
     "easgd:period=2,synchronous=true,servers=0/2",
 ]
-# What these give depends on how fast network and workers are.
-TIMED = [
-    "streaming:parts=3",
-    "ssp:staleness=2",
-    "downpour",
-    "downpour:push_every=3,fetch_every=2,server_optimizer=adagrad,server_lr=0.1",
-    "easgd:period=2",
+TEXTS_TOO = [
+    "local:period=3",
+    "selsync:delta=0.3",
+    "selsync:delta=0.2,window=3,max_interval=4",
+    "selsync:delta=0.3,aggregate=gradients",
+    "async:staleness=4",
+    "fedavg:period=3,fraction=0.5,weights=3/1/2",
+    "streaming:parts=2,schedule=cyclic,staleness=8",
+    "diloco:period=4",
+    "ssp:staleness=0,servers=1/",
 ]
+# What these give depends on how fast network and workers are.
+TIMED = ["streaming:parts=3", "ssp:staleness=2", "downpour", "easgd:period=2"]
+TIMED_TOO = ["downpour:push_every=3,fetch_every=2,server_optimizer=adagrad,server_lr=0.1"]
+
+
+def nightly(texts: list[str]) -> list[Any]:
+    """Processes take long to start."""
+    return [pytest.param(text, marks=pytest.mark.nightly) for text in texts]
 
 
 class Sink:
@@ -88,7 +90,7 @@ def train(rank: int, size: int, text: str, step_seconds: float = 0.0) -> dict[st
     }
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("text", [*TEXTS, *nightly(TEXTS_TOO)])
 def test_gloo_and_the_simulator_agree(text: str) -> None:
     """Models, decisions, counts and bytes."""
     real = run(train, text, workers=3)
@@ -106,7 +108,7 @@ def test_gloo_and_the_simulator_agree(text: str) -> None:
         assert torch.equal(b["end"], simulated.results[0]["end"])
 
 
-@pytest.mark.parametrize("text", TIMED)
+@pytest.mark.parametrize("text", [*TIMED, *nightly(TIMED_TOO)])
 def test_gloo_and_the_simulator_train_alike(text: str) -> None:
     """Where order matters: all workers end with the same bits, near the other world's."""
     real = run(train, text, 0.01, workers=3)

@@ -24,7 +24,8 @@ from offbeat.strategies.base import (
 )
 from offbeat.strategies.forecast import ROLL_BYTES, number
 
-_PROMPT_STEPS = 2  # from launch to landing: over a lossy wire each stage ends at a boundary
+_LEAST_WINDOW = 2  # parts: one is on the link while the arrival of another is noticed
+_MOST_LATE = 2  # parts that may lie in front of the link; more only get old there
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class StreamingState:
 
     parts: list[InFlight]
     next: int = 0  # the part whose turn it is
-    rate: int = 1  # parts that are launched at a time; the same on all workers
+    window: int = _LEAST_WINDOW  # parts that may be agreed on and not have landed
+    probing: bool = True  # the link has never been full
     round_step: int = 0  # own step of the last round
     unsent: int = 0  # parts that have to go once more, for all own steps to have been sent
     fresh_step: int = 0  # own step of the last launch that has landed
@@ -74,9 +76,9 @@ class StreamingAveraging(Strategy):
     What C takes away is still in x_f − P_f after a landing. That is the error feedback: it needs no
     memory, and the next gradient is taken at a point that contains it.
 
-    ``schedule="eager"``: parts are launched in turn, as many at a time as the link can carry until
-    the next step ends (the workers agree on that number as they go), and land at the first step
-    boundary after they have arrived. ``schedule="cyclic"``: parts are launched in turn, the whole
+    ``schedule="eager"``: parts are launched in turn, so many that the link never runs dry (the
+    workers agree on how many as they go), and land at the first step boundary after they have
+    arrived. ``schedule="cyclic"``: parts are launched in turn, the whole
     model in at most β = τ/2 own steps; each lands just before it is launched again, and is waited
     for if need be: the same bits in every run.
 
@@ -147,9 +149,30 @@ class StreamingAveraging(Strategy):
                 state.parts[state.flying[0]].arrived() or self._at_bound(worker)
             ):
                 landed = self._land(worker)
+            self._resize(worker)
             self._launch(worker, wait=False)
         self._report(worker)
         return landed
+
+    @staticmethod
+    def _resize(worker: Worker) -> None:
+        """More parts under way if the link has nothing left to do, fewer if they queue for it.
+
+        A part is late if it could have landed, were the link free: a boundary after its launch, or
+        two over a lossy wire, whose second stage starts at the first.
+        """
+        state: StreamingState = worker.state
+        prompt = 1 if worker.wire.exact else 2
+        launched = [state.parts[part].launched_step for part in state.flying]
+        late = sum(worker.step - step >= prompt for step in launched)
+        if late > _MOST_LATE:
+            state.window, state.probing = max(_LEAST_WINDOW, state.window - 1), False
+        elif late:
+            state.probing = False
+        else:
+            more = max(1, state.window // 2) if state.probing else 1
+            # Beyond once the model it is agreed which parts follow as soon as they have landed.
+            state.window = min(2 * len(state.parts), state.window + more)
 
     def _at_bound(self, worker: Worker) -> bool:
         past: int = worker.step - worker.state.fresh_step
@@ -163,7 +186,11 @@ class StreamingAveraging(Strategy):
             return False
         if self.schedule == "cyclic":
             return worker.step - state.round_step >= self._cycle(len(state.parts))[0]
-        return not state.queue and len(state.flying) < min(2 * state.rate, len(state.parts))
+        return not state.queue and self._room(state) > 0
+
+    @staticmethod
+    def _room(state: StreamingState) -> int:
+        return state.window - len(state.flying)
 
     def _cycle(self, parts: int) -> tuple[int, int]:
         """Cyclic: own steps between two rounds, and parts that each of them launches."""
@@ -172,15 +199,10 @@ class StreamingAveraging(Strategy):
 
     @override
     def vote(self, worker: Worker, part: int, *, stepping: bool, finishing: bool) -> Vote:
-        """One part more at a time if the link has nothing left to do, half as many if it lags."""
+        """How many parts this worker would launch: the mean of that is done."""
         state: StreamingState = worker.state
-        wish = state.rate + (not state.flying)
-        if len(state.flying) > 1:
-            first = state.parts[state.flying[0]]
-            if worker.step - first.launched_step > _PROMPT_STEPS:
-                wish = state.rate // 2
         weighs = stepping or not finishing or state.unsent > 0
-        return Vote(weight=float(weighs), measure=float(wish if stepping else 0))
+        return Vote(weight=float(weighs), measure=float(self._room(state) if stepping else 0))
 
     @override
     def act(self, worker: Worker, round: Round) -> bool | None:
@@ -192,13 +214,14 @@ class StreamingAveraging(Strategy):
         count = len(state.parts)
         if eager:
             roll = round.wait()
-            # The nearest integer to the mean wish, computed alike on all.
-            state.rate = min(count, max(1, int(roll.measure / max(1, roll.stepping) + 0.5)))
+            # The nearest integer to the mean, computed alike on all; never none, or nobody would
+            # have called the round.
+            number = max(1, int(roll.measure / max(1, roll.stepping) + 0.5))
         else:
-            state.rate = self._cycle(count)[1]
+            number = self._cycle(count)[1]
         state.round_step = worker.step
-        state.queue += [Launch((state.next + i) % count, round) for i in range(state.rate)]
-        state.next = (state.next + state.rate) % count
+        state.queue += [Launch((state.next + i) % count, round) for i in range(number)]
+        state.next = (state.next + number) % count
         self._launch(worker, wait=not eager or state.pausing)
         landed = False
         while eager and not state.pausing and state.flying and self._at_bound(worker):
@@ -250,7 +273,7 @@ class StreamingAveraging(Strategy):
         worker.details.update(
             landings=state.landings,
             landing_seconds=state.landing_seconds / max(1, state.landings),
-            parts_at_a_time=state.rate,
+            window=state.window,
             staleness_max=max(state.staleness, default=0),
             staleness_histogram=state.staleness,
         )
