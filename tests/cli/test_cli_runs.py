@@ -62,6 +62,7 @@ NO_STRATEGY = (
     f"unknown strategy 'nope'; there are {', '.join(sorted(STRATEGIES))}, and your own as "
     "package.module:Class or package.module:Class:setting=value"
 )
+NOT_SIMULATED = "runs its own code on real processes, not on simulated workers"
 BANDWIDTH = r"'1GB/s' is not a bandwidth; write a number and a unit, like 1Gbit/s .*"
 DURATION = "is not a duration; write a number and a unit, like 100us, 50ms, 1.5s or 2min"
 
@@ -138,6 +139,16 @@ def test_mistakes_in_a_job_are_one_line(
         ),
         ("compare digits -s bsp -s nope --wire int8", NO_STRATEGY),
         ("compare nope -s bsp --simulate", NO_RECIPE),
+        ("simulate digits -s torch:ddp", f"torch:ddp {NOT_SIMULATED}"),
+        (
+            "compare digits -s bsp -s torch:ddp,hook=fp16 --simulate",
+            f"torch:ddp,hook=fp16 {NOT_SIMULATED}",
+        ),
+        ("train digits -s ideal --records a", "--records a: ideal cannot honour it, leave it out"),
+        (
+            "compare digits -s bsp -s torch:ddp --wire int8",
+            "--wire int8: torch:ddp cannot honour it, leave it out; an option for some .*",
+        ),
     ],
 )
 def test_mistakes_are_one_line(argv: str, message: str, idle_call: Call) -> None:

@@ -1,5 +1,6 @@
 """Methods that others wrote and that run their own code here: torch's, to be compared with."""
 
+import inspect
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -36,13 +37,13 @@ class Peer(Baseline):
     """A method of torch's. Real processes only.
 
     Args:
-        broadcast_buffers: Whether each forward pass begins with rank 0's buffers (BatchNorm's
-            statistics), as is the default of DistributedDataParallel.
+        sync_buffers: Whether each forward pass begins with a broadcast of rank 0's buffers
+            (BatchNorm's statistics), as is the default of DistributedDataParallel.
     """
 
     simulated: ClassVar[bool] = False
     refused: ClassVar[tuple[str, ...]] = ("wire", "optimizer_state", "injection", "log")
-    broadcast_buffers: bool = True
+    sync_buffers: bool = True
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -64,16 +65,19 @@ class Peer(Baseline):
 
     def wrap(self, task: Task, *, one_bucket: bool = False) -> DistributedDataParallel:
         """The model in DistributedDataParallel, as it is by default."""
-        return DistributedDataParallel(
-            task.model,
-            broadcast_buffers=self.broadcast_buffers,
-            bucket_cap_mb=_ONE_BUCKET_MB if one_bucket else None,
-        )
+        options: dict[str, Any] = {}
+        if one_bucket:
+            options["bucket_cap_mb"] = _ONE_BUCKET_MB
+        if not self.sync_buffers:  # torch 2.13 has another name for it, and warns of the old one
+            known = inspect.signature(DistributedDataParallel).parameters
+            names = ("forward_sync_buffers", "broadcast_buffers")
+            options[next(name for name in names if name in known)] = False
+        return DistributedDataParallel(task.model, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DDP(Peer):
-    """DistributedDataParallel: the mean gradient in every step.
+    """DDP: the mean gradient in every step, perhaps through a hook.
 
     Args:
         hook: How gradients travel: "fp16" and "bf16" rounded, "powersgd" as matrices of low rank.
@@ -120,7 +124,7 @@ def _bf16(
 
 @dataclass(frozen=True, kw_only=True)
 class PostLocal(Peer):
-    """Post-local SGD: PeriodicModelAverager after steps of DistributedDataParallel.
+    """Post-local SGD: the PeriodicModelAverager after a start with DDP.
 
     Every worker counts as a machine: after the warm-up no gradients are averaged.
 
@@ -150,7 +154,7 @@ class PostLocal(Peer):
 
 @dataclass(frozen=True, kw_only=True)
 class Accumulate(Peer):
-    """Gradient accumulation: DistributedDataParallel with ``no_sync``, one step for many batches.
+    """Gradient accumulation: DDP with ``no_sync``, one step for many batches.
 
     The optimizer steps with the mean gradient of ``steps`` batches of all workers, at the learning
     rate of the first of them; what remains at the end makes a shorter one.

@@ -98,9 +98,9 @@ class Result:
         return self._mean("idle") if self.measured else None
 
     @property
-    def flag_rate(self) -> float:
-        """Share of steps at which a worker's trigger fired, of all workers together."""
-        return self._mean("flags") / max(1.0, self._mean("steps"))
+    def flag_rate(self) -> float | None:
+        """Share of steps at which a worker's trigger fired, of all workers; None if unknown."""
+        return self._mean("flags") / max(1.0, self._mean("steps")) if self.measured else None
 
     @property
     def details(self) -> dict[str, Any]:
