@@ -35,6 +35,7 @@ METHODS = (
 )
 SLOW = "torch:ddp slow to evaluate"
 EVALUATION_SECONDS = 0.3
+WIDE = "torch:ddp,hook=powersgd,rank=1,warmup_steps=2"
 
 
 @dataclass
@@ -78,6 +79,8 @@ def train_all(rank: int, size: int) -> dict[str, Run]:
     runs = {text: train(text, size) for text in METHODS}
     tiny.evaluation_seconds = EVALUATION_SECONDS / 2  # of a batch
     runs[SLOW] = train("torch:ddp", size, evaluations=3)
+    tiny.evaluation_seconds, tiny.width = 0.0, 1024  # 8 MB: three buckets of DDP
+    runs[WIDE] = train(WIDE, size, evaluations=1)
     return runs
 
 
@@ -106,7 +109,7 @@ def test_what_is_evaluated_is_the_mean_model(text: str, runs: list[dict[str, Run
     assert len(runs[0][text].curve) == tiny.STEPS
 
 
-@pytest.mark.parametrize("text", METHODS)
+@pytest.mark.parametrize("text", [*METHODS, WIDE])
 def test_all_workers_end_with_one_model(text: str, runs: list[dict[str, Run]]) -> None:
     """Its parameters and buffers; and it is the one that the last evaluation saw."""
     one, other = (run[text] for run in runs)

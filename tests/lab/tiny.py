@@ -18,6 +18,7 @@ LR = 0.03
 CLIP = 3.0  # of some steps only
 built: list[Task] = []  # in this process, the last one last
 evaluation_seconds = 0.0
+width = 32
 
 
 def rate(step: int) -> float:
@@ -41,7 +42,8 @@ def scores(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
 def build(setup: Setup) -> Task:
     torch.manual_seed(setup.seed)
     data = torch.randn(96, 4, dtype=torch.float64)
-    model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 32), nn.Linear(32, 1)).double()
+    layers = nn.Linear(4, width), nn.Tanh(), nn.Linear(width, width), nn.Linear(width, 1)
+    model = nn.Sequential(*layers).double()
     model.register_buffer("seen", torch.zeros(1, dtype=torch.float64))  # as BatchNorm's statistics
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     task = Task(
