@@ -46,6 +46,7 @@ class Run:
     parameters: list[torch.Tensor]
     buffers: list[torch.Tensor]
     wall_seconds: float
+    statistics: list[float]
 
     @property
     def points(self) -> list[Evaluation]:
@@ -64,12 +65,13 @@ class Run:
 def train(text: str, size: int, evaluations: int = tiny.STEPS) -> Run:
     job = Job("tiny", "bsp", size, evaluations=evaluations, timeout_seconds=20).under(text)
     events: list[Event] = []
+    tiny.statistics.clear()
     began = time.perf_counter()
     train_worker(job, events.append)
     taken = time.perf_counter() - began
     model = tiny.built[-1].model
     tensors = [[t.detach() for t in one] for one in (model.parameters(), model.buffers())]
-    return Run(events, *tensors, taken)
+    return Run(events, *tensors, taken, [*tiny.statistics])
 
 
 def train_all(rank: int, size: int) -> dict[str, Run]:
@@ -105,8 +107,7 @@ CURVES = {
 @pytest.mark.parametrize("text", CURVES)
 def test_what_is_evaluated_is_the_mean_model(text: str, runs: list[dict[str, Run]]) -> None:
     """After each step it is that of a reference in one process, clipping and schedule included."""
-    assert runs[0][text].curve[:-1] == pytest.approx(CURVES[text]()[:-1], rel=1e-9, abs=1e-9)
-    assert len(runs[0][text].curve) == tiny.STEPS
+    assert runs[0][text].curve == pytest.approx(CURVES[text](), rel=1e-9, abs=1e-9)
 
 
 @pytest.mark.parametrize("text", [*METHODS, WIDE])
@@ -134,6 +135,14 @@ def test_peers_have_the_parameters_of_strategies(
 ) -> None:
     for a, b in zip(runs[0][peer].parameters, runs[0][strategy].parameters, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_buffers_are_those_of_rank_0_unless_told_otherwise(runs: list[dict[str, Run]]) -> None:
+    """In every forward pass, as is DDP's default."""
+    one, other = (run["torch:postlocal,period=3,warmup_steps=2"].statistics for run in runs)
+    assert one == other
+    pairs = (run["torch:postlocal,period=3,sync_buffers=false"].statistics for run in runs)
+    assert all(a != b for a, b in zip(*pairs, strict=True))
 
 
 @pytest.mark.parametrize(("hook", "least", "most"), [("fp16", 1e-8, 1e-3), ("bf16", 1e-7, 1e-2)])
@@ -172,6 +181,7 @@ def test_every_step_of_the_ideal_counts_the_same(runs: list[dict[str, Run]]) -> 
     assert [one.seconds for one in points] == pytest.approx([one.step * alone for one in points])
     assert run.end.step_seconds is not None
     assert last.seconds == pytest.approx(tiny.STEPS * run.end.step_seconds)
+    assert run.end.step_seconds != alone, "the second stretch counts"
     assert last.seconds < run.wall_seconds
     for one in run.end.stats:
         assert one.wait_seconds == 0
