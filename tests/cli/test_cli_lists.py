@@ -8,6 +8,7 @@ import pytest
 from cli.commands import Call
 from offbeat.arguments import range_of
 from offbeat.cli import view
+from offbeat.lab.baselines import BASELINES
 from offbeat.lab.recipes import RECIPES
 from offbeat.strategies import STRATEGIES
 
@@ -57,6 +58,17 @@ def test_strategies_are_listed(call: Call, monkeypatch: pytest.MonkeyPatch, widt
             default = chosen.get((name, one.name), one.default)
             shown = f"{one.name} (required)" if required else f"{one.name}={default}"
             assert str(range_of(one)) in found[name][shown]
+
+
+def test_baselines_are_listed(call: Call) -> None:
+    """Below the strategies, with their settings and how they are written."""
+    below = call("strategies")[1].partition("As text: name:setting=value")[2]
+    assert "name,setting=value" in below
+    lines = below.splitlines()
+    names = [line.split()[0] for line in lines if line.startswith(("ideal", "torch:"))]
+    assert names == list(BASELINES)
+    assert re.search(r"^ +warmup_steps=0 +≥ 0 *$", below, re.MULTILINE)
+    assert re.search(r"period \(required\) +≥ 2 *$", below, re.MULTILINE)
 
 
 def test_ranges_are_those_that_are_checked(call: Call) -> None:

@@ -32,6 +32,8 @@ DURATION = "is not a duration; write a number and a unit, like 100us, 50ms, 1.5s
     ("argv", "message"),
     [
         ("plan", "plan needs --bandwidth, like 5Gbit/s, or --probe under torchrun"),
+        ("plan -s bsp -s ideal", "plan forecasts strategies; ideal is a baseline, .* by compare"),
+        ("plan -s torch:ddp,hook=fp16", "plan forecasts .*; torch:ddp,hook=fp16 is a baseline.*"),
         ("plan --parameters 25M --step-time 1ms", "plan needs --bandwidth, like 5Gbit/s, .*"),
         ("plan --bandwidth 5gbit", "plan needs --parameters and --step-time, like .*"),
         ("plan --bandwidth 5gbit --parameters 25M", "plan needs .* --step-time, like .*"),

@@ -33,6 +33,7 @@ from offbeat.lab import launch
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.events import Evaluation, Event
 from offbeat.lab.recipes import RECIPES, Setup, Task
+from offbeat.lab.report import SHARE_MEANS
 from offbeat.strategies import STRATEGIES
 from offbeat.units import parse_seconds
 from pages import code_on
@@ -62,6 +63,7 @@ NO_STRATEGY = (
     f"unknown strategy 'nope'; there are {', '.join(sorted(STRATEGIES))}, and your own as "
     "package.module:Class or package.module:Class:setting=value"
 )
+NOT_SIMULATED = "runs its own code on real processes, not on simulated workers"
 BANDWIDTH = r"'1GB/s' is not a bandwidth; write a number and a unit, like 1Gbit/s .*"
 DURATION = "is not a duration; write a number and a unit, like 100us, 50ms, 1.5s or 2min"
 
@@ -138,6 +140,16 @@ def test_mistakes_in_a_job_are_one_line(
         ),
         ("compare digits -s bsp -s nope --wire int8", NO_STRATEGY),
         ("compare nope -s bsp --simulate", NO_RECIPE),
+        ("simulate digits -s torch:ddp", f"torch:ddp {NOT_SIMULATED}"),
+        (
+            "compare digits -s bsp -s torch:ddp,hook=fp16 --simulate",
+            f"torch:ddp,hook=fp16 {NOT_SIMULATED}",
+        ),
+        ("train digits -s ideal --records a", "--records a: ideal cannot honour it, leave it out"),
+        (
+            "compare digits -s bsp -s torch:ddp --wire int8",
+            "--wire int8: torch:ddp cannot honour it, leave it out; an option for some .*",
+        ),
     ],
 )
 def test_mistakes_are_one_line(argv: str, message: str, idle_call: Call) -> None:
@@ -459,6 +471,19 @@ def test_what_is_printed_is_what_is_written(call: Call, tmp_path: Path) -> None:
     assert [row[0] for row in rows] == ["`bsp`", "`local:period=2`"]
     for first, *others in rows:
         assert " ".join([first.strip("`"), *others]).split() in printed
+
+
+def test_the_ideal_has_five_steps_and_no_network(call: Call, tmp_path: Path) -> None:
+    """Steps times step time, whatever the link; printed with what shares of it mean."""
+    argv = ("compare", "digits", "-s", "bsp", "-s", "ideal", "--simulate", *SHORT, *PLACE)
+    code, out, err = call(*argv, "--output", str(tmp_path))
+    assert (code, err) == (0, "")
+    assert SHARE_MEANS in one_line(out)
+    assert SHARE_MEANS in (tmp_path / "table.md").read_text()
+    bsp, ideal = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
+    assert ideal["seconds"] == pytest.approx(5 * 0.02)
+    assert ideal["idle"] == 0
+    assert [one["metrics"] for one in ideal["points"]] == [one["metrics"] for one in bsp["points"]]
 
 
 def test_a_failed_run_is_one_line(

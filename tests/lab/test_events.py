@@ -30,6 +30,7 @@ LINES: list[tuple[Event, dict[str, object]]] = [
     ),
     (Waiting("evaluating"), {"event": "waiting", "what": "evaluating"}),
     (Chosen(6, 1.5), {"event": "chosen", "evaluations": 6, "seconds": 1.5}),
+    (End((), 0.25), {"event": "end", "stats": [], "step_seconds": 0.25}),
     (
         End((STATS,)),
         {

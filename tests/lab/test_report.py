@@ -140,6 +140,43 @@ def test_speed_up_is_against_the_first_row() -> None:
     assert [row[2] for row in rows([never, slow])] == ["-", "-"]
 
 
+def test_shares_of_the_ideal() -> None:
+    """Its time to the target, divided by that of the row; speed-ups are against another row."""
+    ideal = make("ideal", [(2, 0.99), (9, 0.99)])
+    slow, fast = make("bsp", [(8, 0.99)]), make("async", [(2.5, 0.99)])
+    never = make("local:period=8", [(9, 0.5)])
+    table = report.table([ideal, slow, fast, never])
+    assert table.headings[:5] == ("strategy", "time to target", "speed-up", report.SHARE, "final")
+    assert [row[2:4] for row in table.rows] == [
+        ("4.00x", "100 %"),
+        ("1.00x", "25 %"),
+        ("3.20x", "80 %"),
+        ("-", "-"),
+    ]
+    assert {len(row) for row in table.rows} == {len(table.headings)}
+    lost = replace(ideal, target=1.0)
+    assert [row[3] for row in rows([lost, slow])] == ["-", "-"]
+    assert rows([ideal])[0][2:4] == ("-", "100 %")
+
+
+def test_shares_are_explained_where_there_are_some() -> None:
+    """In one sentence, below the table and on the page."""
+    runs = [make("bsp", [(8, 0.99)]), make("ideal", [(2, 0.99)])]
+    for shown in (report.markdown(runs), report.page(runs, None)):
+        assert report.SHARE_MEANS in shown
+    for shown in (report.markdown(runs[:1]), report.page(runs[:1], None)):
+        assert "ideal" not in shown.replace("that is not the ideal", "")
+
+
+def test_what_a_peer_does_not_tell_is_no_number() -> None:
+    """LSSR, bytes and idle are unknown; times and metrics are not."""
+    one = make("torch:ddp,hook=fp16", [(8, 0.99)])
+    other = make("torch:ddp,hook=fp16", [(8, 0.99)], seed=1)
+    for runs in ([one], [one, other]):
+        assert [cell(runs, name) for name in ("LSSR", "sent per worker", "idle")] == ["-"] * 3
+        assert cell(runs, "time to target").startswith("8.0")
+
+
 def test_seeds_are_one_row_with_median_and_range() -> None:
     """Runs of one strategy share a row: median (least-most); one that never arrives decides it."""
     runs = [make("bsp", [(t, 0.99)], seed=t) for t in (6, 2, 3)]

@@ -4,12 +4,14 @@ import contextlib
 import dataclasses
 import inspect
 import typing
+from collections.abc import Mapping
 from typing import Any
 
 from offbeat.arguments import range_of, types_of
 from offbeat.cli.view import console, show
+from offbeat.lab.baselines import BASELINES
 from offbeat.lab.recipes import RECIPES
-from offbeat.strategies import STRATEGIES, Strategy
+from offbeat.strategies import STRATEGIES
 from offbeat.table import Table
 
 
@@ -34,33 +36,42 @@ def recipes() -> None:
 
 
 def strategies() -> None:
-    """List the strategies and their settings.
+    """List the strategies and their settings, and the baselines that they are compared with.
 
     [bold]Example[/bold]
 
     offbeat strategies
     """
+    _show_kinds("strategy", STRATEGIES)
+    console.print("As text: name:setting=value,setting=value\n", highlight=False)
+    _show_kinds("baseline", BASELINES)
+    console.print(
+        "In train and compare, as text: name,setting=value,setting=value", highlight=False
+    )
+
+
+def _show_kinds(heading: str, kinds: Mapping[str, type]) -> None:
+    """A table of dataclasses of settings, by name."""
     rows = []
-    for name, kind in STRATEGIES.items():
+    for name, kind in kinds.items():
         settings = [_setting(kind, one) for one in dataclasses.fields(kind)]
         shown, allowed = ("\n".join(one[i] for one in settings) for i in range(2))
         rows.append((name, _summary(kind), shown, allowed))
-    show(Table(("strategy", "what", "setting", "allowed"), tuple(rows)), texts=4)
-    console.print("As text: name:setting=value,setting=value", highlight=False)
+    show(Table((heading, "what", "setting", "allowed"), tuple(rows)), texts=4)
 
 
-def _summary(kind: type[Strategy]) -> str:
+def _summary(kind: type) -> str:
     return (inspect.getdoc(kind) or "").partition("\n\n")[0].replace("``", "")
 
 
-def _setting(strategy: type[Strategy], one: "dataclasses.Field[Any]") -> tuple[str, str]:
+def _setting(kind: type, one: "dataclasses.Field[Any]") -> tuple[str, str]:
     """A setting with its default, and what it may be: ``period (required)`` and ``≥ 1``."""
     default = one.default
     with contextlib.suppress(TypeError, ValueError):  # of one that must be told something
-        default = getattr(strategy(), one.name)  # it may be chosen when nothing else is
+        default = getattr(kind(), one.name)  # it may be chosen when nothing else is
     required = default is dataclasses.MISSING
     shown = f"{one.name} (required)" if required else f"{one.name}={default}"
-    return shown, ", ".join(_choices(types_of(strategy)[one.name])) or str(range_of(one))
+    return shown, ", ".join(_choices(types_of(kind)[one.name])) or str(range_of(one))
 
 
 def _choices(kind: Any) -> list[str]:

@@ -14,6 +14,7 @@ from offbeat.cli.view import console, show
 from offbeat.errors import OffbeatError
 from offbeat.fabric.wire import Precision
 from offbeat.lab import probe as probing
+from offbeat.lab.baselines import is_baseline
 from offbeat.lab.measure import measure_recipe
 from offbeat.lab.probe import tables
 from offbeat.table import Table
@@ -60,6 +61,8 @@ def plan(
 
     torchrun --nproc-per-node 2 -m offbeat.cli plan --model digits --probe
     """
+    for text in filter(is_baseline, strategies or []):
+        raise ValueError(f"plan forecasts strategies; {text} is a baseline, to be run by compare")
     told: dict[str, Any] = {"jitter": jitter, "lssr": lssr, "workers": workers, "latency": latency}
     told |= {"wire": wire, "strategies": strategies or None}
     if bandwidth is None and not probe:

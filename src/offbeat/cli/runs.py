@@ -17,6 +17,7 @@ from offbeat.cli.options import Bandwidth, Jitter, Latency, StepTime, with_job
 from offbeat.cli.view import Bar, console, show_narrow
 from offbeat.lab import compare as comparison
 from offbeat.lab import report
+from offbeat.lab.baselines import parse_method, require_virtual
 from offbeat.lab.job import Job
 from offbeat.lab.measure import measure_recipe
 from offbeat.lab.places import Loopback, Place, ShapedLinks, Torchrun, VirtualCluster
@@ -24,7 +25,6 @@ from offbeat.lab.recipes import Task
 from offbeat.lab.results import Result
 from offbeat.lab.train import choose_backend, share_cores
 from offbeat.simulate import Compute, Network
-from offbeat.strategies import parse_strategy
 from offbeat.units import parse_bandwidth, show_seconds
 
 
@@ -34,6 +34,8 @@ def train(
     bandwidth: Bandwidth = None,
 ) -> None:
     """Train a recipe under one strategy on local worker processes, or on those of torchrun.
+
+    Instead of a strategy also under a baseline; `offbeat strategies` lists both.
 
     [bold]Examples[/bold]
 
@@ -74,6 +76,7 @@ def simulate(
     offbeat simulate digits -s bsp --workers 16 --bandwidth 5gbit --latency 50us --step-time 80ms
     """
     _refuse_torchrun("offbeat simulate")
+    require_virtual(job.strategy)
     job.check()
     place = _virtual(job, bandwidth, latency, step_time, jitter)
     with Bar() as bar:
@@ -123,6 +126,9 @@ def compare(
 ) -> None:
     """Run strategies one after the other under the same seeds; write table, plot and report.
 
+    Baselines, too: [bold]ideal[/bold] is what bsp would do on an infinitely fast network,
+    [bold]torch:…[/bold] are torch's own methods; `offbeat strategies` lists them.
+
     [bold]Examples[/bold]
 
     offbeat compare digits -s bsp -s local:period=8 -s selsync:target_lssr=0.9 --workers 4
@@ -132,6 +138,8 @@ def compare(
     offbeat compare digits -s bsp -s local:period=8 --simulate --workers 16 --step-time 80ms
 
     offbeat compare digits -s bsp -s 'local:period=8 --wire int8 --lr-scale 2'
+
+    offbeat compare digits -s ideal -s bsp -s torch:ddp -s torch:ddp,hook=powersgd,rank=2
 
     offbeat compare path/to/file.py -s bsp -s local:period=8
 
@@ -146,6 +154,8 @@ def compare(
     def check() -> None:
         task = None
         for text in strategy:
+            if simulated:
+                require_virtual(job.under(text).strategy)
             task = _check(job, text, task)
 
     if output is None:
@@ -181,7 +191,7 @@ def _check(job: Job, text: str, task: Task | None) -> Task:
         ValueError, TypeError, FileNotFoundError: as ``Job.check``.
     """
     one = job.under(text)
-    parse_strategy(one.strategy)
+    parse_method(one.strategy)
     try:
         one.check_method()
     except ValueError as error:
@@ -271,6 +281,8 @@ def _virtual(
 def _show(results: list[Result]) -> None:
     console.print()
     show_narrow(report.table(results, ranges=False))  # there is no room for them
+    if report.has_ideal(results):
+        console.print(f"{report.SHARE_MEANS}\n", style="dim", highlight=False)
 
 
 def _say_where(what: str, path: Path) -> None:

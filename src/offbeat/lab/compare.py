@@ -35,6 +35,10 @@ def run_and_record(job: Job, on_event: Callable[[Event], None], place: Place) ->
                 points.append(event)
             case End():
                 stats.extend(event.stats)
+                if event.step_seconds is not None:
+                    points[:] = (
+                        replace(one, seconds=one.step * event.step_seconds) for one in points
+                    )
         on_event(event)
 
     place.run(job, listen)

@@ -81,9 +81,12 @@ class End:
 
     Attributes:
         stats: The totals of every worker, in rank order.
+        step_seconds: What each step counts in truth, where that is known now only (``ideal``): the
+            seconds of all events before are this many for each step. None: as they told.
     """
 
     stats: tuple[Stats, ...]
+    step_seconds: float | None = None
 
 
 Event: TypeAlias = Start | Step | Evaluation | Waiting | Chosen | End
@@ -101,7 +104,9 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 def to_json(event: Event) -> str:
     """An event as one line of JSON."""
     if isinstance(event, End):
-        return json.dumps({"event": "end", "stats": [one.to_dict() for one in event.stats]})
+        stats = [one.to_dict() for one in event.stats]
+        known = {} if event.step_seconds is None else {"step_seconds": event.step_seconds}
+        return json.dumps({"event": "end", "stats": stats, **known})
     return json.dumps({"event": _NAMES[type(event)], **asdict(event)})
 
 
@@ -110,7 +115,7 @@ def from_json(line: str | bytes) -> Event:
     values = json.loads(line)
     name = values.pop("event")
     if name == "end":
-        return End(tuple(stats_of(one) for one in values["stats"]))
+        return End(tuple(stats_of(one) for one in values["stats"]), values.get("step_seconds"))
     return _KINDS[name](**values)
 
 

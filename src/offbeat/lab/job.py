@@ -10,10 +10,11 @@ from torch.utils.data import Sampler
 
 from offbeat.arguments import check_settings, setting, types_of
 from offbeat.fabric.wire import Precision
+from offbeat.lab.baselines import parse_method
+from offbeat.lab.method import Baseline
 from offbeat.lab.recipes import Setup, Task, find_recipe
 from offbeat.lab.recipes.own import try_out
 from offbeat.lab.samplers import make_sampler, parse_injection
-from offbeat.strategies import parse_strategy
 from offbeat.training.attach import require_optimizer_state, require_wire
 
 OptimizerStates = Literal["local", "average"]
@@ -76,7 +77,12 @@ class Job:
     recipe: str = option(
         help="A recipe; `offbeat recipes` lists them. Or your own: path/to/file.py."
     )
-    strategy: str = option("bsp", "--strategy", "-s", help="A strategy, as in selsync:delta=0.3.")
+    strategy: str = option(
+        "bsp",
+        "--strategy",
+        "-s",
+        help="A strategy, as in selsync:delta=0.3, or a baseline: ideal, torch:ddp.",
+    )
     workers: int = option(4, "--workers", "-n", help="Worker processes to start.", least=1)
     epochs: float | None = option(
         None, help="Passes over the data by all workers together.", above=0
@@ -156,14 +162,26 @@ class Job:
         return task
 
     def check_method(self) -> None:
-        """Whether the strategy can use wire and optimizer state as asked for.
+        """Whether the strategy or baseline can use the options as asked for.
 
         Raises:
-            ValueError, TypeError: it cannot, or there is no such strategy.
+            ValueError, TypeError: it cannot, or there is none of that name.
         """
-        strategy = parse_strategy(self.strategy)
-        require_wire(self.wire, strategy)
-        require_optimizer_state(self.optimizer_state, strategy)
+        method = parse_method(self.strategy)
+        if isinstance(method, Baseline):
+            self._refuse(method)
+            return
+        require_wire(self.wire, method)
+        require_optimizer_state(self.optimizer_state, method)
+
+    def _refuse(self, method: Baseline) -> None:
+        """Raise ValueError for an option that ``method`` cannot honour."""
+        for one in dataclasses.fields(self):
+            about, value = option_of(one), getattr(self, one.name)
+            if one.name in method.refused and value != one.default:
+                assert about is not None
+                flag = about.flag(one.name)
+                raise ValueError(f"{flag} {value}: {method.name} cannot honour it, leave it out")
 
     @property
     def label(self) -> str:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from offbeat.lab.baselines import is_ideal, require_virtual
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.evaluation import MOST, gather
 from offbeat.lab.events import Event
@@ -20,6 +21,8 @@ from offbeat.lab.launch import Nodes, run_job
 from offbeat.lab.train import own_device, train_worker
 from offbeat.simulate import Compute, Network, Simulation, simulate
 from offbeat.units import show_bandwidth, show_seconds
+
+_FREE = Network(1e30, latency=0.0)
 
 
 class Place(Protocol):
@@ -140,12 +143,13 @@ class VirtualCluster(Place):
 
     @override
     def run(self, job: Job, on_event: Callable[[Event], None]) -> None:
+        require_virtual(job.strategy)
         if job.evaluations is None:  # they are free here, and two runs are the same
             job = replace(job, evaluations=MOST)
         self.last = simulate(
             partial(train_worker, job, on_event),
             workers=job.workers,
-            network=self.network,
+            network=_FREE if is_ideal(job.strategy) else self.network,
             compute=self.compute,
             seed=job.seed,
         )

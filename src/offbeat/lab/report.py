@@ -23,6 +23,12 @@ HEADINGS = (
     "sent per worker",
     "idle",
 )
+SHARE = "share of the ideal"
+"""The heading that stands behind the speed-up where ``ideal`` was run, too."""
+SHARE_MEANS = (
+    "Share of the ideal is the time to target of ideal, which has the samples of bsp at the step "
+    "time of a worker that trains alone beside the others, divided by that of the row."
+)
 
 
 def groups(results: Sequence[Result]) -> dict[str, list[Result]]:
@@ -45,43 +51,77 @@ def common_options(results: Sequence[Result]) -> tuple[str, ...]:
 
 
 def without_lssr(result: Result) -> bool:
-    """Whether LSSR says nothing of this run; a strategy of one's own may be out of reach by now."""
+    """Whether LSSR says nothing of this run; a strategy of one's own may be out of reach by now.
+
+    Of a peer it is unknown.
+    """
     kind = STRATEGIES.get(result.strategy.partition(":")[0])
     return kind is not None and not kind.meets
 
 
-def _spread(values: Sequence[float], form: str, ranges: bool) -> str:
-    """The median, and with several values the range."""
-    text = format(statistics.median(values), form)
-    if ranges and len(values) > 1:
-        text += f" ({format(min(values), form)}-{format(max(values), form)})"
-    return text
+def _spread(values: Sequence[float | None], form: str, ranges: bool, unit: str = "") -> str:
+    """The median, and with several values the range; "-" if they are not known."""
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return "-"
+    text = format(statistics.median(known), form)
+    if ranges and len(known) > 1:
+        text += f" ({format(min(known), form)}-{format(max(known), form)})"
+    return text + unit
 
 
 def table(results: Sequence[Result], *, ranges: bool = True) -> Table:
-    """One row a strategy; medians over seeds, with their range."""
+    """One row a strategy; medians over seeds, with their range, and "-" for what is not known.
+
+    Speed-up is against the first row that is not the ideal. Where the ideal was run, the share of
+    it stands behind; see ``SHARE_MEANS``.
+    """
+    found = groups(results)
+    arrivals = {name: _arrival(runs) for name, runs in found.items()}
+    first = next((arrivals[name] for name, runs in found.items() if not runs[0].is_ideal), None)
+    with_ideal = has_ideal(results)
+    ideal = next((arrivals[name] for name, runs in found.items() if runs[0].is_ideal), None)
     rows: list[tuple[str, ...]] = []
-    first: float | None = None
-    for number, (strategy, runs) in enumerate(groups(results).items()):
-        times = [run.time_to_target_seconds for run in runs]
-        known = [seconds for seconds in times if seconds is not None]
-        reached = statistics.median(known) if len(known) == len(times) else None
-        if number == 0:
-            first = reached
-        speedup = f"{first / reached:.2f}x" if first and reached else "-"
+    for name, runs in found.items():
+        reached = arrivals[name]
+        times = _spread([run.time_to_target_seconds for run in runs], ".1f", ranges, " s")
+        share = f"{100 * ideal / reached:.0f} %" if ideal and reached else "-"
         rows.append(
             (
-                strategy,
-                "not reached" if reached is None else _spread(known, ".1f", ranges) + " s",
-                speedup,
+                name,
+                "not reached" if reached is None else times,
+                f"{first / reached:.2f}x" if first and reached else "-",
+                *([share] if with_ideal else []),
                 _spread([run.final for run in runs], ".4f", ranges),
-                _spread([run.seconds for run in runs], ".1f", ranges) + " s",
+                _spread([run.seconds for run in runs], ".1f", ranges, " s"),
                 "-" if without_lssr(runs[0]) else _spread([r.lssr for r in runs], ".2f", ranges),
-                show_bytes(statistics.median(run.payload_bytes for run in runs)),
-                _spread([100 * run.idle for run in runs], ".0f", ranges) + " %",
+                _sent(runs),
+                _spread([_percent(run.idle) for run in runs], ".0f", ranges, " %"),
             )
         )
-    return Table(HEADINGS, tuple(rows), caption(results))
+    headings = (*HEADINGS[:3], SHARE, *HEADINGS[3:]) if with_ideal else HEADINGS
+    return Table(headings, tuple(rows), caption(results))
+
+
+def has_ideal(results: Sequence[Result]) -> bool:
+    """Whether the ideal was run, so that there are shares of it."""
+    return any(result.is_ideal for result in results)
+
+
+def _sent(runs: Sequence[Result]) -> str:
+    known = [run.payload_bytes for run in runs if run.payload_bytes is not None]
+    return show_bytes(statistics.median(known)) if known else "-"
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
+
+
+def _arrival(runs: Sequence[Result]) -> float | None:
+    """Median seconds to the target; None if one run did not reach it."""
+    times = [run.time_to_target_seconds for run in runs]
+    known = [seconds for seconds in times if seconds is not None]
+    return statistics.median(known) if len(known) == len(times) else None
 
 
 def further(results: Sequence[Result]) -> list[tuple[str, str]]:
@@ -111,10 +151,11 @@ def caption(results: Sequence[Result]) -> str:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """The table as Markdown, with its caption and, below, the further metrics if there are any."""
+    """The table as Markdown, with its caption; below, what shares mean, and further metrics."""
     more = [f"- `{strategy}`: {values}" for strategy, values in further(results)]
     below = "\nAt the end:\n\n" + "\n".join(more) + "\n" if more else ""
-    return table(results).markdown() + below
+    shares = f"\n{SHARE_MEANS}\n" if has_ideal(results) else ""
+    return table(results).markdown() + shares + below
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
@@ -177,9 +218,10 @@ p.caption {{ color: #666; }}
 <table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>
 {further}
 <p>Training time is computing and waiting, without evaluation. Time to target is that of the first
-evaluation at the target. Speed-up is against the first row. LSSR is the share of steps without
-synchronization, for strategies whose workers meet to synchronize. Idle is the share of training
-time spent waiting for other workers.</p>
+evaluation at the target. Speed-up is against the first row that is not the ideal. {shares}LSSR is
+the share of steps without synchronization, for strategies whose workers meet to synchronize. Idle
+is the share of training time spent waiting for other workers. What a method does not tell is
+"-".</p>
 <h2>Configuration</h2><pre>{configuration}</pre>
 </body></html>
 """
@@ -204,6 +246,7 @@ def page(results: Sequence[Result], image: Path | None) -> str:
         image=picture,
         head="".join(f"<th>{heading}</th>" for heading in shown.headings),
         body="".join(f"<tr>{row}</tr>" for row in rows),
+        shares=f"{SHARE_MEANS} " if has_ideal(results) else "",
         further=f"<p>At the end:</p><ul>{more}</ul>" if more else "",
         configuration=html.escape(json.dumps({key: whole[key] for key in kept}, indent=2)),
     )

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from offbeat.lab.baselines import is_ideal, is_peer
 from offbeat.lab.events import Evaluation, stats_of
 from offbeat.lab.job import Job
 from offbeat.telemetry import Stats
@@ -72,24 +73,34 @@ class Result:
         return next(arrived, None)
 
     @property
-    def lssr(self) -> float:
-        """Share of local steps, mean over the workers."""
-        return self._mean("lssr")
+    def is_ideal(self) -> bool:
+        """Whether this is the run on an infinitely fast network."""
+        return is_ideal(self.strategy)
 
     @property
-    def payload_bytes(self) -> float:
-        """Bytes handed to collectives and pushes, mean over the workers."""
-        return self._mean("payload_bytes")
+    def measured(self) -> bool:
+        """Whether waiting, bytes and synchronizations are known: Offbeat does not see a peer's."""
+        return not is_peer(self.strategy)
 
     @property
-    def idle(self) -> float:
-        """Share of training time spent waiting, mean over the workers."""
-        return self._mean("idle")
+    def lssr(self) -> float | None:
+        """Share of local steps, mean over the workers; None if unknown."""
+        return self._mean("lssr") if self.measured else None
 
     @property
-    def flag_rate(self) -> float:
-        """Share of steps at which a worker's trigger fired, of all workers together."""
-        return self._mean("flags") / max(1.0, self._mean("steps"))
+    def payload_bytes(self) -> float | None:
+        """Bytes handed to collectives and pushes, mean over the workers; None if unknown."""
+        return self._mean("payload_bytes") if self.measured else None
+
+    @property
+    def idle(self) -> float | None:
+        """Share of training time spent waiting, mean over the workers; None if unknown."""
+        return self._mean("idle") if self.measured else None
+
+    @property
+    def flag_rate(self) -> float | None:
+        """Share of steps at which a worker's trigger fired, of all workers; None if unknown."""
+        return self._mean("flags") / max(1.0, self._mean("steps")) if self.measured else None
 
     @property
     def details(self) -> dict[str, Any]:
@@ -98,6 +109,11 @@ class Result:
 
     def _mean(self, name: str) -> float:
         return float(sum(getattr(one, name) for one in self.stats) / len(self.stats))
+
+    def _known(self, one: Stats) -> dict[str, Any]:
+        if self.measured:
+            return one.to_dict()
+        return {"steps": one.steps, "details": one.details}
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON values, the derived ones too: a line of ``results.jsonl``."""
@@ -121,7 +137,7 @@ class Result:
             "payload_bytes": self.payload_bytes,
             "idle": self.idle,
             "flag_rate": self.flag_rate,
-            "stats": [one.to_dict() for one in self.stats],
+            "stats": [self._known(one) for one in self.stats],
             "details": self.details,
         }
 

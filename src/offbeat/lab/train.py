@@ -10,7 +10,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from offbeat.data import DataInjection, injected_batch_size
 from offbeat.errors import OffbeatError
+from offbeat.lab.baselines import parse_method
 from offbeat.lab.evaluation import Looks, affordable, evaluate_together, expected_seconds, gather
 from offbeat.lab.events import (
     Chosen,
@@ -34,12 +35,12 @@ from offbeat.lab.events import (
     to_json,
 )
 from offbeat.lab.job import Job
+from offbeat.lab.method import Attached, Baseline, Method
 from offbeat.lab.recipes import Task, find_recipe
 from offbeat.lab.recipes.samples import to_device
 from offbeat.lab.samplers import Batches, parse_injection
-from offbeat.strategies import parse_strategy
+from offbeat.strategies import Strategy
 from offbeat.training.attach import attach
-from offbeat.training.synchronizer import Synchronizer
 
 
 def choose_backend() -> str:
@@ -66,7 +67,7 @@ def train_worker(job: Job, emit: Callable[[Event], None]) -> None:
     They are a ``Start``, a ``Step`` or an ``Evaluation`` for each step, and an ``End``; between
     them a ``Waiting`` wherever something else is done, and a ``Chosen`` if the number of
     evaluations is left to the run. Training seconds are the time rank 0 spent computing and
-    waiting; evaluation does not count.
+    waiting; evaluation does not count. Those of ``ideal`` are told at the end; see ``End``.
     """
     rank, device = dist.get_rank(), own_device()
     tell = emit if rank == 0 else (lambda event: None)
@@ -79,47 +80,52 @@ def train_worker(job: Job, emit: Callable[[Event], None]) -> None:
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(job.seed * 1000 + rank)  # augmentation differs between workers, the model does not
     tell(Waiting("meeting the other workers"))
-    sync = attach(
-        task.model,
-        task.optimizer,
-        parse_strategy(job.strategy),
-        optimizer_state=job.optimizer_state,
-        wire=job.wire,
-        log=job.log,
-        timeout_seconds=job.timeout_seconds,
-    )
+    method = _begin(job, task, device)
     tell(Start(task.steps, _bytes(task.model)))
     looks = Looks(task.steps, job.evaluations)
-    readers = task.readers if device.type == "cuda" else 0
-    for batch in _batches(job, task, sync, readers):
-        with task.scaled_lr(job.lr_scale):
-            loss = task.loss(task.model, to_device(batch, device))
-            loss.backward()
-            if task.clip_norm is not None:
-                sync.clip_grad_norm_(task.clip_norm)
-            sync.record(loss=loss.detach())
-            task.optimizer.step()
-        task.advance()
-        if sync.step in looks:
+    for batch in _batches(job, task, device, method):
+        method.train(batch)
+        if method.step in looks:
             tell(Waiting("evaluating"))
-            metrics = _look(task, sync, looks, device, tell)
+            metrics = _look(task, method, looks, device, tell)
             if metrics is not None:
-                seconds = _training_seconds(sync)
-                tell(Evaluation(sync.step, seconds, metrics[recipe.metric], metrics))
+                seconds = method.seconds
+                tell(Evaluation(method.step, seconds, metrics[recipe.metric], metrics))
                 continue
-        tell(Step(sync.step, _training_seconds(sync)))
+        tell(Step(method.step, method.seconds))
     tell(Waiting("finishing"))
-    sync.finish()
-    totals = gather(sync.stats.to_dict(), device, "the totals of all workers")
+    method.finish()
+    totals = gather(method.stats.to_dict(), device, "the totals of all workers")
     tell(Waiting("evaluating"))
     metrics = evaluate_together(task.evaluate, task.model, device)
-    tell(Evaluation(sync.step, _training_seconds(sync), metrics[recipe.metric], metrics))
-    tell(End(tuple(stats_of(one) for one in totals)))
+    tell(Evaluation(method.step, method.seconds, metrics[recipe.metric], metrics))
+    tell(End(tuple(stats_of(one) for one in totals), method.step_seconds))
+
+
+def _begin(job: Job, task: Task, device: torch.device) -> Method:
+    """Begin to train under the job's strategy or baseline."""
+
+    def under(strategy: Strategy) -> Attached:
+        sync = attach(
+            task.model,
+            task.optimizer,
+            strategy,
+            optimizer_state=job.optimizer_state,
+            wire=job.wire,
+            log=job.log,
+            timeout_seconds=job.timeout_seconds,
+        )
+        return Attached(task, job.lr_scale, sync)
+
+    chosen = parse_method(job.strategy)
+    if isinstance(chosen, Baseline):
+        return chosen.start(task, job.lr_scale, under, lambda: _batches(job, task, device))
+    return under(chosen)
 
 
 def _look(
     task: Task,
-    sync: Synchronizer,
+    method: Method,
     looks: Looks,
     device: torch.device,
     tell: Callable[[Event], None],
@@ -129,32 +135,33 @@ def _look(
     At the first time perhaps how often there will be some is chosen; None if not now, then.
     """
     began = time.perf_counter()
-    with sync.consensus():  # what happens inside does not count as training
+    with method.consensus():  # what happens inside does not count as training
         if looks.open:
             met = time.perf_counter() - began
             taken = met + expected_seconds(task.evaluate, task.model)
-            own = affordable(taken, _training_seconds(sync) / sync.step * task.steps)
+            own = affordable(taken, method.seconds / method.step * task.steps)
             number = int(gather(own, device, "the number of evaluations")[0])
             looks.choose(number)
             tell(Chosen(number, taken))
-            if sync.step not in looks:
+            if method.step not in looks:
                 return None
         return evaluate_together(task.evaluate, task.model, device)
 
 
-def _training_seconds(sync: Synchronizer) -> float:
-    return sync.stats.compute_seconds + sync.stats.wait_seconds
-
-
-def _batches(job: Job, task: Task, sync: Synchronizer, readers: int) -> Iterable[Any]:
-    """What this worker trains on, step by step."""
-    sampler = job.sampler_for(task, sync.rank)
-    if job.injection is None:
-        return Batches(task, sampler, readers=readers)
-    alpha, beta = parse_injection(job.injection)
-    own = injected_batch_size(task.batch_size, alpha, beta, sync.size)
-    loader = Batches(task, sampler, size=own, readers=readers)
-    return DataInjection(loader, alpha, beta, sync=sync, seed=job.seed)
+def _batches(
+    job: Job, task: Task, device: torch.device, method: Method | None = None
+) -> Iterator[Any]:
+    """What this worker trains on, step by step; data are injected where ``method`` meets others."""
+    sampler = job.sampler_for(task, dist.get_rank())
+    readers = task.readers if device.type == "cuda" else 0
+    batches: Iterable[Any] = Batches(task, sampler, readers=readers)
+    if job.injection is not None and isinstance(method, Attached):
+        alpha, beta = parse_injection(job.injection)
+        own = injected_batch_size(task.batch_size, alpha, beta, method.sync.size)
+        loader = Batches(task, sampler, size=own, readers=readers)
+        batches = DataInjection(loader, alpha, beta, sync=method.sync, seed=job.seed)
+    for batch in batches:
+        yield to_device(batch, device)
 
 
 def share_cores(workers: int) -> None:

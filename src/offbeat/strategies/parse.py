@@ -61,6 +61,24 @@ def parse_strategy(text: str) -> Strategy:
                 "own as package.module:Class or package.module:Class:setting=value"
             )
         kind, name = _find(name, of_class), f"{name}:{of_class}"
+    return kind(**read_settings(kind, name, settings, text))
+
+
+def read_settings(
+    kind: type, name: str, settings: str, text: str, *, separator: str = ":"
+) -> dict[str, object]:
+    """The arguments of a dataclass of settings from ``setting=value,setting=value``.
+
+    Args:
+        kind: The dataclass.
+        name: What errors call it.
+        settings: The settings.
+        text: What they are part of, for errors.
+        separator: What stands between name and settings there.
+
+    Raises:
+        ValueError: an unknown setting, or a missing one.
+    """
     fields = {field.name: field for field in dataclasses.fields(kind)}
     values: dict[str, object] = {}
     for setting in filter(None, settings.split(",")):
@@ -75,8 +93,8 @@ def parse_strategy(text: str) -> Strategy:
         values[key] = _value(value)
     for key, field in fields.items():
         if field.default is dataclasses.MISSING and key not in values:
-            raise ValueError(f"{name} needs {key}, as in {name}:{key}=8")
-    return kind(**values)
+            raise ValueError(f"{name} needs {key}, as in {name}{separator}{key}=8")
+    return values
 
 
 def _find(module: str, name: str) -> type[Strategy]:

@@ -1,0 +1,281 @@
+"""The ideal and torch's own methods in the loop of a run: values, clocks, and what they refuse."""
+
+import re
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import workers
+from lab import tiny
+from offbeat import Stats
+from offbeat.errors import CommunicationError
+from offbeat.lab import ideal
+from offbeat.lab.baselines import BASELINES, parse_method, require_virtual
+from offbeat.lab.compare import run_and_record
+from offbeat.lab.events import End, Evaluation, Event
+from offbeat.lab.job import Job
+from offbeat.lab.places import Loopback
+from offbeat.lab.train import train_worker
+
+METHODS = (
+    "bsp",
+    "ideal",
+    "local:period=3,warmup_steps=1",
+    "torch:ddp",
+    "torch:ddp --lr-scale 0.5",
+    "torch:ddp,hook=fp16",
+    "torch:ddp,hook=bf16",
+    "torch:ddp,hook=powersgd,rank=2,warmup_steps=3",
+    "torch:postlocal,period=3,warmup_steps=2",
+    "torch:postlocal,period=3,sync_buffers=false",
+    "torch:accumulate,steps=4",
+)
+SLOW = "torch:ddp slow to evaluate"
+EVALUATION_SECONDS = 0.3
+WIDE = "torch:ddp,hook=powersgd,rank=1,warmup_steps=2"
+
+
+@dataclass
+class Run:
+    """What a worker saw of a run; events are those of rank 0."""
+
+    events: list[Event]
+    parameters: list[torch.Tensor]
+    buffers: list[torch.Tensor]
+    wall_seconds: float
+    statistics: list[float]
+
+    @property
+    def points(self) -> list[Evaluation]:
+        return [event for event in self.events if isinstance(event, Evaluation)]
+
+    @property
+    def curve(self) -> list[float]:
+        return [point.metric for point in self.points]
+
+    @property
+    def end(self) -> End:
+        (found,) = (event for event in self.events if isinstance(event, End))
+        return found
+
+
+def train(text: str, size: int, evaluations: int = tiny.STEPS) -> Run:
+    job = Job("tiny", "bsp", size, evaluations=evaluations, timeout_seconds=20).under(text)
+    events: list[Event] = []
+    tiny.statistics.clear()
+    began = time.perf_counter()
+    train_worker(job, events.append)
+    taken = time.perf_counter() - began
+    model = tiny.built[-1].model
+    tensors = [[t.detach() for t in one] for one in (model.parameters(), model.buffers())]
+    return Run(events, *tensors, taken, [*tiny.statistics])
+
+
+def train_all(rank: int, size: int) -> dict[str, Run]:
+    """Every method, one after the other in one process group, as under torchrun."""
+    tiny.install()
+    ideal.LEAST_SECONDS = 0.1
+    runs = {text: train(text, size) for text in METHODS}
+    tiny.evaluation_seconds = EVALUATION_SECONDS / 2  # of a batch
+    runs[SLOW] = train("torch:ddp", size, evaluations=3)
+    tiny.evaluation_seconds, tiny.width = 0.0, 1024  # 8 MB: three buckets of DDP
+    runs[WIDE] = train(WIDE, size, evaluations=1)
+    return runs
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[dict[str, Run]]:
+    """By rank and method."""
+    return workers.run(train_all, workers=2)
+
+
+CURVES = {
+    "bsp": tiny.mean_gradient,
+    "ideal": tiny.mean_gradient,
+    "torch:ddp": tiny.mean_gradient,
+    "torch:ddp --lr-scale 0.5": lambda: tiny.mean_gradient(lr_scale=0.5),
+    "local:period=3,warmup_steps=1": lambda: tiny.post_local(3, 0),
+    "torch:postlocal,period=3,warmup_steps=2": lambda: tiny.post_local(3, 2),
+    "torch:postlocal,period=3,sync_buffers=false": lambda: tiny.post_local(3, 0),
+    "torch:accumulate,steps=4": lambda: tiny.accumulated(4),
+}
+
+
+@pytest.mark.parametrize("text", CURVES)
+def test_what_is_evaluated_is_the_mean_model(text: str, runs: list[dict[str, Run]]) -> None:
+    """After each step it is that of a reference in one process, clipping and schedule included."""
+    assert runs[0][text].curve == pytest.approx(CURVES[text](), rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("text", [*METHODS, WIDE])
+def test_all_workers_end_with_one_model(text: str, runs: list[dict[str, Run]]) -> None:
+    """Its parameters and buffers; and it is the one that the last evaluation saw."""
+    one, other = (run[text] for run in runs)
+    for a, b in zip(
+        [*one.parameters, *one.buffers], [*other.parameters, *other.buffers], strict=True
+    ):
+        assert torch.equal(a, b)
+    assert one.points[-1].metric == pytest.approx(tiny.size_of(one.parameters), abs=1e-9)
+    last = one.points[-1].metrics["statistics"]
+    assert last == pytest.approx(tiny.size_of(one.buffers), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("peer", "strategy"),
+    [
+        ("torch:ddp", "bsp"),
+        ("torch:postlocal,period=3,sync_buffers=false", "local:period=3,warmup_steps=1"),
+    ],
+)
+def test_peers_have_the_parameters_of_strategies(
+    peer: str, strategy: str, runs: list[dict[str, Run]]
+) -> None:
+    for a, b in zip(runs[0][peer].parameters, runs[0][strategy].parameters, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_buffers_are_those_of_rank_0_unless_told_otherwise(runs: list[dict[str, Run]]) -> None:
+    """In every forward pass, as is DDP's default."""
+    one, other = (run["torch:postlocal,period=3,warmup_steps=2"].statistics for run in runs)
+    assert one == other
+    pairs = (run["torch:postlocal,period=3,sync_buffers=false"].statistics for run in runs)
+    assert all(a != b for a, b in zip(*pairs, strict=True))
+
+
+@pytest.mark.parametrize(("hook", "least", "most"), [("fp16", 1e-8, 1e-3), ("bf16", 1e-7, 1e-2)])
+def test_hooks_round(hook: str, least: float, most: float, runs: list[dict[str, Run]]) -> None:
+    """The parameters are near those of exact gradients, and not the same."""
+    exact, rounded = (runs[0][name].parameters for name in ("bsp", f"torch:ddp,hook={hook}"))
+    distance = max(float((a - b).abs().max()) for a, b in zip(exact, rounded, strict=True))
+    assert least < distance < most
+
+
+def test_powersgd_begins_after_its_warm_up(runs: list[dict[str, Run]]) -> None:
+    """Until then it is DistributedDataParallel, and afterwards not."""
+    plain = runs[0]["torch:ddp"].curve
+    found = runs[0]["torch:ddp,hook=powersgd,rank=2,warmup_steps=3"].curve
+    assert found[:3] == pytest.approx(plain[:3], abs=1e-12)
+    assert all(abs(a - b) > 1e-6 for a, b in zip(found[4:], plain[4:], strict=True))
+
+
+def test_training_seconds_are_without_evaluation(runs: list[dict[str, Run]]) -> None:
+    """Evaluating took most of the time of this run; each point comes later than the one before."""
+    run = runs[0][SLOW]
+    seconds = [point.seconds for point in run.points]
+    assert seconds == sorted(seconds)
+    assert seconds[0] > 0
+    assert seconds[-1] < run.wall_seconds - 3 * EVALUATION_SECONDS / 2  # a batch a worker
+    assert next(one.details for one in run.end.stats) == {"seconds": seconds[-1]}
+    assert [one.steps for one in run.end.stats] == [tiny.STEPS] * 2
+
+
+def test_every_step_of_the_ideal_counts_the_same(runs: list[dict[str, Run]]) -> None:
+    """Points while it runs, those of the first stretch; at the end, those of both."""
+    run = runs[0]["ideal"]
+    *points, last = run.points
+    alone = points[0].seconds
+    assert alone > 0
+    assert [one.seconds for one in points] == pytest.approx([one.step * alone for one in points])
+    assert run.end.step_seconds is not None
+    assert last.seconds == pytest.approx(tiny.STEPS * run.end.step_seconds)
+    assert run.end.step_seconds != alone, "the second stretch counts"
+    assert last.seconds < run.wall_seconds
+    for one in run.end.stats:
+        assert one.wait_seconds == 0
+        assert one.compute_seconds == pytest.approx(last.seconds)
+
+
+def fail_in_the_middle(rank: int, size: int) -> str:
+    tiny.install()
+    job = Job("tiny", "torch:ddp", size, evaluations=tiny.STEPS)
+
+    def stop(event: Event) -> None:
+        if isinstance(event, Evaluation) and event.step == 3:
+            raise KeyboardInterrupt
+
+    try:
+        train_worker(job, stop)
+    except CommunicationError as error:
+        return str(error)
+    except KeyboardInterrupt:  # rank 0: the other waits for it in vain
+        dist.destroy_process_group()
+    return ""
+
+
+def test_a_lost_worker_is_explained() -> None:
+    """By rank, operation and knob; torch's words alone name none of them."""
+    _, text = workers.run(fail_in_the_middle, workers=2)
+    assert re.fullmatch(r"rank 1 failed in batch 4 of torch:ddp: .* which --timeout raises", text)
+
+
+# What they say of themselves
+
+
+def test_a_result_knows_what_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unknown figures are null in results.jsonl, not 0; and the line is read again."""
+    monkeypatch.setitem(tiny.RECIPES, "tiny", tiny.RECIPE)
+
+    class Told(Loopback):
+        def run(self, job: Job, on_event: object) -> None:
+            on_event(Evaluation(9, 2.0, 0.5, {"size": 0.5}))  # type: ignore[operator]
+            on_event(End((Stats(steps=9, details={"seconds": 2.0}),) * 2))  # type: ignore[operator]
+
+    one = run_and_record(Job("tiny", "torch:ddp", 2), lambda event: None, Told())
+    told = one.to_dict()
+    assert (told["lssr"], told["payload_bytes"], told["idle"]) == (None, None, None)
+    assert told["flag_rate"] is None
+    assert told["stats"] == [{"steps": 9, "details": {"seconds": 2.0}}] * 2
+    assert type(one).from_dict(told) == one
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("torch:dpp", "unknown baseline 'torch:dpp'; there are ideal, torch:ddp, .*"),
+        ("torch:ddp:hook=fp16", "unknown baseline 'torch:ddp:hook=fp16'; .* torch:ddp,hook=bf16"),
+        ("torch:ddp,hook=int8", 'hook must be None, "fp16", "bf16" or "powersgd", got .*'),
+        ("torch:ddp,hook", ".*'hook' is not of the form setting=value"),
+        ("torch:ddp,rank=2", "torch:ddp has rank with hook=powersgd only"),
+        ("torch:ddp,hook=fp16,warmup_steps=9", "torch:ddp has warmup_steps with hook=powersgd .*"),
+        ("torch:ddp,hook=powersgd,warmup_steps=1", "warmup_steps must be at least 2, got 1"),
+        ("torch:ddp,period=8", "torch:ddp has no setting 'period'; it has sync_buffers, .*"),
+        ("torch:postlocal", "torch:postlocal needs period, as in torch:postlocal,period=8"),
+        ("torch:postlocal,period=1", "period must be at least 2, got 1"),
+        ("torch:accumulate,steps=0", "steps must be at least 1, got 0"),
+        ("ideal,period=8", "ideal has no setting 'period'; it has no settings"),
+        ("torch:ddp --wire int8", "--wire int8: torch:ddp cannot honour it, leave it out"),
+        ("torch:ddp --injection 0.5,0.5", "--injection 0.5,0.5: torch:ddp cannot honour it, .*"),
+        (
+            "torch:postlocal,period=8 --optimizer-state average",
+            "--optimizer-state average: torch:postlocal cannot honour it, leave it out",
+        ),
+        ("ideal --wire int8", "--wire int8: ideal cannot honour it, leave it out"),
+        ("ideal --injection 0.5,0.5", "--injection 0.5,0.5: ideal cannot honour it, leave it out"),
+    ],
+)
+def test_settings_are_honoured_or_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        Job("digits", "bsp", 2).under(text).check_method()
+    assert re.fullmatch(message, str(caught.value))
+
+
+def test_records_are_of_strategies() -> None:
+    for text in ("ideal", "torch:ddp"):
+        with pytest.raises(ValueError, match=f"--records runs/a: {text} cannot honour it"):
+            Job("digits", text, 2, log="runs/a").check_method()
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_baselines_are_read_by_name(name: str) -> None:
+    """And only the ideal is simulated."""
+    needed = {"torch:postlocal": ",period=4", "torch:accumulate": ",steps=4"}
+    text = name + needed.get(name, "")
+    assert type(parse_method(text)) is BASELINES[name]
+    if name == "ideal":
+        require_virtual(text)
+    else:
+        with pytest.raises(ValueError, match=f"{text} runs its own code on real processes, not"):
+            require_virtual(text)

@@ -1,0 +1,130 @@
+"""The ideal: the values of BSP, at the step time of a worker that trains alone."""
+
+import statistics
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lab import tiny
+from offbeat import Compute, Network, Stats
+from offbeat.lab import ideal
+from offbeat.lab.compare import run_and_record
+from offbeat.lab.events import End, Evaluation, Start
+from offbeat.lab.job import Job
+from offbeat.lab.places import Loopback, VirtualCluster
+from offbeat.lab.recipes import Setup
+from offbeat.lab.results import Result
+
+
+@pytest.fixture(autouse=True)
+def recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tiny.RECIPES, "tiny", tiny.RECIPE)
+
+
+def test_a_result_has_the_seconds_of_the_end() -> None:
+    """Those that were told before are put right."""
+
+    class Told(Loopback):
+        def run(self, job: Job, on_event: Any) -> None:
+            on_event(Start(9, 8))
+            on_event(Evaluation(3, 0.3, 0.5, {"size": 0.5}))
+            on_event(Evaluation(9, 1.8, 0.75, {"size": 0.75}))
+            on_event(End((Stats(steps=9),), 0.25))
+
+    one = run_and_record(Job("tiny", "ideal", 1), lambda event: None, Told())
+    assert [(point.step, point.seconds) for point in one.points] == [(3, 0.75), (9, 2.25)]
+    assert one.is_ideal
+
+
+def simulated(strategy: str, compute: Compute, workers: int = 3) -> Result:
+    job = Job("tiny", strategy, workers, evaluations=tiny.STEPS, seed=4)
+    place = VirtualCluster(Network("1Mbit/s", latency="10ms"), compute)
+    return run_and_record(job, lambda event: None, place)
+
+
+def test_in_virtual_time_it_is_bsp_without_a_network() -> None:
+    """The values of bsp, steps · step time, and no waiting."""
+    one, bsp = (simulated(text, Compute("5ms")) for text in ("ideal", "bsp"))
+    assert [p.metrics for p in one.points] == [p.metrics for p in bsp.points]
+    assert [p.seconds for p in one.points] == pytest.approx([0.005 * p.step for p in bsp.points])
+    assert (one.idle, one.lssr, one.payload_bytes) == (0, 0, bsp.payload_bytes)
+    assert bsp.seconds > 2 * one.seconds
+
+
+def test_in_virtual_time_nobody_waits_for_the_slowest() -> None:
+    """Workers of unequal speed: the mean of what each computes."""
+    compute = Compute("5ms", jitter=0.5, slowdown={1: 3.0})
+    one = simulated("ideal", compute)
+    own = [[compute.seconds(rank, step, 4) for step in range(tiny.STEPS)] for rank in range(3)]
+    means = np.cumsum(own, axis=1).mean(axis=0)
+    assert [point.seconds for point in one.points] == pytest.approx(means)
+
+
+def test_a_stretch_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Model, buffers, optimizer, schedule and random states are as before; it did train."""
+    monkeypatch.setattr(
+        ideal, "gather", lambda value, device, what: [value, 3 * value if value else 0]
+    )
+    monkeypatch.setattr(ideal, "LEAST_SECONDS", 0.0)
+    task = tiny.build(Setup(1, 1.0))
+    task.optimizer = torch.optim.SGD(task.model.parameters(), lr=0.1, momentum=0.9)
+    states = torch.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index,union-attr]
+    before = [t.detach().clone() for t in (*task.model.parameters(), *task.model.buffers())]
+    seen: list[float] = []
+
+    def batches() -> Any:
+        for batch in tiny.Batches(task, tiny.make_sampler(task, 1, 0, seed=0)):
+            torch.rand(1)
+            np.random.random()
+            seen.append(tiny.size_of([*task.model.parameters()]))
+            yield batch
+
+    alone = ideal.Alone(task, 1.0, batches)
+    alone.measure()
+    assert len(seen) == ideal.WARMUP_STEPS + ideal.LEAST_STEPS
+    assert len(set(seen)) == len(seen)
+    for tensor, value in zip(
+        (*task.model.parameters(), *task.model.buffers()), before, strict=True
+    ):
+        assert torch.equal(tensor, value)
+    assert task.optimizer.state_dict()["state"] == {}
+    assert all(parameter.grad is None for parameter in task.model.parameters())
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (np.random.get_state()[1] == states[1]).all()  # type: ignore[index]
+
+
+def test_the_step_time_is_the_median_and_the_mean_of_the_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of both stretches together, without their first steps, by a clock written by hand."""
+    stretches = [[9.0] * 5 + [1.0] * 6 + [2.0] * 5, [9.0] * 5 + [4.0] * 10]
+    others = iter([None, 7.0, None, 5.0])
+    gathered: list[Any] = []
+
+    def gather(value: Any, device: object, what: str) -> list[Any]:
+        gathered.append(value)
+        return [value, next(others)]
+
+    now = 0.0
+    ticks = iter([0.0, *stretches[0], 0.0, *stretches[1]])
+
+    def clock() -> float:
+        nonlocal now
+        now += next(ticks)
+        return now
+
+    monkeypatch.setattr(ideal, "gather", gather)
+    monkeypatch.setattr(ideal, "LEAST_SECONDS", 16.0)  # of 6·1 + 5·2 in the first
+    monkeypatch.setattr(ideal.time, "perf_counter", clock)
+    task = tiny.build(Setup(1, 1.0))
+    alone = ideal.Alone(
+        task, 1.0, lambda: tiny.Batches(task, tiny.make_sampler(task, 1, 0, seed=0))
+    )
+    alone.measure()
+    assert alone.step_seconds == (1.0 + 7.0) / 2
+    alone.measure()
+    own = statistics.median([1.0] * 6 + [2.0] * 5 + [4.0] * 10)
+    assert gathered == [None, 1.0, None, own]
+    assert alone.step_seconds == (own + 5.0) / 2
