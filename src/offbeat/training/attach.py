@@ -116,13 +116,14 @@ def require_wire(wire: Precision, strategy: Strategy) -> None:
     """Raise unless ``strategy`` can use a wire of this precision.
 
     Raises:
-        ValueError: an unknown precision, or a lossy one with a strategy that averages nothing.
+        ValueError: an unknown precision, or a lossy one with a strategy that exchanges in a way
+            of its own.
     """
     require_precision(wire)
     if wire != "float32" and strategy.averages == "nothing":
         raise ValueError(
-            f"wire={wire!r}: {type(strategy).__name__} pushes to a parameter server; "
-            "wire applies to strategies that average"
+            f'wire={wire!r}: {type(strategy).__name__} declares averages = "nothing": it '
+            "exchanges in a way of its own, which no wire rounds"
         )
 
 
