@@ -454,11 +454,3 @@ def test_a_simulation_is_the_same_each_time(strategy: Strategy) -> None:
     (first, ends), (second, others) = once(), once()
     assert first == second
     assert torch.equal(ends, others)
-
-
-def test_a_wire_is_refused() -> None:
-    """Nothing is averaged, so a narrower wire would do nothing."""
-    model = make_model()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    with pytest.raises(ValueError, match="SSP pushes to a parameter server"):
-        offbeat.attach(model, optimizer, SSP(staleness=1), wire="int8")
