@@ -50,11 +50,13 @@ def attach(
             ``LocalSGD``, ``SelSync`` (parameters), ``FedAvg`` and ``DiLoCo`` (no overlap); under
             ``BSP`` it is equal anyway. Costs its size on the wire, exactly, whatever ``wire``: as
             much as the model for momentum, twice that for Adam.
-        wire: How the means of parameters and gradients travel: "float32" as they are, "bfloat16"
-            and "int8" in half and in about a quarter of the bytes, "int4" and "int2" in less, which
-            is meant for ``StreamingAveraging``. What rounding takes away is
-            kept and added the next time (one model copy of memory; another one, of the last mean,
-            unless gradients are averaged). Buffers and the final mean always travel as they are.
+        wire: How means of parameters and gradients, and pushes to a parameter server and its
+            answers, travel: "float32" as they are, "bfloat16" and "int8" in half and in about a
+            quarter of the bytes, "int4" and "int2" in less, which is meant for
+            ``StreamingAveraging``. What rounding takes away is kept and added the next time (one
+            model copy of memory, another one, of the last mean, unless gradients are averaged; for
+            a parameter server see its strategies). Buffers and the final mean always travel as they
+            are.
         log: Where a record of every step goes: a path (JSON lines, ``.rankN`` is added before the
             suffix unless the path contains ``{rank}``), a sink, or a list of them.
         distance_every: Measure at every so many own steps (≥ 1) how far apart the workers' models
