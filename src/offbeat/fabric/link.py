@@ -19,7 +19,7 @@ from offbeat.fabric.wire import Precision
 _PIECE = 512 * BLOCK  # numbers that are worked on at a time: 1 MiB of scratch memory
 
 Pushes = Literal["changes", "models"]
-"""What goes to the shards; what comes back is the other. The names of the two directions."""
+"""What goes to the shards: changes, and a model comes back; or models, and a change does."""
 
 
 def travelling_bytes(elements: float, element_bytes: float, precision: Precision) -> float:

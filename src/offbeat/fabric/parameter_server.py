@@ -43,8 +43,8 @@ class ParameterServer:
         rule: Makes the rule of a shard.
         precision: How values travel to and from the shards of other ranks; those so short that
             rounding would not make them shorter go as they are.
-        pushes: What goes to the shards. Over a lossy wire, changes are put there by ``hand_over``.
-            What is answered is the other: the model, or, to a model, a change.
+        pushes: What goes to the shards: "changes", answered with the model, or "models", answered
+            with a change. Over a lossy wire changes are staged by ``hand_over``.
 
     Attributes:
         values: 1-D; written and read between ``stage`` and the next request, or after ``take``.
@@ -53,9 +53,10 @@ class ParameterServer:
         pulled_bytes: Bytes of the answers this worker has asked other ranks for.
 
     *Memory*: ``values``; a server has its shard, and a buffer of its size for each other rank: two
-    copies of the vector in all for each rank where all serve. Over a lossy wire the buffers are
-    mirrors; payloads come on top, on both ends; and another copy, for the worker's mirrors where
-    models are pushed, for an N-th of what changes bring to a server where changes are.
+    copies of the vector in all for each rank where all serve. Over a lossy wire it has a mirror and
+    a payload in place of each buffer, and every worker a payload for each shard of others. One more
+    shard takes what pushed changes bring; where models are pushed, the worker has mirrors beside
+    ``values``. A last push and a look have buffers of their own, for the moment.
     """
 
     def __init__(

@@ -104,7 +104,10 @@ class Rule:
         """The slowest worker's clock has risen, before anyone is answered for it."""
 
     def answer(self, shard: Tensor, *, source: int) -> Tensor:
-        """The values for rank ``source``, which pushed; sent as they are now."""
+        """The values for rank ``source``, which pushed; sent as they are now.
+
+        Where models are pushed they may be overwritten.
+        """
         return shard
 
     def state_dict(self) -> dict[str, Any]:
