@@ -32,6 +32,7 @@ TEXTS = [
     "easgd:period=2,synchronous=true",
 ]
 
+SERVERS = ["ssp:staleness=2", "downpour:push_every=4,fetch_every=4", "easgd:period=2"]
 LOSSY = ["bfloat16", "int8"]
 
 
@@ -158,9 +159,7 @@ def test_a_lone_worker_trains_as_without_a_wire(text: str) -> None:
         "local:period=3",
         "async:staleness=4",
         "diloco:period=4",
-        "ssp:staleness=2",
-        "downpour:push_every=4,fetch_every=4",
-        "easgd:period=2",
+        *SERVERS,
     ],
 )
 def test_training_reaches_nearly_the_same_loss(text: str) -> None:
@@ -172,7 +171,9 @@ def test_training_reaches_nearly_the_same_loss(text: str) -> None:
             nn.utils.vector_to_parameters(result["end"], model.parameters())
             return sum(float(wide_loss(model, rank, 10_000, 256)) for rank in range(3))
 
-    results = {w: run(train, text, w, [60] * 3, workers=3)[0] for w in ("float32", "int8")}
+    # On processes the speed of the machine would decide how often a server is asked.
+    world = worlds.simulated if text in SERVERS else run
+    results = {w: world(train, text, w, [60] * 3, workers=3)[0] for w in ("float32", "int8")}
     start = {"end": flat(make_wide(0))}
     losses = {w: final_loss(result) for w, result in results.items()}
     assert losses["float32"] < 0.6 * final_loss(start)
