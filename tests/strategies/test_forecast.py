@@ -216,7 +216,9 @@ def test_servers_agree_with_the_simulator(
         assert told == pytest.approx(sent, rel=row.within if row.why else 1e-4)
 
 
-@pytest.mark.parametrize(("workers", "wire"), [(4, "int8"), (2, "int2")])
+@pytest.mark.parametrize(
+    ("workers", "wire"), [(4, "int8"), pytest.param(2, "int2", marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize(
     "row",
     [

@@ -217,7 +217,6 @@ def drift(rank: int, size: int, strategy: Strategy, wire: str) -> tuple[Tensor, 
     return total, model.x.detach(), seen
 
 
-@pytest.mark.parametrize("wire", ["int8", "int2"])
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -229,10 +228,10 @@ def drift(rank: int, size: int, strategy: Strategy, wire: str) -> tuple[Tensor, 
     ],
     ids=str,
 )
-def test_every_update_reaches_the_server(strategy: Strategy, wire: str) -> None:
+def test_every_update_reaches_the_server(strategy: Strategy) -> None:
     """Rounding delays what it takes away, and the last push brings the rest: to float64."""
     results = simulate(
-        lambda: drift(dist.get_rank(), 3, strategy, wire), workers=3, compute=Compute("1ms")
+        lambda: drift(dist.get_rank(), 3, strategy, "int2"), workers=3, compute=Compute("1ms")
     ).results
     want = sum(total for total, *_ in results)
     for _, end, seen in results:
