@@ -159,7 +159,7 @@ def plan(
         bandwidth: 8·B, of each worker's link in each direction: bits a second, or "1Gbit/s".
         latency: α, of one message: seconds, or text like "100us" (≥ 0).
         jitter: Standard deviation of a step, relative to t, in [0, 1].
-        wire: How means travel, as in ``attach``.
+        wire: How models and gradients travel, as in ``attach``.
         bytes_per_parameter: 4 for float32, and for half types too, which travel as float32.
         lssr: Share of local steps in (0, 1) that SelSync is asked for, and taken to have with a
             ``delta``.

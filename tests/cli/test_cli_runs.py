@@ -97,7 +97,6 @@ DURATION = "is not a duration; write a number and a unit, like 100us, 50ms, 1.5s
         ("--epochs nan", "epochs must be positive and finite, got nan"),
         ("--epochs inf", "epochs must be positive and finite, got inf"),
         ("--seed -1", "seed must be at least 0, got -1"),
-        ("-s downpour --wire int8", "wire='int8': Downpour pushes to a parameter server; .*"),
         ("--bandwidth 1GB/s", BANDWIDTH),
     ],
 )
@@ -134,9 +133,9 @@ def test_mistakes_in_a_job_are_one_line(
         ),
         ("train nope.py", "looked for the recipe nope.py in nope.py, which does not exist"),
         (
-            "compare digits -s bsp -s easgd --wire int8",
-            "wire='int8': EASGD pushes .*; an option for some strategies only goes with them, "
-            "as in -s 'local:period=8 --wire int8'",
+            "compare digits -s bsp -s easgd --optimizer-state average",
+            'optimizer_state="average" with easgd: .*; an option for some strategies only goes '
+            "with them, as in -s 'local:period=8 --wire int8'",
         ),
         ("compare digits -s bsp -s nope --wire int8", NO_STRATEGY),
         ("compare nope -s bsp --simulate", NO_RECIPE),

@@ -60,7 +60,7 @@ def test_mistakes_behind_a_strategy_are_one_line(text: str, message: str) -> Non
         ("bsp --injection 2", "injection must be .*"),
         ("bsp --optimizer-state mean", "optimizer_state must be .*, got 'mean'"),
         ("async --optimizer-state average", 'optimizer_state="average" with async: .*'),
-        ("ssp:staleness=1 --wire int8", "wire='int8': SSP pushes to a parameter server; .*"),
+        ("ssp:staleness=1 --optimizer-state average", 'optimizer_state="average" with ssp.*'),
         ("nope --wire int8", "unknown strategy 'nope'; .*"),
         ("", "unknown strategy ''; .*"),
     ],

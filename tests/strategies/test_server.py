@@ -25,7 +25,7 @@ from offbeat.strategies.base import Strategy
 from offbeat.strategies.downpour import Downpour
 from offbeat.strategies.easgd import EASGD
 from offbeat.strategies.ssp import SSP
-from problems import OPTIMIZERS, flat, make_batch, make_model, train_step
+from problems import OPTIMIZERS, flat, make_batch, make_model, make_wide, train_step
 from workers import run
 
 EVERY: list[Strategy] = [
@@ -129,15 +129,16 @@ def test_a_resumed_worker_goes_on_bit_for_bit(strategy: Strategy) -> None:
 
 
 def staggered(
-    strategy: Strategy, latency: str, saved: list[bytes] | None, stop: int
+    strategy: Strategy, latency: str, wire: str, saved: list[bytes] | None, stop: int
 ) -> tuple[list[Any], Any]:
     """Three workers 2 ms apart, from 0 or from ``saved`` at step 6 up to ``stop``, then a save."""
 
     def work() -> Any:
         rank = dist.get_rank()
-        model = make_model(seed=rank)
+        # Rounding pays for a larger one only.
+        model = make_model(seed=rank) if wire == "float32" else make_wide(rank).double()
         optimizer = OPTIMIZERS["momentum"](model.parameters())
-        sync = attach(model, optimizer, strategy)
+        sync = attach(model, optimizer, strategy, wire=wire)
         if saved is not None:
             state = torch.load(io.BytesIO(saved[rank]), weights_only=True)
             model.load_state_dict(state["model"])
@@ -163,7 +164,9 @@ def staggered(
     return [(trace, end) for trace, end, _ in results], [file for *_, file in results]
 
 
-@pytest.mark.parametrize("latency", ["0s", "13ms"])
+@pytest.mark.parametrize(
+    ("latency", "wire"), [("0s", "float32"), ("13ms", "float32"), ("13ms", "int8")]
+)
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -176,17 +179,65 @@ def staggered(
     ],
     ids=str,
 )
-def test_asynchronous_workers_go_on_from_a_checkpoint(strategy: Strategy, latency: str) -> None:
+def test_asynchronous_workers_go_on_from_a_checkpoint(
+    strategy: Strategy, latency: str, wire: str
+) -> None:
     """In virtual time: saved at step 6 and resumed, the workers do what they did after saving.
 
     With the longer latency something is on its way when they save, and updates wait to be sent.
+    Over a lossy wire the mirrors of both ends go on, too.
     """
-    whole, saved = staggered(strategy, latency, None, 6)
-    resumed, _ = staggered(strategy, latency, saved, 12)
+    whole, saved = staggered(strategy, latency, wire, None, 6)
+    resumed, _ = staggered(strategy, latency, wire, saved, 12)
     for (trace, end), (rest, other) in zip(whole, resumed, strict=True):
         for i, (a, b) in enumerate(zip(rest, trace[6:], strict=True)):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-12, msg=f"step {6 + i}")
         torch.testing.assert_close(other, end, rtol=0, atol=1e-12)
+
+
+# -- over a lossy wire ----------------------------------------------------------------------------
+
+
+def drift(rank: int, size: int, strategy: Strategy, wire: str) -> tuple[Tensor, ...]:
+    """Updates that do not depend on the model: their sum divided by N, the end, and a look."""
+    model = nn.Module()
+    model.x = nn.Parameter(torch.zeros(3000, dtype=torch.float64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = attach(model, optimizer, strategy, wire=wire)
+    total = torch.zeros(3000, dtype=torch.float64)
+    for step in range(9 + 4 * rank):
+        generator = torch.Generator().manual_seed(100 * rank + step)
+        model.x.grad = torch.randn(3000, generator=generator, dtype=torch.float64)
+        total -= 0.1 * model.x.grad / size
+        optimizer.step()
+        if step == 5:
+            with sync.consensus():
+                seen = model.x.detach().clone()
+    sync.finish()
+    return total, model.x.detach(), seen
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        SSP(staleness=0),
+        SSP(staleness=3),
+        SSP(staleness=3, refresh="lazy"),
+        Downpour(push_every=2, fetch_every=3),
+        Downpour(servers=(1,)),
+    ],
+    ids=str,
+)
+def test_every_update_reaches_the_server(strategy: Strategy) -> None:
+    """Rounding delays what it takes away, and the last push brings the rest: to float64."""
+    results = simulate(
+        lambda: drift(dist.get_rank(), 3, strategy, "int2"), workers=3, compute=Compute("1ms")
+    ).results
+    want = sum(total for total, *_ in results)
+    for _, end, seen in results:
+        torch.testing.assert_close(end, want, rtol=0, atol=1e-13)
+        assert torch.equal(end, results[0][1])
+        assert torch.equal(seen, results[0][2])
 
 
 # -- the end, and again ---------------------------------------------------------------------------
@@ -454,11 +505,3 @@ def test_a_simulation_is_the_same_each_time(strategy: Strategy) -> None:
     (first, ends), (second, others) = once(), once()
     assert first == second
     assert torch.equal(ends, others)
-
-
-def test_a_wire_is_refused() -> None:
-    """Nothing is averaged, so a narrower wire would do nothing."""
-    model = make_model()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    with pytest.raises(ValueError, match="SSP pushes to a parameter server"):
-        offbeat.attach(model, optimizer, SSP(staleness=1), wire="int8")

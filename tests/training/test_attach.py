@@ -83,7 +83,7 @@ def test_attach_refuses_an_unknown_argument() -> None:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Pushes(Strategy):
-    """A strategy that averages nothing."""
+    """A strategy that exchanges in a way of its own."""
 
     name = "pushes"
     averages = "nothing"
@@ -93,11 +93,11 @@ class Pushes(Strategy):
 
 
 def test_bad_wires_are_refused() -> None:
-    """An unknown precision; any but float32 with a strategy that pushes to a server."""
+    """An unknown precision; any but float32 with a strategy that averages nothing."""
     model = make_model()
     with pytest.raises(
         ValueError, match='wire must be "float32", "bfloat16", "int8", "int4" or "int2"'
     ):
         offbeat.attach(model, sgd(model), offbeat.BSP(), wire="float16")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="Pushes pushes to a parameter server; wire applies to"):
+    with pytest.raises(ValueError, match='Pushes declares averages = "nothing"'):
         offbeat.attach(model, sgd(model), Pushes(), wire="int8")

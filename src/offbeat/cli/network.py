@@ -34,7 +34,7 @@ def plan(
     latency: Latency = "100us",
     jitter: Jitter = 0.0,
     lssr: Annotated[float, typer.Option(help="Share of local steps asked of SelSync.")] = 0.9,
-    wire: Annotated[Precision, typer.Option(help="How means travel.")] = "float32",
+    wire: Annotated[Precision, typer.Option(help="How models and gradients travel.")] = "float32",
     strategies: Annotated[
         list[str] | None,
         typer.Option("--strategy", "-s", help="Forecast these instead of the usual; repeat it."),

@@ -10,7 +10,6 @@ A worker waits for the answer, or it lets a request run beside its training: ``b
 once the answer has come. An activity then waits in its place. One request is under way at a time.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,12 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.fabric.communicator import Communicator
 from offbeat.fabric.handle import Completed, Handle, explained
 from offbeat.fabric.host import Promise
-from offbeat.fabric.service import ANSWER, REQUEST, VALUES, AllAnswers, Service, read_answer
+from offbeat.fabric.link import Pushes, open_links
+from offbeat.fabric.service import ANSWER, REQUEST, VALUES, AllAnswers, read_answer
+from offbeat.fabric.serving import Serving
 from offbeat.fabric.shard import NEVER, Answer, Request, RequestKind, Rule, Shard
 from offbeat.fabric.team import Team
+from offbeat.fabric.wire import Precision
 
 _ANSWERS = 1024  # answers under way at once have different tags
 
@@ -40,14 +41,22 @@ class ParameterServer:
             a worker puts what it pushes and finds what it pulled.
         servers: The ranks that keep a shard; None is all of them, so that no link carries all.
         rule: Makes the rule of a shard.
+        precision: How values travel to and from the shards of other ranks; those so short that
+            rounding would not make them shorter go as they are.
+        pushes: What goes to the shards: "changes", answered with the model, or "models", answered
+            with a change. Over a lossy wire changes are staged by ``hand_over``.
 
     Attributes:
         values: 1-D; written and read between ``stage`` and the next request, or after ``take``.
+            Where changes are pushed over a lossy wire they are what was last pulled.
         shard: This rank's, if it serves.
         pulled_bytes: Bytes of the answers this worker has asked other ranks for.
 
     *Memory*: ``values``; a server has its shard, and a buffer of its size for each other rank: two
-    copies of the vector in all for each rank where all serve.
+    copies of the vector in all for each rank where all serve. Over a lossy wire it has a mirror and
+    a payload in place of each buffer, and every worker a payload for each shard of others. One more
+    shard takes what pushed changes bring; where models are pushed, the worker has mirrors beside
+    ``values``. A last push and a look have buffers of their own, for the moment.
     """
 
     def __init__(
@@ -57,6 +66,8 @@ class ParameterServer:
         *,
         servers: Sequence[int] | None = None,
         rule: Callable[[], Rule] = Rule,
+        precision: Precision = "float32",
+        pushes: Pushes = "changes",
     ) -> None:
         self._team = team
         self.servers = list(team.members) if servers is None else list(servers)
@@ -64,22 +75,33 @@ class ParameterServer:
         count = len(self.servers)
         ends = [initial.numel() * i // count for i in range(count + 1)]
         self._places = [slice(a, b) for a, b in itertools.pairwise(ends)]
-        self.shard: Shard | None = None
         self._sent: list[Handle[Tensor]] = []  # of the last push
         self.pulled_bytes = 0
         self._requests = 0
         self._meetings = 0
         self._left = False
+        self._pushes: Pushes = pushes
+        changes = pushes == "changes"
+        parts = {
+            i: initial[place]
+            for i, place in enumerate(self._places)
+            if self.servers[i] != team.rank
+        }
+        # By place of the server.
+        self._links = open_links(
+            precision, parts, model="received" if changes else "sent", shared=changes
+        )
         self._begun: Promise[Answer | Exception] | None = None
         self._what = ""  # of the request that was begun
         self._answer: Answer | None = None  # to it, when it has come and was not taken
-        self._error: Exception | None = None
-        self._held: list[Promise[Answer | Exception]] = []  # of the own shard, not answered yet
-        self._served: dict[int, Promise[None]] = {}  # by rank: it has left
+        self.shard: Shard | None = None
+        self._serving: Serving | None = None
         if team.rank in self.servers:
-            own = initial[self._places[self.servers.index(team.rank)]]
-            self.shard = Shard(own.clone(), rule(), team.size)
-            self._serve(self.shard)
+            own = initial[self._places[self.servers.index(team.rank)]].clone()
+            others = {rank: own for rank in team.members if rank != team.rank}
+            links = open_links(precision, others, model="sent" if changes else "received")
+            self.shard = Shard(own, rule(), team.size, links, pushes)
+            self._serving = Serving(team, self.shard)
 
     # -- the worker's side -----------------------------------------------------------------------
 
@@ -90,9 +112,29 @@ class ParameterServer:
         self._sent = []
         return self.values
 
+    @property
+    def lossy(self) -> bool:
+        """Whether anything that this worker sends is rounded."""
+        return bool(self._links)
+
+    def hand_over(self, changes: Tensor) -> None:
+        """Stage changes; those that rounding keeps from the next push stay in ``changes``."""
+        self.stage()
+        for i, place in enumerate(self._places):
+            part = changes[place]
+            if i in self._links:
+                self._links[i].pack(part)
+            else:
+                self.values[place].copy_(part)
+                part.zero_()
+
     def push(self, *, clock: int = -1) -> None:
         """Send ``values`` and go on. They must not be written before ``stage``."""
         self._start("push", clock=clock)
+
+    def push_last(self, *, clock: int = -1) -> None:
+        """Send ``values`` as they are, whatever the wire, and go on. Only looks may follow."""
+        self._start("last", clock=clock)
 
     def push_pull(self, *, clock: int = -1, least: int = -NEVER) -> Handle[Answer]:
         """Send ``values`` and start to replace them by what the rule answers.
@@ -108,9 +150,12 @@ class ParameterServer:
         return self._start("pull", least=least)
 
     def look(self) -> Tensor:
-        """The vector, in a tensor of its own; ``values`` and ``pulled_bytes`` stay as they are."""
+        """The vector as it is, whatever the wire, in a tensor of its own.
+
+        ``values`` and ``pulled_bytes`` stay as they are.
+        """
         seen, pulled = torch.empty_like(self.values), self.pulled_bytes
-        self._start("pull", into=seen).wait()
+        self._start("look", into=seen).wait()
         self.pulled_bytes = pulled
         return seen
 
@@ -193,16 +238,6 @@ class ParameterServer:
         answer, self._answer = self._answer, None
         return answer
 
-    @property
-    def untaken(self) -> Answer | None:
-        """The answer that has come and was not taken."""
-        return self._answer
-
-    def put_back(self, answer: Answer, values: Tensor) -> None:
-        """Go on from a checkpoint with an ``answer`` that was not taken, and its ``values``."""
-        self._answer = answer
-        self.values.copy_(values)
-
     # -- meeting and leaving ---------------------------------------------------------------------
 
     def arrive(self) -> int:
@@ -241,9 +276,36 @@ class ParameterServer:
                 if server != self._team.rank:
                     self._send(Request("leave", self._team.rank).encode(), server, REQUEST)
             self.stage()
-            for rank, served in self._served.items():
-                # Their last requests need this rank's connections.
-                self._team.fabric.fulfilment(served, what=f"the leave of rank {rank}").wait()
+            if self._serving is not None:
+                self._serving.end()
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This worker's end and its shard, while no request is under way."""
+        answer, models = self._answer, self._pushes == "models"
+        pulled = answer is not None or (self.lossy and not models)
+        mirrors = {i: link.mirror.clone() for i, link in self._links.items()} if models else {}
+        return {
+            "shard": None if self.shard is None else self.shard.state_dict(),
+            "values": self.values.clone() if pulled else None,
+            "mirrors": mirrors,
+            "answer_clock": None if answer is None else answer.clock,
+            "pulled_bytes": self.pulled_bytes,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state_dict()``."""
+        if self.shard is not None:
+            self.shard.load_state_dict(state["shard"])
+        if state["values"] is not None:
+            self.values.copy_(state["values"])
+        for i, mirror in state["mirrors"].items():
+            self._links[i].mirror.copy_(mirror)
+        clock, self.pulled_bytes = state["answer_clock"], state["pulled_bytes"]
+        self._answer = None if clock is None else Answer(clock)
+
+    # -- messages --------------------------------------------------------------------------------
 
     def _start(
         self,
@@ -283,34 +345,8 @@ class ParameterServer:
         return AllAnswers(answers)
 
     def _require_service(self) -> None:
-        if self._error is not None:
-            raise explained(self._error)
-
-    def _serve(self, shard: Shard) -> None:
-        """Serve the other ranks, each from an activity of its own."""
-        host = self._team.host
-        for rank in self._team.members:
-            if rank != self._team.rank:
-                served: Promise[None] = host.promise()
-                self._served[rank] = served
-                client = Service(self._team.uncounted, rank, shard)
-                host.spawn(
-                    functools.partial(self._watch, client, served), what=f"server of rank {rank}"
-                )
-
-    def _watch(self, client: Service, served: Promise[None]) -> None:
-        try:
-            client.serve()
-        except Exception as error:  # the worker's next request raises it
-            self._error = self._error or error
-            self._give_up()
-        served.fulfil(None)
-
-    def _give_up(self) -> None:
-        """Fail what this rank's own shard holds back: it may be for a worker that is gone."""
-        for promise in list(self._held):
-            if self._error is not None and not promise.fulfilled:
-                promise.fulfil(self._error)
+        if self._serving is not None and self._serving.error is not None:
+            raise explained(self._serving.error)
 
     def _sized(self, request: Request, index: int) -> Request:
         place = self._places[index]
@@ -324,9 +360,6 @@ class ParameterServer:
             self._send(request.encode(), self.servers[index], REQUEST, beside=beside)
         return request
 
-    def _fabric(self, beside: bool) -> Communicator:
-        return self._team.uncounted if beside else self._team.fabric
-
     def _ask(
         self,
         index: int,
@@ -337,11 +370,16 @@ class ParameterServer:
         patient: bool = False,
     ) -> Handle[Answer]:
         """Send the values of an announced request, if any, and start to receive the answer."""
-        fabric, server = self._fabric(beside), self.servers[index]
+        fabric, server = self._team.uncounted if beside else self._team.fabric, self.servers[index]
         if server == fabric.rank:
-            return self._ask_self(request, part, fabric, patient, beside)
+            assert self._serving is not None
+            return self._serving.ask(request, part, beside=beside, patient=patient)
+        link = self._links.get(index) if request.rounded(self._pushes) else None
+        message = part if link is None else link.payload
         if request.elements:
-            self._send(part, server, VALUES, beside=beside)
+            if link is not None and self._pushes == "models":
+                link.pack(part)
+            self._send(message, server, VALUES, beside=beside)
         if not request.answered:
             return Completed(Answer(0))
         what = f"{request.kind} at the parameter server of rank {server}"
@@ -350,42 +388,19 @@ class ParameterServer:
         header = fabric.receive(numbers, source=server, tag=tag, what=what, patient=patient)
         if request.kind in ("arrive", "clock"):
             return header.then(read_answer)
-        self.pulled_bytes += part.nbytes
-        values = fabric.receive(part, source=server, tag=tag + 1, what=what, patient=patient)
-        return values.then(lambda _: read_answer(header.wait()))
+        self.pulled_bytes += message.nbytes
+        values = fabric.receive(message, source=server, tag=tag + 1, what=what, patient=patient)
 
-    def _ask_self(
-        self, request: Request, part: Tensor, fabric: Communicator, patient: bool, beside: bool
-    ) -> Handle[Answer]:
-        assert self.shard is not None
-        what = f"{request.kind} at this rank's own parameter server"
-        promise: Promise[Answer | Exception] = self._team.host.promise()
+        def read(_: object) -> Answer:
+            if link is not None:
+                link.unpack(part)
+            return read_answer(header.wait())
 
-        def deliver(answer: Answer, values: Tensor | None) -> None:
-            if promise.fulfilled:  # given up
-                return
-            if values is not None:
-                part.copy_(values)
-            promise.fulfil(answer)
-
-        def told(outcome: Answer | Exception) -> Answer:
-            if isinstance(outcome, Exception):  # only the worker itself asks who is missing
-                raise outcome if beside else explained(outcome)
-            return outcome
-
-        pushed = part if request.pushes else None
-        self.shard.handle(request, pushed, deliver)
-        if not request.answered:
-            return Completed(Answer(0))
-        if promise.fulfilled:
-            return Completed(told(promise.result))
-        self._held = [*(one for one in self._held if not one.fulfilled), promise]
-        self._give_up()
-        return fabric.fulfilment(promise, what=what, patient=patient).then(told)
+        return values.then(read)
 
     def _send(self, tensor: Tensor, server: int, tag: int, *, beside: bool = False) -> None:
         what = f"request to the parameter server of rank {server}"
-        fabric = self._fabric(beside)
+        fabric = self._team.uncounted if beside else self._team.fabric
         self._sent.append(fabric.send(tensor, destination=server, tag=tag, what=what))
         if beside:  # of the training all the same
             self._team.account.sent(tensor.nbytes)

@@ -21,7 +21,8 @@ class Service:
     """What a server does for one other rank: takes its requests, one after the other.
 
     One buffer holds what it pushes and then what it is answered with, which it has received before
-    it pushes again.
+    it pushes again; where the link rounds, its payload. What travels as it is all the same gets a
+    buffer of its own.
     """
 
     def __init__(self, fabric: Communicator, rank: int, shard: Shard) -> None:
@@ -44,7 +45,7 @@ class Service:
             values = None
             if request.pushes:
                 self._check(request)
-                values = self._buffered()
+                values = self._buffered(request)
                 if request.elements:  # a small vector leaves some servers nothing
                     what_values = f"values of rank {self._rank} for the parameter server"
                     self._receive(values, VALUES, what_values)
@@ -53,7 +54,11 @@ class Service:
     def _receive(self, tensor: Tensor, tag: int, what: str, *, patient: bool = False) -> None:
         self._fabric.receive(tensor, source=self._rank, tag=tag, what=what, patient=patient).wait()
 
-    def _buffered(self) -> Tensor:
+    def _buffered(self, request: Request) -> Tensor:
+        if (link := self._shard.link(request)) is not None:
+            return link.payload
+        if self._rank in self._shard.links:
+            return torch.empty_like(self._shard.values)
         if self._buffer is None:
             self._buffer = torch.empty_like(self._shard.values)
         return self._buffer
@@ -68,7 +73,8 @@ class Service:
     def _answer(self, request: Request, answer: Answer, values: Tensor | None) -> None:
         parts = [torch.tensor([answer.clock, int(answer.met), answer.seen])]
         if values is not None:
-            parts.append(self._buffered().copy_(values))
+            rounded = self._shard.link(request) is not None
+            parts.append(values if rounded else self._buffered(request).copy_(values))
         for i, part in enumerate(parts):
             tag, what = ANSWER + 2 * request.number + i, f"answer to rank {self._rank}"
             self._sent.append(self._fabric.send(part, destination=self._rank, tag=tag, what=what))

@@ -1,19 +1,24 @@
 """What a rank that serves knows and does: its shard, the requests for it, and everyone's clock."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from offbeat.errors import OffbeatError
+from offbeat.fabric.link import Link, Pushes
 
 NEVER = 2**62
 HEADER = 7  # numbers of a request
 
-RequestKind = Literal["push", "push_pull", "pull", "clock", "release", "arrive", "leave"]
+RequestKind = Literal[
+    "push", "push_pull", "pull", "last", "look", "clock", "release", "arrive", "leave"
+]
 _KINDS: tuple[RequestKind, ...] = get_args(RequestKind)
 
 
@@ -22,8 +27,9 @@ class Request:
     """What a worker asks of one shard.
 
     Attributes:
-        kind: What to do. A ``clock`` asks for no values. A ``release`` has this worker's waiting
-            requests answered at once.
+        kind: What to do. A ``last`` is a push, and a ``look`` a pull, whose values travel as they
+            are, whatever the link. A ``clock`` asks for no values. A ``release`` has this worker's
+            waiting requests answered at once.
         source: Who asks.
         number: Numbers this worker's requests for values, to tell the answers apart.
         elements: How many values follow.
@@ -45,12 +51,19 @@ class Request:
     @property
     def pushes(self) -> bool:
         """Whether values follow."""
-        return self.kind in ("push", "push_pull")
+        return self.kind in ("push", "push_pull", "last")
 
     @property
     def answered(self) -> bool:
         """Whether an answer comes."""
-        return self.kind not in ("push", "release", "leave")
+        return self.kind not in ("push", "last", "release", "leave")
+
+    def rounded(self, pushes: Pushes) -> bool:
+        """Whether its values travel rounded, where the link is lossy.
+
+        Where models are pushed a pull does not: that direction has no mirror.
+        """
+        return self.kind in ("push", "push_pull") or (self.kind == "pull" and pushes == "changes")
 
     def encode(self) -> Tensor:
         """Seven int64 numbers; who asks is known from the connection."""
@@ -76,7 +89,12 @@ class Rule:
     """What a push does to a shard, and what it is answered with. This one adds.
 
     Called under the shard's lock, elementwise by nature, as each shard has a part of the vector.
+
+    Attributes:
+        links: Of the ranks whose messages are rounded, by rank.
     """
+
+    links: Mapping[int, Link] = MappingProxyType({})
 
     def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
         """Take in ``values`` of rank ``source``."""
@@ -86,7 +104,10 @@ class Rule:
         """The slowest worker's clock has risen, before anyone is answered for it."""
 
     def answer(self, shard: Tensor, *, source: int) -> Tensor:
-        """The values for rank ``source``, which pushed; sent as they are now."""
+        """The values for rank ``source``, which pushed; sent as they are now.
+
+        Where models are pushed they may be overwritten.
+        """
         return shard
 
     def state_dict(self) -> dict[str, Any]:
@@ -127,6 +148,11 @@ class Shard:
 
     Attributes:
         values: 1-D.
+        rule: What a push does.
+        workers: How many there are.
+        links: To the ranks whose messages are rounded, by rank; what they push is in the payload,
+            and so is the answer that is delivered.
+        pushes: What travels on these.
         clocks: Each worker's clock.
         version: Pushes taken in so far.
         downloaded: Each worker's version when it was last answered with values.
@@ -137,6 +163,8 @@ class Shard:
     values: Tensor
     rule: Rule
     workers: int
+    links: Mapping[int, Link] = field(default_factory=dict)
+    pushes: Pushes = "changes"
     clocks: list[int] = field(default_factory=list)
     version: int = 0
     downloaded: list[int] = field(default_factory=list)
@@ -153,6 +181,16 @@ class Shard:
         self._slowest = 0
         self._waiting: list[_Waiting] = []
         self._lock = threading.Lock()
+        self.rule.links = self.links
+
+    def link(self, request: Request) -> Link | None:
+        """On which the values of a request travel rounded; None: they go as they are."""
+        return self.links.get(request.source) if request.rounded(self.pushes) else None
+
+    @cached_property
+    def _change(self) -> Tensor:
+        """Where the numbers of a payload go, if they are a change."""
+        return torch.empty_like(self.values)
 
     def slowest(self) -> int:
         """The least clock of the workers that have not arrived."""
@@ -197,7 +235,10 @@ class Shard:
         return True
 
     def _take(self, request: Request, values: Tensor) -> None:
-        source = request.source
+        source, link = request.source, self.link(request)
+        if link is not None:
+            values = link.mirror if self.pushes == "models" else self._change
+            link.unpack(values)
         behind = self.version - self.downloaded[source] - self._own_pushes[source]
         self.staleness[behind] = self.staleness.get(behind, 0) + 1
         self.rule.push(self.values, values, source=source)
@@ -223,6 +264,9 @@ class Shard:
         values = self.values
         if request.kind == "push_pull":
             values = self.rule.answer(values, source=request.source)
+        if (link := self.link(request)) is not None:
+            link.pack(values)
+            values = link.payload
         one.deliver(Answer(slowest, False, self._seen), values)
         return True
 
@@ -237,6 +281,7 @@ class Shard:
                 "staleness": dict(self.staleness),
                 "own_pushes": list(self._own_pushes),
                 "rule": self.rule.state_dict(),
+                "mirrors": {rank: link.mirror.clone() for rank, link in self.links.items()},
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -248,3 +293,5 @@ class Shard:
             self._own_pushes = list(state["own_pushes"])
             self._slowest = self.slowest()
             self.rule.load_state_dict(state["rule"])
+            for rank, mirror in state["mirrors"].items():
+                self.links[rank].mirror.copy_(mirror)

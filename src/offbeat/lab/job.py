@@ -124,7 +124,7 @@ class Job:
     )
     wire: Precision = option(
         "float32",
-        help="How means travel: as they are, or in fewer bytes.",
+        help="How models and gradients travel: as they are, or in fewer bytes.",
         of_method=True,
     )
     optimizer_state: OptimizerStates = option(

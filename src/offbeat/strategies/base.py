@@ -46,7 +46,7 @@ __all__ = [
     "transient",
 ]
 
-Averages = Literal["models", "gradients", "updates", "nothing"]
+Averages = Literal["models", "gradients", "updates", "pushes", "nothing"]
 Rounds = Literal["gradients", "step", "boundary"]
 
 
@@ -58,7 +58,8 @@ class Strategy(ABC):
     """Of the text form, for the strategies of this package; others go by module and class."""
 
     averages: ClassVar[Averages] = "models"
-    """What travels over the wire: whole models (``worker.average``), gradients, or updates.
+    """What travels over the wire: whole models (``worker.average``), gradients, updates, or what is
+    pushed to a parameter server and pulled from it.
 
     "nothing" refuses a lossy ``wire`` and is for strategies that exchange in a way of their own.
     """

@@ -74,8 +74,8 @@ class Downpour(ServerStrategy):
 
         x ← T(x, g);  G ← G + η·(g + λx)/N        with server_lr: G ← G + (g + λx)
         when z has come:      x ← z + the own steps since it was asked for
-        every n_push steps:   send G;  G ← 0;  the server: z ← z − G
-                                               with server_lr: one step of its optimizer on G
+        every n_push steps:   send C(G);  G ← G − C(G);  the server: z ← z − C(G)
+                                               with server_lr: one step of its optimizer on C(G)
         every n_fetch steps:  ask for z
 
     A request travels while the worker computes, and there is one at a time: what is due meanwhile
@@ -83,7 +83,9 @@ class Downpour(ServerStrategy):
 
     The learning rate is applied once: by the worker, so that schedules and parameter groups keep
     their meaning (η is divided by N, which makes it mean what it means under BSP), or by the
-    server, if ``server_lr`` is given. λ is the weight decay of the worker's optimizer.
+    server, if ``server_lr`` is given. λ is the weight decay of the worker's optimizer. C is what
+    the ``wire`` rounds to, so G ← 0 over an exact one; what rounding takes away waits in G, and
+    ``finish`` sends it. z comes up to its rounding.
 
     Args:
         push_every: n_push ≥ 1.
@@ -97,8 +99,9 @@ class Downpour(ServerStrategy):
 
     *Communication*: G every n_push steps and the model every n_fetch steps, or as often as the
     network allows; neither is waited for. *Memory*: three flat copies (G, what is sent or fetched,
-    x at the request), one for serving where all ranks serve, and the server optimizer's state.
-    *State*: G, x at the request, a z that was not taken, the counters, the shard and its optimizer.
+    x at the request), one for serving where all ranks serve, and the server optimizer's state; over
+    a lossy wire another N-th of one, and payloads. *State*: G, x at the request, a z that was not
+    taken, the counters, the shard and its optimizer; over a lossy wire the mirrors.
 
     ``Stats.details`` tell the staleness of the pushes this rank served: how many pushes of others
     its server took in between its last answer to the worker and the worker's push.
@@ -234,7 +237,8 @@ class Downpour(ServerStrategy):
         if not state.server.free or not (state.push or state.fetch):
             return
         if state.push:
-            self._move_sum(state, state.server.values)
+            state.server.hand_over(state.sum)
+            state.unpushed = 0
         if state.fetch:
             read(state.tensors, state.asked)
             state.asked_steps = state.steps
@@ -243,21 +247,17 @@ class Downpour(ServerStrategy):
         state.server.begin(_kind(state.push, state.fetch), clock=clock)
         state.push = state.fetch = False
 
-    @staticmethod
-    def _move_sum(state: DownpourState, staged: Tensor) -> None:
-        staged.copy_(state.sum)
-        state.sum.zero_()
-        state.unpushed = 0
-
     @override
     def flush(self, worker: Worker) -> None:
-        """Push a leftover G."""
+        """Push a leftover G, with all that rounding has kept in it."""
         state: DownpourState = worker.state
-        if state.unpushed:
+        if state.unpushed or state.server.lossy:
             state.server.settle()
             self._take(worker)
-            self._move_sum(state, state.server.stage())
-            state.server.push()
+            state.server.stage().copy_(state.sum)
+            state.sum.zero_()
+            state.unpushed = 0
+            state.server.push_last()
 
     @override
     def forecast(self, costs: Costs) -> Forecast:
@@ -275,7 +275,9 @@ class Downpour(ServerStrategy):
             step=costs.step_seconds,
             apart=max(self.push_every, self.fetch_every, travels) + travels,
             payload=server.sent_bytes(each["push"] + each["push_pull"], each["pull"]),
-            copies=3 + server.copies + (self.server_optimizer == "adagrad") / server.servers,
+            copies=3
+            + server.copies(self.pushes)
+            + (self.server_optimizer == "adagrad") / server.servers,
             note=f"an exchange takes {costs.in_steps(seconds['push_pull'])}; nobody waits for it",
         )
 

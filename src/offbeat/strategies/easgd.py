@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 from typing_extensions import override
 
+from offbeat.fabric.link import Pushes
 from offbeat.fabric.shard import Rule
 from offbeat.means.replica import add_to, read
 from offbeat.strategies.base import Costs, Forecast, Part, Worker, setting, transient
@@ -14,7 +15,10 @@ from offbeat.strategies.server import ServerState, ServerStrategy
 
 
 class _Elastic(Rule):
-    """z ← z + d, d = α(x − z), answered with d, by which the worker moves, too."""
+    """z ← z + d, d = α(x − z), answered with d, by which the worker moves, too.
+
+    What the worker will get rounded is rounded before z moves, so that both move alike.
+    """
 
     def __init__(self, alpha: Callable[[], float]) -> None:
         self._alpha = alpha  # asked each time: it may depend on how many workers there are
@@ -22,9 +26,15 @@ class _Elastic(Rule):
 
     @override
     def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
+        shard.add_(self._move(shard, values, source))
+
+    def _move(self, shard: Tensor, values: Tensor, source: int) -> Tensor:
+        """d, which is kept for the answer."""
         move = (values - shard).mul_(self._alpha())
+        if source in self.links:
+            self.links[source].round(move)
         self._moves[source] = move
-        shard.add_(move)
+        return move
 
     @override
     def answer(self, shard: Tensor, *, source: int) -> Tensor:
@@ -40,9 +50,7 @@ class _ElasticTogether(_Elastic):
 
     @override
     def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
-        move = (values - shard).mul_(self._alpha())
-        self._moves[source] = move
-        self._new.append((source, move))
+        self._new.append((source, self._move(shard, values, source)))
 
     @override
     def advance(self, shard: Tensor) -> None:
@@ -75,6 +83,9 @@ class EASGD(ServerStrategy):
     point: one worker on a quadratic of curvature 1 at learning rate η needs α < (4 − 2η)/(4 − η),
     the other any α < 1.
 
+    Over a lossy ``wire`` the server takes d at x̂, a mirror of x that moves by C(x − x̂), and both
+    move by C(d): x + z is conserved all the same.
+
     ``consensus`` and ``finish`` give z. EAMSGD is this with Nesterov momentum on the worker:
     ``torch.optim.SGD(..., momentum=δ, nesterov=True)``; an exchange leaves the velocity alone.
 
@@ -89,7 +100,8 @@ class EASGD(ServerStrategy):
 
     *Communication*: the model to the server, and d back, every ``period`` steps; waited for.
     *Memory*: one flat copy of the model, one for serving where all ranks serve, and one of the
-    shard for each exchange under way. *State*: the counters and the centre.
+    shard for each exchange under way; over a lossy wire one for x̂, beside x, and payloads. *State*:
+    the counters and the centre; over a lossy wire x̂, at both ends.
 
     *Differs from the paper*: exchanges come at the last step of a period, there at the first. A
     last one by ``finish`` brings into z the steps since; it moves z alone.
@@ -99,6 +111,7 @@ class EASGD(ServerStrategy):
     """
 
     name: ClassVar[str] = "easgd"
+    pushes: ClassVar[Pushes] = "models"
     period: int = setting(10, least=1)
     alpha: float | None = setting(None, above=0, below=1)
     synchronous: bool = False
@@ -183,6 +196,6 @@ class EASGD(ServerStrategy):
             step=max(steps + exchange, server.busy_seconds(1, 1)) / period,
             apart=period / alpha,
             payload=server.sent_bytes(1) / period,
-            copies=1 + server.copies + moves / server.servers,
+            copies=1 + server.copies(self.pushes) + moves / server.servers,
             note=f"spreads an exchange of {costs.in_steps(exchange)} over {period}",
         )

@@ -294,7 +294,13 @@ class Costs:
     def server(self, servers: tuple[int, ...] | None) -> ServerCosts:
         """Messages to and from a parameter server on the ranks ``servers``; None is all."""
         return ServerCosts.of(
-            servers, self.workers, self.model_bytes, self.bytes_per_second, self.latency_seconds
+            servers,
+            self.workers,
+            self.model_bytes,
+            self.bytes_per_second,
+            self.latency_seconds,
+            self.bytes_per_parameter,
+            self.wire,
         )
 
     # -- the forecast ----------------------------------------------------------------------------

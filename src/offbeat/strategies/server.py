@@ -10,8 +10,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from offbeat.arguments import require_integer
+from offbeat.fabric.link import Pushes
 from offbeat.fabric.parameter_server import ParameterServer
-from offbeat.fabric.shard import Answer, Rule
+from offbeat.fabric.shard import Rule
 from offbeat.means.replica import as_real, read, staging_dtype, unpack
 from offbeat.strategies.base import Averages, Roll, Strategy, Worker, transient
 
@@ -22,12 +23,7 @@ class ServerState:
 
     server: ParameterServer = transient()
     tensors: list[Tensor] = transient()  # the model's parameters, in the order of the vector
-    # As they were when last saved: this rank's shard, the answer that was not taken, if any, and
-    # what this worker had pulled.
-    shard: dict[str, Any] = field(default_factory=dict)
-    answer: Tensor = field(default_factory=lambda: torch.empty(0))
-    answer_clock: int | None = None
-    pulled_bytes: int = 0
+    saved: dict[str, Any] = field(default_factory=dict)  # the server, as it was when last saved
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -38,12 +34,18 @@ class ServerStrategy(Strategy):
     workers. A look pushes nothing: what a worker has not pushed yet is not in it. Parameters are
     served; floating-point buffers stay local and are averaged at ``consensus`` and ``finish``.
 
+    Over a lossy ``wire`` what travels between a worker and another rank's shard is rounded. Changes
+    of the model keep with their sender what rounding took away; models go as their difference to a
+    mirror that both ends keep. Looks, and what ``finish`` pushes of changes, travel as they are.
+
     Args:
         servers: The ranks that keep a shard of the model each, as in ``(0, 1)``, ``0/1`` in the
             text form; None is all of them, so that no single link carries everything.
     """
 
-    averages: ClassVar[Averages] = "nothing"
+    averages: ClassVar[Averages] = "pushes"
+    pushes: ClassVar[Pushes] = "changes"
+    """What workers send to the server; over a lossy wire it matters."""
     meets: ClassVar[bool] = False
     servers: tuple[int, ...] | None = None
 
@@ -83,7 +85,12 @@ class ServerStrategy(Strategy):
         )
         read(tensors, vector)
         server = ParameterServer(
-            worker.team, vector, servers=self.servers, rule=lambda: self.rule(worker)
+            worker.team,
+            vector,
+            servers=self.servers,
+            rule=lambda: self.rule(worker),
+            precision=worker.wire.precision,
+            pushes=self.pushes,
         )
         return ServerState(server, tensors)
 
@@ -130,7 +137,7 @@ class ServerStrategy(Strategy):
 
     @override
     def before_save(self, worker: Worker, meet: Callable[[], object]) -> None:
-        """Keep a copy of the shard when all pushes have arrived, and of the answer that has come.
+        """Keep a copy of the shard when all pushes have arrived, and of this worker's end.
 
         A collective.
         """
@@ -138,19 +145,12 @@ class ServerStrategy(Strategy):
         server = state.server
         server.stage()
         self.met(worker, server.arrive())
-        state.shard = {} if server.shard is None else server.shard.state_dict()
-        answer, state.pulled_bytes = server.untaken, server.pulled_bytes
-        state.answer = torch.empty(0) if answer is None else server.values.clone()
-        state.answer_clock = None if answer is None else answer.clock
+        state.saved = server.state_dict()
         worker.barrier("the state of the parameter server")  # nobody pushes before all have copied
 
     @override
     def after_load(self, worker: Worker) -> None:
         """Put the shard back. A collective."""
         state: ServerState = worker.state
-        if state.server.shard is not None:
-            state.server.shard.load_state_dict(state.shard)
-        if state.answer_clock is not None:
-            state.server.put_back(Answer(state.answer_clock), state.answer)
-        state.server.pulled_bytes = state.pulled_bytes
+        state.server.load_state_dict(state.saved)
         worker.barrier("the state of the parameter server")

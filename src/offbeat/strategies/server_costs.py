@@ -3,7 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from offbeat.fabric.link import Pushes, travelling_bytes
 from offbeat.fabric.shard import HEADER
+from offbeat.fabric.wire import Precision
 
 REQUEST_BYTES = 8 * HEADER
 ANSWER_BYTES = 8 * 3  # the header of an answer
@@ -14,15 +16,17 @@ _MOST_STEPS = 10_000  # that are played until they repeat themselves; else the m
 class ServerCosts:
     """A vector of M bytes in shards on S of N workers, each on a link of its own to one switch.
 
-    Letters: x = M/S a shard; R how many servers a worker sends to, S, or S − 1 where all serve;
-    p = (56 + x)/B and a = (24 + x)/B, what a push and an answer keep a link busy. Each worker
-    begins with another server, so that all links are busy at once. Where some workers keep no
-    shard, figures are theirs: one that keeps the whole model waits for nobody.
+    Letters: x = w·M/S a shard as it travels, where w is 1 over an exact wire; R how many servers a
+    worker sends to, S, or S − 1 where all serve; p = (56 + x)/B and a = (24 + x)/B, what a push and
+    an answer keep a link busy. Each worker begins with another server, so that all links are busy
+    at once. Where some workers keep no shard, figures are theirs: one that keeps the whole model
+    waits for nobody.
 
     Attributes:
         workers: N.
         servers: S.
         shard_bytes: x.
+        wire_share: w.
         bytes_per_second: B.
         latency_seconds: α.
     """
@@ -30,6 +34,7 @@ class ServerCosts:
     workers: int
     servers: int
     shard_bytes: float
+    wire_share: float
     bytes_per_second: float
     latency_seconds: float
 
@@ -41,6 +46,8 @@ class ServerCosts:
         model_bytes: float,
         bytes_per_second: float,
         latency_seconds: float,
+        bytes_per_parameter: float,
+        wire: Precision,
     ) -> "ServerCosts":
         """On the ranks ``servers``; None is all.
 
@@ -53,10 +60,13 @@ class ServerCosts:
                 f"ranks are 0 to {workers - 1}"
             )
         count = workers if servers is None else len(servers)
+        shard = model_bytes / count
+        travels = travelling_bytes(shard / bytes_per_parameter, bytes_per_parameter, wire)
         return cls(
             workers=workers,
             servers=count,
-            shard_bytes=model_bytes / count,
+            shard_bytes=travels,
+            wire_share=travels / shard,
             bytes_per_second=bytes_per_second,
             latency_seconds=latency_seconds,
         )
@@ -113,10 +123,18 @@ class ServerCosts:
         """Bytes that a worker hands over for so many pushes, and pulls that push nothing."""
         return self.remote * ((pushes + pulls) * REQUEST_BYTES + pushes * self.shard_bytes)
 
-    @property
-    def copies(self) -> float:
-        """Of the model, on a rank that serves: its shard, and a buffer for each other worker."""
-        return self.workers / self.servers
+    def copies(self, pushes: Pushes) -> float:
+        """Of the model, on a rank that serves, beside what every worker has: (1 + (N−1)·b + e)/S.
+
+        A shard, and for each other worker a buffer, b = 1. Over a lossy wire that is a mirror and a
+        payload, b = 1 + w; and e = (S−1)·w + 1 for the worker's own payloads, and for the change
+        that was pushed; where models are pushed e = (S−1)·(w + 1): the worker has mirrors, too.
+        """
+        others, remote, share = self.workers - 1, self.servers - 1, self.wire_share
+        if share == 1:
+            return self.workers / self.servers
+        kept = remote * share + (remote if pushes == "models" else 1)
+        return (1 + others * (1 + share) + kept) / self.servers
 
 
 def steady(steps: Iterable[tuple[object, float, int]]) -> tuple[float, float]:

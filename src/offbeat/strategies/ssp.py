@@ -41,14 +41,15 @@ class SSP(ServerStrategy):
         if the answer to the last request has come:
             x ← answer + S                        what it cannot contain yet stays
         if no request is under way:
-            send S, c;  S ← 0;  the server: z ← z + S, and it answers with z
+            send C(S), c;  S ← S − C(S);  the server: z ← z + C(S), and it answers with z
         while the view may miss updates of clocks ≤ c − s − 1:
             wait for the answer, as above
 
     So a request travels while the worker computes, and updates made meanwhile add up and go with
     the next one. The worker waits only at the bound. ``staleness=0`` is BSP, with plain SGD to
     rounding. Updates are divided by N so that a learning rate means what it means under BSP. Any
-    optimizer may make them.
+    optimizer may make them. C is what the ``wire`` rounds to, so S ← 0 over an exact one; what
+    rounding takes away waits in S, and ``finish`` sends it. An answer is z up to its rounding.
 
     The server holds an answer back until the slowest worker's clock is min(c, c − s + 1), because
     with an older one this worker could not begin the step after the next.
@@ -64,8 +65,9 @@ class SSP(ServerStrategy):
     *Communication*: the model to the server and back, one such exchange at a time, each step if the
     network is fast enough; only the bound is waited for. Lazily: the model to the server, likewise,
     and back at each refresh, which is waited for. *Memory*: three flat copies of the model (the
-    view, S, what is sent and answered), and one for serving where all ranks serve. *State*: view,
-    S, an answer that was not taken, the clocks, and the shard.
+    view, S, what is sent and answered), and one for serving where all ranks serve; over a lossy
+    wire another N-th of one, and payloads. *State*: view, S, an answer that was not taken, the
+    clocks, and the shard; over a lossy wire the mirrors.
 
     *Differs from the paper*: there the server adds u, here u/N. The cache of the paper refreshes
     single rows, this one the whole model.
@@ -106,7 +108,7 @@ class SSP(ServerStrategy):
             refreshed = self._take(worker, wait=True) or refreshed
             self._send(state)
         unpack(state.view, state.tensors)
-        worker.has_news = state.unsent > 0
+        worker.has_news = state.unsent > 0 or state.server.lossy  # S holds what rounding took
         worker.record["staleness"] = max(0, state.clock - state.slowest)
         worker.details["pulls"] = worker.details.get("pulls", 0) + refreshed
         self.report(worker)
@@ -143,8 +145,7 @@ class SSP(ServerStrategy):
         due = state.slowest < least
         if not state.server.free or not (state.unsent or due):
             return
-        state.server.values.copy_(state.sum)
-        state.sum.zero_()
+        state.server.hand_over(state.sum)
         state.unsent = 0
         state.asking = due or self.refresh == "ahead"
         if state.asking:
@@ -156,14 +157,14 @@ class SSP(ServerStrategy):
 
     @override
     def flush(self, worker: Worker) -> None:
-        """Push S."""
+        """Push S, with all that rounding has kept in it."""
         state: SSPState = worker.state
         state.server.settle(now=True)
         self._take(worker)
         state.server.stage().copy_(state.sum)
         state.sum.zero_()
         state.unsent = 0
-        state.server.push(clock=state.clock)
+        state.server.push_last(clock=state.clock)
 
     @override
     def met(self, worker: Worker, clock: int) -> None:
@@ -194,7 +195,7 @@ class SSP(ServerStrategy):
             step=step,
             apart=self.staleness,
             payload=server.sent_bytes(1) * requests,
-            copies=3 + server.copies,
+            copies=3 + server.copies(self.pushes),
             note=f"{what} of {costs.in_steps(seconds)} every {number(1 / requests)}",
         )
 

@@ -50,11 +50,13 @@ def attach(
             ``LocalSGD``, ``SelSync`` (parameters), ``FedAvg`` and ``DiLoCo`` (no overlap); under
             ``BSP`` it is equal anyway. Costs its size on the wire, exactly, whatever ``wire``: as
             much as the model for momentum, twice that for Adam.
-        wire: How the means of parameters and gradients travel: "float32" as they are, "bfloat16"
-            and "int8" in half and in about a quarter of the bytes, "int4" and "int2" in less, which
-            is meant for ``StreamingAveraging``. What rounding takes away is
-            kept and added the next time (one model copy of memory; another one, of the last mean,
-            unless gradients are averaged). Buffers and the final mean always travel as they are.
+        wire: How means of parameters and gradients, and pushes to a parameter server and its
+            answers, travel: "float32" as they are, "bfloat16" and "int8" in half and in about a
+            quarter of the bytes, "int4" and "int2" in less, which is meant for
+            ``StreamingAveraging``. What rounding takes away is kept and added the next time (one
+            model copy of memory, another one, of the last mean, unless gradients are averaged; for
+            a parameter server see its strategies). Buffers and the final mean always travel as they
+            are.
         log: Where a record of every step goes: a path (JSON lines, ``.rankN`` is added before the
             suffix unless the path contains ``{rank}``), a sink, or a list of them.
         distance_every: Measure at every so many own steps (≥ 1) how far apart the workers' models
@@ -116,13 +118,14 @@ def require_wire(wire: Precision, strategy: Strategy) -> None:
     """Raise unless ``strategy`` can use a wire of this precision.
 
     Raises:
-        ValueError: an unknown precision, or a lossy one with a strategy that averages nothing.
+        ValueError: an unknown precision, or a lossy one with a strategy that exchanges in a way
+            of its own.
     """
     require_precision(wire)
     if wire != "float32" and strategy.averages == "nothing":
         raise ValueError(
-            f"wire={wire!r}: {type(strategy).__name__} pushes to a parameter server; "
-            "wire applies to strategies that average"
+            f'wire={wire!r}: {type(strategy).__name__} declares averages = "nothing": it '
+            "exchanges in a way of its own, which no wire rounds"
         )
 
 
