@@ -12,7 +12,9 @@ same on all workers whenever each of them asks. All wires of a team keep one suc
 that waited for one of a later sum would hold up the others in an earlier one.
 """
 
+import functools
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
@@ -35,6 +37,19 @@ SECOND = {"int2": "int4"}
 def require_precision(precision: object) -> None:
     """Raise ValueError unless ``precision`` is one of ``Precision``."""
     require_choice("wire", precision, get_args(Precision))
+
+
+class _Coding:
+    """What the numbers are rounded to on both stages."""
+
+    def __init__(self, precision: Precision) -> None:
+        self.first: Codec = CODECS[precision]()
+        self.second: Codec = CODECS[SECOND.get(precision, precision)]()
+
+    @property
+    def most_block_bytes(self) -> int:
+        """Of a block on the stage that has more."""
+        return max(self.first.block_bytes, self.second.block_bytes)
 
 
 class _Stream:
@@ -73,6 +88,7 @@ class _Sum(Handle[Tensor]):
 
     Attributes:
         wire: What it travels on.
+        coding: What it is rounded to.
         stream: The errors on both stages.
         result: Where the sum goes.
         first: The exchange of the first stage.
@@ -85,6 +101,7 @@ class _Sum(Handle[Tensor]):
     """
 
     wire: "Wire"
+    coding: _Coding
     stream: _Stream
     result: Tensor
     first: Handle[Tensor]
@@ -114,11 +131,16 @@ class Update(Handle[Tensor]):
     Args:
         handle: The sum.
         sent: What this worker put in: its payload, or the numbers.
-        wire: Decodes it; None for numbers.
+        decode: Writes a payload's numbers into a tensor; None for numbers.
     """
 
-    def __init__(self, handle: Handle[Tensor], sent: Tensor, wire: "Wire | None") -> None:
-        self._handle, self._sent, self._wire = handle, sent, wire
+    def __init__(
+        self,
+        handle: Handle[Tensor],
+        sent: Tensor,
+        decode: Callable[[Tensor, Tensor], object] | None = None,
+    ) -> None:
+        self._handle, self._sent, self._decode = handle, sent, decode
 
     @override
     def done(self) -> bool:
@@ -130,7 +152,10 @@ class Update(Handle[Tensor]):
 
     def sent(self, like: Tensor) -> Tensor:
         """u: what the others have got from this worker, as many numbers as ``like`` has."""
-        return self._sent if self._wire is None else self._wire.decode(self._sent, like)
+        if self._decode is None:
+            return self._sent
+        self._decode(self._sent, found := torch.empty_like(like))
+        return found
 
 
 class _Stages:
@@ -191,9 +216,8 @@ class Wire:
         self._team, self.precision = team, precision
         self._streams: dict[str, _Stream] = {}
         self._stages = _Stages.of(team.account)
+        self._codings: dict[str, _Coding] = {}
         if not self.exact:
-            self._codec: Codec = CODECS[precision]()
-            self._second: Codec = CODECS[SECOND.get(precision, precision)]()
             self._twin = team.fabric.twin()
 
     @property
@@ -228,73 +252,104 @@ class Wire:
         self.advance()
         if not contribute:
             tensor.zero_()
-        if not self._pays(tensor):
+        coding = self._coding(tensor, self.precision)
+        if coding is None:
             return self._team.fabric.sum(tensor, what=what)
         state = self._stream(stream, tensor)
         if tentative:
             state.remember("sent")
         else:
             state.forget()
-        one = _Sum(self, state, tensor, Completed(tensor), contribute, tentative, what)
-        self._start(one, self._encode(tensor, state.sent, contribute=contribute))
+        one = _Sum(self, coding, state, tensor, Completed(tensor), contribute, tentative, what)
+        self._start(one, self._encode(coding, tensor, state.sent, contribute=contribute))
         return one
 
     def sum_updates(
-        self, tensor: Tensor, *, stream: str, what: str, contribute: bool = True
+        self,
+        tensor: Tensor,
+        *,
+        stream: str,
+        what: str,
+        contribute: bool = True,
+        precision: Precision | None = None,
     ) -> Update:
         """As ``sum``, for updates of a model that keeps what rounding takes from them.
 
         No error is fed back on the first stage: the caller moves the model by the sum, less what
         ``Update.sent`` says that the others have got.
+
+        Args:
+            tensor: As for ``sum``.
+            stream: As for ``sum``.
+            what: Names the operation in errors.
+            contribute: False sends zeros.
+            precision: Of this sum; None is the wire's own. The same on all workers. The errors of
+                the second stage go with the next quantised sum of the stream, whatever its
+                precision.
+
+        Raises:
+            ValueError: a lossy precision, and the wire's own is "float32".
         """
         self.advance()
         if not contribute:
             tensor.zero_()
-        if not self._pays(tensor):
+        coding = self._coding(tensor, self.precision if precision is None else precision)
+        if coding is None:
             sent = tensor.clone()
-            return Update(self._team.fabric.sum(tensor, what=what), sent, None)
+            return Update(self._team.fabric.sum(tensor, what=what), sent)
         state = self._stream(stream, tensor, only_second=True)
         errors = tensor.new_zeros(self._team.size, state.summed.numel(), dtype=torch.float32)
-        payload = self._encode(tensor, errors, contribute=contribute)
-        one = _Sum(self, state, tensor, Completed(tensor), contribute, False, what)
+        payload = self._encode(coding, tensor, errors, contribute=contribute)
+        one = _Sum(self, coding, state, tensor, Completed(tensor), contribute, False, what)
         self._start(one, payload)
-        return Update(one, payload, self)
+        return Update(one, payload, functools.partial(self._decode, coding.first))
 
-    def _pays(self, tensor: Tensor) -> bool:
-        """Whether quantising, with its whole blocks, sends less."""
+    def _coding(self, tensor: Tensor, precision: Precision) -> _Coding | None:
+        """What to round ``tensor`` to; None: it goes as it is, for that sends less."""
+        require_precision(precision)
+        if precision == "float32" or self._team.size == 1:
+            return None
         if self.exact:
-            return False
+            raise ValueError(
+                f"a sum in {precision!r} over a wire of 'float32', which has no second stage: "
+                "make the wire of a lossy precision"
+            )
+        coding = self._codings.get(precision) or _Coding(precision)
+        self._codings[precision] = coding
         blocks = self._team.size * self._chunk_blocks(tensor)
-        return blocks * max(self._codec.block_bytes, self._second.block_bytes) < tensor.nbytes
+        return coding if blocks * coding.most_block_bytes < tensor.nbytes else None
 
-    def _encode(self, tensor: Tensor, errors: Tensor, *, contribute: bool) -> Tensor:
+    def _encode(
+        self, coding: _Coding, tensor: Tensor, errors: Tensor, *, contribute: bool
+    ) -> Tensor:
         """The payload of the first stage of ``tensor`` plus ``errors``, which become those of it.
 
         Args:
+            coding: What to round to.
             tensor: 1-D.
             errors: float32, a row for each worker's chunk.
             contribute: False: zeros; the errors stay.
         """
         size, elements = errors.shape
-        chunk_bytes = elements // BLOCK * self._codec.block_bytes
+        chunk_bytes = elements // BLOCK * coding.first.block_bytes
         payload = torch.empty(size * chunk_bytes, dtype=torch.uint8, device=tensor.device)
         if not contribute:
             return payload.zero_()
         for rank, (row, part) in enumerate(zip(errors, payload.chunk(size), strict=True)):
-            self._codec.encode(row, part, plus=tensor[rank * elements :])
+            coding.first.encode(row, part, plus=tensor[rank * elements :])
         return payload
 
-    def decode(self, payload: Tensor, like: Tensor) -> Tensor:
-        """The numbers of a payload of ``_encode``, as many as ``like`` has."""
-        found, elements = torch.empty_like(like), self._chunk_blocks(like) * BLOCK
-        for part, chunk in zip(payload.chunk(self._team.size), found.split(elements), strict=False):
-            self._codec.decode(part, chunk)
-        return found
+    def _decode(self, codec: Codec, payload: Tensor, values: Tensor) -> None:
+        """Values ← the numbers of a payload of ``_encode``."""
+        elements = self._chunk_blocks(values) * BLOCK
+        parts = payload.chunk(self._team.size)
+        for part, chunk in zip(parts, values.split(elements), strict=False):
+            codec.decode(part, chunk)
 
     def _start(self, one: _Sum, payload: Tensor) -> None:
         blocks = one.stream.summed.numel() // BLOCK
         # Of the second stage, which starts at any time.
-        self._team.account.sent(blocks * self._second.block_bytes)
+        self._team.account.sent(blocks * one.coding.second.block_bytes)
         one.first = self._team.fabric.exchange(payload, what=one.what)
         self._stages.queue.append(one)
 
@@ -336,20 +391,20 @@ class Wire:
         parts = self._stages.wait_for(one)
         chunk_elements = one.stream.summed.numel()
         for part, chunk in zip(parts, one.result.split(chunk_elements), strict=False):
-            self._second.decode(part, chunk)
+            one.coding.second.decode(part, chunk)
 
     def start_second(self, one: _Sum) -> None:
         """Add up this worker's chunk of a sum and send it to all."""
-        received, errors = one.first.wait(), one.stream.summed
+        received, errors, coding = one.first.wait(), one.stream.summed, one.coding
         one.first = Completed(one.result)  # frees the payloads
         if one.tentative:
             one.stream.remember("summed")
-        blocks, block_bytes = errors.numel() // BLOCK, self._second.block_bytes
+        blocks, block_bytes = errors.numel() // BLOCK, coding.second.block_bytes
         payload = torch.empty(blocks * block_bytes, dtype=torch.uint8, device=errors.device)
         if one.contribute or bool(received.any()):
             for part in received.chunk(self._team.size):
-                self._codec.add(part, errors)
-            self._second.encode(errors, payload)
+                coding.first.add(part, errors)
+            coding.second.encode(errors, payload)
         else:  # nobody contributes: the sum is zero, and the errors wait for another one
             payload.zero_()
         with self._team.account.paused():  # counted when the sum was started

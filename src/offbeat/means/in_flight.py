@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offbeat.checkpoint import transient
 from offbeat.fabric import Completed, Handle, Team, Wire
-from offbeat.fabric.wire import Update
+from offbeat.fabric.wire import Precision, Update
 from offbeat.means.replica import (
     Bucket,
     add_clamped,
@@ -142,7 +142,15 @@ class InFlight:
         self._updates: list[Update] = []
         self._buffers_own: list[Tensor] = []  # s of the buffers, where ``own`` is not kept
 
-    def launch(self, total: Handle[float], *, contribute: bool, step: int, what: str) -> None:
+    def launch(
+        self,
+        total: Handle[float],
+        *,
+        contribute: bool,
+        step: int,
+        what: str,
+        precision: Precision | None = None,
+    ) -> None:
         """Take the snapshot and start the sums.
 
         Args:
@@ -150,7 +158,10 @@ class InFlight:
             contribute: Whether w is 1, else 0.
             step: Own steps so far.
             what: Names the operations in errors.
+            precision: Of this flight, where the residual is kept; None is the wire's own. The same
+                on all workers.
         """
+        assert precision is None or self._keeps_residual, "errors would be kept by the wire"
         # Two payloads over the same entries would put disagreement back with the opposite sign.
         assert not self.flying, "it must land before it is launched again"
         fabric = self._team.fabric
@@ -175,7 +186,7 @@ class InFlight:
             handle: Handle[Tensor]
             if self._keeps_residual:
                 handle = self._wire.sum_updates(
-                    flat, stream=stream, what=what, contribute=contribute
+                    flat, stream=stream, what=what, contribute=contribute, precision=precision
                 )
                 self._updates.append(handle)
             else:
@@ -221,7 +232,7 @@ class InFlight:
             for bucket, sums in zip(self.buckets, self.sums, strict=True):
                 bucket.flat.copy_(sums)
             own = [u.to(b.flat.device) for u, b in zip(self.own, self.buckets, strict=True)]
-            self._updates = [Update(Completed(u), u, None) for u in own[: self.parameter_buckets]]
+            self._updates = [Update(Completed(u), u) for u in own[: self.parameter_buckets]]
             self._buffers_own = own[self.parameter_buckets :]
         if self._keeps_residual:
             self.sums, self.own = [], []
