@@ -16,6 +16,7 @@ from fabric.rounding import largest, most, values
 from offbeat.fabric import Communicator, SingleCommunicator, Team, Wire
 from offbeat.fabric.codec import BLOCK
 from offbeat.fabric.control_only import ControlOnly
+from offbeat.fabric.numbers import Plain
 
 Function = Callable[[Wire, Team], Any]
 both = pytest.mark.parametrize("precision", ["bfloat16", "int8", "int4", "int2"])
@@ -110,18 +111,17 @@ def changing(wire: Wire, team: Team) -> Any:
     totals = []
     for i, precision in enumerate(CHANGING):
         update = values(10 * i + team.rank, 4000).double()
-        tensor = (residual + update).float()
         one = wire.sum_updates(
-            tensor.clone(),
+            Plain((residual + update).float()),
             stream="a",
             what="test",
             contribute=(i, team.rank) != (2, 1),  # it goes with the next one
             precision=precision,
         )
-        totals.append(one.wait())
+        totals.append(one.wait().whole())
         gain = gain + totals[-1]
         put_in = put_in + update
-        residual = residual + update - one.sent(tensor)
+        residual = residual + update - one.sent.whole()
     return totals, gain, residual, put_in, wire.state_dict()["a"], team.account.payload_bytes
 
 
@@ -464,7 +464,7 @@ def test_unknown_precisions_are_refused() -> None:
 def test_an_exact_wire_refuses_a_lossy_sum() -> None:
     def work(wire: Wire, team: Team) -> str:
         try:
-            wire.sum_updates(torch.ones(4000), stream="a", what="test", precision="int4")
+            wire.sum_updates(Plain(torch.ones(4000)), stream="a", what="test", precision="int4")
         except ValueError as error:
             return str(error)
         return ""

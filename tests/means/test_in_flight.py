@@ -262,6 +262,26 @@ def test_flights_of_changing_precision_lose_nothing() -> None:
     assert float(owed.abs().max()) > 1e-3
 
 
+def test_a_part_under_way_is_its_payloads() -> None:
+    """No snapshot, no sum, no difference is kept, before the landing or after it."""
+
+    def fly(rank: int, size: int) -> Any:
+        worker = Worker(rank, "int4", torch.float32)
+        part = worker.part(keeps_residual=True)
+        kept = []
+        for _ in range(2):
+            worker.step()
+            worker.launch(part)
+            part.wait()
+            kept.append([one._flat is None for one in part.buckets] + [not part.own, not part.sums])
+            part.land(worker.steps)
+            kept.append([one._flat is None for one in part.buckets] + [not part._updates])
+        return kept
+
+    for kept in run(fly, workers=2):
+        assert all(itertools.chain(*kept))
+
+
 # -- looking, saving ------------------------------------------------------------------------------
 
 
