@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fabric.rounding import values
-from offbeat.fabric.codec import BLOCK, CODECS
+from offbeat.fabric.codec import BLOCK, CODECS, piece_elements
 from offbeat.fabric.numbers import Coded, Numbers, Plain
 
 
@@ -48,3 +48,10 @@ def test_plain_numbers() -> None:
         Plain(x).read(one, i * BLOCK)
     assert torch.equal(torch.cat(found), x)
     assert Plain(x).whole() is not x
+
+
+def test_pieces_are_whole_blocks_and_a_gpu_works_on_all_at_once() -> None:
+    assert piece_elements(10**9, torch.device("cpu")) % BLOCK == 0
+    assert piece_elements(10**9, torch.device("cpu")) * 4 <= 2**19, "half of a cache of 1 MiB"
+    assert piece_elements(10**6, torch.device("cuda")) == 1954 * BLOCK
+    assert piece_elements(0, torch.device("cuda")) == BLOCK

@@ -461,6 +461,18 @@ def test_unknown_precisions_are_refused() -> None:
         Wire(Team(SingleCommunicator()), "int3")
 
 
+@pytest.mark.parametrize("precision", ["int8", "int4", "int2"])
+def test_numbers_that_are_not_there_do_not_count(precision: str) -> None:
+    """What ends inside a block is rounded by its own largest, not by what was there before."""
+    x = values(0, 4000).flip(0)  # the last block is smaller than the others by far
+
+    def work(wire: Wire, team: Team) -> Tensor:
+        return wire.sum_updates(Plain(x), stream="a", what="test").sent.whole()
+
+    for sent in simulated(work, precision):
+        assert ((sent.double() - x.double()).abs() <= most(x, precision)).all()
+
+
 def test_an_exact_wire_refuses_a_lossy_sum() -> None:
     def work(wire: Wire, team: Team) -> str:
         try:

@@ -223,10 +223,10 @@ def test_parts_that_fly_at_once_are_independent(wire: str) -> None:
 FLIGHTS: list[Any] = ["int8", "int2", None, "float32", "int4"]
 
 
-def fly_at_another_precision(rank: int, size: int) -> Any:
+def fly_at_another_precision(rank: int, size: int, outer: Outer) -> Any:
     """P and x − P after each landing, with a step under way, and the payload of each flight."""
     worker = Worker(rank, "bfloat16", torch.float32)
-    part = worker.part(keeps_residual=True)
+    part = worker.part(keeps_residual=True, outer=outer)
     seen = []
     for precision in FLIGHTS:
         worker.step()
@@ -244,7 +244,7 @@ def fly_at_another_precision(rank: int, size: int) -> Any:
 
 def test_flights_of_changing_precision_lose_nothing() -> None:
     """P has moved by the mean of all steps, but for what is in the models and with the owners."""
-    results = run(fly_at_another_precision, workers=2)
+    results = run(fly_at_another_precision, Outer(), workers=2)
     chunk = {"int8": (516, 516), "int2": (132, 260), None: (1024, 1024), "int4": (260, 260)}
     for i, precision in enumerate(FLIGHTS):
         (base, first, sent), (same, second, _) = (seen[i] for seen, _ in results)
@@ -260,6 +260,20 @@ def test_flights_of_changing_precision_lose_nothing() -> None:
     moved = base - start + (first + second + owed) / 2
     torch.testing.assert_close(moved, sum(steps) / 2, rtol=0, atol=2e-5)
     assert float(owed.abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("outer", [Outer(), Outer(0.7, 0.9)], ids=["plain", "outer"])
+def test_pieces_do_not_change_a_flight(outer: Outer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worked on a block at a time or all at once: the same bits in P, in x and with the owners."""
+    whole = run(fly_at_another_precision, outer, workers=2)
+    monkeypatch.setattr("offbeat.fabric.codec._PIECE_BLOCKS", 1)
+    for (cut_up, owed), (at_once, same) in zip(
+        run(fly_at_another_precision, outer, workers=2), whole, strict=True
+    ):
+        assert torch.equal(owed, same)
+        for one, other in zip(cut_up, at_once, strict=True):
+            assert torch.equal(one[0], other[0])
+            assert torch.equal(one[1], other[1])
 
 
 def test_a_part_under_way_is_its_payloads() -> None:
