@@ -9,6 +9,7 @@ NAMES = (
     "trigger",
     "attach",
     "average",
+    "codec",
     "compression",
     "bsp",
     "memory",

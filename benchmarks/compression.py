@@ -1,10 +1,9 @@
-"""What a quantised mean costs and saves: ``Wire.sum`` against the exact sum, and the codecs alone.
+"""What a quantised mean costs and saves: ``Wire.sum`` against the exact sum.
 
 The sums run over shaped links, in the same processes, in turn, behind a barrier; the time of the
 slowest worker counts. The bytes are read from the interface of each node: what one sum sends.
 """
 
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from benchmarks.harness import Result, compare, interleave, slowest
 from benchmarks.processes import run
 from offbeat.fabric import Team, TorchCommunicator, Wire
-from offbeat.fabric.codec import BLOCK, CODECS
+from offbeat.fabric.codec import CODECS
 from offbeat.fabric.wire import Precision
 from offbeat.lab.cluster import Cluster
 from offbeat.means.replica import BUCKET_BYTES
@@ -85,41 +84,9 @@ def sums(bandwidth: str, repetitions: int) -> list[Result]:
     return found
 
 
-def codec(precision: str, repetitions: int) -> list[Result]:
-    """Seconds against those of a copy, on a bucket's worth of numbers; rates in the details."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    elements = BUCKET_BYTES // 4
-    made = CODECS[precision]()
-    x, errors, out = torch.randn(elements), torch.zeros(elements), torch.empty(elements)
-    payload = torch.empty(elements // BLOCK * made.block_bytes, dtype=torch.uint8)
-    functions: dict[str, Callable[[], Any]] = {
-        "encode": lambda: made.encode(errors, payload, plus=x),
-        "decode": lambda: made.decode(payload, out),
-        "add": lambda: made.add(payload, out),
-        "copy": lambda: out.copy_(x),
-    }
-    seconds = interleave(functions, repetitions)
-    torch.set_num_threads(threads)
-    rates = {name: x.nbytes / statistics.median(s) / 1e9 for name, s in seconds.items()}
-    config = {"elements": elements, "repetitions": repetitions, "threads": 1}
-    return [
-        Result(
-            "compression",
-            f"{precision}: {name} / a copy of the float32 numbers, one thread: seconds",
-            rates["copy"] / rates[name],
-            None,
-            "",
-            config,
-            rates,
-        )
-        for name in ("encode", "decode", "add")
-    ]
-
-
 def results(*, quick: bool = False) -> list[Result]:
     """All figures of this benchmark."""
-    found = [one for precision in CODECS for one in codec(precision, 10 if quick else 100)]
+    found: list[Result] = []
     for bandwidth, repetitions in LINKS.items():
         found += sums(bandwidth, max(2, repetitions // 4) if quick else repetitions)
     return found

@@ -2,6 +2,8 @@
 
 import math
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -29,6 +31,18 @@ def round_trip(x: Tensor, precision: str) -> tuple[Tensor, Tensor]:
     return out, errors[: x.numel()]
 
 
+def rounded(x: Tensor, precision: str) -> Tensor:
+    """What ``x`` decodes to when its error is kept elsewhere."""
+    codec = CODECS[precision]()
+    blocks = -(-x.numel() // BLOCK)
+    numbers = torch.zeros(blocks * BLOCK)
+    numbers[: x.numel()] = x
+    payload = torch.full((blocks * codec.block_bytes,), 7, dtype=torch.uint8)
+    codec.round(numbers, payload)
+    codec.decode(payload, out := torch.empty_like(x))
+    return out
+
+
 @both
 @given(
     elements=st.integers(1, 4 * BLOCK + 1),
@@ -45,6 +59,7 @@ def test_the_error_is_bounded(
     decoded, errors = round_trip(x, precision)
     assert decoded.dtype == dtype
     assert ((decoded.double() - x.double()).abs() <= most(x, precision)).all()
+    assert ((rounded(x, precision).double() - x.double()).abs() <= most(x, precision)).all()
     torch.testing.assert_close(
         decoded.double() + errors, x.double(), rtol=2e-7, atol=1e-6 * float(x.abs().max())
     )
@@ -55,7 +70,58 @@ def test_many_pieces_and_odd_ends(precision: str) -> None:
     """A tensor longer than what is worked on at a time, which ends inside of a block."""
     x = values(0, 1300 * BLOCK + 17)
     decoded, _ = round_trip(x, precision)
-    assert ((decoded.double() - x.double()).abs() <= most(x, precision)).all()
+    for one in (decoded, rounded(x, precision)):
+        assert ((one.double() - x.double()).abs() <= most(x, precision)).all()
+
+
+def unpacked(payload: Tensor, bits: int) -> npt.NDArray[np.float32]:
+    """What a payload of integers holds by its description, bit by bit."""
+    data = payload.numpy()
+    blocks = len(data) // (BLOCK * bits // 8 + 4)
+    scales = data[: 4 * blocks].view("<f4")[:, None]
+    packed = data[4 * blocks :].reshape(blocks, -1)
+    fields = [(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
+    integers = np.concatenate(fields, axis=1).astype(np.int64)
+    integers -= (integers >= 2 ** (bits - 1)) * 2**bits
+    return (integers * scales).astype(np.float32)
+
+
+@pytest.mark.parametrize(("precision", "bits"), [("int8", 8), ("int4", 4), ("int2", 2)])
+@pytest.mark.parametrize("start", [0, 2, 299])
+def test_integers_are_rounded_to_nearest_even(precision: str, bits: int, start: int) -> None:
+    """Ties, too, with and without an error kept, anywhere in a payload; numpy reads its bits."""
+    levels, codec = 2 ** (bits - 1) - 1, CODECS[precision]()
+    generator = np.random.default_rng(start)
+    x = generator.integers(-2 * levels, 2 * levels + 1, (301, BLOCK)).astype(np.float32) / 2
+    x[:, 7] = levels  # so the scale is 1
+    part = torch.from_numpy(x[start:].reshape(-1).copy())
+    for keep in (True, False):
+        payload = torch.zeros(301 * codec.block_bytes, dtype=torch.uint8)
+        numbers = part.clone()
+        (codec.encode if keep else codec.round)(numbers, payload, start=start * BLOCK)
+        found = unpacked(payload, bits)
+        assert not found[:start].any()
+        np.testing.assert_array_equal(found[start:], np.rint(x[start:]))
+        if keep:
+            np.testing.assert_array_equal(numbers.reshape(-1, BLOCK), (x - np.rint(x))[start:])
+        codec.decode(payload, out := torch.empty_like(part), start=start * BLOCK)
+        codec.add(payload, total := torch.ones_like(part), start=start * BLOCK)
+        np.testing.assert_array_equal(out.reshape(-1, BLOCK), np.rint(x[start:]))
+        np.testing.assert_array_equal(total.reshape(-1, BLOCK), 1 + np.rint(x[start:]))
+
+
+def test_bfloat16_is_rounded_to_nearest_even() -> None:
+    """The upper half of the float32, by numpy, anywhere in a payload."""
+    x = values(3, 4 * BLOCK)
+    x[:512] = torch.arange(512) * 2.0**-8 + 1  # ties
+    word = x.numpy().view(np.uint32).astype(np.uint64)
+    expected = ((word + 0x7FFF + ((word >> 16) & 1)) >> 16).astype(np.uint16)
+    codec = CODECS["bfloat16"]()
+    for keep in (True, False):
+        payload = torch.zeros(5 * codec.block_bytes, dtype=torch.uint8)
+        (codec.encode if keep else codec.round)(x.clone(), payload, start=BLOCK)
+        np.testing.assert_array_equal(payload.numpy().view(np.uint16)[BLOCK:], expected)
+        assert not payload[: codec.block_bytes].any()
 
 
 @both
@@ -66,6 +132,7 @@ def test_zeros_are_exact_and_tiny_blocks_are_kept_for_later(precision: str) -> N
     assert not decoded[:BLOCK].any()
     assert not decoded[BLOCK + 4 :].any()
     assert torch.equal(decoded + errors, x)
+    assert torch.equal(rounded(x, precision), decoded)
 
 
 @pytest.mark.parametrize(("precision", "most"), [("int4", 7), ("int2", 1)])
@@ -101,6 +168,7 @@ def test_a_block_that_is_not_finite_decodes_to_nan(bad: float, precision: str) -
     assert decoded[2 * BLOCK :].isfinite().all()
     assert errors.isfinite().all()
     assert not errors[BLOCK : 2 * BLOCK].any()
+    torch.testing.assert_close(rounded(x, precision), decoded, equal_nan=True)
 
 
 def test_bfloat16_keeps_what_is_not_finite() -> None:

@@ -16,6 +16,7 @@ from fabric.rounding import largest, most, values
 from offbeat.fabric import Communicator, SingleCommunicator, Team, Wire
 from offbeat.fabric.codec import BLOCK
 from offbeat.fabric.control_only import ControlOnly
+from offbeat.fabric.numbers import Plain
 
 Function = Callable[[Wire, Team], Any]
 both = pytest.mark.parametrize("precision", ["bfloat16", "int8", "int4", "int2"])
@@ -99,6 +100,51 @@ def test_error_feedback_loses_nothing(precision: str) -> None:
         torch.testing.assert_close(fed + kept, 64 * exact, rtol=1e-5, atol=1e-5 * scale)
         assert ((fed / 64 - exact).abs() <= bound / 64 + 1e-5 * exact.abs() + 1e-9).all()
         assert (fresh / 64 - exact).norm() > 10 * (fed / 64 - exact).norm()
+
+
+CHANGING: list[Any] = ["int4", "int2", None, "bfloat16", "float32", "int2", "int8", "int4"]
+
+
+def changing(wire: Wire, team: Team) -> Any:
+    """Updates whose residual stays here, as in a model, summed at another precision each time."""
+    gain = residual = put_in = torch.zeros(4000, dtype=torch.float64)
+    totals = []
+    for i, precision in enumerate(CHANGING):
+        update = values(10 * i + team.rank, 4000).double()
+        one = wire.sum_updates(
+            Plain((residual + update).float()),
+            stream="a",
+            what="test",
+            contribute=(i, team.rank) != (2, 1),  # it goes with the next one
+            precision=precision,
+        )
+        totals.append(one.wait().whole())
+        gain = gain + totals[-1]
+        put_in = put_in + update
+        residual = residual + update - one.sent.whole()
+    return totals, gain, residual, put_in, wire.state_dict()["a"], team.account.payload_bytes
+
+
+@every_world
+def test_sums_of_changing_precision_lose_nothing(world: Any) -> None:
+    """Results, what stays with the senders and with the owners add up to what was put in."""
+    results = world(changing, "int8")
+    gain = results[0][1]
+    for totals, *_ in results:
+        for total, same in zip(totals, results[0][0], strict=True):
+            assert torch.equal(total, same)
+    kept = sum(residual for _, _, residual, *_ in results)
+    kept += torch.cat([state["summed"] for *_, state, _ in results])[:4000]
+    put_in = sum(one for _, _, _, one, *_ in results)
+    torch.testing.assert_close(
+        gain + kept, put_in, rtol=1e-5, atol=1e-6 * float(put_in.abs().max())
+    )
+    assert not torch.equal(gain, put_in)
+    # Blocks of both stages: three chunks of three, and one.
+    stages = {"int8": (516, 516), "int4": (260, 260), "int2": (132, 260), "bfloat16": (1024, 1024)}
+    sent = [stages[one or "int8"] for one in CHANGING if one != "float32"]
+    for *_, payload_bytes in results:
+        assert payload_bytes == sum(9 * first + 3 * second for first, second in sent) + 16_000
 
 
 def weighted(wire: Wire, team: Team) -> Any:
@@ -413,6 +459,29 @@ def test_unknown_precisions_are_refused() -> None:
     message = 'wire must be "float32", "bfloat16", "int8", "int4" or "int2", got \'int3\''
     with pytest.raises(ValueError, match=message):
         Wire(Team(SingleCommunicator()), "int3")
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4", "int2"])
+def test_numbers_that_are_not_there_do_not_count(precision: str) -> None:
+    """What ends inside a block is rounded by its own largest, not by what was there before."""
+    x = values(0, 4000).flip(0)  # the last block is smaller than the others by far
+
+    def work(wire: Wire, team: Team) -> Tensor:
+        return wire.sum_updates(Plain(x), stream="a", what="test").sent.whole()
+
+    for sent in simulated(work, precision):
+        assert ((sent.double() - x.double()).abs() <= most(x, precision)).all()
+
+
+def test_an_exact_wire_refuses_a_lossy_sum() -> None:
+    def work(wire: Wire, team: Team) -> str:
+        try:
+            wire.sum_updates(Plain(torch.ones(4000)), stream="a", what="test", precision="int4")
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    assert all("over a wire of 'float32'" in text for text in simulated(work, "float32"))
 
 
 # -- past the wire --------------------------------------------------------------------------------

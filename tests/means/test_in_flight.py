@@ -220,6 +220,82 @@ def test_parts_that_fly_at_once_are_independent(wire: str) -> None:
             assert torch.equal(bits(got), bits(want))
 
 
+FLIGHTS: list[Any] = ["int8", "int2", None, "float32", "int4"]
+
+
+def fly_at_another_precision(rank: int, size: int, outer: Outer) -> Any:
+    """P and x − P after each landing, with a step under way, and the payload of each flight."""
+    worker = Worker(rank, "bfloat16", torch.float32)
+    part = worker.part(keeps_residual=True, outer=outer)
+    seen = []
+    for precision in FLIGHTS:
+        worker.step()
+        before = worker.team.account.payload_bytes
+        part.launch(
+            Completed(2.0), contribute=True, step=worker.steps, what="a test", precision=precision
+        )
+        sent = worker.team.account.payload_bytes - before
+        worker.step()
+        part.land(worker.steps)
+        base = torch.cat(part.base)
+        seen.append((base, vector(worker.x) - base, sent))
+    return seen, worker.wire.state_dict()["all, bucket 0"]["summed"]
+
+
+def test_flights_of_changing_precision_lose_nothing() -> None:
+    """P has moved by the mean of all steps, but for what is in the models and with the owners."""
+    results = run(fly_at_another_precision, Outer(), workers=2)
+    chunk = {"int8": (516, 516), "int2": (132, 260), None: (1024, 1024), "int4": (260, 260)}
+    for i, precision in enumerate(FLIGHTS):
+        (base, first, sent), (same, second, _) = (seen[i] for seen, _ in results)
+        assert torch.equal(base, same)
+        if precision == "float32":
+            assert sent == 4 * base.numel()
+        else:
+            once, again = chunk[precision]
+            assert sent == 6 * once + 3 * again, "2 407 numbers are 6 blocks in 2 chunks"
+    owed = torch.cat([summed for _, summed in results])[: base.numel()]
+    steps = [vector(numbers(r, i, dtype=torch.float32)) for r in (1, 2) for i in range(1, 11)]
+    start = vector(numbers(0, dtype=torch.float32))
+    moved = base - start + (first + second + owed) / 2
+    torch.testing.assert_close(moved, sum(steps) / 2, rtol=0, atol=2e-5)
+    assert float(owed.abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("outer", [Outer(), Outer(0.7, 0.9)], ids=["plain", "outer"])
+def test_pieces_do_not_change_a_flight(outer: Outer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worked on a block at a time or all at once: the same bits in P, in x and with the owners."""
+    whole = run(fly_at_another_precision, outer, workers=2)
+    monkeypatch.setattr("offbeat.fabric.codec._PIECE_BLOCKS", 1)
+    for (cut_up, owed), (at_once, same) in zip(
+        run(fly_at_another_precision, outer, workers=2), whole, strict=True
+    ):
+        assert torch.equal(owed, same)
+        for one, other in zip(cut_up, at_once, strict=True):
+            assert torch.equal(one[0], other[0])
+            assert torch.equal(one[1], other[1])
+
+
+def test_a_part_under_way_is_its_payloads() -> None:
+    """No snapshot, no sum, no difference is kept, before the landing or after it."""
+
+    def fly(rank: int, size: int) -> Any:
+        worker = Worker(rank, "int4", torch.float32)
+        part = worker.part(keeps_residual=True)
+        kept = []
+        for _ in range(2):
+            worker.step()
+            worker.launch(part)
+            part.wait()
+            kept.append([one._flat is None for one in part.buckets] + [not part.own, not part.sums])
+            part.land(worker.steps)
+            kept.append([one._flat is None for one in part.buckets] + [not part._updates])
+        return kept
+
+    for kept in run(fly, workers=2):
+        assert all(itertools.chain(*kept))
+
+
 # -- looking, saving ------------------------------------------------------------------------------
 
 

@@ -34,8 +34,8 @@ def observe(rank: int, size: int, text: str, wire: Any, steps: int) -> list[dict
             part._find_tensors()
             bucket = part.buckets[0]
             before = torch.cat([t.reshape(-1) for t in bucket.tensors]).clone()
-            base, u = part.base[0].clone(), part._updates[0].sent(bucket.flat).clone()
-            mean = bucket.flat / part.weight
+            update, base = part._updates[0], part.base[0].clone()
+            u, mean = update.sent.whole(), update.wait().whole() / part.weight
             landed = bool(land(step))
             after = torch.cat([t.reshape(-1) for t in bucket.tensors]).clone()
             seen.append(

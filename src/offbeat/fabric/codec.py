@@ -6,7 +6,8 @@ piece that fits into the processor's cache at a time.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from math import inf
+from dataclasses import dataclass
+from math import inf, isfinite
 from typing import ClassVar
 
 import torch
@@ -17,17 +18,24 @@ BLOCK = 512
 """Numbers a block; integers of a block share one scale."""
 SMALLEST = 2.0**-100
 """A smaller scale counts as zero: its inverse would overflow."""
-_PIECE_BLOCKS = 512  # 1 MiB of float32, and as much scratch
+_PIECE_BLOCKS = 256  # half a MiB of float32, and as much scratch
+_ROUNDING = 1.5 * 2.0**23
+"""A float32 of this size has no fraction: adding it rounds to nearest even, in the low bits."""
 
 
 class Codec(ABC):
-    """A rounding of float32 numbers and its bytes."""
+    """A rounding of float32 numbers and its bytes.
+
+    ``start`` is the first of a payload's numbers that is meant, a multiple of ``BLOCK``.
+    """
 
     block_bytes: ClassVar[int]
     """Bytes of the payload of one block."""
 
     @abstractmethod
-    def encode(self, values: Tensor, payload: Tensor, plus: Tensor | None = None) -> None:
+    def encode(
+        self, values: Tensor, payload: Tensor, plus: Tensor | None = None, *, start: int = 0
+    ) -> None:
         """payload ← values + plus, rounded; values ← what the rounding took away.
 
         Where a value is not finite, what is left is 0.
@@ -36,14 +44,19 @@ class Codec(ABC):
             values: float32, 1-D, a multiple of ``BLOCK`` long.
             payload: uint8, 1-D, ``block_bytes`` for each block.
             plus: Floating point, 1-D; missing numbers are 0, more than ``values`` has are ignored.
+            start: Where in the payload.
         """
 
     @abstractmethod
-    def decode(self, payload: Tensor, values: Tensor) -> None:
+    def round(self, values: Tensor, payload: Tensor, *, start: int = 0) -> None:
+        """As ``encode``, for who keeps the error elsewhere; ``values`` are of no use afterwards."""
+
+    @abstractmethod
+    def decode(self, payload: Tensor, values: Tensor, *, start: int = 0) -> None:
         """Values ← payload; ``values`` may end inside the last block, and be of any float type."""
 
     @abstractmethod
-    def add(self, payload: Tensor, values: Tensor) -> None:
+    def add(self, payload: Tensor, values: Tensor, *, start: int = 0) -> None:
         """Values ← values + payload; ``values`` as for ``encode``."""
 
 
@@ -53,21 +66,32 @@ class BFloat16(Codec):
     block_bytes = 2 * BLOCK
 
     @override
-    def encode(self, values: Tensor, payload: Tensor, plus: Tensor | None = None) -> None:
-        rounded = payload.view(torch.bfloat16)
-        for piece in _pieces(values):
-            part = values[piece]
+    def encode(
+        self, values: Tensor, payload: Tensor, plus: Tensor | None = None, *, start: int = 0
+    ) -> None:
+        rounded = payload.view(torch.bfloat16)[start:]
+        for piece in pieces(values):
+            part, to = values[piece], rounded[piece]
             _add(part, plus, piece)
-            rounded[piece].copy_(part)
-            part.sub_(rounded[piece]).nan_to_num_(0.0, 0.0, 0.0)
+            to.copy_(part)
+            part.sub_(to)
+            # Asking a GPU would wait for it. Of numbers that are finite the sum may be infinite.
+            if part.device.type != "cpu" or not isfinite(part.sum().item()):
+                part.nan_to_num_(0.0, 0.0, 0.0)
 
     @override
-    def decode(self, payload: Tensor, values: Tensor) -> None:
-        values.copy_(payload.view(torch.bfloat16)[: values.numel()])
+    def round(self, values: Tensor, payload: Tensor, *, start: int = 0) -> None:
+        payload.view(torch.bfloat16)[start : start + values.numel()].copy_(values)
 
     @override
-    def add(self, payload: Tensor, values: Tensor) -> None:
-        values.add_(payload.view(torch.bfloat16))
+    def decode(self, payload: Tensor, values: Tensor, *, start: int = 0) -> None:
+        values.copy_(payload.view(torch.bfloat16)[start : start + values.numel()])
+
+    @override
+    def add(self, payload: Tensor, values: Tensor, *, start: int = 0) -> None:
+        rounded = payload.view(torch.bfloat16)[start:]
+        for piece in pieces(values):
+            values[piece].add_(rounded[piece])
 
 
 class Integers(Codec):
@@ -84,88 +108,199 @@ class Integers(Codec):
     block_bytes: ClassVar[int]
 
     def __init__(self) -> None:
-        self._kept: tuple[Tensor, Tensor] | None = None
-        self._most = 2 ** (self.bits - 1) - 1
+        self._kept: dict[int, _Scratch] = {}
+        self._known: dict[torch.device, _Constants] = {}
 
     @override
-    def encode(self, values: Tensor, payload: Tensor, plus: Tensor | None = None) -> None:
-        scales, packed = self._split(payload)
-        for piece in _pieces(values):
+    def encode(
+        self, values: Tensor, payload: Tensor, plus: Tensor | None = None, *, start: int = 0
+    ) -> None:
+        for piece in pieces(values):
             part = values[piece]
             _add(part, plus, piece)
-            x, blocks = part.view(-1, BLOCK), _blocks(piece)
-            scratch, integers = self._scratch(x)
-            scale = torch.abs(x, out=scratch).amax(1).div_(self._most)
-            inverse = scale.reciprocal()
-            # Asking a GPU would wait for it.
-            plain = x.device.type == "cpu" and bool((scale >= SMALLEST).all() & (scale < inf).all())
-            if not plain:
-                inverse.masked_fill_((scale < SMALLEST) | ~scale.isfinite(), 0.0)
-                scale.masked_fill_(scale < SMALLEST, 0.0).add_(scale - scale)  # ∞ becomes NaN
-            torch.mul(x, inverse[:, None], out=scratch).round_()
-            scales[blocks].copy_(scale)
-            x.addcmul_(scratch, scale[:, None], value=-1)
-            if not plain:
+            x, scratch = part.view(-1, BLOCK), self._scratch(part)
+            scale, packed = self._split(payload, start + piece.start, part.numel())
+            torch.abs(x, out=scratch.numbers)
+            inverse, finite = self._scale(scratch.numbers.amax(1, keepdim=True), scale)
+            torch.mul(x, inverse, out=scratch.numbers).round_()
+            x.addcmul_(scratch.numbers, scale, value=-1)
+            if not finite:
                 x.nan_to_num_(0.0, 0.0, 0.0)
-                scratch.nan_to_num_(0.0, 0.0, 0.0)  # where the scale is NaN
-            self._pack(scratch, integers, packed[blocks])
+                scratch.numbers.nan_to_num_(0.0, 0.0, 0.0)  # where the scale is NaN
+            self._pack(scratch.numbers, packed, scratch)
 
     @override
-    def decode(self, payload: Tensor, values: Tensor) -> None:
-        scales, packed = self._split(payload)
-        for piece in _pieces(values):
-            part, blocks = values[piece], _blocks(piece)
-            x = self._unpack(packed[blocks], *self._scratch(packed[blocks]))
-            if part.numel() == x.numel():
-                torch.mul(x, scales[blocks, None], out=part.view(-1, BLOCK))
-            else:
-                part.copy_(x.mul_(scales[blocks, None]).view(-1)[: part.numel()])
+    def round(self, values: Tensor, payload: Tensor, *, start: int = 0) -> None:
+        for piece in pieces(values):
+            x = values[piece].view(-1, BLOCK)
+            scratch = self._scratch(values[piece])
+            scale, packed = self._split(payload, start + piece.start, x.numel())
+            torch.abs(x, out=scratch.numbers)
+            inverse, _ = self._scale(scratch.numbers.amax(1, keepdim=True), scale)
+            torch.addcmul(self._constants(x).rounding, x, inverse, out=x)
+            self._pack(x.view(torch.int32), packed, scratch)
 
     @override
-    def add(self, payload: Tensor, values: Tensor) -> None:
-        scales, packed = self._split(payload)
-        for piece in _pieces(values):
-            blocks = _blocks(piece)
-            x = self._unpack(packed[blocks], *self._scratch(packed[blocks]))
-            values[piece].view(-1, BLOCK).addcmul_(x, scales[blocks, None])
+    def decode(self, payload: Tensor, values: Tensor, *, start: int = 0) -> None:
+        for piece in pieces(values):
+            part = values[piece]
+            scratch = self._scratch(part)
+            scale, packed = self._split(payload, start + piece.start, part.numel())
+            direct = part.dtype == torch.float32 and part.numel() % BLOCK == 0
+            x = part.view(-1, BLOCK) if direct else scratch.numbers
+            x.copy_(self._unpack(packed, scratch)).mul_(self._step(scale))
+            if not direct:
+                part.copy_(x.view(-1)[: part.numel()])
 
-    def _pack(self, rounded: Tensor, integers: Tensor, packed: Tensor) -> None:
-        """Packed ← the integers in ``rounded``, which is scratch memory, too.
+    @override
+    def add(self, payload: Tensor, values: Tensor, *, start: int = 0) -> None:
+        for piece in pieces(values):
+            part = values[piece]
+            scratch = self._scratch(part)
+            scale, packed = self._split(payload, start + piece.start, part.numel())
+            scratch.numbers.copy_(self._unpack(packed, scratch))
+            part.view(-1, BLOCK).addcmul_(scratch.numbers, self._step(scale))
 
-        Less than 8 bits: byte j of a block holds its numbers j, j + B, j + 2·B, … plus L, where a
-        block has B bytes, from the lowest bits up; so all work is on contiguous memory.
+    def _scale(self, largest: Tensor, scale: Tensor) -> tuple[Tensor, bool]:
+        """Scale ← that of blocks with these largest absolute values.
+
+        Returns:
+            Its inverse, and whether all numbers are known to be finite. Both are 0 where the scale
+            is tiny; where it is not finite it is NaN, and its inverse 0.
         """
-        integers.copy_(rounded.add_(self._most))
-        first, *others = integers.chunk(8 // self.bits, dim=1)
-        packed.copy_(first)
-        for number, part in enumerate(others, start=1):
-            packed.bitwise_or_(part.bitwise_left_shift_(self.bits * number))
+        torch.div(largest, self._constants(scale).most, out=scale)
+        inverse = scale.reciprocal()
+        usual = finite = False  # asking a GPU would wait for it
+        if scale.device.type == "cpu":
+            low, high = scale.aminmax()
+            finite = high.item() < inf  # not, if one is NaN
+            usual = finite and low.item() >= SMALLEST
+        if not usual:
+            tiny = scale < SMALLEST
+            inverse.masked_fill_(tiny | ~scale.isfinite(), 0.0)
+            scale.masked_fill_(tiny, 0.0).add_(scale - scale)  # ∞ becomes NaN
+        return inverse, finite
 
-    def _unpack(self, packed: Tensor, scratch: Tensor, integers: Tensor) -> Tensor:
-        """The integers as float32, in ``scratch``."""
-        parts = integers.chunk(8 // self.bits, dim=1)
-        for number, part in enumerate(parts):
-            torch.bitwise_right_shift(packed, self.bits * number, out=part)
-            if part is not parts[-1]:
-                part.bitwise_and_(2**self.bits - 1)
-        return scratch.copy_(integers).sub_(self._most)
+    def _pack(self, numbers: Tensor, packed: Tensor, scratch: "_Scratch") -> None:
+        """Packed ← the integers, in two's complement of so many bits.
 
-    def _scratch(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """float32 and bytes for the blocks of ``like``; on a CPU the same memory every time."""
-        count, device = like.shape[0], like.device
-        if device.type != "cpu":
-            scratch = torch.empty(count, BLOCK, device=device)
-            return scratch, torch.empty(count, BLOCK, dtype=torch.uint8, device=device)
-        if self._kept is None:
-            scratch = torch.empty(_PIECE_BLOCKS, BLOCK)
-            self._kept = scratch, torch.empty(_PIECE_BLOCKS, BLOCK, dtype=torch.uint8)
-        return self._kept[0][:count], self._kept[1][:count]
+        Byte j of a block holds its numbers j, j + B, j + 2·B, …, where a block has B bytes, from
+        the lowest bits up; so all work is on contiguous memory, four bytes at a time.
 
-    def _split(self, payload: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of a payload: its scales, and its integers by blocks."""
-        blocks = payload.numel() // self.block_bytes
-        scales = payload[: 4 * blocks].view(torch.float32)
-        return scales, payload[4 * blocks :].view(blocks, self.block_bytes - 4)
+        Args:
+            numbers: Whole ones: float32, or int32 of which the lowest byte counts.
+            packed: int8, by blocks.
+            scratch: For the work.
+        """
+        scratch.integers.copy_(numbers)
+        words, constants = packed.view(torch.int32), self._constants(packed)
+        first, *others = scratch.words
+        torch.bitwise_and(first, constants.fields[0], out=words)
+        for i, part in enumerate(others, start=1):
+            part.bitwise_left_shift_(constants.shifts[i]).bitwise_and_(constants.fields[i])
+            words.bitwise_or_(part)
+
+    def _unpack(self, packed: Tensor, scratch: "_Scratch") -> Tensor:
+        """The integers, times 2^(8 − bits): each is in the highest bits of its byte."""
+        words, constants = packed.view(torch.int32), self._constants(packed)
+        highest = constants.fields[-1]
+        *others, last = scratch.words
+        for part, shift in zip(others, reversed(constants.shifts), strict=False):
+            torch.bitwise_left_shift(words, shift, out=part)
+            part.bitwise_and_(highest)
+        torch.bitwise_and(words, highest, out=last)
+        return scratch.integers
+
+    def _step(self, scale: Tensor) -> Tensor:
+        """What to multiply ``_unpack``'s integers by. Exact: a scale is 0 or not that small."""
+        return scale * self._constants(scale).unit
+
+    def _constants(self, like: Tensor) -> "_Constants":
+        known = self._known.get(like.device)
+        if known is None:
+            known = self._known[like.device] = _Constants.of(self.bits, like.device)
+        return known
+
+    def _scratch(self, part: Tensor) -> "_Scratch":
+        """For a piece's blocks; on a CPU the same memory every time."""
+        blocks = -(-part.numel() // BLOCK)
+        if part.device.type != "cpu":
+            return _Scratch.new(blocks, 8 // self.bits, part.device)
+        if blocks not in self._kept:
+            most = _Scratch.new(_PIECE_BLOCKS, 8 // self.bits, part.device)
+            whole = self._kept.setdefault(_PIECE_BLOCKS, most)
+            self._kept[blocks] = whole.of(blocks)
+        return self._kept[blocks]
+
+    def _split(self, payload: Tensor, start: int, elements: int) -> tuple[Tensor, Tensor]:
+        """Views of a stretch of a payload: its scales, and its integers by blocks."""
+        first, last = start // BLOCK, -(-(start + elements) // BLOCK)
+        size, offset = self.block_bytes - 4, payload.numel() // self.block_bytes * 4
+        scales = payload[4 * first : 4 * last].view(torch.float32)
+        packed = payload[offset + size * first : offset + size * last].view(torch.int8)
+        return scales.view(-1, 1), packed.view(-1, size)
+
+
+@dataclass(frozen=True)
+class _Scratch:
+    """Memory to work in.
+
+    Attributes:
+        numbers: float32, a row for each block.
+        integers: int8, likewise.
+        words: The same memory as int32, cut into a byte's numbers.
+    """
+
+    numbers: Tensor
+    integers: Tensor
+    words: tuple[Tensor, ...]
+
+    @classmethod
+    def new(cls, blocks: int, a_byte: int, device: torch.device) -> "_Scratch":
+        """For so many blocks, of which so many numbers share a byte."""
+        integers = torch.empty(blocks, BLOCK, dtype=torch.int8, device=device)
+        return cls(
+            torch.empty(blocks, BLOCK, device=device),
+            integers,
+            integers.view(torch.int32).chunk(a_byte, dim=1),
+        )
+
+    def of(self, blocks: int) -> "_Scratch":
+        """For the first blocks: the same memory."""
+        words = tuple(part[:blocks] for part in self.words)
+        return _Scratch(self.numbers[:blocks], self.integers[:blocks], words)
+
+
+@dataclass(frozen=True)
+class _Constants:
+    """Numbers as tensors: a plain one costs a call more than the work on a piece of bytes.
+
+    Attributes:
+        most: L.
+        unit: 2^(bits − 8).
+        rounding: A row of ``_ROUNDING``.
+        shifts: int32, in bits, of each of a byte's numbers.
+        fields: int32, the bits that each of them has in all bytes.
+    """
+
+    most: Tensor
+    unit: Tensor
+    rounding: Tensor
+    shifts: tuple[Tensor, ...]
+    fields: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, bits: int, device: torch.device) -> "_Constants":
+        """For integers of so many bits."""
+        shifts = range(0, 8, bits)
+        fields = [_in_each_byte(2**bits - 1 << shift) for shift in shifts]
+        return cls(
+            torch.tensor(2.0 ** (bits - 1) - 1, device=device),
+            torch.tensor(2.0 ** (bits - 8), device=device),
+            torch.full((1, BLOCK), _ROUNDING, device=device),
+            tuple(torch.tensor(shift, dtype=torch.int32, device=device) for shift in shifts),
+            tuple(torch.tensor(field, dtype=torch.int32, device=device) for field in fields),
+        )
 
 
 class Int8(Integers):
@@ -175,12 +310,16 @@ class Int8(Integers):
     block_bytes = BLOCK + 4
 
     @override
-    def _pack(self, rounded: Tensor, integers: Tensor, packed: Tensor) -> None:
-        packed.view(torch.int8).copy_(rounded)
+    def _pack(self, numbers: Tensor, packed: Tensor, scratch: _Scratch) -> None:
+        packed.copy_(numbers)
 
     @override
-    def _unpack(self, packed: Tensor, scratch: Tensor, integers: Tensor) -> Tensor:
-        return scratch.copy_(packed.view(torch.int8))
+    def _unpack(self, packed: Tensor, scratch: _Scratch) -> Tensor:
+        return packed
+
+    @override
+    def _step(self, scale: Tensor) -> Tensor:
+        return scale
 
 
 class Int4(Integers):
@@ -200,16 +339,23 @@ class Int2(Integers):
 CODECS: dict[str, type[Codec]] = {"bfloat16": BFloat16, "int8": Int8, "int4": Int4, "int2": Int2}
 
 
-def _pieces(values: Tensor) -> Iterator[slice]:
-    """Slices of ``values`` that begin with a block; on a GPU a single one."""
-    step = _PIECE_BLOCKS * BLOCK if values.device.type == "cpu" else max(values.numel(), 1)
-    for start in range(0, values.numel(), step):
-        yield slice(start, min(start + step, values.numel()))
+def piece_elements(elements: int, device: torch.device) -> int:
+    """How many of so many numbers to work on at a time: whole blocks; on a GPU all of them."""
+    most = _PIECE_BLOCKS * BLOCK
+    return most if device.type == "cpu" else max(BLOCK, -(-elements // BLOCK) * BLOCK)
 
 
-def _blocks(piece: slice) -> slice:
-    """The blocks that hold a piece of the numbers."""
-    return slice(piece.start // BLOCK, -(-piece.stop // BLOCK))
+def pieces(values: Tensor) -> Iterator[slice]:
+    """Slices of ``values`` that begin with a block and fit into the cache."""
+    elements = values.numel()
+    step = piece_elements(elements, values.device)
+    for start in range(0, elements, step):
+        yield slice(start, min(start + step, elements))
+
+
+def _in_each_byte(bits: int) -> int:
+    """The int32 with these bits in each of its bytes."""
+    return int.from_bytes(bytes([bits] * 4), "little", signed=True)
 
 
 def _add(part: Tensor, plus: Tensor | None, piece: slice) -> None:

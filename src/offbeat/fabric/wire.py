@@ -22,14 +22,14 @@ from typing_extensions import override
 
 from offbeat.arguments import require_choice
 from offbeat.fabric.accounting import Account
-from offbeat.fabric.codec import BLOCK, CODECS, Codec
-from offbeat.fabric.handle import Completed, Handle
+from offbeat.fabric.codec import BLOCK
+from offbeat.fabric.coding import Coding
+from offbeat.fabric.handle import Handle
+from offbeat.fabric.numbers import Coded, Numbers, Plain, Update
 from offbeat.fabric.team import Team
 
 T = TypeVar("T")
 Precision = Literal["float32", "bfloat16", "int8", "int4", "int2"]
-SECOND = {"int2": "int4"}
-"""Of sums, where it is another one: a sum of numbers with few bits has more."""
 
 
 def require_precision(precision: object) -> None:
@@ -68,69 +68,64 @@ class _Stream:
 
 
 @dataclass(eq=False)
-class _Sum(Handle[Tensor]):
+class _Sum(Handle[Numbers]):
     """A quantised sum under way.
 
     Attributes:
         wire: What it travels on.
+        coding: What it is rounded to.
         stream: The errors on both stages.
-        result: Where the sum goes.
-        first: The exchange of the first stage.
+        like: What is summed.
         contribute: Whether this worker adds anything.
         tentative: Whether it may be taken back.
         what: Names it in errors.
-        payload: What this worker sent, while somebody may ask for it.
+        first: The exchange of the first stage, until the second one is started.
         second: The gathering of the second stage, once it is started.
-        ended: Whether ``result`` is there.
+        result: The sum, once it has ended.
     """
 
     wire: "Wire"
+    coding: Coding
     stream: _Stream
-    result: Tensor
-    first: Handle[Tensor]
+    like: Numbers
     contribute: bool
     tentative: bool
     what: str
-    payload: Tensor | None = None
+    first: Handle[Tensor] | None = None
     second: Handle[list[Tensor]] | None = None
-    ended: bool = False
+    result: Coded | None = None
 
     @override
     def done(self) -> bool:
         self.wire.advance()
-        return self.ended or (self.second is not None and self.second.done())
+        return self.result is not None or (self.second is not None and self.second.done())
 
     @override
-    def wait(self) -> Tensor:
-        if not self.ended:
-            self.wire.end(self)
-            self.second, self.ended = None, True
+    def wait(self) -> Coded:
+        if self.result is None:
+            parts, chunk = self.wire.payloads(self), self.stream.summed.numel()
+            self.result = Coded(self.coding.second, parts, chunk, self.like)
+            self.second = None
         return self.result
 
 
-class Update(Handle[Tensor]):
-    """A sum of updates under way; what rounding takes from one stays with the sender.
+class _Decoded(Handle[Tensor]):
+    """A quantised sum under way, which goes to ``result``."""
 
-    Args:
-        handle: The sum.
-        sent: What this worker put in: its payload, or the numbers.
-        wire: Decodes it; None for numbers.
-    """
-
-    def __init__(self, handle: Handle[Tensor], sent: Tensor, wire: "Wire | None") -> None:
-        self._handle, self._sent, self._wire = handle, sent, wire
+    def __init__(self, total: _Sum, result: Tensor) -> None:
+        self._total: _Sum | None = total
+        self._result = result
 
     @override
     def done(self) -> bool:
-        return self._handle.done()
+        return self._total is None or self._total.done()
 
     @override
     def wait(self) -> Tensor:
-        return self._handle.wait()
-
-    def sent(self, like: Tensor) -> Tensor:
-        """u: what the others have got from this worker, as many numbers as ``like`` has."""
-        return self._sent if self._wire is None else self._wire.decode(self._sent, like)
+        if self._total is not None:
+            self._total.wait().read(self._result)
+            self._total = None  # frees the payloads
+        return self._result
 
 
 class _Stages:
@@ -151,7 +146,7 @@ class _Stages:
 
     def advance(self) -> None:
         """Start the second stage of every sum whose first one has ended. Never blocks."""
-        while self.queue and self.queue[0].first.done():
+        while self.queue and _first(self.queue[0]).done():
             self._start()
 
     def __call__(self, handle: Handle[Any]) -> None:
@@ -164,7 +159,7 @@ class _Stages:
         self._waiting = True
         try:
             while self.queue and (one is None or one.second is None):
-                self.queue[0].first.wait()
+                _first(self.queue[0]).wait()
                 self._start()
             self.advance()
             return [] if one is None or one.second is None else one.second.wait()
@@ -174,6 +169,11 @@ class _Stages:
     def _start(self) -> None:
         head = self.queue.popleft()
         head.wire.start_second(head)
+
+
+def _first(one: _Sum) -> Handle[Tensor]:
+    assert one.first is not None
+    return one.first
 
 
 class Wire:
@@ -191,9 +191,8 @@ class Wire:
         self._team, self.precision = team, precision
         self._streams: dict[str, _Stream] = {}
         self._stages = _Stages.of(team.account)
+        self._codings: dict[str, Coding] = {}
         if not self.exact:
-            self._codec: Codec = CODECS[precision]()
-            self._second: Codec = CODECS[SECOND.get(precision, precision)]()
             self._twin = team.fabric.twin()
 
     @property
@@ -228,73 +227,85 @@ class Wire:
         self.advance()
         if not contribute:
             tensor.zero_()
-        if not self._pays(tensor):
+        numbers = Plain(tensor)
+        coding = self._coding(numbers, self.precision)
+        if coding is None:
             return self._team.fabric.sum(tensor, what=what)
-        state = self._stream(stream, tensor)
+        state = self._stream(stream, numbers)
         if tentative:
             state.remember("sent")
         else:
             state.forget()
-        one = _Sum(self, state, tensor, Completed(tensor), contribute, tentative, what)
-        self._start(one, self._encode(tensor, state.sent, contribute=contribute))
-        return one
+        one = _Sum(self, coding, state, numbers, contribute, tentative, what)
+        if contribute:
+            payload = coding.encode(tensor, state.sent)
+        else:
+            payload = coding.payload(state.sent.numel(), tensor.device).zero_()
+        self._start(one, payload)
+        return _Decoded(one, tensor)
 
     def sum_updates(
-        self, tensor: Tensor, *, stream: str, what: str, contribute: bool = True
+        self,
+        update: Numbers,
+        *,
+        stream: str,
+        what: str,
+        contribute: bool = True,
+        precision: Precision | None = None,
     ) -> Update:
         """As ``sum``, for updates of a model that keeps what rounding takes from them.
 
         No error is fed back on the first stage: the caller moves the model by the sum, less what
-        ``Update.sent`` says that the others have got.
-        """
-        self.advance()
-        if not contribute:
-            tensor.zero_()
-        if not self._pays(tensor):
-            sent = tensor.clone()
-            return Update(self._team.fabric.sum(tensor, what=what), sent, None)
-        state = self._stream(stream, tensor, only_second=True)
-        errors = tensor.new_zeros(self._team.size, state.summed.numel(), dtype=torch.float32)
-        payload = self._encode(tensor, errors, contribute=contribute)
-        one = _Sum(self, state, tensor, Completed(tensor), contribute, False, what)
-        self._start(one, payload)
-        return Update(one, payload, self)
-
-    def _pays(self, tensor: Tensor) -> bool:
-        """Whether quantising, with its whole blocks, sends less."""
-        if self.exact:
-            return False
-        blocks = self._team.size * self._chunk_blocks(tensor)
-        return blocks * max(self._codec.block_bytes, self._second.block_bytes) < tensor.nbytes
-
-    def _encode(self, tensor: Tensor, errors: Tensor, *, contribute: bool) -> Tensor:
-        """The payload of the first stage of ``tensor`` plus ``errors``, which become those of it.
+        ``Update.sent`` says that the others have got. Until then there are payloads in memory, and
+        nothing else.
 
         Args:
-            tensor: 1-D.
-            errors: float32, a row for each worker's chunk.
-            contribute: False: zeros; the errors stay.
-        """
-        size, elements = errors.shape
-        chunk_bytes = elements // BLOCK * self._codec.block_bytes
-        payload = torch.empty(size * chunk_bytes, dtype=torch.uint8, device=tensor.device)
-        if not contribute:
-            return payload.zero_()
-        for rank, (row, part) in enumerate(zip(errors, payload.chunk(size), strict=True)):
-            self._codec.encode(row, part, plus=tensor[rank * elements :])
-        return payload
+            update: Alike on all workers; read once, a stretch at a time.
+            stream: As for ``sum``.
+            what: Names the operation in errors.
+            contribute: False sends zeros, and reads nothing.
+            precision: Of this sum; None is the wire's own. The same on all workers. The errors of
+                the second stage go with the next quantised sum of the stream, whatever its
+                precision.
 
-    def decode(self, payload: Tensor, like: Tensor) -> Tensor:
-        """The numbers of a payload of ``_encode``, as many as ``like`` has."""
-        found, elements = torch.empty_like(like), self._chunk_blocks(like) * BLOCK
-        for part, chunk in zip(payload.chunk(self._team.size), found.split(elements), strict=False):
-            self._codec.decode(part, chunk)
-        return found
+        Raises:
+            ValueError: a lossy precision, and the wire's own is "float32".
+        """
+        self.advance()
+        coding = self._coding(update, self.precision if precision is None else precision)
+        if coding is None:
+            total = update.whole() if contribute else update.new().zero_()
+            sent = Plain(total.clone())
+            return Update(self._team.fabric.sum(total, what=what).then(Plain), sent)
+        state = self._stream(stream, update, only_second=True)
+        one = _Sum(self, coding, state, update, contribute, False, what)
+        size, chunk = self._team.size, state.summed.numel()
+        if contribute:
+            payload = coding.round(update, size, chunk)
+        else:
+            payload = coding.payload(size * chunk, update.device).zero_()
+        self._start(one, payload)
+        return Update(one, Coded(coding.first, payload.chunk(size), chunk, update))
+
+    def _coding(self, like: Numbers, precision: Precision) -> Coding | None:
+        """What to round to; None: the numbers go as they are, for that sends less."""
+        require_precision(precision)
+        if precision == "float32" or self._team.size == 1:
+            return None
+        if self.exact:
+            raise ValueError(
+                f"a sum in {precision!r} over a wire of 'float32', which has no second stage: "
+                "make the wire of a lossy precision"
+            )
+        coding = self._codings.get(precision) or Coding(precision)
+        self._codings[precision] = coding
+        blocks = self._team.size * self._chunk_blocks(like)
+        return coding if blocks * coding.most_block_bytes < like.nbytes else None
 
     def _start(self, one: _Sum, payload: Tensor) -> None:
         blocks = one.stream.summed.numel() // BLOCK
         # Of the second stage, which starts at any time.
-        self._team.account.sent(blocks * self._second.block_bytes)
+        self._team.account.sent(blocks * one.coding.second.block_bytes)
         one.first = self._team.fabric.exchange(payload, what=one.what)
         self._stages.queue.append(one)
 
@@ -306,14 +317,14 @@ class Wire:
         if stream in self._streams:
             self._streams[stream].take_back()
 
-    def _chunk_blocks(self, tensor: Tensor) -> int:
-        """Blocks of each worker's chunk of ``tensor``."""
-        return -(-tensor.numel() // (BLOCK * self._team.size))
+    def _chunk_blocks(self, like: Numbers) -> int:
+        """Blocks of each worker's chunk."""
+        return -(-like.elements // (BLOCK * self._team.size))
 
-    def _stream(self, name: str, tensor: Tensor, *, only_second: bool = False) -> _Stream:
-        rows, columns = self._team.size, self._chunk_blocks(tensor) * BLOCK
+    def _stream(self, name: str, like: Numbers, *, only_second: bool = False) -> _Stream:
+        rows, columns = self._team.size, self._chunk_blocks(like) * BLOCK
         shape = (0 if only_second else rows, columns)
-        state, device = self._streams.get(name), tensor.device
+        state, device = self._streams.get(name), like.device
         if state is None:
             sent = torch.zeros(shape, device=device)
             state = self._streams[name] = _Stream(sent, torch.zeros(columns, device=device))
@@ -322,7 +333,7 @@ class Wire:
         if state.sent.shape != shape:
             raise ValueError(
                 f"stream {name!r} of the wire has {tuple(state.sent.shape)} errors to feed back, "
-                f"a tensor of {tensor.numel()} elements needs {shape}: give each tensor a stream "
+                f"a tensor of {like.elements} elements needs {shape}: give each tensor a stream "
                 "of its own, and resume with as many workers"
             )
         return state
@@ -331,27 +342,20 @@ class Wire:
         """Start the second stage of every sum whose first one has ended. Never blocks."""
         self._stages.advance()
 
-    def end(self, one: _Sum) -> None:
-        """Wait for a sum of this wire and decode it."""
-        parts = self._stages.wait_for(one)
-        chunk_elements = one.stream.summed.numel()
-        for part, chunk in zip(parts, one.result.split(chunk_elements), strict=False):
-            self._second.decode(part, chunk)
+    def payloads(self, one: _Sum) -> list[Tensor]:
+        """Wait for a sum of this wire: one payload for each worker's chunk of it."""
+        return self._stages.wait_for(one)
 
     def start_second(self, one: _Sum) -> None:
         """Add up this worker's chunk of a sum and send it to all."""
-        received, errors = one.first.wait(), one.stream.summed
-        one.first = Completed(one.result)  # frees the payloads
+        received, errors, coding = _first(one).wait(), one.stream.summed, one.coding
+        one.first = None  # frees the payloads
         if one.tentative:
             one.stream.remember("summed")
-        blocks, block_bytes = errors.numel() // BLOCK, self._second.block_bytes
-        payload = torch.empty(blocks * block_bytes, dtype=torch.uint8, device=errors.device)
         if one.contribute or bool(received.any()):
-            for part in received.chunk(self._team.size):
-                self._codec.add(part, errors)
-            self._second.encode(errors, payload)
+            payload = coding.add_up(received, self._team.size, errors)
         else:  # nobody contributes: the sum is zero, and the errors wait for another one
-            payload.zero_()
+            payload = coding.summed(errors).zero_()
         with self._team.account.paused():  # counted when the sum was started
             one.second = self._twin.gather(payload, what=one.what)
 

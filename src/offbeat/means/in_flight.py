@@ -7,13 +7,16 @@ and an outer step of its own. ``AsyncAveraging`` has one part, ``DiLoCo`` one a 
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from offbeat.checkpoint import transient
 from offbeat.fabric import Completed, Handle, Team, Wire
-from offbeat.fabric.wire import Update
+from offbeat.fabric.codec import piece_elements
+from offbeat.fabric.numbers import Plain, Update
+from offbeat.fabric.wire import Precision
 from offbeat.means.replica import (
     Bucket,
     add_clamped,
@@ -24,6 +27,7 @@ from offbeat.means.replica import (
     staging_dtype,
     unpack,
 )
+from offbeat.means.run import Difference, Run
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,9 @@ class InFlight:
             rebind theirs.
         integers: Gives the integer buffers that do.
 
-    *Memory*, in copies of the part: the sums; s, if steps are kept; P, if anchored; v.
+    *Memory*, in copies of the part: the sums; s, if steps are kept; P, if anchored; v. Where the
+    residual is kept: P, v and, while it flies, u and the sums as they travel. Neither the snapshot
+    nor Δ is ever there as a whole.
     """
 
     base: list[Tensor]  # P, one a bucket of parameters; empty if not anchored
@@ -128,6 +134,9 @@ class InFlight:
         self.buckets = [*parameters, *make_buckets(buffers())]
         self.parameter_buckets = len(parameters)
         self.base = [_copy(b, dtype) for b in parameters] if anchored else []
+        if keeps_residual:
+            for bucket in parameters:
+                bucket.release()
         self.velocity = [torch.zeros_like(p) for p in self.base] if outer.momentum else []
         self.sums = [b.flat for b in self.buckets] if keeps_steps and not keeps_residual else []
         self.own = [torch.empty_like(s) for s in self.sums]
@@ -138,11 +147,20 @@ class InFlight:
         self.flying, self.weight, self.launched_step = False, 0.0, 0
         self.launched_seconds, self.arrived_seconds = 0.0, None
         self._total: Handle[float] = Completed(0.0)
-        self._handles: list[tuple[Tensor, Handle[Tensor]]] = []
+        # What is under way, and the staging tensor that gets it; updates stay coded.
+        self._handles: list[tuple[Tensor | None, Handle[Any]]] = []
         self._updates: list[Update] = []
         self._buffers_own: list[Tensor] = []  # s of the buffers, where ``own`` is not kept
 
-    def launch(self, total: Handle[float], *, contribute: bool, step: int, what: str) -> None:
+    def launch(
+        self,
+        total: Handle[float],
+        *,
+        contribute: bool,
+        step: int,
+        what: str,
+        precision: Precision | None = None,
+    ) -> None:
         """Take the snapshot and start the sums.
 
         Args:
@@ -150,7 +168,10 @@ class InFlight:
             contribute: Whether w is 1, else 0.
             step: Own steps so far.
             what: Names the operations in errors.
+            precision: Of this flight, where the residual is kept; None is the wire's own. The same
+                on all workers.
         """
+        assert precision is None or self._keeps_residual, "errors would be kept by the wire"
         # Two payloads over the same entries would put disagreement back with the opposite sign.
         assert not self.flying, "it must land before it is launched again"
         fabric = self._team.fabric
@@ -159,27 +180,31 @@ class InFlight:
         if self._keeps_residual:
             self.sums, self.own = [], []  # of a checkpoint
         for i, bucket in enumerate(self.buckets):
+            parameters, stream = i < self.parameter_buckets, f"{self._name}, bucket {i}"
+            if parameters and self._keeps_residual:
+                update = self._wire.sum_updates(
+                    Difference(Run(bucket.tensors), self.base[i]),
+                    stream=stream,
+                    what=what,
+                    contribute=contribute,
+                    precision=precision,
+                )
+                self._updates.append(update)
+                self._handles.append((None, update))
+                continue
             flat = bucket.pack()
             if self.own:
                 self.own[i].copy_(flat)
-            elif self._keeps_residual and i >= self.parameter_buckets:
+            elif self._keeps_residual:
                 self._buffers_own.append(flat.clone())
             if not contribute:
                 flat.zero_()
-            if i >= self.parameter_buckets:
+            if not parameters:
                 self._handles.append((flat, fabric.sum(flat, what=what)))
                 continue
             if contribute and self.base:
                 torch.sub(flat, self.base[i], out=flat)
-            stream = f"{self._name}, bucket {i}"
-            handle: Handle[Tensor]
-            if self._keeps_residual:
-                handle = self._wire.sum_updates(
-                    flat, stream=stream, what=what, contribute=contribute
-                )
-                self._updates.append(handle)
-            else:
-                handle = self._wire.sum(flat, stream=stream, what=what, contribute=contribute)
+            handle = self._wire.sum(flat, stream=stream, what=what, contribute=contribute)
             self._handles.append((flat, handle))
         for flat in self.largest:
             torch.cat([t.reshape(-1).to(flat) for t in self._integers()], out=flat)
@@ -202,7 +227,9 @@ class InFlight:
             return
         self.weight = self._total.wait()
         for flat, handle in self._handles:
-            flat.copy_(handle.wait())
+            result = handle.wait()
+            if flat is not None:
+                flat.copy_(result)
         self._handles = []
         if self.arrived_seconds is None:
             self.arrived_seconds = self._team.host.now()
@@ -211,18 +238,23 @@ class InFlight:
         """Let it arrive, and keep what a checkpoint has to hold of it."""
         self.wait()
         if self._keeps_residual and self.flying:
-            self.sums = [bucket.flat for bucket in self.buckets]
-            updates = zip(self._updates, self.sums, strict=False)
-            self.own = [*(one.sent(flat) for one, flat in updates), *self._buffers_own]
+            buffers = self.buckets[self.parameter_buckets :]
+            self.sums = [one.wait().whole() for one in self._updates] + [b.flat for b in buffers]
+            self.own = [*(one.sent.whole() for one in self._updates), *self._buffers_own]
 
     def after_load(self) -> None:
         """Take up what was under way."""
         if self._keeps_residual and self.flying:
-            for bucket, sums in zip(self.buckets, self.sums, strict=True):
-                bucket.flat.copy_(sums)
-            own = [u.to(b.flat.device) for u, b in zip(self.own, self.buckets, strict=True)]
-            self._updates = [Update(Completed(u), u, None) for u in own[: self.parameter_buckets]]
-            self._buffers_own = own[self.parameter_buckets :]
+            sums, own = (
+                [one.to(b.tensors[0].device) for one, b in zip(some, self.buckets, strict=True)]
+                for some in (self.sums, self.own)
+            )
+            count = self.parameter_buckets
+            numbers = [(Plain(total), Plain(u)) for total, u in zip(sums, own, strict=True)]
+            self._updates = [Update(Completed(total), u) for total, u in numbers[:count]]
+            self._buffers_own = own[count:]
+            for bucket, total in zip(self.buckets[count:], sums[count:], strict=True):
+                bucket.flat.copy_(total)
         if self._keeps_residual:
             self.sums, self.own = [], []
 
@@ -241,6 +273,7 @@ class InFlight:
         self.flying = False
         if self.weight:
             self._apply(moved=step > self.launched_step)
+        self._updates, self._buffers_own = [], []
         return True
 
     def show(self, step: int) -> None:
@@ -258,9 +291,7 @@ class InFlight:
             if i >= self.parameter_buckets:
                 self._apply_buffer(i, moved)
             elif self._keeps_residual:
-                shift = self._shift(i, show)
-                shift.sub_(self._updates[i].sent(shift))
-                add_to(bucket.tensors, shift, 1.0)
+                self._apply_update(i, show)
             elif not self.base:
                 if moved:
                     shift = bucket.flat.clone() if show else bucket.flat
@@ -290,20 +321,33 @@ class InFlight:
         for bucket, tensors in zip(self.buckets[self.parameter_buckets :], groups, strict=True):
             bucket.tensors = tensors
 
-    def _shift(self, i: int, show: bool) -> Tensor:
-        """Δ, by which P moves; with ``show`` P and v stay as they are."""
-        flat, kept = self.buckets[i].flat, self.base[i]
-        shift = flat / self.weight
-        if self.velocity:
-            velocity = shift + self._outer.momentum * self.velocity[i]
+    def _apply_update(self, i: int, show: bool) -> None:
+        """P ← P + Δ; x ← x + Δ − u: a piece after the other, each while it is in the cache."""
+        update, base, run = self._updates[i], self.base[i], Run(self.buckets[i].tensors)
+        total, step = update.wait(), piece_elements(base.numel(), base.device)
+        scratch = torch.empty(2, min(step, base.numel()), dtype=run.dtype, device=base.device)
+        for start in range(0, base.numel(), step):
+            piece = slice(start, min(start + step, base.numel()))
+            shift, sent = scratch[:, : piece.stop - start]
+            total.read(shift, start)
+            self._outer_shift(shift, i, piece, show)
             if not show:
-                self.velocity[i].copy_(velocity)
+                base[piece].add_(shift)
+            update.sent.read(sent, start)
+            run.add(shift.sub_(sent), start)
+        run.write_back()
+
+    def _outer_shift(self, shift: Tensor, i: int, piece: slice, show: bool) -> None:
+        """Shift ← Δ, of what is Σ w·u; with ``show`` v stays as it is."""
+        shift.div_(self.weight)
+        if self.velocity:
+            kept = self.velocity[i][piece]
+            velocity = shift + self._outer.momentum * kept
+            if not show:
+                kept.copy_(velocity)
             shift.add_(velocity, alpha=self._outer.momentum)
         if self._outer.lr != 1:
             shift.mul_(self._outer.lr)
-        if not show:
-            kept.add_(shift)
-        return shift
 
     def _step(self, i: int, show: bool) -> Tensor:
         """The outer step of bucket i; with ``show`` P and v stay as they are. The new P."""

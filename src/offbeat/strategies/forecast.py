@@ -19,7 +19,8 @@ from offbeat.costs import (
     all_to_all_seconds,
 )
 from offbeat.fabric.codec import BLOCK, CODECS
-from offbeat.fabric.wire import SECOND, Precision
+from offbeat.fabric.coding import SECOND
+from offbeat.fabric.wire import Precision
 from offbeat.means.gradient_mean import FIRST_BUCKET_BYTES
 from offbeat.means.replica import BUCKET_BYTES
 from offbeat.strategies.roll import Ballot
@@ -278,6 +279,11 @@ class Costs:
     def error_copies(self) -> float:
         """What a lossy wire keeps of rounding: what was sent, and this worker's chunk of sums."""
         return 1 + 1 / self.workers if self.lossy else 0.0
+
+    def flying_copies(self, size: float) -> float:
+        """Of a sum of updates of so many bytes: its payloads; of an exact one u and the sum."""
+        first, second = self._chunks(size)
+        return self.workers * (first + second) / size if first else 2.0
 
     @property
     def mean_copies(self) -> float:

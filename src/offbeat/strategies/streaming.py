@@ -89,8 +89,9 @@ class StreamingAveraging(Strategy):
         schedule: "eager" or "cyclic".
 
     *Communication*: one part a launch, and seven numbers; overlapped with computing. *Memory*: P
-    and the parts under way. *State*: P, what the second stage of a lossy wire has rounded away (an
-    N-th of a copy), what is under way, counters.
+    and, of the parts under way, the payloads; over an exact wire u and the sum. *State*: P, what
+    the second stage of a lossy wire has rounded away (an N-th of a copy), what is under way,
+    counters.
 
     ``parts=1`` over an exact wire is ``AsyncAveraging``. *Differs from* CSER (Xie et al., 2020) and
     the delta rule of hivemind, whose residual is in the model, too: parts that overlap. *From*
@@ -352,6 +353,6 @@ class StreamingAveraging(Strategy):
             step=step,
             apart=self.staleness,
             payload=rolls * ROLL_BYTES + a_step * costs.mean_bytes(part),
-            copies=2 + costs.error_copies / (costs.workers + 1),
+            copies=1 + costs.flying_copies(part) + costs.error_copies / (costs.workers + 1),
             note=f"parts of {sent}, the whole model every {number(whole)} steps",
         )

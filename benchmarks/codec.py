@@ -1,0 +1,118 @@
+"""What rounding costs: the codecs, and all that a worker computes for a part's flight.
+
+Everything on one thread, against a copy of as many float32 numbers in the same run. The flight is
+that of one of four workers on a network that takes no time and gives each its own numbers back.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from benchmarks.harness import Result, compare, interleave
+from offbeat.fabric import Completed, Handle, SingleCommunicator, Team, Wire
+from offbeat.fabric.codec import BLOCK, CODECS, Codec, piece_elements
+from offbeat.fabric.operation import Exchange, Gather, Operation
+from offbeat.fabric.wire import Precision
+from offbeat.means import InFlight
+
+MILLIONS = 8
+WORKERS = 4
+
+
+class Echo(SingleCommunicator):
+    """Several workers with the same numbers, of which there is one."""
+
+    size = WORKERS
+
+    @override
+    def start(self, operation: Operation[Any]) -> Handle[Any]:
+        match operation:
+            case Exchange(tensor=tensor):
+                return Completed(tensor)
+            case Gather(tensor=tensor):
+                return Completed([tensor] * self.size)
+        return super().start(operation)
+
+    @override
+    def twin(self) -> "Echo":
+        return Echo(self.timeout_seconds)
+
+
+class Flight:
+    """Launches and lands a part again and again; notes the seconds of each stage."""
+
+    def __init__(self, x: Tensor, precision: Precision) -> None:
+        team = Team(Echo())
+        self._part = InFlight(team, Wire(team, precision), [x], name="all", keeps_residual=True)
+        x.add_(torch.randn(x.numel()), alpha=1e-3)
+        self.stages: dict[str, list[float]] = {"launch": [], "second stage": [], "landing": []}
+
+    def fly(self) -> None:
+        """All that one worker does for one flight."""
+        times = [time.perf_counter()]
+        self._part.launch(Completed(float(WORKERS)), contribute=True, step=0, what="benchmark")
+        times.append(time.perf_counter())
+        self._part.arrived()
+        times.append(time.perf_counter())
+        self._part.land(1)
+        times.append(time.perf_counter())
+        for i, seconds in enumerate(self.stages.values()):
+            seconds.append(times[i + 1] - times[i])
+
+
+def round_all(codec: Codec, x: Tensor, payload: Tensor) -> None:
+    """As a launch does: a piece after the other, from a copy of it."""
+    step = piece_elements(x.numel(), x.device)
+    scratch = torch.empty(step)
+    for start in range(0, x.numel(), step):
+        values = scratch[: x.numel() - start]
+        values.copy_(x[start : start + step])
+        codec.round(values, payload, start=start)
+
+
+def codecs(repetitions: int) -> list[Result]:
+    """Each codec's operations and its flight, over a copy's seconds."""
+    elements = MILLIONS * 2**20
+    x, errors, out = torch.randn(elements), torch.zeros(elements), torch.empty(elements)
+    functions: dict[str, Callable[[], Any]] = {"copy": lambda: out.copy_(x)}
+    flights = {}
+    for precision, kind in CODECS.items():
+        made = kind()
+        payload = torch.empty(elements // BLOCK * made.block_bytes, dtype=torch.uint8)
+        made.encode(errors, payload, plus=x)
+        functions |= {
+            f"{precision}: round": lambda c=made, p=payload: round_all(c, x, p),
+            f"{precision}: encode": lambda c=made, p=payload: c.encode(errors, p, plus=x),
+            f"{precision}: decode": lambda c=made, p=payload: c.decode(p, out),
+            f"{precision}: add": lambda c=made, p=payload: c.add(p, out),
+        }
+    for precision in get_args(Precision):
+        flights[precision] = Flight(torch.randn(elements), precision)
+        functions[f"{precision}: a part's flight"] = flights[precision].fly
+    seconds = interleave(functions, repetitions, between=lambda: errors.zero_())
+    config = {"elements": elements, "repetitions": repetitions, "threads": 1, "workers": WORKERS}
+    found = []
+    for name in functions:
+        if name == "copy":
+            continue
+        ratio, details = compare(seconds[name], seconds["copy"])
+        if name.endswith("flight"):
+            stages = flights[name.partition(":")[0]].stages.items()
+            details |= {stage: statistics.median(times) for stage, times in stages}
+        text = f"{name} / a copy of the float32 numbers, one thread: seconds"
+        found.append(Result("codec", text, ratio, None, "", config, details))
+    return found
+
+
+def results(*, quick: bool = False) -> list[Result]:
+    """All figures of this benchmark."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    found = codecs(5 if quick else 30)
+    torch.set_num_threads(threads)
+    return found

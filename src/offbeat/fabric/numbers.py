@@ -1,0 +1,101 @@
+"""Numbers that are read a stretch at a time: from payloads, or as they are.
+
+So a tensor that has travelled need not be decoded as a whole before it is used.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from offbeat.fabric.codec import Codec
+from offbeat.fabric.handle import Handle
+
+
+class Numbers(ABC):
+    """A run of numbers.
+
+    Attributes:
+        elements: How many.
+        dtype: In which they are exact, or that they were rounded from.
+        device: Where they are.
+    """
+
+    def __init__(self, elements: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.elements, self.dtype, self.device = elements, dtype, device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of as many numbers of ``dtype``."""
+        return self.elements * self.dtype.itemsize
+
+    @abstractmethod
+    def read(self, values: Tensor, start: int = 0) -> None:
+        """Values ← as many of the numbers, from ``start`` on, a multiple of ``BLOCK``."""
+
+    def whole(self) -> Tensor:
+        """All of them, in a new tensor."""
+        self.read(values := self.new())
+        return values
+
+    def new(self) -> Tensor:
+        """Memory for all of them."""
+        return torch.empty(self.elements, dtype=self.dtype, device=self.device)
+
+
+class Plain(Numbers):
+    """Those of a 1-D tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tensor.numel(), tensor.dtype, tensor.device)
+        self._tensor = tensor
+
+    @override
+    def read(self, values: Tensor, start: int = 0) -> None:
+        values.copy_(self._tensor[start : start + values.numel()])
+
+
+class Coded(Numbers):
+    """Those of payloads.
+
+    Args:
+        codec: Decodes them.
+        payloads: One for each chunk.
+        chunk: Numbers of each, but for those that the last ones lack; a multiple of ``BLOCK``.
+        like: What was encoded: as many numbers, and of this dtype.
+    """
+
+    def __init__(self, codec: Codec, payloads: Sequence[Tensor], chunk: int, like: Numbers) -> None:
+        super().__init__(like.elements, like.dtype, like.device)
+        self._codec, self._payloads, self._chunk = codec, payloads, chunk
+
+    @override
+    def read(self, values: Tensor, start: int = 0) -> None:
+        done = 0
+        while done < values.numel():
+            number, offset = divmod(start + done, self._chunk)
+            part = values[done : done + self._chunk - offset]
+            self._codec.decode(self._payloads[number], part, start=offset)
+            done += part.numel()
+
+
+class Update(Handle[Numbers]):
+    """A sum of updates under way; what rounding takes from one stays with the sender.
+
+    Args:
+        total: The sum.
+        sent: What this worker has put in: the same numbers as the others have got from it.
+    """
+
+    def __init__(self, total: Handle[Numbers], sent: Numbers) -> None:
+        self._total, self.sent = total, sent
+
+    @override
+    def done(self) -> bool:
+        return self._total.done()
+
+    @override
+    def wait(self) -> Numbers:
+        return self._total.wait()
