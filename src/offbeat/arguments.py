@@ -159,6 +159,11 @@ def _check(name: str, value: object, kind: Any, within: Range) -> None:
             return
         optional = (None,) if type(None) in kinds else ()
         others = [k for k in kinds if k is not type(None)]
+        words = [k for k in others if typing.get_origin(k) is typing.Literal]
+        if len(words) < len(others) and words and isinstance(value, str):  # a word or a number
+            require_choice(name, value, typing.get_args(words[0]))
+            return
+        others = [k for k in others if k not in words] or words
         if len(others) > 1:
             return
         kind = others[0]

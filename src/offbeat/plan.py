@@ -118,7 +118,7 @@ def plan(
     bandwidth: float | str,
     latency: float | str = "100us",
     jitter: float = 0.0,
-    wire: Precision = "float32",
+    wire: Precision | None = None,
     bytes_per_parameter: float = 4,
     lssr: float = 0.9,
     strategies: Sequence[str | Strategy] | None = None,
@@ -159,7 +159,7 @@ def plan(
         bandwidth: 8·B, of each worker's link in each direction: bits a second, or "1Gbit/s".
         latency: α, of one message: seconds, or text like "100us" (≥ 0).
         jitter: Standard deviation of a step, relative to t, in [0, 1].
-        wire: How models and gradients travel, as in ``attach``.
+        wire: How models and gradients travel, as in ``attach``; None is that of each strategy.
         bytes_per_parameter: 4 for float32, and for half types too, which travel as float32.
         lssr: Share of local steps in (0, 1) that SelSync is asked for, and taken to have with a
             ``delta``.
@@ -172,7 +172,8 @@ def plan(
             the ``wire``; the message shows the right form.
     """
     require_integer("workers", workers, least=1)
-    require_precision(wire)
+    if wire is not None:
+        require_precision(wire)
     require_number("jitter", jitter)
     require_number("lssr", lssr)
     if not 0 <= jitter <= 1:
@@ -191,14 +192,14 @@ def plan(
         model_bytes=float(bytes_per_parameter * count),
         jitter=jitter,
         bytes_per_parameter=bytes_per_parameter,
-        wire=wire,
+        wire=wire or "float32",
         lssr=lssr,
     )
     if strategies is None:
         strategies = list(_suggestions(costs))
     elif isinstance(strategies, str) or not strategies:
         raise ValueError(f'strategies must be a list like ["bsp", "local:period=8"]: {strategies}')
-    candidates = [_candidate(strategy, costs) for strategy in strategies]
+    candidates = [_candidate(strategy, costs, wire) for strategy in strategies]
     chosen, reason = _recommend(candidates, costs)
     return Plan(
         parameters=count,
@@ -207,7 +208,7 @@ def plan(
         bandwidth=bits,
         latency_seconds=costs.latency_seconds,
         jitter=jitter,
-        wire=wire,
+        wire=costs.wire,
         model_bytes=costs.model_bytes,
         mean_seconds=costs.mean_seconds(costs.model_bytes),
         rows=tuple(forecast for _, forecast in candidates),
@@ -219,11 +220,12 @@ def plan(
 _Candidate = tuple[Strategy, Forecast]
 
 
-def _candidate(chosen: str | Strategy, costs: Costs) -> _Candidate:
+def _candidate(chosen: str | Strategy, costs: Costs, wire: Precision | None) -> _Candidate:
     """A strategy and its forecast, under the text that the user has given."""
     if not isinstance(chosen, str | Strategy):
         raise TypeError(f"a strategy is text like local:period=8, or a Strategy; got {chosen!r}")
     strategy = parse_strategy(chosen) if isinstance(chosen, str) else chosen
+    costs = replace(costs, wire=wire or strategy.default_wire)
     require_wire(costs.wire, strategy)
     return strategy, replace(strategy.forecast(costs), strategy=str(chosen).strip())
 

@@ -71,7 +71,8 @@ def _setting(kind: type, one: "dataclasses.Field[Any]") -> tuple[str, str]:
         default = getattr(kind(), one.name)  # it may be chosen when nothing else is
     required = default is dataclasses.MISSING
     shown = f"{one.name} (required)" if required else f"{one.name}={default}"
-    return shown, ", ".join(_choices(types_of(kind)[one.name])) or str(range_of(one))
+    allowed = [*_choices(types_of(kind)[one.name]), str(range_of(one))]
+    return shown, ", ".join(filter(None, allowed))
 
 
 def _choices(kind: Any) -> list[str]:

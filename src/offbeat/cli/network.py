@@ -34,7 +34,10 @@ def plan(
     latency: Latency = "100us",
     jitter: Jitter = 0.0,
     lssr: Annotated[float, typer.Option(help="Share of local steps asked of SelSync.")] = 0.9,
-    wire: Annotated[Precision, typer.Option(help="How models and gradients travel.")] = "float32",
+    wire: Annotated[
+        Precision | None,
+        typer.Option(help="How models and gradients travel.", show_default="float32; streaming chooses"),
+    ] = None,
     strategies: Annotated[
         list[str] | None,
         typer.Option("--strategy", "-s", help="Forecast these instead of the usual; repeat it."),

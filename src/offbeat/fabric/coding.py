@@ -14,6 +14,14 @@ SECOND = {"int2": "int4"}
 """Of sums, where it is another one: a sum of numbers with few bits has more."""
 
 
+def sum_bits(precision: str) -> float:
+    """Of each number of a sum, on both stages together."""
+    if precision == "float32":
+        return 64.0
+    stages = CODECS[precision], CODECS[SECOND.get(precision, precision)]
+    return sum(8 * codec.block_bytes / BLOCK for codec in stages)
+
+
 class Coding:
     """The codecs of a precision.
 

@@ -29,7 +29,7 @@ from offbeat.fabric.numbers import Coded, Numbers, Plain, Update
 from offbeat.fabric.team import Team
 
 T = TypeVar("T")
-Precision = Literal["float32", "bfloat16", "int8", "int4", "int2"]
+Precision = Literal["float32", "bfloat16", "int8", "int4", "int2", "auto"]
 
 
 def require_precision(precision: object) -> None:
@@ -183,7 +183,8 @@ class Wire:
 
     Args:
         team: The workers.
-        precision: "float32" sends tensors as they are; the others quantise them.
+        precision: "float32" sends tensors as they are; the others quantise them. "auto": each sum
+            says its own.
     """
 
     def __init__(self, team: Team, precision: Precision = "float32") -> None:
@@ -194,6 +195,11 @@ class Wire:
         self._codings: dict[str, Coding] = {}
         if not self.exact:
             self._twin = team.fabric.twin()
+
+    @property
+    def chosen(self) -> bool:
+        """Whether the strategy chooses what it sends."""
+        return self.precision == "auto"
 
     @property
     def exact(self) -> bool:
@@ -297,6 +303,7 @@ class Wire:
                 f"a sum in {precision!r} over a wire of 'float32', which has no second stage: "
                 "make the wire of a lossy precision"
             )
+        assert precision != "auto", "each sum has to say its own"
         coding = self._codings.get(precision) or Coding(precision)
         self._codings[precision] = coding
         blocks = self._team.size * self._chunk_blocks(like)

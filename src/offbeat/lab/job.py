@@ -122,9 +122,10 @@ class Job:
         unset="none",
         of_method=True,
     )
-    wire: Precision = option(
-        "float32",
+    wire: Precision | None = option(
+        None,
         help="How models and gradients travel: as they are, or in fewer bytes.",
+        unset="float32; streaming chooses",
         of_method=True,
     )
     optimizer_state: OptimizerStates = option(
@@ -171,7 +172,7 @@ class Job:
         if isinstance(method, Baseline):
             self._refuse(method)
             return
-        require_wire(self.wire, method)
+        require_wire(self.wire or method.default_wire, method)
         require_optimizer_state(self.optimizer_state, method)
 
     def _refuse(self, method: Baseline) -> None:

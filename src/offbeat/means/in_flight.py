@@ -62,11 +62,12 @@ class InFlight:
         not anchored:  P ← Σ w·s / Σ w         P is not kept; that is the same for η = 1, μ = 0
         landing:       x ← x + (P − s)         the own steps since the launch stay
                        x ← P                   if there are none
-        residual kept: u = C(s − P) travels;    D = Σ w·u / Σ w;  Δ = η·(D + μ·v)
+        residual kept: u = C(s − P) travels;    D = Σ w·u / Σ w;  Δ = η·(D + a·v)
                        P ← P + Δ;  x ← x + Δ − u
 
     Where the residual is kept, what the codec C rounds away stays in the model, which is all the
-    error feedback there is: x − P shrinks by exactly u.
+    error feedback there is: x − P shrinks by exactly u. There μ and a may be given with each
+    launch; a is μ otherwise.
 
     Floating-point buffers that fly along are averaged exactly, and their shift is kept between
     their own value and the mean, so that a variance stays positive. Of integer ones the maximum is
@@ -104,6 +105,8 @@ class InFlight:
     launched_step: int  # own step of the last launch
     launched_seconds: float
     arrived_seconds: float | None
+    fade: float  # μ of what is under way
+    ahead: float  # a, likewise
     outer: Outer = transient()
     buckets: list[Bucket] = transient()
     parameter_buckets: int = transient()  # so many of them; the others hold buffers
@@ -146,6 +149,8 @@ class InFlight:
         self.largest = [empty] if elements else []
         self.flying, self.weight, self.launched_step = False, 0.0, 0
         self.launched_seconds, self.arrived_seconds = 0.0, None
+        self.fade = self.ahead = outer.momentum
+        self.mean_squared = self.sent_squared = 0.0
         self._total: Handle[float] = Completed(0.0)
         # What is under way, and the staging tensor that gets it; updates stay coded.
         self._handles: list[tuple[Tensor | None, Handle[Any]]] = []
@@ -160,6 +165,8 @@ class InFlight:
         step: int,
         what: str,
         precision: Precision | None = None,
+        fade: float | None = None,
+        ahead: float | None = None,
     ) -> None:
         """Take the snapshot and start the sums.
 
@@ -170,6 +177,8 @@ class InFlight:
             what: Names the operations in errors.
             precision: Of this flight, where the residual is kept; None is the wire's own. The same
                 on all workers.
+            fade: μ of this flight, where the residual is kept; None: that of the outer step.
+            ahead: a, likewise.
         """
         assert precision is None or self._keeps_residual, "errors would be kept by the wire"
         # Two payloads over the same entries would put disagreement back with the opposite sign.
@@ -177,6 +186,8 @@ class InFlight:
         fabric = self._team.fabric
         self._find_tensors()
         self._updates, self._buffers_own = [], []
+        self.fade = self._outer.momentum if fade is None else fade
+        self.ahead = self._outer.momentum if ahead is None else ahead
         if self._keeps_residual:
             self.sums, self.own = [], []  # of a checkpoint
         for i, bucket in enumerate(self.buckets):
@@ -270,7 +281,7 @@ class InFlight:
         if not self.flying:
             return False
         self.wait()
-        self.flying = False
+        self.flying, self.mean_squared, self.sent_squared = False, 0.0, 0.0
         if self.weight:
             self._apply(moved=step > self.launched_step)
         self._updates, self._buffers_own = [], []
@@ -334,18 +345,22 @@ class InFlight:
             if not show:
                 base[piece].add_(shift)
             update.sent.read(sent, start)
+            if self.velocity and not show:
+                self.sent_squared += float(torch.dot(sent, sent))
             run.add(shift.sub_(sent), start)
         run.write_back()
 
     def _outer_shift(self, shift: Tensor, i: int, piece: slice, show: bool) -> None:
         """Shift ← Δ, of what is Σ w·u; with ``show`` v stays as it is."""
         shift.div_(self.weight)
+        if self.velocity and not show:
+            self.mean_squared += float(torch.dot(shift, shift))
         if self.velocity:
             kept = self.velocity[i][piece]
-            velocity = shift + self._outer.momentum * kept
+            velocity = shift + self.fade * kept
             if not show:
                 kept.copy_(velocity)
-            shift.add_(velocity, alpha=self._outer.momentum)
+            shift.add_(velocity, alpha=self.ahead)
         if self._outer.lr != 1:
             shift.mul_(self._outer.lr)
 

@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Literal
 from offbeat.arguments import check_settings, setting
 from offbeat.checkpoint import transient
 from offbeat.fabric import Handle
+from offbeat.fabric.wire import Precision
 from offbeat.strategies.forecast import Costs, Forecast
 from offbeat.strategies.roll import Ballot, Roll, Round, Vote
 from offbeat.strategies.worker import Part, Worker
@@ -63,6 +64,11 @@ class Strategy(ABC):
 
     "nothing" refuses a lossy ``wire`` and is for strategies that exchange in a way of their own.
     """
+
+    @property
+    def default_wire(self) -> Precision:
+        """The ``wire`` of ``attach`` where none is given; "auto" if the strategy can choose."""
+        return "float32"
 
     rounds: ClassVar[Rounds] = "step"
     """When a round begins and ends.

@@ -25,11 +25,13 @@ class Vote:
             mean has seen, else 0.
         flag: Whether it asks for a synchronization.
         measure: A number of the algorithm's own.
+        more: Further ones; always as many.
     """
 
     weight: float | None = None
     flag: bool = False
     measure: float = 0.0
+    more: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Ballot:
         measure: Of its vote.
         view: Number of the team's view.
         round: Number of the round.
+        more: Of its vote.
     """
 
     weight: float
@@ -53,14 +56,15 @@ class Ballot:
     measure: float
     view: int
     round: int
+    more: tuple[float, ...] = ()
 
-    SLOTS: ClassVar[int] = 7
+    SLOTS: ClassVar[int] = 7  # and those of ``more``
 
     def values(self) -> list[float]:
         """The numbers, to be summed over the workers."""
         common = [float(self.view % _WRAP), float(self.round % _WRAP)]
         counts = [float(self.stepping), float(self.finishing), float(self.flag)]
-        return [self.weight, *counts, self.measure, *common]
+        return [self.weight, *counts, self.measure, *common, *self.more]
 
     def read(self, sums: Sequence[float], workers: int) -> "Roll":
         """The roll, from the sums of the numbers of so many ``workers``.
@@ -68,14 +72,16 @@ class Ballot:
         Raises:
             OffbeatError: they do not belong to the same round.
         """
-        weight, stepping, finishing, flag, measure, *common = sums
-        if [round(n) for n in common] != [round(n) * workers for n in self.values()[-2:]]:
+        weight, stepping, finishing, flag, measure, view, number, *more = sums
+        here = [self.view % _WRAP * workers, self.round % _WRAP * workers]
+        if [round(view), round(number)] != here:
             raise OffbeatError(
                 f"the workers are not in the same round: this one is in round {self.round} of view "
                 f"{self.view}. One of them went on after an interruption, perhaps: detach() and "
                 "attach again on all"
             )
-        return Roll(weight, round(stepping), round(finishing), round(flag), measure, self)
+        counts = round(stepping), round(finishing), round(flag)
+        return Roll(weight, *counts, measure, self, tuple(more))
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,7 @@ class Roll:
         flag: Workers that ask for a synchronization.
         measure: Sum of a number of the strategy's own.
         own: What this worker put in.
+        more: Sums of its further ones.
     """
 
     weight: float
@@ -97,6 +104,7 @@ class Roll:
     flag: int
     measure: float
     own: Ballot
+    more: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

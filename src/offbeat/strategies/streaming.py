@@ -1,12 +1,15 @@
 """Streaming averaging: the model travels in parts, always, and nobody waits for it."""
 
+import logging
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from typing_extensions import override
 
 from offbeat.checkpoint import transient
+from offbeat.fabric.wire import Precision
 from offbeat.means import InFlight, Outer
 from offbeat.means.parts import cut_evenly
 from offbeat.strategies.base import (
@@ -23,9 +26,16 @@ from offbeat.strategies.base import (
     setting,
 )
 from offbeat.strategies.forecast import ROLL_BYTES, number
+from offbeat.strategies.pace import FEW, PRECISIONS, Pace
 
-_LEAST_WINDOW = 2  # parts: one is on the link while the arrival of another is noticed
-_MOST_LATE = 2  # parts that may lie in front of the link; more only get old there
+logger = logging.getLogger("offbeat")
+
+_PART_BYTES = 2**15  # of a part at least, where their number is chosen: each costs some operations
+_MOST_PARTS = 16
+_MEMORY_STEPS = 50.0  # own steps in which the outer momentum fades to 1/e
+_MOST_GAIN = 4.0
+_MORE_BYTES = 8 * 4  # of a vote
+_MERGES = 5  # over so many passes of the model coherence is smoothed
 
 
 @dataclass(frozen=True)
@@ -35,10 +45,16 @@ class Launch:
     Attributes:
         part: Its index.
         round: Which decided that.
+        precision: None is that of the wire.
+        fade: e^(−steps since it was launched last / 50).
+        ahead: (G − 1)·(1 − fade).
     """
 
     part: int
     round: Round
+    precision: Precision | None
+    fade: float
+    ahead: float
 
 
 @dataclass
@@ -47,8 +63,11 @@ class StreamingState:
 
     parts: list[InFlight]
     next: int = 0  # the part whose turn it is
-    window: int = _LEAST_WINDOW  # parts that may be agreed on and not have landed
-    probing: bool = True  # the link has never been full
+    pace: Pace = field(default_factory=Pace)
+    launched: list[float] = field(default_factory=list)  # mean own step of each part's last launch
+    sent_squared: float = 0.0  # ‖u‖² of a landing, smoothed
+    mean_squared: float = 0.0  # ‖D‖², likewise
+    gain: float = 1.0  # G
     round_step: int = 0  # own step of the last round
     unsent: int = 0  # parts that have to go once more, for all own steps to have been sent
     fresh_step: int = 0  # own step of the last launch that has landed
@@ -102,9 +121,10 @@ class StreamingAveraging(Strategy):
     averages: ClassVar[Averages] = "updates"
     rounds: ClassVar[Rounds] = "boundary"
     meets: ClassVar[bool] = False
-    parts: int = setting(8, least=1)
+    parts: int | Literal["auto"] = setting("auto", least=1)
     staleness: int = setting(64, least=1)
     schedule: Literal["eager", "cyclic"] = "eager"
+    outer_gain: float | Literal["auto"] = setting("auto", least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,10 +134,17 @@ class StreamingAveraging(Strategy):
                 f"staleness/2 steps long; got {self.staleness}"
             )
 
+    @property
+    @override
+    def default_wire(self) -> Precision:
+        return "auto" if self.schedule == "eager" else "float32"  # of which every run is the same
+
     @override
     def start(self, worker: Worker) -> StreamingState:
         """Every worker holds P."""
-        cuts = cut_evenly([p for _, p in worker.replica.parameters], self.parts)
+        tensors = [p for _, p in worker.replica.parameters]
+        cuts = cut_evenly(tensors, self._count(sum(t.nbytes for t in tensors)))
+        fades = self.outer_gain != 1 and worker.size > 1
         return StreamingState(
             [
                 InFlight(
@@ -125,14 +152,20 @@ class StreamingAveraging(Strategy):
                     worker.wire,
                     tensors,
                     name=f"part {i}",
-                    outer=Outer(),
+                    outer=Outer(momentum=float(fades)),  # each launch says how much
                     keeps_residual=True,
                     # They are few: the last part takes them along.
                     buffers=worker.replica.float_buffers if i == len(cuts) - 1 else tuple,
                 )
                 for i, tensors in enumerate(cuts)
-            ]
+            ],
+            launched=[0.0] * len(cuts),
         )
+
+    def _count(self, model_bytes: float) -> int:
+        if self.parts != "auto":
+            return self.parts
+        return max(1, min(_MOST_PARTS, int(model_bytes / _PART_BYTES)))
 
     # -- rounds ----------------------------------------------------------------------------------
 
@@ -150,30 +183,13 @@ class StreamingAveraging(Strategy):
                 state.parts[state.flying[0]].arrived() or self._at_bound(worker)
             ):
                 landed = self._land(worker)
-            self._resize(worker)
+            ages = [worker.step - state.parts[part].launched_step for part in state.flying]
+            # Over a lossy wire a second stage starts at the first boundary.
+            exact = worker.wire.exact or state.pace.precision == "float32"
+            state.pace.resize(ages, len(state.parts), prompt=1 if exact else 2)
             self._launch(worker, wait=False)
         self._report(worker)
         return landed
-
-    @staticmethod
-    def _resize(worker: Worker) -> None:
-        """More parts under way if the link has nothing left to do, fewer if they queue for it.
-
-        A part is late if it could have landed, were the link free: a boundary after its launch, or
-        two over a lossy wire, whose second stage starts at the first.
-        """
-        state: StreamingState = worker.state
-        prompt = 1 if worker.wire.exact else 2
-        launched = [state.parts[part].launched_step for part in state.flying]
-        late = sum(worker.step - step >= prompt for step in launched)
-        if late > _MOST_LATE:
-            state.window, state.probing = max(_LEAST_WINDOW, state.window - 1), False
-        elif late:
-            state.probing = False
-        else:
-            more = max(1, state.window // 2) if state.probing else 1
-            # Beyond once the model it is agreed which parts follow as soon as they have landed.
-            state.window = min(2 * len(state.parts), state.window + more)
 
     def _at_bound(self, worker: Worker) -> bool:
         past: int = worker.step - worker.state.fresh_step
@@ -191,7 +207,7 @@ class StreamingAveraging(Strategy):
 
     @staticmethod
     def _room(state: StreamingState) -> int:
-        return state.window - len(state.flying)
+        return state.pace.window - len(state.flying)
 
     def _cycle(self, parts: int) -> tuple[int, int]:
         """Cyclic: own steps between two rounds, and parts that each of them launches."""
@@ -200,10 +216,21 @@ class StreamingAveraging(Strategy):
 
     @override
     def vote(self, worker: Worker, part: int, *, stepping: bool, finishing: bool) -> Vote:
-        """How many parts this worker would launch: the mean of that is done."""
+        """How many parts this worker would launch, and what it has measured."""
         state: StreamingState = worker.state
         weighs = stepping or not finishing or state.unsent > 0
-        return Vote(weight=float(weighs), measure=float(self._room(state) if stepping else 0))
+        passes = state.pace.passes(worker.step, len(state.parts)) if stepping else None
+        return Vote(
+            weight=float(weighs),
+            flag=passes is not None,
+            measure=float(self._room(state) if stepping else 0),
+            more=(
+                passes or 0.0,
+                float(worker.step if stepping else 0),
+                state.sent_squared,
+                state.mean_squared,
+            ),
+        )
 
     @override
     def act(self, worker: Worker, round: Round) -> bool | None:
@@ -212,16 +239,26 @@ class StreamingAveraging(Strategy):
         eager = self.schedule == "eager"
         if eager and not round.done() and not self._at_bound(worker):
             return None
-        count = len(state.parts)
+        roll, count = round.wait(), len(state.parts)
+        stepping = max(1, roll.stepping)
         if eager:
-            roll = round.wait()
             # The nearest integer to the mean, computed alike on all; never none, or nobody would
             # have called the round.
-            number = max(1, int(roll.measure / max(1, roll.stepping) + 0.5))
+            number = max(1, int(roll.measure / stepping + 0.5))
+            if worker.wire.chosen and roll.flag == roll.stepping:
+                self._choose(worker, roll.more[0] / stepping)
         else:
             number = self._cycle(count)[1]
         state.round_step = worker.step
-        state.queue += [Launch((state.next + i) % count, round) for i in range(number)]
+        self._set_gain(worker, roll)
+        step = roll.more[1] / stepping
+        for i in range(number):
+            part = (state.next + i) % count
+            fade = math.exp((state.launched[part] - step) / _MEMORY_STEPS)
+            precision = state.pace.precision if worker.wire.chosen else None
+            ahead = (state.gain - 1) * (1 - fade)
+            state.queue.append(Launch(part, round, precision, fade, ahead))
+            state.launched[part] = step
         state.next = (state.next + number) % count
         self._launch(worker, wait=not eager or state.pausing)
         landed = False
@@ -229,6 +266,26 @@ class StreamingAveraging(Strategy):
             landed = self._land(worker)
         self._report(worker)
         return landed
+
+    def _choose(self, worker: Worker, passes: float) -> None:
+        """Another precision if the model passes too slowly, or so fast that more bits may do."""
+        state: StreamingState = worker.state
+        before, count = state.pace.precision, len(state.parts)
+        if state.pace.choose(passes, worker.step):
+            logger.info(
+                "the whole model (%d parts in %s) passes every %.1f steps: %s from now on",
+                *(count, before, passes, state.pace.precision),
+            )
+
+    def _set_gain(self, worker: Worker, roll: Roll) -> None:
+        """G from coherence, or as given; from sums, so that it is the same on all workers."""
+        state: StreamingState = worker.state
+        sent, mean = roll.more[2:]
+        most = min(worker.size / 2, _MOST_GAIN)
+        if self.outer_gain != "auto":
+            state.gain = self.outer_gain
+        elif mean > 0 and most > 1:
+            state.gain = min(max(sent / (2 * mean), 1.0), most)
 
     def _launch(self, worker: Worker, *, wait: bool) -> None:
         """Launch what is in the queue, in order.
@@ -251,6 +308,9 @@ class StreamingAveraging(Strategy):
                 contribute=launch.round.own.weight != 0,
                 step=worker.step,
                 what=f"part {launch.part}, launch {state.launches}",
+                precision=launch.precision,
+                fade=launch.fade,
+                ahead=launch.ahead,
             )
             state.unsent = max(0, state.unsent - 1)
             worker.has_news = state.unsent > 0
@@ -264,6 +324,10 @@ class StreamingAveraging(Strategy):
         part.land(worker.step)
         state.flying.pop(0)
         state.landings += 1
+        state.pace.landed += 1
+        keep = 1 - 1 / (_MERGES * len(state.parts))
+        state.sent_squared = keep * state.sent_squared + part.sent_squared
+        state.mean_squared = keep * state.mean_squared + part.mean_squared
         state.fresh_step = max(state.fresh_step, part.launched_step)
         state.landing_seconds += (part.arrived_seconds or 0.0) - part.launched_seconds
         worker.steps_since_sync = worker.step - state.fresh_step
@@ -274,10 +338,14 @@ class StreamingAveraging(Strategy):
         worker.details.update(
             landings=state.landings,
             landing_seconds=state.landing_seconds / max(1, state.landings),
-            window=state.window,
+            parts=len(state.parts),
+            window=state.pace.window,
+            outer_gain=state.gain,
             staleness_max=max(state.staleness, default=0),
             staleness_histogram=state.staleness,
         )
+        if worker.wire.chosen:
+            worker.details["wire"] = state.pace.precision
 
     # -- moments ---------------------------------------------------------------------------------
 
@@ -334,25 +402,40 @@ class StreamingAveraging(Strategy):
 
         Eager, two parts at least are under way, so what lands is up to 2·(d + r) old.
         """
-        part = costs.model_bytes / self.parts
-        roll, step = costs.roll_seconds, costs.step_seconds
+        if costs.wire == "auto":
+            return self._forecast_auto(costs)
+        parts = self._count(costs.model_bytes)
+        part = costs.model_bytes / parts
+        roll, step = costs.roll_seconds + _MORE_BYTES / costs.bytes_per_second, costs.step_seconds
         if self.schedule == "cyclic":
-            every, at_a_time = self._cycle(self.parts)
-            rounds = -(-self.parts // at_a_time)
+            every, at_a_time = self._cycle(parts)
+            rounds = -(-parts // at_a_time)
             cycle = every * rounds
-            merge = self.parts * costs.mean_seconds(part) + rounds * roll
+            merge = parts * costs.mean_seconds(part) + rounds * roll
             step = costs.pipelined(cycle, merge) / cycle
-            a_step, rolls = self.parts / cycle, rounds / cycle
+            a_step, rolls = parts / cycle, rounds / cycle
         else:
-            merge = costs.mean_seconds(part) + roll
-            a_step, rolls = min(self.parts, step / merge if merge else self.parts), 1.0
-            step = max(step, 2 * merge / self.staleness)
-        whole, sent = self.parts / a_step, costs.in_steps(costs.mean_seconds(part))
+            merge = costs.mean_seconds(part)
+            a_step, rolls = min(parts, step / merge if merge else parts), 1.0
+            step = max(step, 2 * (merge + roll) / self.staleness)
+        whole, sent = parts / a_step, costs.in_steps(costs.mean_seconds(part))
         return costs.forecast(
             self,
             step=step,
             apart=self.staleness,
-            payload=rolls * ROLL_BYTES + a_step * costs.mean_bytes(part),
-            copies=1 + costs.flying_copies(part) + costs.error_copies / (costs.workers + 1),
-            note=f"parts of {sent}, the whole model every {number(whole)} steps",
+            payload=rolls * (ROLL_BYTES + _MORE_BYTES) + a_step * costs.mean_bytes(part),
+            copies=1
+            + (self.outer_gain != 1)
+            + costs.flying_copies(part)
+            + costs.error_copies / (costs.workers + 1),
+            note=f"{parts} parts of {sent}, the whole model every {number(whole)} steps",
         )
+
+    def _forecast_auto(self, costs: Costs) -> Forecast:
+        """With the most exact wire over which the model passes in a few steps."""
+        for precision in PRECISIONS:
+            told = replace(costs, wire=precision)
+            if told.mean_seconds(costs.model_bytes) <= FEW * costs.step_seconds:
+                break
+        found = self.forecast(told)
+        return replace(found, note=f"{precision}: {found.note}")

@@ -14,18 +14,19 @@ from offbeat.errors import AttachError
 from offbeat.fabric import Team, Transport, open_communicator
 from offbeat.fabric.wire import Precision, require_precision
 from offbeat.strategies.base import Part, Strategy
+from offbeat.strategies.streaming import StreamingAveraging
 from offbeat.training.synchronizer import Synchronizer, attached
 
 
 def attach(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
-    strategy: Strategy,
+    strategy: Strategy | None = None,
     *,
     group: dist.ProcessGroup | Transport | None = None,
     scaler: torch.amp.GradScaler | None = None,
     optimizer_state: Literal["local", "average"] = "local",
-    wire: Precision = "float32",
+    wire: Precision | None = None,
     log: object = None,
     distance_every: int | None = None,
     gradient_change: bool = False,
@@ -41,7 +42,8 @@ def attach(
     Args:
         model: The model. Its trainable parameters, and those the optimizers hold, are averaged.
         optimizer: The optimizer that moves them, or a list of optimizers.
-        strategy: When to synchronize, for example ``offbeat.SelSync()``.
+        strategy: When to synchronize, for example ``offbeat.SelSync()``. None is
+            ``offbeat.StreamingAveraging()``, which has nothing to tune.
         group: The process group of the workers; None is the default group. Or a transport of your
             own, which makes a communicator: see ``offbeat.fabric.Transport``.
         scaler: The GradScaler in use, if any. Iterations then count even where it skips a step.
@@ -53,9 +55,11 @@ def attach(
         wire: How means of parameters and gradients, and pushes to a parameter server and its
             answers, travel: "float32" as they are, "bfloat16" and "int8" in half and in about a
             quarter of the bytes, "int4" and "int2" in less, which is meant for
-            ``StreamingAveraging``. What rounding takes away is kept and added the next time (one
-            model copy of memory, another one, of the last mean, unless gradients are averaged; for
-            a parameter server see its strategies). Buffers and the final mean always travel as they
+            ``StreamingAveraging``. None is "auto" with it, which chooses while training, unless its
+            schedule is cyclic; with all others "float32". What rounding takes away is kept and
+            added the next time (one model copy of memory, another one, of the last mean, unless
+            gradients are averaged; for a parameter server see its strategies). Buffers and the
+            final mean always travel as they
             are.
         log: Where a record of every step goes: a path (JSON lines, ``.rankN`` is added before the
             suffix unless the path contains ``{rank}``), a sink, or a list of them.
@@ -79,11 +83,13 @@ def attach(
         MismatchError: another worker has another model, optimizer or strategy.
         CommunicationError: a worker did not take part.
     """
+    strategy = StreamingAveraging() if strategy is None else strategy
     if not isinstance(strategy, Strategy):
         raise TypeError(
             f"strategy must be a strategy such as offbeat.SelSync(), got {strategy!r}; "
             "offbeat.parse_strategy reads the text form"
         )
+    wire = strategy.default_wire if wire is None else wire
     require_wire(wire, strategy)
     require_optimizer_state(optimizer_state, strategy)
     if distance_every is not None:
@@ -122,6 +128,11 @@ def require_wire(wire: Precision, strategy: Strategy) -> None:
             of its own.
     """
     require_precision(wire)
+    if wire == "auto" and strategy.default_wire != "auto":
+        raise ValueError(
+            f'wire="auto": {strategy} sends what it is told; only StreamingAveraging with the '
+            "eager schedule chooses"
+        )
     if wire != "float32" and strategy.averages == "nothing":
         raise ValueError(
             f'wire={wire!r}: {type(strategy).__name__} declares averages = "nothing": it '

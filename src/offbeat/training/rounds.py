@@ -87,6 +87,7 @@ class Rounds:
             measure=vote.measure,
             view=worker.team.view,
             round=self._number,
+            more=vote.more,
         )
         self._number += 1
         return Round(part, ballot, strategy.call(worker, part, ballot))

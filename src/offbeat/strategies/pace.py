@@ -1,0 +1,104 @@
+"""How fast streaming averaging sends: how many parts at a time, and how exactly.
+
+Nothing is computed from a model of the network: parts that are late tell that the link is full, and
+own steps a whole model takes tell what its bits are worth.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offbeat.fabric.coding import sum_bits
+from offbeat.fabric.wire import Precision
+
+PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "int8", "int4", "int2")
+"""From the most exact one down."""
+FEW = 2.5
+"""Steps in which the whole model should pass; with fewer bits if it does not."""
+
+_LEAST_WINDOW = 2  # parts: one is on the link while the arrival of another is noticed
+_MOST_LATE = 2  # parts that may lie in front of the link; more only get old there
+_FAST = 1.8  # steps a model: hardly the link's fault, since a part needs one to be noticed
+_LEAST_STEPS = 8  # own steps before what was measured counts
+_RETRY = 4  # times as long is waited for the next try of more bits, after one in vain
+
+
+@dataclass
+class Pace:
+    """What one worker knows of it.
+
+    Attributes:
+        window: Parts that may be under way.
+        probing: The link has never been full.
+        precision: Of what is launched; the same on all workers, as are the others below.
+        began: Own step since which the passes of the model are counted; this one's own.
+        landed: Parts that have landed since then; its own, too.
+        tried: Whether the last change was to more bits, which have not proved themselves yet.
+        counts: Counts since the last change.
+        patience: Counts to wait for before more bits are tried.
+    """
+
+    window: int = _LEAST_WINDOW
+    probing: bool = True
+    precision: Precision = "int4"
+    began: int = 0
+    landed: int = 0
+    tried: bool = False
+    counts: int = 0
+    patience: int = 1
+
+    def resize(self, ages: Sequence[int], parts: int, *, prompt: int) -> None:
+        """More parts under way if the link has nothing left to do, fewer if they queue for it.
+
+        Args:
+            ages: Own steps since the launch of each part under way.
+            parts: How many there are.
+            prompt: At this age a part is late: it would have landed, were the link free.
+        """
+        late = sum(age >= prompt for age in ages)
+        if late > _MOST_LATE:
+            self.window, self.probing = max(_LEAST_WINDOW, self.window - 1), False
+        elif late:
+            self.probing = False
+        else:
+            more = max(1, self.window // 2) if self.probing else 1
+            # Beyond once the model it is agreed which parts follow as soon as they have landed.
+            self.window = min(2 * parts, self.window + more)
+
+    def passes(self, step: int, parts: int) -> float | None:
+        """Own steps in which all parts land once; None until that is known."""
+        if self.landed < 2 * parts or step - self.began < _LEAST_STEPS:
+            return None
+        return (step - self.began) * parts / self.landed
+
+    def choose(self, steps: float, step: int) -> bool:
+        """Fewer bits if the model takes more than a few steps; more, one try, if it is fast.
+
+        Args:
+            steps: In which the model passes, on average over the workers.
+            step: Own steps; counting begins anew.
+
+        Returns:
+            Whether the precision has changed.
+        """
+        self.began, self.landed, self.counts = step, 0, self.counts + 1
+        place = now = PRECISIONS.index(self.precision)
+        if steps > FEW:
+            while place < len(PRECISIONS) - 1:
+                place += 1
+                if steps * _bits(place) <= FEW * _bits(now):
+                    break
+            self.patience = self.patience * _RETRY if self.tried else self.patience
+            self.tried = False
+        elif steps < _FAST and place and self.counts >= self.patience:
+            place, self.tried = place - 1, True
+        elif self.tried:
+            self.tried, self.patience = False, 1
+        if place == now:
+            return False
+        self.precision, self.counts, self.probing = PRECISIONS[place], 0, True
+        return True
+
+
+def _bits(place: int) -> float:
+    """Of a number on both stages of a sum."""
+    return sum_bits(PRECISIONS[place])
