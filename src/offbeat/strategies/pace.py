@@ -13,11 +13,12 @@ from offbeat.fabric.wire import Precision
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "int8", "int4", "int2")
 """From the most exact one down."""
 FEW = 2.5
-"""Steps in which the whole model should pass; with fewer bits if it does not."""
+"""Steps in which the whole model should pass; with fewer bits if it does not. Over a lossy wire no
+network is faster than two boundaries a part."""
 
 _LEAST_WINDOW = 2  # parts: one is on the link while the arrival of another is noticed
-_MOST_LATE = 2  # parts that may lie in front of the link; more only get old there
-_FAST = 1.8  # steps a model: hardly the link's fault, since a part needs one to be noticed
+_MOST_LATE = 4  # a 4th of the model may lie in front of the link; more only gets old there
+_FAST = 2.3  # steps a model, at most, where more bits may do
 _LEAST_STEPS = 8  # own steps before what was measured counts
 _RETRY = 4  # times as long is waited for the next try of more bits, after one in vain
 
@@ -55,7 +56,7 @@ class Pace:
             prompt: At this age a part is late: it would have landed, were the link free.
         """
         late = sum(age >= prompt for age in ages)
-        if late > _MOST_LATE:
+        if late > parts // _MOST_LATE:
             self.window, self.probing = max(_LEAST_WINDOW, self.window - 1), False
         elif late:
             self.probing = False
@@ -65,10 +66,16 @@ class Pace:
             self.window = min(2 * parts, self.window + more)
 
     def passes(self, step: int, parts: int) -> float | None:
-        """Own steps in which all parts land once; None until that is known."""
+        """Own steps in which all parts land once; None until that is known.
+
+        One if the link is never full, whatever it is that takes longer: fewer bits would not help.
+        """
+        free = self.window == 2 * parts
+        if self.probing and not free:
+            self.began, self.landed = step, 0
         if self.landed < 2 * parts or step - self.began < _LEAST_STEPS:
             return None
-        return (step - self.began) * parts / self.landed
+        return 1.0 if free else (step - self.began) * parts / self.landed
 
     def choose(self, steps: float, step: int) -> bool:
         """Fewer bits if the model takes more than a few steps; more, one try, if it is fast.
