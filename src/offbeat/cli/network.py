@@ -36,7 +36,9 @@ def plan(
     lssr: Annotated[float, typer.Option(help="Share of local steps asked of SelSync.")] = 0.9,
     wire: Annotated[
         Precision | None,
-        typer.Option(help="How models and gradients travel.", show_default="float32; streaming chooses"),
+        typer.Option(
+            help="How models and gradients travel.", show_default="float32; streaming chooses"
+        ),
     ] = None,
     strategies: Annotated[
         list[str] | None,

@@ -89,32 +89,42 @@ class StreamingAveraging(Strategy):
 
         launch:   u = C(x_f − P_f)
         landing:  D = Σ w·u / Σ w
-                  P_f ← P_f + D
-                  x_f ← x_f + D − u
+                  v_f ← e^(−k/50)·v_f + D
+                  Δ = D + (G − 1)·(1 − e^(−k/50))·v_f     k steps after f was launched before
+                  P_f ← P_f + Δ
+                  x_f ← x_f + Δ − u
 
     What C takes away is still in x_f − P_f after a landing. That is the error feedback: it needs no
     memory, and the next gradient is taken at a point that contains it.
 
+    G follows D further where it is short because the workers' updates differ by noise: D is the
+    mean of N, and all N have made as many steps.
+
+        G = mean‖u‖² / (2·‖D‖²), at least 1, at most min(N/2, 4), smoothed over five passes
+
     ``schedule="eager"``: parts are launched in turn, so many that the link never runs dry (the
     workers agree on how many as they go), and land at the first step boundary after they have
-    arrived. ``schedule="cyclic"``: parts are launched in turn, the whole
-    model in at most β = τ/2 own steps; each lands just before it is launched again, and is waited
-    for if need be: the same bits in every run.
+    arrived. With ``wire="auto"``, its default, they are sent as exactly as lets the model pass in a
+    few steps; see ``Pace``. ``schedule="cyclic"``: parts are launched in turn, the whole model in
+    at most β = τ/2 own steps; each lands just before it is launched again, and is waited for if
+    need be: the same bits in every run.
 
     Args:
-        parts: How many, of equal bytes (≥ 1).
+        parts: How many, of equal bytes (≥ 1). "auto": as many as have 32 KiB, at most 16.
         staleness: τ: a worker waits when the last part that has landed is so many own steps old
             (cyclic: even, ≥ 2; eager ≥ 1).
         schedule: "eager" or "cyclic".
+        outer_gain: G (≥ 1). "auto": see above; 1 with two workers. With 1 there is no v.
 
-    *Communication*: one part a launch, and seven numbers; overlapped with computing. *Memory*: P
-    and, of the parts under way, the payloads; over an exact wire u and the sum. *State*: P, what
-    the second stage of a lossy wire has rounded away (an N-th of a copy), what is under way,
-    counters.
+    *Communication*: one part a launch, and eleven numbers a round, which may launch several;
+    overlapped with computing. *Memory*: P, v and, of the parts under way, the payloads; over an
+    exact wire u and the sum. *State*: P, v, what the second stage of a lossy wire has rounded away
+    (an N-th of a copy), what is under way, counters and choices.
 
-    ``parts=1`` over an exact wire is ``AsyncAveraging``. *Differs from* CSER (Xie et al., 2020) and
-    the delta rule of hivemind, whose residual is in the model, too: parts that overlap. *From*
-    Streaming DiLoCo (Douillard et al., 2025): no period and no outer optimizer.
+    ``parts=1`` with ``outer_gain=1`` over an exact wire is ``AsyncAveraging``. *Differs from* CSER
+    (Xie et al., 2020) and the delta rule of hivemind, whose residual is in the model, too: parts
+    that overlap. *From* Streaming DiLoCo (Douillard et al., 2025): no period and no outer optimizer
+    to tune. G is the rule of FedExP (Jhunjhunwala, Wang & Joshi, 2023).
     """
 
     name: ClassVar[str] = "streaming"
@@ -144,7 +154,8 @@ class StreamingAveraging(Strategy):
         """Every worker holds P."""
         tensors = [p for _, p in worker.replica.parameters]
         cuts = cut_evenly(tensors, self._count(sum(t.nbytes for t in tensors)))
-        fades = self.outer_gain != 1 and worker.size > 1
+        # Of two workers G is 1.
+        fades = worker.size > (2 if self.outer_gain == "auto" else 1) and self.outer_gain != 1
         return StreamingState(
             [
                 InFlight(
