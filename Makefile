@@ -8,7 +8,9 @@ DEMO := runs/demo
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-# Modules are compiled when they are first imported: installing all of torch's takes half a minute.
+# Modules are compiled when they are first imported: compiling all of torch takes half a minute.
+export PYTHONDONTWRITEBYTECODE :=
+
 define install
 	.ci/prerequisites $(PYTHON)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
