@@ -456,7 +456,7 @@ def test_a_stream_is_of_one_size() -> None:
 
 
 def test_unknown_precisions_are_refused() -> None:
-    message = 'wire must be "float32", "bfloat16", "int8", "int4" or "int2", got \'int3\''
+    message = 'wire must be "float32", "bfloat16", "int8", "int4", "int2" or "auto", got \'int3\''
     with pytest.raises(ValueError, match=message):
         Wire(Team(SingleCommunicator()), "int3")
 

@@ -48,7 +48,7 @@ def test_an_old_file_loads_into_the_report(tmp_path: Path) -> None:
 def test_jobs_of_other_versions_are_read() -> None:
     """A field that there was not yet has its default; one that there is no more is left out."""
     values = json.loads(OLD.read_text(encoding="utf-8").splitlines()[0])
-    del values["job"]["wire"]
+    del values["job"]["sampler"]
     values["job"]["colour"] = "blue"
     values["stats"][0]["colour"] = "blue"
     assert Result.from_dict(values) == read_results(OLD)[0]

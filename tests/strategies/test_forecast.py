@@ -297,7 +297,8 @@ def test_jitter_agrees_with_the_simulator(text: str) -> None:
         ("async:staleness=8,outer_lr=0.7", 3, 3 + 1.25, 8),
         ("async:staleness=8,outer_momentum=0.5", 4, 4 + 1.25, 8),
         # of a part 4 chunks of 8 blocks of 516 bytes, on both stages; a quarter in errors
-        ("streaming:parts=2", 3, 1 + 2 * 4 * 8 * 516 / 65536 + 0.25, 64),
+        ("streaming:parts=2", 4, 2 + 2 * 4 * 8 * 516 / 65536 + 0.25, 64),
+        ("streaming:parts=2,outer_gain=1", 3, 1 + 2 * 4 * 8 * 516 / 65536 + 0.25, 64),
         ("diloco:period=8", 3, 3 + 1.25, 8),
         ("diloco:period=8,fragments=4,outer_momentum=0", 1.25, 1.25 + 1.25, 8),
         ("diloco:period=8,overlap=3", 4, 4 + 1.25, 11),

@@ -96,7 +96,7 @@ def test_bad_wires_are_refused() -> None:
     """An unknown precision; any but float32 with a strategy that averages nothing."""
     model = make_model()
     with pytest.raises(
-        ValueError, match='wire must be "float32", "bfloat16", "int8", "int4" or "int2"'
+        ValueError, match='wire must be "float32", "bfloat16", "int8", "int4", "int2" or "auto"'
     ):
         offbeat.attach(model, sgd(model), offbeat.BSP(), wire="float16")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match='Pushes declares averages = "nothing"'):

@@ -195,8 +195,15 @@ class Job:
         return tuple(
             f"{about.flag(one.name)} {str(getattr(self, one.name)).removesuffix('.0')}"
             for one, about in _of_method().items()
-            if getattr(self, one.name) != one.default
+            if getattr(self, one.name) not in (one.default, self._usual(one.name))
         )
+
+    def _usual(self, name: str) -> object:
+        """Another way to write the default: wire=float32 of those that do not choose."""
+        if name != "wire":
+            return None
+        method = parse_method(self.strategy)
+        return None if isinstance(method, Baseline) else method.default_wire
 
     def under(self, text: str) -> "Job":
         """This job under a strategy and options for it alone.

@@ -150,6 +150,8 @@ class InFlight:
         self.flying, self.weight, self.launched_step = False, 0.0, 0
         self.launched_seconds, self.arrived_seconds = 0.0, None
         self.fade = self.ahead = outer.momentum
+        self._told: Handle[tuple[float, float]] = Completed((outer.momentum, outer.momentum))
+        self._momentum = self._told
         self.mean_squared = self.sent_squared = 0.0
         self._total: Handle[float] = Completed(0.0)
         # What is under way, and the staging tensor that gets it; updates stay coded.
@@ -165,8 +167,7 @@ class InFlight:
         step: int,
         what: str,
         precision: Precision | None = None,
-        fade: float | None = None,
-        ahead: float | None = None,
+        momentum: Handle[tuple[float, float]] | None = None,
     ) -> None:
         """Take the snapshot and start the sums.
 
@@ -177,8 +178,8 @@ class InFlight:
             what: Names the operations in errors.
             precision: Of this flight, where the residual is kept; None is the wire's own. The same
                 on all workers.
-            fade: μ of this flight, where the residual is kept; None: that of the outer step.
-            ahead: a, likewise.
+            momentum: μ and a of this flight, where the residual is kept; not waited for before it
+                has arrived. None: as ``outer`` says.
         """
         assert precision is None or self._keeps_residual, "errors would be kept by the wire"
         # Two payloads over the same entries would put disagreement back with the opposite sign.
@@ -186,8 +187,7 @@ class InFlight:
         fabric = self._team.fabric
         self._find_tensors()
         self._updates, self._buffers_own = [], []
-        self.fade = self._outer.momentum if fade is None else fade
-        self.ahead = self._outer.momentum if ahead is None else ahead
+        self._momentum = self._told if momentum is None else momentum
         if self._keeps_residual:
             self.sums, self.own = [], []  # of a checkpoint
         for i, bucket in enumerate(self.buckets):
@@ -237,6 +237,7 @@ class InFlight:
         if not self.flying or not self._handles:
             return
         self.weight = self._total.wait()
+        self.fade, self.ahead = self._momentum.wait()
         for flat, handle in self._handles:
             result = handle.wait()
             if flat is not None:

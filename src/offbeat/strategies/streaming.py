@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import ClassVar, Literal
 
 from typing_extensions import override
@@ -46,15 +47,11 @@ class Launch:
         part: Its index.
         round: Which decided that.
         precision: None is that of the wire.
-        fade: e^(−steps since it was launched last / 50).
-        ahead: (G − 1)·(1 − fade).
     """
 
     part: int
     round: Round
     precision: Precision | None
-    fade: float
-    ahead: float
 
 
 @dataclass
@@ -250,9 +247,10 @@ class StreamingAveraging(Strategy):
         eager = self.schedule == "eager"
         if eager and not round.done() and not self._at_bound(worker):
             return None
-        roll, count = round.wait(), len(state.parts)
-        stepping = max(1, roll.stepping)
+        count = len(state.parts)
         if eager:
+            roll = round.wait()
+            stepping = max(1, roll.stepping)
             # The nearest integer to the mean, computed alike on all; never none, or nobody would
             # have called the round.
             number = max(1, int(roll.measure / stepping + 0.5))
@@ -261,15 +259,8 @@ class StreamingAveraging(Strategy):
         else:
             number = self._cycle(count)[1]
         state.round_step = worker.step
-        self._set_gain(worker, roll)
-        step = roll.more[1] / stepping
-        for i in range(number):
-            part = (state.next + i) % count
-            fade = math.exp((state.launched[part] - step) / _MEMORY_STEPS)
-            precision = state.pace.precision if worker.wire.chosen else None
-            ahead = (state.gain - 1) * (1 - fade)
-            state.queue.append(Launch(part, round, precision, fade, ahead))
-            state.launched[part] = step
+        precision = state.pace.precision if worker.wire.chosen else None
+        state.queue += [Launch((state.next + i) % count, round, precision) for i in range(number)]
         state.next = (state.next + number) % count
         self._launch(worker, wait=not eager or state.pausing)
         landed = False
@@ -288,15 +279,22 @@ class StreamingAveraging(Strategy):
                 *(count, before, passes, state.pace.precision),
             )
 
-    def _set_gain(self, worker: Worker, roll: Roll) -> None:
-        """G from coherence, or as given; from sums, so that it is the same on all workers."""
+    def _momentum(self, worker: Worker, part: int, roll: Roll) -> tuple[float, float]:
+        """μ and a for the landing of a part that this roll has launched.
+
+        All from sums of the roll, so that P stays the same on all workers.
+        """
         state: StreamingState = worker.state
-        sent, mean = roll.more[2:]
+        _, steps, sent, mean = roll.more
         most = min(worker.size / 2, _MOST_GAIN)
         if self.outer_gain != "auto":
             state.gain = self.outer_gain
         elif mean > 0 and most > 1:
             state.gain = min(max(sent / (2 * mean), 1.0), most)
+        step = steps / max(1, roll.stepping)
+        fade = math.exp((state.launched[part] - step) / _MEMORY_STEPS)
+        state.launched[part] = step
+        return fade, (state.gain - 1) * (1 - fade)
 
     def _launch(self, worker: Worker, *, wait: bool) -> None:
         """Launch what is in the queue, in order.
@@ -320,8 +318,7 @@ class StreamingAveraging(Strategy):
                 step=worker.step,
                 what=f"part {launch.part}, launch {state.launches}",
                 precision=launch.precision,
-                fade=launch.fade,
-                ahead=launch.ahead,
+                momentum=launch.round.then(partial(self._momentum, worker, launch.part)),
             )
             state.unsent = max(0, state.unsent - 1)
             worker.has_news = state.unsent > 0
@@ -436,7 +433,7 @@ class StreamingAveraging(Strategy):
             apart=self.staleness,
             payload=rolls * (ROLL_BYTES + _MORE_BYTES) + a_step * costs.mean_bytes(part),
             copies=1
-            + (self.outer_gain != 1)
+            + (self.outer_gain != 1 and costs.workers > 2)
             + costs.flying_copies(part)
             + costs.error_copies / (costs.workers + 1),
             note=f"{parts} parts of {sent}, the whole model every {number(whole)} steps",
