@@ -199,11 +199,9 @@ class Job:
         )
 
     def _usual(self, name: str) -> object:
-        """Another way to write the default: wire=float32 of those that do not choose."""
-        if name != "wire":
-            return None
-        method = parse_method(self.strategy)
-        return None if isinstance(method, Baseline) else method.default_wire
+        """Another way to write the default: wire=float32 of all that do not choose."""
+        chooses = self.strategy.partition(":")[0] == "streaming"
+        return "float32" if name == "wire" and not chooses else None
 
     def under(self, text: str) -> "Job":
         """This job under a strategy and options for it alone.

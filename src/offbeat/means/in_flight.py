@@ -150,8 +150,8 @@ class InFlight:
         self.flying, self.weight, self.launched_step = False, 0.0, 0
         self.launched_seconds, self.arrived_seconds = 0.0, None
         self.fade = self.ahead = outer.momentum
-        self._told: Handle[tuple[float, float]] = Completed((outer.momentum, outer.momentum))
-        self._momentum = self._told
+        self._told = Completed((outer.momentum, outer.momentum))
+        self._momentum: Handle[tuple[float, float]] = self._told
         self.mean_squared = self.sent_squared = 0.0
         self._total: Handle[float] = Completed(0.0)
         # What is under way, and the staging tensor that gets it; updates stay coded.
