@@ -281,13 +281,16 @@ def test_a_killed_worker_is_named(
 
 
 @needs_proc
-def test_ctrl_c_ends_every_worker(tmp_path: Path) -> None:
-    """SIGINT in the middle: exit code 130, no traceback, and no worker is left at that time."""
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)]
+)
+def test_a_signal_ends_every_worker(tmp_path: Path, number: signal.Signals) -> None:
+    """In the middle: exit code 130 or 143, no traceback, and no worker is left at that time."""
     with training(tmp_path / "run.jsonl") as (process, pids):
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         out, err = process.communicate(timeout=LIMIT)
         assert not [pid for pid in pids.values() if alive(pid)]
-    assert process.returncode == 130
+    assert process.returncode == 128 + number
     assert plain(err) == "interrupted; all workers have been ended\n"
     assert "Traceback" not in out
 

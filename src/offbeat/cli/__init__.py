@@ -1,6 +1,8 @@
 """The command line: ``offbeat train``, ``compare``, ``simulate`` and the rest."""
 
+import signal
 import sys
+from types import FrameType
 from typing import Annotated, NoReturn
 
 try:
@@ -45,7 +47,11 @@ def _root(
 
 
 def main() -> None:
-    """The ``offbeat`` command. Exit status 2: a user's mistake, 1: a failed run, 130: Ctrl-C."""
+    """The ``offbeat`` command.
+
+    Exit status 2: a user's mistake, 1: a failed run, 130: Ctrl-C, 143: SIGTERM.
+    """
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         find_own_modules()
         status = app(standalone_mode=False)
@@ -63,6 +69,11 @@ def main() -> None:
     if status == 130:  # the parser's way to tell of Ctrl-C
         _fail(INTERRUPTED, 130)
     raise SystemExit(status)
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    """Leave by way of all that has to be cleaned up: worker processes, namespaces."""
+    _fail(INTERRUPTED, 128 + number)
 
 
 def _fail(message: str, status: int) -> NoReturn:

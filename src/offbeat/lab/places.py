@@ -69,7 +69,14 @@ class Loopback(_Processes):
 
 
 class ShapedLinks(Cluster, _Processes):
-    """Worker processes on the nodes of a ``Cluster``, one each."""
+    """Worker processes on the nodes of a ``Cluster``, one each.
+
+    The ideal runs over loopback: what its network costs does not count, and it takes all gradients.
+    """
+
+    @override
+    def run(self, job: Job, on_event: Callable[[Event], None]) -> None:
+        run_job(job, on_event, Loopback() if is_ideal(job.strategy) else self)
 
 
 class Torchrun(Place):
