@@ -7,6 +7,7 @@ own steps a whole model takes tell what its bits are worth.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from offbeat.checkpoint import transient
 from offbeat.fabric.coding import sum_bits
 from offbeat.fabric.wire import Precision
 
@@ -18,7 +19,8 @@ network is faster than two boundaries a part."""
 
 _LEAST_WINDOW = 2  # parts: one is on the link while the arrival of another is noticed
 _MOST_LATE = 4  # a 4th of the model may lie in front of the link; more only gets old there
-_FAST = 2.3  # steps a model, at most, where more bits may do
+_MOST_SHARE = 0.1  # of a worker's time for rounding and adding
+_SMOOTHING = 0.1
 _LEAST_STEPS = 8  # own steps before what was measured counts
 _RETRY = 4  # times as long is waited for the next try of more bits, after one in vain
 
@@ -36,6 +38,10 @@ class Pace:
         tried: Whether the last change was to more bits, which have not proved themselves yet.
         counts: Counts since the last change.
         patience: Counts to wait for before more bits are tried.
+        step_seconds: Of its own steps, smoothed.
+        part_seconds: Of launching and landing a part, waiting left out; likewise.
+        allowance: Parts that it may launch without spending more than a tenth of its time on it.
+        stepped: When the last step ended, on the worker's clock.
     """
 
     window: int = _LEAST_WINDOW
@@ -46,6 +52,28 @@ class Pace:
     tried: bool = False
     counts: int = 0
     patience: int = 1
+    step_seconds: float = 0.0
+    part_seconds: float = 0.0
+    allowance: float = 0.0
+    stepped: float | None = transient(default=None)
+
+    def step(self, now: float, parts: int) -> None:
+        """An own step has ended; a part's cost is allowed for by the time that it took."""
+        if self.stepped is not None:
+            took = now - self.stepped
+            if self.step_seconds:  # an evaluation between two steps is not a step
+                took = min(took, 2 * self.step_seconds)
+            self.step_seconds = _smooth(self.step_seconds, took)
+        self.stepped = now
+        more = float(parts)
+        if self.part_seconds:
+            more = min(more, _MOST_SHARE * self.step_seconds / self.part_seconds)
+        # What is asked for now is launched after the next step.
+        self.allowance = min(self.allowance + more, max(1.0, 2 * more))
+
+    def spent(self, seconds: float) -> None:
+        """On the launch or the landing of a part."""
+        self.part_seconds = _smooth(self.part_seconds, 2 * seconds)
 
     def resize(self, ages: Sequence[int], parts: int, *, prompt: int) -> None:
         """More parts under way if the link has nothing left to do, fewer if they queue for it.
@@ -57,7 +85,8 @@ class Pace:
         """
         late = sum(age >= prompt for age in ages)
         if late > parts // _MOST_LATE:
-            self.window, self.probing = max(_LEAST_WINDOW, self.window - 1), False
+            least = min(_LEAST_WINDOW, parts)
+            self.window, self.probing = max(least, self.window - 1), False
         elif late:
             self.probing = False
         else:
@@ -96,7 +125,7 @@ class Pace:
                     break
             self.patience = self.patience * _RETRY if self.tried else self.patience
             self.tried = False
-        elif steps < _FAST and place and self.counts >= self.patience:
+        elif place and self.counts >= self.patience and _more(steps, place) <= FEW:
             place, self.tried = place - 1, True
         elif self.tried:
             self.tried, self.patience = False, 1
@@ -104,6 +133,15 @@ class Pace:
             return False
         self.precision, self.counts, self.probing = PRECISIONS[place], 0, True
         return True
+
+
+def _smooth(mean: float, new: float) -> float:
+    return new if mean == 0 else mean + _SMOOTHING * (new - mean)
+
+
+def _more(steps: float, place: int) -> float:
+    """Steps in which the model would pass with the next more exact precision."""
+    return steps * _bits(place - 1) / _bits(place)
 
 
 def _bits(place: int) -> float:

@@ -31,8 +31,8 @@ from offbeat.strategies.pace import FEW, PRECISIONS, Pace
 
 logger = logging.getLogger("offbeat")
 
-_PART_BYTES = 2**15  # of a part at least, where their number is chosen: each costs some operations
-_MOST_PARTS = 16
+_PART_BYTES = 2**16  # of a part at least, where their number is chosen: each costs some operations
+_MOST_PARTS = 8
 _MEMORY_STEPS = 50.0  # own steps in which the outer momentum fades to 1/e
 _MOST_GAIN = 4.0
 _MORE_BYTES = 8 * 4  # of a vote
@@ -107,7 +107,7 @@ class StreamingAveraging(Strategy):
     need be: the same bits in every run.
 
     Args:
-        parts: How many, of equal bytes (≥ 1). "auto": as many as have 32 KiB, at most 16.
+        parts: How many, of equal bytes (≥ 1). "auto": as many as have 64 KiB, at most 8.
         staleness: τ: a worker waits when the last part that has landed is so many own steps old
             (cyclic: even, ≥ 2; eager ≥ 1).
         schedule: "eager" or "cyclic".
@@ -191,6 +191,7 @@ class StreamingAveraging(Strategy):
                 state.parts[state.flying[0]].arrived() or self._at_bound(worker)
             ):
                 landed = self._land(worker)
+            state.pace.step(worker.team.host.now(), len(state.parts))
             ages = [worker.step - state.parts[part].launched_step for part in state.flying]
             # Over a lossy wire a second stage starts at the first boundary.
             exact = worker.wire.exact or state.pace.precision == "float32"
@@ -211,11 +212,11 @@ class StreamingAveraging(Strategy):
             return False
         if self.schedule == "cyclic":
             return worker.step - state.round_step >= self._cycle(len(state.parts))[0]
-        return not state.queue and self._room(state) > 0
+        return not state.queue and self._room(state) >= 1
 
     @staticmethod
-    def _room(state: StreamingState) -> int:
-        return state.pace.window - len(state.flying)
+    def _room(state: StreamingState) -> float:
+        return min(state.pace.window - len(state.flying), state.pace.allowance)
 
     def _cycle(self, parts: int) -> tuple[int, int]:
         """Cyclic: own steps between two rounds, and parts that each of them launches."""
@@ -231,7 +232,7 @@ class StreamingAveraging(Strategy):
         return Vote(
             weight=float(weighs),
             flag=passes is not None,
-            measure=float(self._room(state) if stepping else 0),
+            measure=self._room(state) if stepping else 0.0,
             more=(
                 passes or 0.0,
                 float(worker.step if stepping else 0),
@@ -312,6 +313,7 @@ class StreamingAveraging(Strategy):
                     return
                 self._land(worker)
             state.launches += 1
+            began = worker.team.host.now()
             part.launch(
                 launch.round.then(lambda roll: roll.weight),
                 contribute=launch.round.own.weight != 0,
@@ -320,6 +322,8 @@ class StreamingAveraging(Strategy):
                 precision=launch.precision,
                 momentum=launch.round.then(partial(self._momentum, worker, launch.part)),
             )
+            state.pace.spent(worker.team.host.now() - began)
+            state.pace.allowance -= 1
             state.unsent = max(0, state.unsent - 1)
             worker.has_news = state.unsent > 0
             state.flying.append(launch.part)
@@ -329,7 +333,10 @@ class StreamingAveraging(Strategy):
         """Land the part that was launched first. Waits for it."""
         state: StreamingState = worker.state
         part = state.parts[state.flying[0]]
+        part.wait()
+        began = worker.team.host.now()
         part.land(worker.step)
+        state.pace.spent(worker.team.host.now() - began)
         state.flying.pop(0)
         state.landings += 1
         state.pace.landed += 1
