@@ -19,7 +19,7 @@ network is faster than two boundaries a part."""
 
 _LEAST_WINDOW = 2  # parts: one is on the link while the arrival of another is noticed
 _MOST_LATE = 4  # a 4th of the model may lie in front of the link; more only gets old there
-_MOST_SHARE = 0.1  # of a worker's time for rounding and adding
+_MOST_SHARE = 0.25  # of a worker's time for rounding and adding
 _SMOOTHING = 0.1
 _LEAST_STEPS = 8  # own steps before what was measured counts
 _RETRY = 4  # times as long is waited for the next try of more bits, after one in vain
@@ -40,7 +40,7 @@ class Pace:
         patience: Counts to wait for before more bits are tried.
         step_seconds: Of its own steps, smoothed.
         part_seconds: Of launching and landing a part, waiting left out; likewise.
-        allowance: Parts that it may launch without spending more than a tenth of its time on it.
+        allowance: Parts that it may launch without spending too much of its time on it.
         stepped: When the last step ended, on the worker's clock.
     """
 
@@ -97,9 +97,10 @@ class Pace:
     def passes(self, step: int, parts: int) -> float | None:
         """Own steps in which all parts land once; None until that is known.
 
-        One if the link is never full, whatever it is that takes longer: fewer bits would not help.
+        One if the link is never full although everything is sent that can be: fewer bits would not
+        help. Where a worker has no time for more parts, fewer bits let each of them arrive sooner.
         """
-        free = self.window == 2 * parts
+        free = self.window == 2 * parts and self.allowance >= parts
         if self.probing and not free:
             self.began, self.landed = step, 0
         if self.landed < 2 * parts or step - self.began < _LEAST_STEPS:

@@ -193,9 +193,9 @@ class StreamingAveraging(Strategy):
                 landed = self._land(worker)
             state.pace.step(worker.team.host.now(), len(state.parts))
             ages = [worker.step - state.parts[part].launched_step for part in state.flying]
-            # Over a lossy wire a second stage starts at the first boundary.
+            # Workers are half a step apart, and a second stage starts at a boundary.
             exact = worker.wire.exact or state.pace.precision == "float32"
-            state.pace.resize(ages, len(state.parts), prompt=1 if exact else 2)
+            state.pace.resize(ages, len(state.parts), prompt=2 if exact else 3)
             self._launch(worker, wait=False)
         self._report(worker)
         return landed
