@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import offbeat
@@ -538,12 +539,17 @@ def outlive(rank: int, size: int, beside: bool) -> Any:
     team = Team(TorchCommunicator(None, timeout_seconds=20, health_seconds=1.0))
     server = ParameterServer(team, torch.zeros(3), servers=(0,))
     team.fabric.sum(torch.zeros(1), what="a barrier").wait()
+    store = dist.group.WORLD.get_group_store()
     if rank == 1:
+        store.wait(["asked"])
         os._exit(1)
     started = time.monotonic()
+    wait: Any = server.settle
     if beside:
         server.begin("push_pull", clock=1, least=1)
-    wait = server.settle if beside else server.push_pull(clock=1, least=1).wait
+    else:
+        wait = server.push_pull(clock=1, least=1).wait
+    store.set("asked", "")
     with pytest.raises(offbeat.CommunicationError, match="rank 1") as caught:
         wait()
     return str(caught.value), time.monotonic() - started
