@@ -32,9 +32,10 @@ class Pace:
     Attributes:
         window: Parts that may be under way.
         probing: The link has never been full.
-        precision: Of what is launched; the same on all workers, as are the others below.
-        began: Own step since which the passes of the model are counted; this one's own.
-        landed: Parts that have landed since then; its own, too.
+        precision: Of what is launched; the same on all workers, as are ``tried``, ``counts`` and
+            ``patience``. The others are this one's own.
+        began: Own step since which the passes of the model are counted.
+        landed: Parts that have landed since then.
         tried: Whether the last change was to more bits, which have not proved themselves yet.
         counts: Counts since the last change.
         patience: Counts to wait for before more bits are tried.
