@@ -1,5 +1,7 @@
 """Streaming averaging: what must hold of parts in flight, whatever rounds and whatever is late."""
 
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ import offbeat
 from offbeat import Compute, Network, StreamingAveraging, simulate
 from offbeat.means import InFlight
 from offbeat.means.parts import cut_evenly
+from offbeat.strategies.base import Roll
 from offbeat.strategies.pace import PRECISIONS, Pace
+from offbeat.strategies.roll import Ballot
 from problems import OPTIMIZERS, flat, make_batch, make_model, make_wide, train_step, wide_loss
 from worlds import run
 
@@ -313,6 +317,20 @@ def test_the_outer_momentum_moves_all_alike(text: str) -> None:
             assert torch.equal(landing["P after"], first["P after"])
     if "outer_gain" in text:
         assert all(landing["ahead"] > 0 for landing in workers[0])
+
+
+def test_the_outer_momentum_never_grows_by_itself() -> None:
+    """When a worker that was ahead has finished, the mean step of the others is an older one."""
+    strategy = StreamingAveraging(outer_gain=3.0)
+    worker = SimpleNamespace(size=3, state=SimpleNamespace(launched=[0.0], gain=1.0))
+    ballot = Ballot(1.0, True, False, False, 0.0, 0, 0)
+    found = [
+        strategy._momentum(worker, 0, Roll(3, stepping, 0, 0, 0.0, ballot, (0.0, steps, 0.0, 0.0)))  # type: ignore[arg-type]
+        for stepping, steps in ((3, 240.0), (2, 100.0), (2, 110.0))
+    ]
+    for (fade, ahead), age in zip(found, (80, 0, 5), strict=True):
+        assert fade == pytest.approx(math.exp(-age / 50))
+        assert ahead == pytest.approx(2 * (1 - fade))
 
 
 def test_the_gain_is_that_of_coherence() -> None:

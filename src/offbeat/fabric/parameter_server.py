@@ -8,6 +8,7 @@ sizes are checked against the shard.
 
 A worker waits for the answer, or it lets a request run beside its training: ``begin``, and ``take``
 once the answer has come. An activity then waits in its place. One request is under way at a time.
+This long file is a worker's end, whole; what a serving rank does is in ``serving``.
 """
 
 import itertools

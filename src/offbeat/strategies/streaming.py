@@ -1,4 +1,8 @@
-"""Streaming averaging: the model travels in parts, always, and nobody waits for it."""
+"""Streaming averaging: the model travels in parts, always, and nobody waits for it.
+
+In one file although it is long: what is launched, landed and forecast are one algorithm. What is
+measured and chosen besides is in ``pace``.
+"""
 
 import logging
 import math
@@ -293,7 +297,8 @@ class StreamingAveraging(Strategy):
         elif mean > 0 and most > 1:
             state.gain = min(max(sent / (2 * mean), 1.0), most)
         step = steps / max(1, roll.stepping)
-        fade = math.exp((state.launched[part] - step) / _MEMORY_STEPS)
+        # When those ahead have finished the mean falls back; v must not grow by that.
+        fade = math.exp(min(0.0, state.launched[part] - step) / _MEMORY_STEPS)
         state.launched[part] = step
         return fade, (state.gain - 1) * (1 - fade)
 
