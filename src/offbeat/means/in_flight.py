@@ -1,8 +1,8 @@
 """A mean under way while the worker goes on: of a whole model or of a part that flies by itself.
 
 Each part is launched, arrives, and lands; several may be under way at once, each with sums, codecs
-and an outer step of its own. ``AsyncAveraging`` has one part, ``DiLoCo`` one a fragment. It is one long
-file because a launch, its landing and its checkpoint must agree on every tensor.
+and an outer step of its own. ``AsyncAveraging`` has one part, ``DiLoCo`` one a fragment.
+The file is long because a launch, its landing and its checkpoint must agree on every tensor.
 """
 
 import itertools
