@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
+from cells import nightly
 from offbeat.data import DataInjection, injected_batch_size
 from offbeat.data.samples import count_samples, join, take
 from offbeat.data.senders import draw_samples, draw_senders
@@ -394,10 +395,9 @@ def test_workers_may_take_different_numbers_of_steps(strategy: offbeat.Strategy)
     "strategy",
     [
         offbeat.LocalSGD(period=4, warmup_steps=2),
-        offbeat.SelSync(delta=0.3, flags="deferred"),
-        offbeat.FedAvg(period=3, fraction=0.5),
-        offbeat.DiLoCo(period=4),
-        offbeat.AsyncAveraging(staleness=4),
+        *nightly([offbeat.SelSync(delta=0.3, flags="deferred")]),
+        *nightly([offbeat.FedAvg(period=3, fraction=0.5), offbeat.DiLoCo(period=4)]),
+        *nightly([offbeat.AsyncAveraging(staleness=4)]),
         offbeat.AsyncAveraging(staleness=3, schedule="eager"),
     ],
     ids=str,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from cells import nightly
 from lab.standins import write_cifar, write_idx_files, write_images, write_text
 from offbeat import Compute, Network
 from offbeat.lab.compare import run_and_record
@@ -46,7 +47,7 @@ def shorten(task: Task) -> Task:
 
 
 @pytest.mark.usefixtures("narrow", "small")
-@pytest.mark.parametrize("strategy", ["local:period=2", "downpour"])
+@pytest.mark.parametrize("strategy", ["local:period=2", *nightly(["downpour"])])
 @pytest.mark.parametrize("name", RECIPES)
 def test_two_steps_of_the_recipe(
     name: str, strategy: str, data: Path, monkeypatch: pytest.MonkeyPatch

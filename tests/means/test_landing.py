@@ -321,7 +321,9 @@ def check(results: list[Any], broken: int) -> None:
 @pytest.mark.usefixtures("written")
 @pytest.mark.parametrize("written", ["early"], indirect=True)
 @pytest.mark.parametrize("kind", ["fail", "cut"])
-@pytest.mark.parametrize(("text", "options"), [MEANS[2], MEANS[4]], ids=str)
+@pytest.mark.parametrize(
+    ("text", "options"), [MEANS[2], pytest.param(*MEANS[4], marks=pytest.mark.nightly)], ids=str
+)
 def test_a_lost_worker_leaves_whole_models_behind(
     text: str, options: dict[str, Any], kind: str
 ) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import offbeat
+from cells import nightly
 from offbeat.significance import RelativeChange, ThresholdController
 from problems import (
     OPTIMIZERS,
@@ -432,7 +433,7 @@ def test_warmup_steps_all_synchronize(aggregate: str) -> None:
     "strategy",
     [
         pytest.param(offbeat.SelSync(target_lssr=0.5), marks=pytest.mark.nightly),
-        offbeat.SelSync(target_lssr=0.9),
+        pytest.param(offbeat.SelSync(target_lssr=0.9), marks=pytest.mark.nightly),
         pytest.param(
             offbeat.SelSync(target_lssr=0.8, aggregate="gradients", window=5),
             marks=pytest.mark.nightly,
@@ -672,7 +673,7 @@ def resume(rank: int, size: int, strategy: offbeat.SelSync, at: int, steps: int)
         {"delta": math.inf, "max_interval": 7, "warmup_steps": 13},
     ],
 )
-@pytest.mark.parametrize("at", [11, 16])
+@pytest.mark.parametrize("at", [11, *nightly([16])])
 def test_a_checkpoint_continues_bit_for_bit(options: dict[str, Any], at: int) -> None:
     """state_dict changes nothing; loaded into new objects it continues with the same bits."""
     strategy = offbeat.SelSync(smoothing=0.4, **options)

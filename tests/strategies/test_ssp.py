@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import offbeat
+from cells import nightly
 from offbeat import Compute, Network, Simulation, simulate
 from offbeat.simulate import Straggler
 from offbeat.strategies.ssp import SSP
@@ -283,7 +284,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("refresh", ["ahead", "lazy"])
-@pytest.mark.parametrize("staleness", [0, 1, 2, 5])
+@pytest.mark.parametrize("staleness", [0, *nightly([1]), 2, *nightly([5])])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_it_is_ssp_event_by_event(name: str, staleness: int, refresh: Any) -> None:
     """Every worker's model after every step, when it is refreshed, and the server's model."""

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import offbeat
+from cells import nightly
 from offbeat import Compute, Network, simulate
 from offbeat.strategies import STRATEGIES, parse_strategy
 from problems import OPTIMIZERS, flat, loss_of, make_batch, make_model, train_step
@@ -42,11 +43,6 @@ TEXTS_TOO = [
 # What these give depends on how fast network and workers are.
 TIMED = ["streaming:parts=3", "ssp:staleness=2", "downpour", "easgd:period=2"]
 TIMED_TOO = ["downpour:push_every=3,fetch_every=2,server_optimizer=adagrad,server_lr=0.1"]
-
-
-def nightly(texts: list[str]) -> list[Any]:
-    """Processes take long to start."""
-    return [pytest.param(text, marks=pytest.mark.nightly) for text in texts]
 
 
 class Sink:

@@ -79,7 +79,10 @@ def resume(rank: int, size: int, text: str, wire: str) -> Any:
     return whole, numbers, seen
 
 
-@pytest.mark.parametrize(("text", "wire"), ROWS)
+@pytest.mark.parametrize(
+    ("text", "wire"),
+    [*ROWS[:1], *(pytest.param(*row, marks=pytest.mark.nightly) for row in ROWS[1:])],
+)
 def test_a_resumed_run_goes_on_bit_for_bit(text: str, wire: str) -> None:
     """Pitfalls 20 and 24: saving changes nothing, and a new process continues the same run.
 
