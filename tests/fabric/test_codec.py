@@ -1,6 +1,7 @@
 """What each codec rounds to: bounds computed by themselves, extremes, and numbers that are none."""
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fabric.rounding import most, values
+from offbeat.fabric import codec as module
 from offbeat.fabric.codec import BLOCK, CODECS
+
+
+@pytest.fixture(autouse=True, scope="module", params=["compiled", "torch"])
+def loops(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test by the compiled loops, and by the operations of torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setattr(module, "kernels", lambda: None)
+        else:
+            assert module.kernels() is not None, "numba is part of the tests' environment"
+        yield
+
 
 both = pytest.mark.parametrize("precision", ["bfloat16", "int8", "int4", "int2"])
 

@@ -8,16 +8,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf, isfinite
-from typing import ClassVar
+from typing import ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-BLOCK = 512
-"""Numbers a block; integers of a block share one scale."""
-SMALLEST = 2.0**-100
-"""A smaller scale counts as zero: its inverse would overflow."""
+from offbeat.kernels import BLOCK, SMALLEST, Kernels, kernels
+
 _PIECE_BLOCKS = 256  # half a MiB of float32, and as much scratch
 _ROUNDING = 1.5 * 2.0**23
 """A float32 of this size has no fraction: adding it rounds to nearest even, in the low bits."""
@@ -102,6 +101,8 @@ class Integers(Codec):
 
     A block with a number that is not finite decodes to NaN throughout. Payload: all scales, then
     the integers.
+
+    In ``kernels`` if that is there; what is decoded has the same bits.
     """
 
     bits: ClassVar[int]
@@ -118,6 +119,8 @@ class Integers(Codec):
         for piece in pieces(values):
             part = values[piece]
             _add(part, plus, piece)
+            if self._compiled(part, payload, start + piece.start, "encode", True):
+                continue
             x, scratch = part.view(-1, BLOCK), self._scratch(part)
             scale, packed = self._split(payload, start + piece.start, part.numel())
             torch.abs(x, out=scratch.numbers)
@@ -132,6 +135,8 @@ class Integers(Codec):
     @override
     def round(self, values: Tensor, payload: Tensor, *, start: int = 0) -> None:
         for piece in pieces(values):
+            if self._compiled(values[piece], payload, start + piece.start, "encode", False):
+                continue
             x = values[piece].view(-1, BLOCK)
             scratch = self._scratch(values[piece])
             scale, packed = self._split(payload, start + piece.start, x.numel())
@@ -144,6 +149,8 @@ class Integers(Codec):
     def decode(self, payload: Tensor, values: Tensor, *, start: int = 0) -> None:
         for piece in pieces(values):
             part = values[piece]
+            if self._compiled(part, payload, start + piece.start, "decode", False):
+                continue
             scratch = self._scratch(part)
             scale, packed = self._split(payload, start + piece.start, part.numel())
             direct = part.dtype == torch.float32 and part.numel() % BLOCK == 0
@@ -156,10 +163,34 @@ class Integers(Codec):
     def add(self, payload: Tensor, values: Tensor, *, start: int = 0) -> None:
         for piece in pieces(values):
             part = values[piece]
+            if self._compiled(part, payload, start + piece.start, "decode", True):
+                continue
             scratch = self._scratch(part)
             scale, packed = self._split(payload, start + piece.start, part.numel())
             scratch.numbers.copy_(self._unpack(packed, scratch))
             part.view(-1, BLOCK).addcmul_(scratch.numbers, self._step(scale))
+
+    def _compiled(
+        self,
+        part: Tensor,
+        payload: Tensor,
+        start: int,
+        name: Literal["encode", "decode"],
+        how: bool,
+    ) -> bool:
+        """Let a compiled loop do it, if there is one for these numbers."""
+        loops = compiled(part)
+        if loops is None:
+            return False
+        raw = payload.numpy()  # of which views cost less than of tensors
+        first, last = start // BLOCK, -(-(start + part.numel()) // BLOCK)
+        size = self.block_bytes - 4
+        offset = raw.size // self.block_bytes * 4
+        scales = raw[4 * first : 4 * last].view(np.float32)
+        packed = raw[offset + size * first : offset + size * last]
+        loop = loops.encode if name == "encode" else loops.decode
+        loop(part.numpy(), scales, packed, self.bits, how)
+        return True
 
     def _scale(self, largest: Tensor, scale: Tensor) -> tuple[Tensor, bool]:
         """Scale ← that of blocks with these largest absolute values.
@@ -337,6 +368,14 @@ class Int2(Integers):
 
 
 CODECS: dict[str, type[Codec]] = {"bfloat16": BFloat16, "int8": Int8, "int4": Int4, "int2": Int2}
+
+
+def compiled(*tensors: Tensor) -> Kernels | None:
+    """The loops for these numbers; None if there are none."""
+    for tensor in tensors:
+        if tensor.dtype != torch.float32 or not tensor.is_cpu or not tensor.is_contiguous():
+            return None
+    return kernels()
 
 
 def piece_elements(elements: int, device: torch.device) -> int:

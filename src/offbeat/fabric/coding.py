@@ -7,8 +7,9 @@ ones may lack numbers. Work goes a piece at a time, so that it stays in the proc
 import torch
 from torch import Tensor
 
-from offbeat.fabric.codec import BLOCK, CODECS, Codec, piece_elements, pieces
+from offbeat.fabric.codec import CODECS, Codec, piece_elements, pieces
 from offbeat.fabric.numbers import Numbers
+from offbeat.kernels import BLOCK
 
 SECOND = {"int2": "int4"}
 """Of sums, where it is another one: a sum of numbers with few bits has more."""

@@ -5,11 +5,11 @@ from typing import TypeVar
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.fabric.codec import BLOCK
 from offbeat.fabric.communicator import Communicator, Wrapper
 from offbeat.fabric.handle import Handle
 from offbeat.fabric.operation import Operation
 from offbeat.fabric.wire import Precision
+from offbeat.kernels import BLOCK
 
 T = TypeVar("T")
 

@@ -13,8 +13,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from offbeat.fabric.codec import BLOCK, CODECS
+from offbeat.fabric.codec import CODECS
 from offbeat.fabric.wire import Precision
+from offbeat.kernels import BLOCK
 
 _PIECE = 512 * BLOCK  # numbers that are worked on at a time: 1 MiB of scratch memory
 

@@ -22,11 +22,11 @@ from typing_extensions import override
 
 from offbeat.arguments import require_choice
 from offbeat.fabric.accounting import Account
-from offbeat.fabric.codec import BLOCK
 from offbeat.fabric.coding import Coding
 from offbeat.fabric.handle import Handle
 from offbeat.fabric.numbers import Coded, Numbers, Plain, Update
 from offbeat.fabric.team import Team
+from offbeat.kernels import BLOCK, kernels
 
 T = TypeVar("T")
 Precision = Literal["float32", "bfloat16", "int8", "int4", "int2", "auto"]
@@ -194,6 +194,7 @@ class Wire:
         self._stages = _Stages.of(team.account)
         self._codings: dict[str, Coding] = {}
         if not self.exact:
+            kernels()  # compiled now, not in the first step
             self._twin = team.fabric.twin()
 
     @property

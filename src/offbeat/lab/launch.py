@@ -39,6 +39,9 @@ class Nodes(Protocol):
 
 def _prepare_worker() -> None:
     """In the new process, before its program: end as usual, and with the parent at the latest."""
+    # The terminal's Ctrl-C shall reach us alone. Not in a session of its own: Linux shares the
+    # processor between sessions, and lets one of two that share a core starve for seconds.
+    os.setpgid(0, 0)
     # A script's background job ignores SIGINT, and what it starts would inherit that.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":  # its kernel ends the process however the parent ended
@@ -69,7 +72,6 @@ def run_job(job: Job, on_event: Callable[[Event], None], nodes: Nodes) -> None:
                             stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
                             stderr=errors,
                             env={**os.environ, "GLOO_SOCKET_IFNAME": nodes.interface},
-                            start_new_session=True,  # the terminal's Ctrl-C reaches us alone
                             preexec_fn=_prepare_worker,
                         )
                     )

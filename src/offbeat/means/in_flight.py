@@ -15,7 +15,7 @@ from torch import Tensor
 
 from offbeat.checkpoint import transient
 from offbeat.fabric import Completed, Handle, Team, Wire
-from offbeat.fabric.codec import piece_elements
+from offbeat.fabric.codec import compiled, piece_elements
 from offbeat.fabric.numbers import Plain, Update
 from offbeat.fabric.wire import Precision
 from offbeat.means.replica import (
@@ -343,26 +343,34 @@ class InFlight:
             piece = slice(start, min(start + step, base.numel()))
             shift, sent = scratch[:, : piece.stop - start]
             total.read(shift, start)
-            self._outer_shift(shift, i, piece, show)
-            if not show:
-                base[piece].add_(shift)
             update.sent.read(sent, start)
+            shift.div_(self.weight)
             if self.velocity and not show:
+                self.mean_squared += float(torch.dot(shift, shift))
                 self.sent_squared += float(torch.dot(sent, sent))
-            run.add(shift.sub_(sent), start)
+            kept = self.velocity[i][piece] if self.velocity else base[:0]
+            loops = None if show else compiled(shift, sent, base, kept)
+            if loops is not None:
+                arrays = (t.numpy() for t in (shift, sent, base[piece], kept))
+                loops.move(*arrays, self.fade, self.ahead, self._outer.lr)
+            else:
+                self._outer_shift(shift, kept, show)
+                if not show:
+                    base[piece].add_(shift)
+                shift.sub_(sent)
+            run.add(shift, start)
         run.write_back()
 
-    def _outer_shift(self, shift: Tensor, i: int, piece: slice, show: bool) -> None:
-        """Shift ← Δ, of what is Σ w·u; with ``show`` v stays as it is."""
-        shift.div_(self.weight)
-        if self.velocity and not show:
-            self.mean_squared += float(torch.dot(shift, shift))
-        if self.velocity:
-            kept = self.velocity[i][piece]
+    def _outer_shift(self, shift: Tensor, kept: Tensor, show: bool) -> None:
+        """Shift ← Δ, of what is D; with ``show`` v stays as it is.
+
+        Each product is rounded before it is added, as in ``kernels.move``.
+        """
+        if kept.numel():
             velocity = shift + self.fade * kept
             if not show:
                 kept.copy_(velocity)
-            shift.add_(velocity, alpha=self.ahead)
+            shift.add_(velocity.mul_(self.ahead))
         if self._outer.lr != 1:
             shift.mul_(self._outer.lr)
 

@@ -18,9 +18,10 @@ from offbeat.costs import (
     all_reduce_seconds,
     all_to_all_seconds,
 )
-from offbeat.fabric.codec import BLOCK, CODECS
+from offbeat.fabric.codec import CODECS
 from offbeat.fabric.coding import SECOND
 from offbeat.fabric.wire import Precision
+from offbeat.kernels import BLOCK
 from offbeat.means.gradient_mean import FIRST_BUCKET_BYTES
 from offbeat.means.replica import BUCKET_BYTES
 from offbeat.strategies.roll import Ballot
