@@ -36,7 +36,7 @@ from offbeat.strategies.pace import FEW, PRECISIONS, Pace
 logger = logging.getLogger("offbeat")
 
 _PART_BYTES = 2**16  # of a part at least, where their number is chosen: each costs some operations
-_MOST_PARTS = 8
+_MOST_PARTS = 4
 _MEMORY_STEPS = 50.0  # own steps in which the outer momentum fades to 1/e
 _MOST_GAIN = 4.0
 _MORE_BYTES = 8 * 4  # of a vote
