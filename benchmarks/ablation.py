@@ -141,7 +141,7 @@ def table(rows: Sequence[Row]) -> str:
         if c["factor"] != "ideal":
             groups[c["task"], c["workers"], c["bandwidth"], c["method"]].append(row)
     lines = [
-        "| task | workers | link | method | time / the ideal's | metric at its end | idle | seeds |",
+        "| task | workers | link | method | time / the ideal's | last metric | idle | seeds |",
         "|---|--:|--:|---|--:|--:|--:|--:|",
     ]
     for (task, workers, bandwidth, method), members in groups.items():

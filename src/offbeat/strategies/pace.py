@@ -19,7 +19,9 @@ network is faster than two boundaries a part."""
 
 _LEAST_WINDOW = 2  # parts: one is on the link while the arrival of another is noticed
 _MOST_LATE = 4  # a 4th of the model may lie in front of the link; more only gets old there
-_MOST_SHARE = 0.25  # of a worker's time for rounding and adding
+_MOST_SHARE = 0.1
+"""Of a worker's time for launching and landing. The network's threads and the second stage take
+about as much again, and that is time in which a full processor does not compute."""
 _SMOOTHING = 0.1
 _LEAST_STEPS = 8  # own steps before what was measured counts
 _RETRY = 4  # times as long is waited for the next try of more bits, after one in vain

@@ -111,7 +111,7 @@ class StreamingAveraging(Strategy):
     need be: the same bits in every run.
 
     Args:
-        parts: How many, of equal bytes (≥ 1). "auto": as many as have 64 KiB, at most 8.
+        parts: How many, of equal bytes (≥ 1). "auto": as many as have 64 KiB, at most 4.
         staleness: τ: a worker waits when the last part that has landed is so many own steps old
             (cyclic: even, ≥ 2; eager ≥ 1).
         schedule: "eager" or "cyclic".
