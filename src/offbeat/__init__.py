@@ -4,6 +4,7 @@ from offbeat import data
 from offbeat.batchnorm import recalibrate_batchnorm
 from offbeat.errors import (
     AttachError,
+    CheckpointError,
     CommunicationError,
     CommunicationTimeout,
     MismatchError,
@@ -37,6 +38,7 @@ __all__ = [
     "SSP",
     "AsyncAveraging",
     "AttachError",
+    "CheckpointError",
     "CommunicationError",
     "CommunicationTimeout",
     "Compute",
