@@ -191,17 +191,21 @@ def _shown(value: object) -> str:
 # -- what is whole ---------------------------------------------------------------------------------
 
 
-def digest(values: Any) -> int:
+def digest(values: Any, where: str = "it") -> int:
     """A CRC-32 of plain values: numbers, text, tensors, and lists and dictionaries of them.
 
     The same for equal values wherever their tensors are. It finds what a disk or a link has
     damaged, and is no protection against anyone. About half a millisecond a megabyte.
 
+    Args:
+        values: They.
+        where: Names them in the error.
+
     Raises:
         CheckpointError: something else, which could not be read back without running its code.
     """
     crc = 0
-    for piece in _pieces(values, "it"):
+    for piece in _pieces(values, where):
         crc = zlib.crc32(piece, crc)
     return crc
 

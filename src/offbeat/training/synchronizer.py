@@ -19,6 +19,7 @@ from offbeat.significance import squared_norm
 from offbeat.strategies.base import Part, Roll, Strategy, Worker
 from offbeat.telemetry import Stats, open_sinks
 from offbeat.training.agreement import copy_rank_0, describe, require_agreement
+from offbeat.training.aside import Aside
 from offbeat.training.change import GradientChange
 from offbeat.training.companion import Companions
 from offbeat.training.distance import Distance
@@ -84,7 +85,7 @@ class Synchronizer:
         if gradient_change:
             self._iteration.change = GradientChange(worker)
         self._hook(scaler)
-        self._things = (model, *(part.optimizer for part in parts))
+        self._things: tuple[Any, ...] = (model, *(part.optimizer for part in parts))
         attached.update(self._things)
         self._host.watch(lambda: self._stats)
         self._clock = self._host.now()
@@ -403,12 +404,50 @@ class Synchronizer:
         return self._iteration.meet(finishing=False)
 
 
+@contextlib.contextmanager
+def aside_of(sync: Synchronizer, what: str, *, loads: bool = False) -> Iterator[Aside]:
+    """Inside, time and bytes do not count in ``stats``.
+
+    Args:
+        sync: What ``attach`` returned.
+        what: Who asks, for errors.
+        loads: Whether the model must be this worker's own.
+
+    Raises:
+        TypeError: it is no synchronizer.
+        AttachError: see ``Synchronizer.state_dict`` and ``load_state_dict``.
+    """
+    _require_synchronizer(sync)
+    sync._require_active(what)
+    if loads:
+        sync._iteration.require_own_model(what)
+    sync._iteration.require_boundary(what)
+    start, worker = sync._host.now(), sync._worker
+
+    def check(state: Any) -> None:
+        check_state(state, sync._strategy, worker, sync._stats)
+
+    try:
+        with sync._team.account.paused():
+            if loads:  # what is in flight could overtake what is done here
+                with sync._iteration.guard:
+                    sync._strategy.before_save(worker, sync._meet_quietly)
+            yield Aside(sync._things[0], worker, sync._iteration.guard, sync.state_dict, check)
+    finally:
+        now = sync._host.now()
+        sync._clock = now if loads else sync._clock + now - start
+
+
 def companions_of(sync: Synchronizer) -> Companions:
     """Where something that accompanies the training of ``sync`` joins it.
 
     Raises:
         TypeError: it is no synchronizer.
     """
+    _require_synchronizer(sync)
+    return sync._companions
+
+
+def _require_synchronizer(sync: object) -> None:
     if not isinstance(sync, Synchronizer):
         raise TypeError(f"sync must be what offbeat.attach() returned, got {sync!r}")
-    return sync._companions
