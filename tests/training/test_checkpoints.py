@@ -454,3 +454,97 @@ def test_a_consensus_is_loaded_by_any_number_of_workers(
     for (step, end), (_, expected) in zip(got, want, strict=True):
         assert step == 4
         assert torch.equal(end, expected)
+
+
+# -- what can be saved, and where ----------------------------------------------------------------
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "multistep": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [2, 4]),
+    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "chained": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.ExponentialLR(o, 0.5)],
+        [3],
+    ),
+    "restarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "warm-up": lambda o: offbeat.LinearScalingWarmup(o, workers=4, warmup_steps=5),
+}
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adagrad": torch.optim.Adagrad,
+    "rprop": torch.optim.Rprop,
+    "rmsprop": torch.optim.RMSprop,
+    "adafactor": torch.optim.Adafactor,
+}
+
+
+def scheduled(rank: int, size: int, schedule: str, kind: str, folder: Path, resumes: bool) -> Any:
+    model = make_model(rank + resumes)
+    halves = [[*model[0].parameters()], [*model[2].parameters(), *model[3].parameters()]]
+    optimizers = [torch.optim.SGD(halves[0], lr=0.1), KINDS[kind](halves[1])]
+    schedules = [SCHEDULES[schedule](one) for one in optimizers]
+    sync = attach(model, optimizers, "local:period=2")
+    if resumes:
+        assert offbeat.load(folder, sync, scheduler=schedules)
+    trace = []
+    while sync.step < 7:
+        loss_of(model, make_batch(rank, sync.step)).backward()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+        for one in schedules:
+            one.step()
+        if sync.step == 4 and not resumes:
+            offbeat.save(folder, sync, scheduler=schedules)
+        trace.append(
+            torch.cat([flat(model), torch.tensor([g["lr"] for g in optimizers[0].param_groups])])
+        )
+    sync.finish()
+    return torch.stack(trace)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "kind"),
+    [(name, [*KINDS][i % len(KINDS)]) for i, name in enumerate(SCHEDULES)],
+)
+def test_schedules_and_optimizers_go_along(schedule: str, kind: str, tmp_path: Path) -> None:
+    """Of several kinds, and several of them; torch.load reads their states without pickles."""
+    plain = run(scheduled, schedule, kind, tmp_path, False, workers=2)
+    resumed = run(scheduled, schedule, kind, tmp_path, True, workers=2)
+    for got, want in zip(resumed, plain, strict=True):
+        assert torch.equal(got, want[4:])
+
+
+def over_and_again(rank: int, size: int, text: str, folder: Path) -> Any:
+    """Save at step 4, go two steps further, and back to it."""
+    model = make_wide(rank, norm=True)
+    sync = attach(model, optimizer := sgd(model), text, wire=None)
+    seen = []
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(model, make_batch(rank, step, dtype=torch.float32)).backward()
+        optimizer.step()
+        if step == 3:
+            offbeat.save(folder, sync)
+            seen.append(flat(model))
+    found = offbeat.load(folder, sync)
+    seen.append(flat(model))
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, make_batch(rank, step, dtype=torch.float32)).backward()
+        optimizer.step()
+    step = sync.step
+    offbeat.save(folder, sync)
+    sync.finish()
+    return found.step, step, torch.stack(seen), flat(model)
+
+
+@pytest.mark.parametrize(
+    "text", ["streaming", "async:schedule=eager", "ssp:staleness=2", "downpour"]
+)
+def test_processes_save_and_load_while_training(text: str, tmp_path: Path) -> None:
+    """Real ones, with whatever is on its way between them at that moment."""
+    results = workers.run(over_and_again, text, tmp_path, workers=2)
+    for found, step, (saved, loaded), end in results:
+        assert (found, step) == (4, 7)
+        assert torch.equal(saved, loaded)
+        assert torch.equal(end, results[0][3])
