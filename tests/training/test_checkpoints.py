@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import signal
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 import offbeat
 import workers
 from loops import attach, error_of, everything, sgd
+from offbeat.training import files
 from problems import loss_of, make_batch, make_model, make_wide
 from worlds import run
 
@@ -548,3 +550,25 @@ def test_processes_save_and_load_while_training(text: str, tmp_path: Path) -> No
         assert (found, step) == (4, 7)
         assert torch.equal(saved, loaded)
         assert torch.equal(end, results[0][3])
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the name thereafter: a machine that loses its power leaves no empty file of that name."""
+    order, path = [], tmp_path / "step-1.rank0.pt"
+    sync, replace = os.fsync, Path.replace
+
+    def flushed(handle: int) -> None:
+        order.append((stat.S_ISDIR(os.fstat(handle).st_mode), path.exists()))
+        sync(handle)
+
+    def named(partial: Path, target: Path) -> Path:
+        order.append(("named", partial.parent == target.parent))
+        return replace(partial, target)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(Path, "replace", named)
+    files.write(path, {**files.sealed({"a": torch.ones(3)}), "id": "x"})
+    assert order == [(False, False), ("named", True), (True, True)]
+    assert torch.equal(files.read(path)["a"], torch.ones(3))
