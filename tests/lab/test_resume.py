@@ -21,7 +21,13 @@ from offbeat.lab.results import Result
 
 STEPS = 30
 JOB = Job("tiny", "local:period=4", 2, seed=3, sampler="distributed")  # epochs of 12 steps
-ROWS = ["bsp", "selsync:target_lssr=0.5", "async:staleness=4", "diloco:period=5,overlap=2"]
+ROWS = [
+    "async:staleness=4",
+    *(
+        pytest.param(text, marks=pytest.mark.nightly)
+        for text in ("bsp", "selsync:target_lssr=0.5", "diloco:period=5,overlap=2")
+    ),
+]
 
 
 def noisy(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:

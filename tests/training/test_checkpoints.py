@@ -134,7 +134,16 @@ def resuming(rank: int, size: int, text: str, wire: str, folder: Path) -> Any:
     return found.step, training.end()
 
 
-@pytest.mark.parametrize(("text", "wire"), ROWS, ids=[text for text, _ in ROWS])
+MORE = ("bsp", "selsync", "fedavg", "diloco", "easgd")  # for `make nightly`
+
+
+@pytest.mark.parametrize(
+    ("text", "wire"),
+    [
+        pytest.param(*row, id=row[0], marks=[pytest.mark.nightly] * row[0].startswith(MORE))
+        for row in ROWS
+    ],
+)
 def test_a_loaded_training_goes_on_bit_for_bit(text: str, wire: str, tmp_path: Path) -> None:
     """Model, optimizer, schedule, scaler, random states, totals; and saving changes nothing."""
     plain = run(whole, text, wire, workers=3)

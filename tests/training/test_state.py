@@ -31,7 +31,14 @@ ROWS = [
     ("downpour:push_every=2,server_lr=0.1,server_optimizer=adagrad", "float32"),
     ("easgd:period=2,synchronous=true", "int8"),
 ]
-every_row = pytest.mark.parametrize(("text", "wire"), ROWS, ids=[text for text, _ in ROWS])
+MORE = ("bsp", "selsync:delta", "fedavg", "diloco", "downpour", "easgd")  # for `make nightly`
+every_row = pytest.mark.parametrize(
+    ("text", "wire"),
+    [
+        pytest.param(*row, id=row[0], marks=[pytest.mark.nightly] * row[0].startswith(MORE))
+        for row in ROWS
+    ],
+)
 
 
 def flat(model: nn.Module) -> Tensor:
@@ -407,10 +414,10 @@ def gone_back(rank: int, size: int, text: str, wire: str, at: int) -> Tensor:
     return torch.stack([*trace, flat(model)])
 
 
-@pytest.mark.parametrize(("text", "wire"), [row for row in ROWS if row[0] != "ssp:staleness=0"])
+@every_row
 def test_a_training_goes_back_to_a_state_of_its_own(text: str, wire: str) -> None:
     """With whatever was in flight then, and nothing of what is in flight when it is loaded."""
-    size = 1 if text.startswith("downpour") else 2  # where of two each takes what comes when
+    size = 1 if text.startswith(("ssp", "downpour")) else 2  # a server takes what comes when
     whole = run(gone_back, text, wire, 0, workers=size)
     for at in (1, 3):
         for got, want in zip(run(gone_back, text, wire, at, workers=size), whole, strict=True):
