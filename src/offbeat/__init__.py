@@ -4,6 +4,7 @@ from offbeat import data
 from offbeat.batchnorm import recalibrate_batchnorm
 from offbeat.errors import (
     AttachError,
+    CheckpointError,
     CommunicationError,
     CommunicationTimeout,
     MismatchError,
@@ -27,6 +28,7 @@ from offbeat.strategies import (
 )
 from offbeat.telemetry import JsonLines, Stats, TensorBoard
 from offbeat.training.attach import attach
+from offbeat.training.checkpoints import load, save
 from offbeat.training.synchronizer import Synchronizer
 
 __version__ = "0.1.0"
@@ -37,6 +39,7 @@ __all__ = [
     "SSP",
     "AsyncAveraging",
     "AttachError",
+    "CheckpointError",
     "CommunicationError",
     "CommunicationTimeout",
     "Compute",
@@ -58,7 +61,9 @@ __all__ = [
     "TensorBoard",
     "attach",
     "data",
+    "load",
     "parse_strategy",
     "recalibrate_batchnorm",
+    "save",
     "simulate",
 ]

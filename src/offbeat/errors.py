@@ -5,6 +5,7 @@ Wrong arguments raise ``ValueError`` or ``TypeError``. What can only go wrong wh
     OffbeatError
     ├── AttachError              the model, optimizer or process group cannot be used as given
     │   └── MismatchError        the workers were not started alike
+    ├── CheckpointError          a saved state is damaged, or belongs elsewhere; nothing was loaded
     └── CommunicationError       an operation between workers failed; nothing was averaged by halves
         └── CommunicationTimeout it did not end within ``timeout_seconds``
 """
@@ -20,6 +21,13 @@ class AttachError(OffbeatError):
 
 class MismatchError(AttachError):
     """Two workers hold different models, optimizers or strategy settings."""
+
+
+class CheckpointError(OffbeatError, ValueError):
+    """A saved state is damaged or was saved elsewhere, or it cannot be written.
+
+    Nothing was changed by the attempt.
+    """
 
 
 class CommunicationError(OffbeatError):

@@ -17,12 +17,18 @@ from offbeat.lab.job import Job, Option, option, option_of
 
 APP: Any = typer.main.get_command(cli.app)
 ASKED = {one.name: one for one in dataclasses.fields(Job) if option_of(one) is not None}
-LEFT_OUT = {"train": set(), "compare": {"log"}, "simulate": {"log", "timeout_seconds"}}
+SAVING = {"checkpoints", "save_every", "resume"}
+LEFT_OUT = {
+    "train": set(),
+    "compare": {"log", *SAVING},
+    "simulate": {"log", "timeout_seconds", *SAVING},
+}
 VALUES = {  # of every option, another than its default
     **{"recipe": "stdlib-lm", "strategy": "local:period=3", "workers": 3, "epochs": 0.5},
     **{"seed": 7, "data": "some/where", "log": "runs/log.jsonl", "timeout_seconds": 9.5},
     **{"lr_scale": 0.25, "partition": "label:1", "sampler": "defdp", "injection": "0.5,0.25"},
     **{"wire": "int8", "optimizer_state": "average", "evaluations": 3},
+    **{"checkpoints": "runs/saved", "save_every": 5, "resume": True},
 }
 
 
@@ -63,7 +69,7 @@ def test_every_option_arrives(
     argv = [command, str(VALUES["recipe"])]
     for name, value in VALUES.items():
         if name in flags and name != "recipe":
-            argv += [flags[name][-1], str(value)]
+            argv += [flags[name][-1], *([] if value is True else [str(value)])]
     if command == "simulate":
         argv += ["--step-time", "1ms"]
     assert call(*argv)[0] == 130

@@ -561,3 +561,26 @@ def test_mistakes_with_a_strategy_of_ones_own(
     code, out, err = call(*command.split(), "-s", text)
     assert (code, out) == (2, "")
     assert re.fullmatch(f"error: {message}\n", err)
+
+
+# Checkpoints
+
+
+def test_a_run_that_was_cut_short_is_resumed(call: Call, tmp_path: Path) -> None:
+    """On processes, with the options as they are typed: the same curve, and where it goes on."""
+    run = ("train", "digits", *SHORT, "-s", "local:period=2", "--evaluations", "5")
+    saving = (*run, "--checkpoints", str(tmp_path), "--save-every", "2")
+    status, out, _ = call(*saving)
+    assert status == 0
+    for rank in range(2):  # as if it had ended after step 3
+        (tmp_path / f"step-4.rank{rank}.pt").unlink()
+    status, again, _ = call(*saving, "--resume")
+    assert status == 0
+    assert "local:period=2  goes on from step 2" in again
+    curves = [
+        re.findall(r"step (\d+)  [\d.]+ s  (test accuracy [\d.]+)", one) for one in (out, again)
+    ]
+    assert len(curves[0]) == 5
+    assert curves[1] == curves[0]
+    kept = {path.name for path in tmp_path.iterdir()}
+    assert kept == {f"step-{step}.rank{rank}.pt" for step in (2, 4) for rank in range(2)}

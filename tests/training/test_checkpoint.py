@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from loops import attach, error_of, everything, sgd
+from loops import attach, everything
 from problems import OPTIMIZERS, loss_of, make_batch, make_model, make_wide
 from worlds import run
 
@@ -95,25 +95,3 @@ def test_a_resumed_run_goes_on_bit_for_bit(text: str, wire: str) -> None:
             for i, (a, b) in enumerate(zip(resumed, whole[at:], strict=True)):
                 assert torch.equal(a, b), (at, "resuming changed step", at + i)
             assert numbers == same == again, at
-
-
-def load_wrong(rank: int, size: int) -> list[str]:
-    model = make_model()
-    optimizer = sgd(model)
-    with attach(model, optimizer, "local:period=2", wire="int8") as sync:
-        state = sync.state_dict()
-    texts = []
-    for other in ({"strategy": "local:period=3", "wire": "int8"}, {"strategy": "local:period=2"}):
-        with attach(model, optimizer, **other) as sync:
-            texts.append(error_of(lambda sync=sync: sync.load_state_dict(state)))
-    assert [kinds[0] for kinds, _ in texts] == ["ValueError"] * 2
-    return [text for _, text in texts]
-
-
-def test_state_of_another_strategy_or_wire_is_refused() -> None:
-    """A checkpoint continues under the strategy and over the wire that made it."""
-    want = [
-        "the state was saved under LocalSGD(period=2), this is LocalSGD(period=3)",
-        "the state was saved with wire='int8', this is wire='float32'",
-    ]
-    assert run(load_wrong, workers=2) == [want] * 2

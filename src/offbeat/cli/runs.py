@@ -20,6 +20,7 @@ from offbeat.lab import report
 from offbeat.lab.baselines import parse_method, require_virtual
 from offbeat.lab.job import Job
 from offbeat.lab.measure import measure_recipe
+from offbeat.lab.method import SAVING
 from offbeat.lab.places import Loopback, Place, ShapedLinks, Torchrun, VirtualCluster
 from offbeat.lab.recipes import Task
 from offbeat.lab.results import Result
@@ -43,6 +44,10 @@ def train(
 
     offbeat train mnist:cnn -s local:period=8 --data ~/mnist --records runs/mnist.jsonl
 
+    offbeat train digits -s diloco --checkpoints runs/digits --save-every 100
+
+    offbeat train digits -s diloco --checkpoints runs/digits --save-every 100 --resume
+
     torchrun --nproc-per-node 4 -m offbeat.cli train digits -s async:staleness=16
     """
     job = _sized(job)
@@ -55,7 +60,7 @@ def train(
         _show([result])
 
 
-@with_job("log", "timeout_seconds")
+@with_job("log", "timeout_seconds", *SAVING)
 def simulate(
     job: Job,
     bandwidth: Annotated[str, typer.Option(help="Of each link, as in 5Gbit/s.")] = "1Gbit/s",
@@ -95,7 +100,7 @@ def simulate(
         _say_where("json    ", as_json)
 
 
-@with_job("log")
+@with_job("log", *SAVING)
 def compare(
     job: Job,
     strategy: Annotated[

@@ -282,6 +282,15 @@ class ParameterServer:
 
     # -- checkpoints -----------------------------------------------------------------------------
 
+    def begin_anew(self, vector: Tensor) -> None:
+        """``vector``, the same on all workers, is the initial value. Nothing was pushed yet."""
+        self.values.copy_(vector)
+        for i, link in self._links.items():
+            link.mirror.copy_(vector[self._places[i]])
+        if self.shard is not None:
+            own = vector[self._places[self.servers.index(self._team.rank)]]
+            self.shard.begin_anew(own)
+
     def state_dict(self) -> dict[str, Any]:
         """This worker's end and its shard, while no request is under way."""
         answer, models = self._answer, self._pushes == "models"

@@ -270,6 +270,12 @@ class Shard:
         one.deliver(Answer(slowest, False, self._seen), values)
         return True
 
+    def begin_anew(self, values: Tensor) -> None:
+        """``values`` are the initial ones. Nothing was pushed yet."""
+        with self._lock:
+            for one in (self.values, *(link.mirror for link in self.links.values())):
+                one.copy_(values)
+
     def state_dict(self) -> dict[str, Any]:
         """Everything, while no request is under way."""
         with self._lock:

@@ -76,6 +76,17 @@ class Chosen:
 
 
 @dataclass(frozen=True)
+class Resumed:
+    """The run goes on from a checkpoint; what it had told until then follows.
+
+    Attributes:
+        step: Steps each worker had taken.
+    """
+
+    step: int
+
+
+@dataclass(frozen=True)
 class End:
     """Training is over.
 
@@ -89,14 +100,15 @@ class End:
     step_seconds: float | None = None
 
 
-Event: TypeAlias = Start | Step | Evaluation | Waiting | Chosen | End
+Event: TypeAlias = Start | Step | Evaluation | Waiting | Chosen | Resumed | End
 
-_KINDS: dict[str, type[Start | Step | Evaluation | Waiting | Chosen]] = {
+_KINDS: dict[str, type[Start | Step | Evaluation | Waiting | Chosen | Resumed]] = {
     "start": Start,
     "step": Step,
     "evaluation": Evaluation,
     "waiting": Waiting,
     "chosen": Chosen,
+    "resumed": Resumed,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 

@@ -17,7 +17,7 @@ from torch import nn
 from typing_extensions import override
 
 from offbeat.lab.evaluation import gather
-from offbeat.lab.method import Baseline, Method
+from offbeat.lab.method import SAVING, Baseline, Method
 from offbeat.lab.recipes import Task
 from offbeat.lab.recipes.base import device_of
 from offbeat.strategies import BSP, Strategy
@@ -48,7 +48,12 @@ class Ideal(Baseline):
 
     name: ClassVar[str] = IDEAL
     simulated: ClassVar[bool] = True
-    refused: ClassVar[tuple[str, ...]] = ("wire", "injection", "log")
+    refused: ClassVar[tuple[str, ...]] = (
+        "wire",
+        "injection",
+        "log",
+        *SAVING,
+    )
 
     @override
     def start(

@@ -16,6 +16,7 @@ from offbeat.lab.recipes import Setup, Task, find_recipe
 from offbeat.lab.recipes.own import try_out
 from offbeat.lab.samplers import make_sampler, parse_injection
 from offbeat.training.attach import require_optimizer_state, require_wire
+from offbeat.training.files import all_files
 
 OptimizerStates = Literal["local", "average"]
 
@@ -100,6 +101,13 @@ class Job:
     log: str | None = option(  # torchrun has options of its own that begin with --log
         None, "--records", help="JSON lines of every step, one file a worker.", is_path=True
     )
+    checkpoints: str | None = option(
+        None, help="Directory where every worker saves checkpoints of the run.", is_path=True
+    )
+    save_every: int | None = option(None, help="Steps between two checkpoints.", least=1)
+    resume: bool = option(
+        False, "--resume", help="Go on from the newest checkpoint that all workers have whole."
+    )
     timeout_seconds: float = option(
         120.0, "--timeout", help="Seconds an operation between workers may take.", above=0
     )
@@ -152,6 +160,7 @@ class Job:
         """
         check_settings(self)
         self.check_method()
+        self._check_checkpoints()
         recipe = find_recipe(self.recipe)
         if task is None:
             task = recipe.build(self.setup())
@@ -161,6 +170,29 @@ class Job:
         if self.injection is not None:
             parse_injection(self.injection)
         return task
+
+    def _check_checkpoints(self) -> None:
+        """Whether the options for them go together, and with what is in the directory."""
+        if self.checkpoints is None:
+            if self.save_every is not None or self.resume:
+                flag = "--resume" if self.resume else "--save-every"
+                raise ValueError(f"{flag} needs --checkpoints, the directory of the checkpoints")
+            return
+        if self.save_every is None and not self.resume:
+            raise ValueError("--checkpoints needs --save-every, or --resume, or both")
+        if self.injection is not None:
+            raise ValueError(
+                "--checkpoints with --injection: samples that are on their way between workers are "
+                "in no checkpoint of a run, leave one of them out"
+            )
+        saved = any(all_files(Path(self.checkpoints)))
+        if self.resume and not saved:
+            raise ValueError(f"--resume: {self.checkpoints} holds no checkpoint, leave it out")
+        if saved and not self.resume:
+            raise ValueError(
+                f"--checkpoints {self.checkpoints}: a run was saved there already; go on with it "
+                "by --resume, or give another directory"
+            )
 
     def check_method(self) -> None:
         """Whether the strategy or baseline can use the options as asked for.

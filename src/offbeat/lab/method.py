@@ -99,6 +99,10 @@ class Attached(Method):
         self.sync.finish()
 
 
+SAVING = ("checkpoints", "save_every", "resume")
+"""Fields of ``Job`` that need a synchronizer, which has a state."""
+
+
 class Baseline(ABC):
     """A method that strategies are compared with, and that ``attach`` does not know.
 

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from offbeat.arguments import check_settings, setting
 from offbeat.errors import CommunicationError, OffbeatError
-from offbeat.lab.method import Baseline, Method
+from offbeat.lab.method import SAVING, Baseline, Method
 from offbeat.lab.recipes import Task
 from offbeat.lab.recipes.base import device_of
 from offbeat.strategies import Strategy
@@ -42,7 +42,13 @@ class Peer(Baseline):
     """
 
     simulated: ClassVar[bool] = False
-    refused: ClassVar[tuple[str, ...]] = ("wire", "optimizer_state", "injection", "log")
+    refused: ClassVar[tuple[str, ...]] = (
+        "wire",
+        "optimizer_state",
+        "injection",
+        "log",
+        *SAVING,
+    )
     sync_buffers: bool = True
 
     def __post_init__(self) -> None:

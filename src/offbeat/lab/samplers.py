@@ -1,5 +1,6 @@
 """Who reads what: the sampler of a worker, its batches, and what it gets of others."""
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -77,32 +78,57 @@ class Batches(Iterable[tuple[Tensor, ...]]):
         sampler: Which samples.
         size: Samples in a batch; None is the task's own.
         readers: Processes that read ahead.
+        done: Batches that a run which is resumed had before.
     """
 
     def __init__(
-        self, task: Task, sampler: Sampler[int], *, size: int | None = None, readers: int = 0
+        self,
+        task: Task,
+        sampler: Sampler[int],
+        *,
+        size: int | None = None,
+        readers: int = 0,
+        done: int = 0,
     ) -> None:
-        self._task, self._sampler = task, sampler
+        self._task, self._sampler, self._done = task, sampler, done
         size = task.batch_size if size is None else size
         total = len(sampler)  # type: ignore[arg-type]  # both kinds have a length
-        grouped = BatchSampler(sampler, size, drop_last=total > size)
+        self._grouped = _Rest(BatchSampler(sampler, size, drop_last=total > size))
         self._loader = DataLoader(
-            task.samples, batch_size=None, sampler=grouped, num_workers=readers
+            task.samples, batch_size=None, sampler=self._grouped, num_workers=readers
         )
 
     def __len__(self) -> int:
         return self._task.steps
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        given, epoch = 0, 0
+        given, (epoch, self._grouped.skip) = self._done, divmod(self._done, len(self._grouped))
         while True:
             self._sampler.set_epoch(epoch)  # type: ignore[attr-defined]
-            for batch in self._loader:
+            # A loader that begins an epoch draws a number, which this epoch has drawn before.
+            again = torch.random.fork_rng(devices=[], enabled=self._grouped.skip > 0)
+            with again:
+                batches = iter(self._loader)
+            for batch in batches:
                 if given == self._task.steps:
                     return
                 given += 1
                 yield batch
             epoch += 1
+
+
+class _Rest(Sampler[list[int]]):
+    """Groups of samples, without the first ``skip`` of them the next time."""
+
+    def __init__(self, inner: BatchSampler) -> None:
+        self._inner, self.skip = inner, 0
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        skip, self.skip = self.skip, 0
+        return itertools.islice(iter(self._inner), skip, None)
 
 
 def parse_injection(text: str) -> tuple[float, float]:

@@ -38,6 +38,7 @@ from offbeat.lab.job import Job
 from offbeat.lab.method import Attached, Baseline, Method
 from offbeat.lab.recipes import Task, find_recipe
 from offbeat.lab.recipes.samples import to_device
+from offbeat.lab.resume import Checkpoints, History
 from offbeat.lab.samplers import Batches, parse_injection
 from offbeat.strategies import Strategy
 from offbeat.training.attach import attach
@@ -65,12 +66,13 @@ def train_worker(job: Job, emit: Callable[[Event], None]) -> None:
     """Train on this worker. Rank 0 calls ``emit`` with the events; the others are silent.
 
     They are a ``Start``, a ``Step`` or an ``Evaluation`` for each step, and an ``End``; between
-    them a ``Waiting`` wherever something else is done, and a ``Chosen`` if the number of
-    evaluations is left to the run. Training seconds are the time rank 0 spent computing and
+    them a ``Waiting`` wherever something else is done, a ``Chosen`` if the number of evaluations is
+    left to the run, and a ``Resumed``, with what was told before, if it goes on from a checkpoint.
+    Training seconds are the time rank 0 spent computing and
     waiting; evaluation does not count. Those of ``ideal`` are told at the end; see ``End``.
     """
     rank, device = dist.get_rank(), own_device()
-    tell = emit if rank == 0 else (lambda event: None)
+    tell = History(emit if rank == 0 else (lambda event: None))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     recipe = find_recipe(job.recipe)
@@ -83,16 +85,20 @@ def train_worker(job: Job, emit: Callable[[Event], None]) -> None:
     method = _begin(job, task, device)
     tell(Start(task.steps, _bytes(task.model)))
     looks = Looks(task.steps, job.evaluations)
+    checkpoints = Checkpoints(job, task, method, tell)
+    checkpoints.resume(looks)
     for batch in _batches(job, task, device, method):
         method.train(batch)
+        metrics = None
         if method.step in looks:
             tell(Waiting("evaluating"))
             metrics = _look(task, method, looks, device, tell)
-            if metrics is not None:
-                seconds = method.seconds
-                tell(Evaluation(method.step, seconds, metrics[recipe.metric], metrics))
-                continue
-        tell(Step(method.step, method.seconds))
+        if metrics is None:
+            tell(Step(method.step, method.seconds))
+        else:
+            seconds = method.seconds
+            tell(Evaluation(method.step, seconds, metrics[recipe.metric], metrics))
+        checkpoints.step_taken()
     tell(Waiting("finishing"))
     method.finish()
     totals = gather(method.stats.to_dict(), device, "the totals of all workers")
@@ -154,7 +160,8 @@ def _batches(
     """What this worker trains on, step by step; data are injected where ``method`` meets others."""
     sampler = job.sampler_for(task, dist.get_rank())
     readers = task.readers if device.type == "cuda" else 0
-    batches: Iterable[Any] = Batches(task, sampler, readers=readers)
+    done = 0 if method is None else method.step
+    batches: Iterable[Any] = Batches(task, sampler, readers=readers, done=done)
     if job.injection is not None and isinstance(method, Attached):
         alpha, beta = parse_injection(job.injection)
         own = injected_batch_size(task.batch_size, alpha, beta, method.sync.size)

@@ -137,6 +137,14 @@ class ModelMean:
 
         return [Landing(self._team.fabric.maximum(flat, what=what), write)]
 
+    def begin_anew(self) -> None:
+        """The model as it is now, which all workers hold, is the last mean."""
+        buckets = self._replica.buckets("parameters")
+        for bucket, reference in zip(
+            buckets, self._references, strict=False
+        ):  # maybe there is none
+            reference.copy_(bucket.pack())
+
     def state_dict(self) -> list[Tensor]:
         """The references, one a bucket of parameters; none with an exact wire."""
         return [reference.clone() for reference in self._references]

@@ -97,7 +97,10 @@ class Strategy(ABC):
     # -- rounds ----------------------------------------------------------------------------------
 
     def start(self, worker: Worker) -> Any:
-        """Prepare; all workers hold the same model. Returns the mutable state, a dataclass."""
+        """Prepare; all workers hold the same model. Returns the mutable state, a dataclass.
+
+        Called again, before the first step, when training begins anew from a consensus.
+        """
         return None
 
     @abstractmethod
@@ -181,7 +184,7 @@ class Strategy(ABC):
         worker.average_all(roll.own.weight, roll.weight, final=final)
 
     def before_save(self, worker: Worker, meet: Callable[[], object]) -> None:  # noqa: B027
-        """The state is about to be saved: let what is in flight arrive.
+        """The state is about to be saved, or replaced: let what is in flight arrive.
 
         ``meet`` waits until all workers are about to save.
         """

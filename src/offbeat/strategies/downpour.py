@@ -44,9 +44,7 @@ class _Optimize(Rule):
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._loaded = state
-        if self._optimizer is not None and state:
-            self._optimizer.load_state_dict(state)
+        self._loaded, self._optimizer = state, None  # made anew with the next push
 
 
 @dataclass

@@ -84,6 +84,9 @@ class ServerStrategy(Strategy):
             dtype=torch.float64 if double else torch.float32,
         )
         read(tensors, vector)
+        if isinstance(worker.state, ServerState):  # begun anew from a consensus
+            worker.state.server.begin_anew(vector)
+            return ServerState(worker.state.server, tensors)
         server = ParameterServer(
             worker.team,
             vector,

@@ -233,6 +233,19 @@ class Iteration:
         """Whether one optimizer has stepped, and others have not yet."""
         return bool(self._stepped)
 
+    @property
+    def shows_consensus(self) -> bool:
+        """Whether the model is not this worker's own; see ``forbidden``."""
+        return bool(self._forbidden)
+
+    def require_boundary(self, what: str) -> None:
+        """Raise AttachError between the first and the last step of an iteration's optimizers."""
+        if self._stepped or self._prepared:
+            raise AttachError(
+                f"{what} in the middle of an iteration: call it after all optimizers have stepped, "
+                "and before gradients are clipped or unscaled for the next step"
+            )
+
     def meet(self, *, finishing: bool) -> Roll:
         """Take part in the others' rounds until nobody steps any more; see ``Rounds.meet``."""
         return self._rounds.meet(self._last_order, finishing=finishing)

@@ -1,7 +1,6 @@
 """A strategy at work, as the user sees it: figures, consensus, the end, checkpoints."""
 
 import contextlib
-import dataclasses
 import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -12,8 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from offbeat.checkpoint import load, save
-from offbeat.errors import AttachError
+from offbeat.errors import AttachError, CheckpointError
 from offbeat.fabric import Communicator, Team, Wire
 from offbeat.fabric.wire import Precision
 from offbeat.means import ModelMean, OptimizerState, Replica
@@ -21,11 +19,20 @@ from offbeat.significance import squared_norm
 from offbeat.strategies.base import Part, Roll, Strategy, Worker
 from offbeat.telemetry import Stats, open_sinks
 from offbeat.training.agreement import copy_rank_0, describe, require_agreement
+from offbeat.training.aside import Aside
 from offbeat.training.change import GradientChange
 from offbeat.training.companion import Companions
 from offbeat.training.distance import Distance
 from offbeat.training.hooks import ScalerHooks, hook_optimizer
 from offbeat.training.iteration import Iteration
+from offbeat.training.state import (
+    answer_of,
+    check_state,
+    consensus_of,
+    put_back,
+    require_all,
+    state_of,
+)
 
 attached: "weakref.WeakSet[Any]" = weakref.WeakSet()  # models and optimizers in use
 
@@ -49,6 +56,7 @@ class Synchronizer:
         gradient_change: bool = False,
     ) -> None:
         self._strategy, self._team, self._active = strategy, team, True
+        self._finished = False
         self._host = team.host
         self._extra: dict[str, Any] = {}  # what the user gave to record()
         moved = {id(p) for part in parts for p in part.parameters}
@@ -77,7 +85,7 @@ class Synchronizer:
         if gradient_change:
             self._iteration.change = GradientChange(worker)
         self._hook(scaler)
-        self._things = (model, *(part.optimizer for part in parts))
+        self._things: tuple[Any, ...] = (model, *(part.optimizer for part in parts))
         attached.update(self._things)
         self._host.watch(lambda: self._stats)
         self._clock = self._host.now()
@@ -277,6 +285,7 @@ class Synchronizer:
             self._companions.leave()
         self._stats.wait_seconds += team.account.wait_seconds - self._seen[0]
         self._stats.payload_bytes += team.account.payload_bytes - self._seen[1]
+        self._finished = True
         self._end(together=True)
 
     def detach(self) -> None:
@@ -338,52 +347,95 @@ class Synchronizer:
         """Counters, totals and the strategy's state, as plain values for ``torch.save``.
 
         Every worker saves its own, between two steps, all at the same step. The model and the
-        optimizer are saved by their own ``state_dict``.
-        """
-        worker = self._worker
-        with self._iteration.guard:
-            self._strategy.before_save(worker, lambda: self._iteration.meet(finishing=False))
-        return {
-            "strategy": repr(self._strategy),
-            "step": worker.step,
-            "steps_since_sync": worker.steps_since_sync,
-            "has_news": worker.has_news,
-            "stats": dataclasses.asdict(self._stats),
-            "state": save(worker.state),
-            "wire": {
-                "precision": worker.wire.precision,
-                "errors": worker.wire.state_dict(),
-                "references": worker.models.state_dict(),
-            },
-        }
+        optimizer are saved by their own ``state_dict``; ``offbeat.save`` does all of it. The state
+        says whose it is, and holds a digest, which takes about half a millisecond a megabyte.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict()``. Load the model's and the optimizer's state after attach.
+        Inside ``consensus`` and after ``finish`` it is the state of the consensus, which belongs to
+        the model that all workers then hold, and fits any strategy, wire and number of workers.
 
         Raises:
-            ValueError: it was saved under another strategy or wire.
+            AttachError: after ``detach``, or in the middle of an iteration.
         """
-        if state["strategy"] != repr(self._strategy):
-            raise ValueError(
-                f"the state was saved under {state['strategy']}, this is {self._strategy!r}"
-            )
-        worker, wire = self._worker, state["wire"]
-        if wire["precision"] != worker.wire.precision:
-            raise ValueError(
-                f"the state was saved with wire={wire['precision']!r}, this is "
-                f"wire={worker.wire.precision!r}"
-            )
-        worker.wire.load_state_dict(wire["errors"])
-        worker.models.load_state_dict(wire["references"])
-        worker.step = state["step"]
-        worker.steps_since_sync = state["steps_since_sync"]
-        worker.has_news = state["has_news"]
-        totals = dict(state["stats"])
-        worker.details.update(totals.pop("details"))
-        self._stats = Stats(**totals, details=worker.details)
-        load(worker.state, state["state"])
+        worker = self._worker
+        if self._finished or (self._active and self._iteration.shows_consensus):
+            return consensus_of(worker, self._stats)
+        self._require_active("state_dict()")
+        self._iteration.require_boundary("state_dict()")
         with self._iteration.guard:
-            self._strategy.after_load(worker)
+            self._strategy.before_save(worker, self._meet_quietly)
+        return state_of(self._strategy, worker, self._stats)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state_dict()``. Load the model's and the optimizer's state before.
+
+        A collective: all workers load, or none does, and then they train on as before. A state of
+        the consensus is loaded before the first step: the workers begin anew from the model that
+        rank 0 holds now, and only the totals of ``stats`` go on.
+
+        Raises:
+            CheckpointError: on every worker, if one was given a state of another strategy, wire,
+                number of workers, rank, model or step, or a damaged one. It says what differs.
+            AttachError: after ``finish`` or ``detach``, inside ``consensus``, or in the middle of
+                an iteration.
+        """
+        self._require_active("load_state_dict()")
+        self._iteration.require_own_model("load_state_dict()")
+        self._iteration.require_boundary("load_state_dict()")
+        worker, refused = self._worker, None
+        try:
+            check_state(state, self._strategy, worker, self._stats)
+        except CheckpointError as error:
+            refused = error
+        with self._iteration.guard, self._team.account.paused():
+            # Nothing of before may still be on its way when it is replaced.
+            self._strategy.before_save(worker, self._meet_quietly)
+            answers = self._team.fabric.gather_bytes(
+                answer_of(state, refused), what="load_state_dict()"
+            )
+        if refused is not None:
+            raise refused
+        require_all(answers)
+        with self._iteration.guard, self._team.account.paused():
+            self._stats = put_back(state, self._strategy, worker)
+        self._clock = self._host.now()
+        self._seen = (self._team.account.wait_seconds, self._team.account.payload_bytes)
+
+    def _meet_quietly(self) -> Roll:
+        return self._iteration.meet(finishing=False)
+
+
+@contextlib.contextmanager
+def aside_of(sync: Synchronizer, what: str, *, loads: bool = False) -> Iterator[Aside]:
+    """Inside, time and bytes do not count in ``stats``.
+
+    Args:
+        sync: What ``attach`` returned.
+        what: Who asks, for errors.
+        loads: Whether the model must be this worker's own.
+
+    Raises:
+        TypeError: it is no synchronizer.
+        AttachError: see ``Synchronizer.state_dict`` and ``load_state_dict``.
+    """
+    _require_synchronizer(sync)
+    sync._require_active(what)
+    if loads:
+        sync._iteration.require_own_model(what)
+    sync._iteration.require_boundary(what)
+    start, worker = sync._host.now(), sync._worker
+
+    def check(state: Any) -> None:
+        check_state(state, sync._strategy, worker, sync._stats)
+
+    try:
+        with sync._team.account.paused():
+            if loads:  # what is in flight could overtake what is done here
+                with sync._iteration.guard:
+                    sync._strategy.before_save(worker, sync._meet_quietly)
+            yield Aside(sync._things[0], worker, sync._iteration.guard, sync.state_dict, check)
+    finally:
+        now = sync._host.now()
+        sync._clock = now if loads else sync._clock + now - start
 
 
 def companions_of(sync: Synchronizer) -> Companions:
@@ -392,6 +444,10 @@ def companions_of(sync: Synchronizer) -> Companions:
     Raises:
         TypeError: it is no synchronizer.
     """
+    _require_synchronizer(sync)
+    return sync._companions
+
+
+def _require_synchronizer(sync: object) -> None:
     if not isinstance(sync, Synchronizer):
         raise TypeError(f"sync must be what offbeat.attach() returned, got {sync!r}")
-    return sync._companions

@@ -1,0 +1,89 @@
+"""A run's checkpoints: what it needs to go on as if nothing had happened, events included."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from offbeat.errors import CheckpointError
+from offbeat.lab.evaluation import Looks
+from offbeat.lab.events import Chosen, Evaluation, Event, Resumed, from_json, to_json
+from offbeat.lab.job import Job
+from offbeat.lab.method import Attached, Method
+from offbeat.lab.recipes import Task
+from offbeat.training.checkpoints import load, save
+
+_FREE = {"checkpoints", "save_every", "resume", "log", "timeout_seconds", "evaluations", "data"}
+
+
+class History:
+    """Tells of a run, and keeps what a resumed run has to tell again.
+
+    Args:
+        emit: Called with each event.
+    """
+
+    def __init__(self, emit: Callable[[Event], None]) -> None:
+        self._emit = emit
+        self.kept: list[str] = []
+
+    def __call__(self, event: Event) -> None:
+        """Tell it."""
+        if isinstance(event, Chosen | Evaluation):
+            self.kept.append(to_json(event))
+        self._emit(event)
+
+
+class Checkpoints:
+    """Of one worker's run.
+
+    Args:
+        job: What is run.
+        task: What it trains.
+        method: What trains it.
+        history: What was told.
+    """
+
+    def __init__(self, job: Job, task: Task, method: Method, history: History) -> None:
+        self._job, self._history = job, history
+        self._sync = method.sync if isinstance(method, Attached) else None
+        self._scheduler = task.scheduler if isinstance(task.scheduler, LRScheduler) else None
+
+    def resume(self, looks: Looks) -> None:
+        """Go on from the newest, if the job says so, and tell what was told before.
+
+        Raises:
+            CheckpointError: there is none, or it is that of another run.
+        """
+        if not self._job.resume or self._sync is None:
+            return
+        folder = Path(str(self._job.checkpoints))
+        found = load(folder, self._sync, scheduler=self._scheduler)
+        if found is None:
+            raise CheckpointError(f"{folder} holds no checkpoint that --resume could go on from")
+        self._require_same_run(found.extra["job"])
+        self._history(Resumed(found.step))
+        for line in found.extra["events"]:
+            event = from_json(line)
+            if isinstance(event, Chosen):
+                looks.choose(event.evaluations)
+            self._history(event)
+
+    def _require_same_run(self, saved: dict[str, Any]) -> None:
+        here = asdict(self._job)
+        for name in here.keys() - _FREE:
+            if here[name] != saved.get(name):
+                raise CheckpointError(
+                    f"the checkpoint is that of a run with {name}={saved.get(name)!r}, this one "
+                    f"has {name}={here[name]!r}: resume with the same options"
+                )
+
+    def step_taken(self) -> None:
+        """Save, if it is time."""
+        every = self._job.save_every
+        if every is None or self._sync is None or self._sync.step % every:
+            return
+        extra = {"job": asdict(self._job), "events": self._history.kept}
+        save(str(self._job.checkpoints), self._sync, scheduler=self._scheduler, extra=extra)

@@ -1,0 +1,176 @@
+"""A run that is resumed ends as if nothing had happened, and tells the same."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lab import tiny
+from offbeat import Compute, Network
+from offbeat.errors import OffbeatError
+from offbeat.lab.compare import run_and_record
+from offbeat.lab.events import Chosen, Event, Resumed, Start, Step, from_json, to_json
+from offbeat.lab.job import Job
+from offbeat.lab.places import VirtualCluster
+from offbeat.lab.recipes import RECIPES
+from offbeat.lab.results import Result
+
+STEPS = 30
+JOB = Job("tiny", "local:period=4", 2, seed=3, sampler="distributed")  # epochs of 12 steps
+ROWS = [
+    "async:staleness=4",
+    *(
+        pytest.param(text, marks=pytest.mark.nightly)
+        for text in ("bsp", "selsync:target_lssr=0.5", "diloco:period=5,overlap=2")
+    ),
+]
+
+
+def noisy(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    """As with augmentation or dropout: every step draws from torch's generator."""
+    inputs, targets = batch
+    noise = 0.1 * torch.randn(inputs.shape, dtype=inputs.dtype)
+    return nn.functional.mse_loss(model(inputs + noise), targets)
+
+
+@pytest.fixture(autouse=True)
+def recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RECIPES, "tiny", tiny.RECIPE)
+    monkeypatch.setattr(tiny, "STEPS", STEPS)
+    monkeypatch.setattr(tiny, "loss", noisy)
+
+
+def trained(job: Job) -> tuple[Result, list[Event]]:
+    """In virtual time."""
+    events: list[Event] = []
+    place = VirtualCluster(Network("1Gbit/s"), Compute("10ms"))
+    return run_and_record(job, events.append, place), events
+
+
+def remove_later(folder: Path, step: int) -> None:
+    """As if the run had ended before they were saved."""
+    for path in folder.iterdir():
+        if int(path.name.split("-")[1].split(".")[0]) > step:
+            path.unlink()
+
+
+@pytest.mark.parametrize("every", [12, 7], ids=["at the end of an epoch", "within one"])
+@pytest.mark.parametrize("strategy", ROWS)
+def test_a_resumed_run_ends_with_the_same_bits(strategy: str, every: int, tmp_path: Path) -> None:
+    """Metrics after each evaluation, the one of the end, totals; and the events go on."""
+    job = replace(JOB, strategy=strategy, evaluations=6)
+    plain, _ = trained(job)
+    saving = replace(job, checkpoints=str(tmp_path), save_every=every)
+    watched, _ = trained(saving)
+    last = STEPS // every * every
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"step-{step}.rank{rank}.pt" for step in (last - every, last) for rank in range(2)
+    }
+    remove_later(tmp_path, last - every)
+    resumed, events = trained(replace(saving, resume=True))
+
+    metrics = [point.metrics for point in plain.points]
+    assert len(metrics) == 6
+    for result in (watched, resumed):
+        assert [point.metrics for point in result.points] == metrics
+        assert [point.step for point in result.points] == [point.step for point in plain.points]
+        for one, other in zip(result.stats, plain.stats, strict=True):
+            assert (one.steps, one.syncs) == (other.steps, other.syncs) == (STEPS, one.syncs)
+            assert one.payload_bytes == other.payload_bytes
+    seconds = [point.seconds for point in resumed.points]
+    assert seconds == sorted(seconds)
+    assert seconds[-1] == pytest.approx(plain.points[-1].seconds, rel=0.05)
+    kinds = [type(event) for event in events]
+    assert events[kinds.index(Resumed)] == Resumed(last - every)
+    assert kinds.index(Start) < kinds.index(Resumed) < kinds.index(Step)
+    first = next(event for event in events if isinstance(event, Step))
+    assert first.step > last - every
+
+
+def test_what_a_resumed_run_tells_again_goes_through_a_pipe() -> None:
+    told: list[Any] = [Chosen(3, 0.5), Resumed(7)]
+    assert [from_json(to_json(event)) for event in told] == told
+
+
+def test_a_run_that_had_ended_ends_again(tmp_path: Path) -> None:
+    saving = replace(JOB, evaluations=2, checkpoints=str(tmp_path), save_every=15)
+    first, _ = trained(saving)
+    again, events = trained(replace(saving, resume=True, save_every=None))
+    assert again.final_metrics == first.final_metrics
+    assert not [event for event in events if isinstance(event, Step)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 4}, "of a run with seed=3, this one has seed=4: resume with the same options"),
+        ({"lr_scale": 2.0}, "of a run with lr_scale=1.0, this one has lr_scale=2.0"),
+        ({"sampler": "seldp"}, "of a run with sampler='distributed', this one has sampler='seldp'"),
+        ({"strategy": "bsp"}, r"saved under LocalSGD\(period=4\), this is BSP\(\)"),
+        ({"workers": 3}, "no checkpoint in .* is whole on all workers|saved by one of 2 workers"),
+    ],
+)
+def test_another_run_is_not_resumed(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    saving = replace(JOB, evaluations=1, checkpoints=str(tmp_path), save_every=15)
+    trained(saving)
+    with pytest.raises(OffbeatError) as caught:
+        trained(replace(saving, resume=True, **changes))
+    assert re.search(message, str(caught.value)), caught.value
+
+
+@pytest.mark.parametrize(
+    ("options", "there", "message"),
+    [
+        ({"resume": True}, False, "--resume needs --checkpoints, the directory of the checkpoints"),
+        (
+            {"save_every": 3},
+            False,
+            "--save-every needs --checkpoints, the directory of the check.*",
+        ),
+        ({"checkpoints": "."}, False, "--checkpoints needs --save-every, or --resume, or both"),
+        ({"checkpoints": ".", "save_every": 0}, False, "save_every must be at least 1, got 0"),
+        (
+            {"checkpoints": ".", "save_every": 5, "injection": "0.5,0.5"},
+            False,
+            "--checkpoints with --injection: .* leave one of them out",
+        ),
+        (
+            {"checkpoints": ".", "resume": True},
+            False,
+            "--resume: . holds no checkpoint, leave it .*",
+        ),
+        (
+            {"checkpoints": ".", "save_every": 5},
+            True,
+            "--checkpoints .: a run was saved there already; go on with it by --resume, or .*",
+        ),
+        (
+            {"checkpoints": ".", "save_every": 5, "strategy": "ideal"},
+            False,
+            "--checkpoints .: ideal cannot honour it, leave it out",
+        ),
+        (
+            {"checkpoints": ".", "resume": True, "strategy": "torch:ddp"},
+            False,
+            "--checkpoints .: torch:ddp cannot honour it, leave it out",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    options: dict[str, Any],
+    there: bool,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before anything runs."""
+    monkeypatch.chdir(tmp_path)
+    if there:
+        (tmp_path / "step-20.rank0.pt").touch()
+    with pytest.raises(ValueError, match=r".") as caught:
+        replace(JOB, **options).check()
+    assert re.fullmatch(message, str(caught.value)), caught.value
