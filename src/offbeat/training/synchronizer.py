@@ -19,7 +19,7 @@ from offbeat.fabric.wire import Precision
 from offbeat.means import ModelMean, OptimizerState, Replica
 from offbeat.significance import squared_norm
 from offbeat.strategies.base import Part, Roll, Strategy, Worker
-from offbeat.telemetry import Stats, open_sinks
+from offbeat.telemetry import Records, Stats, open_sinks
 from offbeat.training.agreement import copy_rank_0, describe, require_agreement
 from offbeat.training.change import GradientChange
 from offbeat.training.companion import Companions
@@ -50,7 +50,6 @@ class Synchronizer:
     ) -> None:
         self._strategy, self._team, self._active = strategy, team, True
         self._host = team.host
-        self._extra: dict[str, Any] = {}  # what the user gave to record()
         moved = {id(p) for part in parts for p in part.parameters}
         trainable = [p for p in model.parameters() if p.requires_grad or id(p) in moved]
         replica = Replica(model, trainable)
@@ -68,7 +67,7 @@ class Synchronizer:
         self._stats = Stats(details=worker.details)
         self._companions = Companions(team, worker.details, lambda: self.step)
         self._iteration = Iteration(strategy, worker, self._companions, self._completed)
-        self._sinks = open_sinks(log, rank=team.rank)
+        self._records = Records(open_sinks(log, rank=team.rank), rank=team.rank)
         worker.state = strategy.start(worker)
         self._distance: Distance | None = None
         if distance_every is not None and beside is not None:
@@ -87,7 +86,7 @@ class Synchronizer:
         self._hooks: list[RemovableHandle] = []
         for part in self._worker.parts:
             self._hooks += hook_optimizer(
-                part.optimizer, part.index, self._iteration, lambda loss: self.record(loss=loss)
+                part.optimizer, part.index, self._iteration, self._record_loss
             )
         self._iteration.watch_backward()
         self._scaler = None if scaler is None else ScalerHooks(scaler, self._iteration)
@@ -118,8 +117,18 @@ class Synchronizer:
         """Add ``values`` (``loss=loss``, say) to the telemetry record of the coming step.
 
         Tensors are read only when the record is written, and only if there is a sink.
+
+        Raises:
+            TypeError: a value that is no number (nor a text, nor a list of them). None of the
+                ``values`` is taken then.
+            ValueError: one of the names that every record has, such as ``step``.
         """
-        self._extra.update(values)
+        self._records.add(values)
+
+    def _record_loss(self, loss: object) -> None:
+        """What a closure has returned, if it is a number: the optimizer takes anything."""
+        with contextlib.suppress(TypeError):
+            self._records.add({"loss": loss})
 
     def _completed(self, synced: bool) -> None:
         """An iteration has ended."""
@@ -134,21 +143,10 @@ class Synchronizer:
         stats.wait_seconds += waited
         stats.compute_seconds += computed
         stats.payload_bytes += sent
-        if self._sinks:
-            record = {
-                "step": stats.steps,
-                "rank": self.rank,
-                "decision": "sync" if synced else "local",
-                "compute_seconds": computed,
-                "wait_seconds": waited,
-                "payload_bytes": sent,
-                **worker.record,
-                **self._extra,
-            }
-            for sink in self._sinks:
-                sink.write(record)
+        more = dict(worker.record)
         worker.record.clear()
-        self._extra.clear()
+        decision = "sync" if synced else "local"
+        self._records.write(stats.steps, self.rank, decision, computed, waited, sent, more=more)
 
     def _measure(self) -> None:
         """Go on with measurements of the distance, whose time is not the training's."""
@@ -301,9 +299,10 @@ class Synchronizer:
             self._scaler.remove()
         for thing in self._things:
             attached.discard(thing)
-        for sink in self._sinks:
-            sink.close()
-        self._team.close(together=together)
+        try:
+            self._records.close()
+        finally:
+            self._team.close(together=together)
 
     def _require_active(self, what: str) -> None:
         if not self._active:
