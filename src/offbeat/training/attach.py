@@ -16,6 +16,7 @@ from offbeat.fabric.wire import Precision, require_precision
 from offbeat.strategies.base import Part, Strategy
 from offbeat.strategies.streaming import StreamingAveraging
 from offbeat.training.synchronizer import Synchronizer, attached
+from offbeat.training.usable import require_usable
 
 
 def attach(
@@ -79,7 +80,9 @@ def attach(
 
     Raises:
         AttachError: no process group, a model or optimizer that is already attached, LBFGS, an
-            optimizer without this model's parameters or with others.
+            optimizer without this model's parameters or with others; a parameter or buffer that
+            cannot be written in place (lazy, on the meta device, expanded, sparse, of
+            ``torch.inference_mode()``).
         MismatchError: another worker has another model, optimizer or strategy.
         CommunicationError: a worker did not take part.
     """
@@ -98,6 +101,7 @@ def attach(
         raise TypeError(f"gradient_change must be true or false, got {gradient_change!r}")
     if not timeout_seconds > 0:
         raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds}")
+    require_usable(model)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     parts = _parts(model, optimizers)
     team = Team(open_communicator(group, timeout_seconds, what="offbeat.attach()"))
