@@ -36,9 +36,10 @@ def attach(
     """Train ``model`` data-parallel under ``strategy``; the training loop stays as it is.
 
     A collective: every worker calls it. It compares model, optimizers and strategy between the
-    workers, copies rank 0's parameters and buffers to all, and hooks ``optimizer.step``. From then
-    on one iteration is one step of every optimizer, whatever happens before it (gradient
-    accumulation, several backward passes).
+    workers, warns where settings of the optimizers, the model's mode or versions differ, copies
+    rank 0's parameters and buffers to all, and hooks ``optimizer.step``. From then on one iteration
+    is one step of every optimizer, whatever happens before it (gradient accumulation, several
+    backward passes).
 
     Args:
         model: The model. Its trainable parameters, and those the optimizers hold, are averaged.

@@ -20,7 +20,12 @@ from offbeat.means import ModelMean, OptimizerState, Replica
 from offbeat.significance import squared_norm
 from offbeat.strategies.base import Part, Roll, Strategy, Worker
 from offbeat.telemetry import Records, Stats, open_sinks
-from offbeat.training.agreement import copy_rank_0, describe, require_agreement
+from offbeat.training.agreement import (
+    copy_rank_0,
+    describe,
+    require_agreement,
+    settings_of,
+)
 from offbeat.training.change import GradientChange
 from offbeat.training.companion import Companions
 from offbeat.training.distance import Distance
@@ -56,7 +61,8 @@ class Synchronizer:
         with team.account.paused():
             chosen = [f"optimizer_state {optimizer_state!r}", f"wire {wire!r}"]
             chosen.append(f"distance_every {distance_every}")
-            require_agreement(team.fabric, [*chosen, *describe(strategy, replica, parts)])
+            lines = [*chosen, *describe(strategy, replica, parts)]
+            require_agreement(team.fabric, lines, settings_of(model, parts))
             copy_rank_0(team.fabric, replica.everything())
             means = Wire(team, wire)
             models = ModelMean(team, replica, means, referenced=strategy.averages == "models")
