@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from offbeat.arguments import require_integer
+from offbeat.arguments import POSITIVE, require_integer, require_number
 from offbeat.errors import AttachError
 from offbeat.fabric import Team, Transport, open_communicator
 from offbeat.fabric.wire import Precision, require_precision
@@ -17,6 +17,8 @@ from offbeat.strategies.base import Part, Strategy
 from offbeat.strategies.streaming import StreamingAveraging
 from offbeat.training.synchronizer import Synchronizer, attached
 from offbeat.training.usable import require_usable
+
+_YEAR_SECONDS = 365 * 24 * 3600
 
 
 def attach(
@@ -100,8 +102,7 @@ def attach(
         require_integer("distance_every", distance_every, least=1)
     if not isinstance(gradient_change, bool):
         raise TypeError(f"gradient_change must be true or false, got {gradient_change!r}")
-    if not timeout_seconds > 0:
-        raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds}")
+    require_timeout("timeout_seconds", timeout_seconds)
     require_usable(model)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     parts = _parts(model, optimizers)
@@ -123,6 +124,18 @@ def attach(
     except BaseException:
         team.close()
         raise
+
+
+def require_timeout(name: str, seconds: float) -> None:
+    """Raise unless ``seconds`` can be waited for.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is not positive, or more than a year, or less than a millisecond.
+    """
+    require_number(name, seconds, POSITIVE)
+    if not 1e-3 <= seconds <= _YEAR_SECONDS:
+        raise ValueError(f"{name} must be between 0.001 and {_YEAR_SECONDS} seconds, got {seconds}")
 
 
 def require_wire(wire: Precision, strategy: Strategy) -> None:
