@@ -231,6 +231,12 @@ class StreamingAveraging(Strategy):
         return max(1, steps // parts), -(-parts // min(parts, steps))
 
     @override
+    def finite(self, worker: Worker, part: int, *, stepping: bool) -> bool:
+        """Of the part whose turn it is; a round may launch further ones, unseen."""
+        state: StreamingState = worker.state
+        return state.parts[state.next].finite()
+
+    @override
     def vote(self, worker: Worker, part: int, *, stepping: bool, finishing: bool) -> Vote:
         """How many parts this worker would launch, and what it has measured."""
         state: StreamingState = worker.state
@@ -322,9 +328,11 @@ class StreamingAveraging(Strategy):
                 self._land(worker)
             state.launches += 1
             began = worker.team.host.now()
+            # What has become NaN since the vote stays here; the next vote tells of it.
+            sends = not worker.guarded or part.finite()
             part.launch(
                 launch.round.then(lambda roll: roll.weight),
-                contribute=launch.round.own.weight != 0,
+                contribute=launch.round.own.weight != 0 and sends,
                 step=worker.step,
                 what=f"part {launch.part}, launch {state.launches}",
                 precision=launch.precision,

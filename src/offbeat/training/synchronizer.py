@@ -18,7 +18,7 @@ from offbeat.fabric import Communicator, Team, Wire
 from offbeat.fabric.wire import Precision
 from offbeat.means import ModelMean, OptimizerState, Replica
 from offbeat.significance import squared_norm
-from offbeat.strategies.base import Part, Roll, Strategy, Worker
+from offbeat.strategies.base import NonFinite, Part, Roll, Strategy, Worker
 from offbeat.telemetry import Records, Stats, open_sinks
 from offbeat.training.agreement import (
     copy_rank_0,
@@ -29,6 +29,7 @@ from offbeat.training.agreement import (
 from offbeat.training.change import GradientChange
 from offbeat.training.companion import Companions
 from offbeat.training.distance import Distance
+from offbeat.training.finite import Finite
 from offbeat.training.hooks import ScalerHooks, hook_optimizer
 from offbeat.training.iteration import Iteration
 
@@ -52,6 +53,7 @@ class Synchronizer:
         distance_every: int | None = None,
         beside: Callable[[], Communicator] | None = None,
         gradient_change: bool = False,
+        non_finite: NonFinite = "warn",
     ) -> None:
         self._strategy, self._team, self._active = strategy, team, True
         self._host = team.host
@@ -60,7 +62,7 @@ class Synchronizer:
         replica = Replica(model, trainable)
         with team.account.paused():
             chosen = [f"optimizer_state {optimizer_state!r}", f"wire {wire!r}"]
-            chosen.append(f"distance_every {distance_every}")
+            chosen += [f"distance_every {distance_every}", f"non_finite {non_finite!r}"]
             lines = [*chosen, *describe(strategy, replica, parts)]
             require_agreement(team.fabric, lines, settings_of(model, parts))
             copy_rank_0(team.fabric, replica.everything())
@@ -72,7 +74,10 @@ class Synchronizer:
         worker = self._worker = Worker(team, replica, parts, means, models)
         self._stats = Stats(details=worker.details)
         self._companions = Companions(team, worker.details, lambda: self.step)
-        self._iteration = Iteration(strategy, worker, self._companions, self._completed)
+        worker.scaled = scaler is not None and scaler.is_enabled()
+        worker.guarded = non_finite == "raise"
+        finite = Finite(strategy, worker, non_finite)
+        self._iteration = Iteration(strategy, worker, self._companions, finite, self._completed)
         self._records = Records(open_sinks(log, rank=team.rank), rank=team.rank)
         worker.state = strategy.start(worker)
         self._distance: Distance | None = None
