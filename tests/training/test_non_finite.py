@@ -25,6 +25,7 @@ from problems import (
     gradients,
     make_batch,
     make_model,
+    make_wide,
     train_step,
 )
 from worlds import run, simulated
@@ -173,6 +174,28 @@ def wide_of_two(rank: int, size: int) -> Tensor:
     with attach(model, optimizer, "bsp"):
         train_step(model, optimizer, make_batch(rank, BAD_STEP))
     return flat(model)[::997] - before
+
+
+def lossy(rank: int, size: int, text: str, wire: str) -> Tensor:
+    model = make_wide(seed=rank)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    with attach(model, optimizer, text, wire=wire, **LEAVE_OUT):
+        for step in range(6):
+            x, y = batch_of(rank, step)
+            optimizer.zero_grad()
+            (model(x.float()) - y.float()).square().mean().backward()
+            optimizer.step()
+    return flat(model)
+
+
+@pytest.mark.parametrize("text", ["bsp", "local:period=3"])
+def test_a_lossy_wire_goes_on_without_it(text: str) -> None:
+    """All hold the same bits, about those of an exact wire: no error of rounding is NaN."""
+    exact = simulated(lossy, text, "float32", workers=3)[0]
+    start = flat(make_wide(seed=0))
+    first, *others = simulated(lossy, text, "int8", workers=3)
+    assert all(torch.equal(first, other) for other in others)
+    assert float((first - exact).norm()) < 0.02 * float((exact - start).norm())
 
 
 def test_nobody_is_left() -> None:
