@@ -40,7 +40,7 @@ class Range:
             and (self.above is None or value > self.above)
             and (self.most is None or value <= self.most)
             and (self.below is None or value < self.below)
-            and (math.isfinite(value) or (not self.finite and not math.isnan(value)))
+            and (_is_finite(value) or (not self.finite and value in (math.inf, -math.inf)))
         )
 
     def __str__(self) -> str:
@@ -64,6 +64,13 @@ class Range:
         finite = "finite" if self.finite else ""
         least = "" if self.least is None else f"at least {self.least:g}"
         return " and ".join(filter(None, [finite, least])) + hint
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int of more than 308 digits
+        return False
 
 
 def require_integer(name: str, value: object, *, least: int | None) -> None:
@@ -94,6 +101,12 @@ def require_number(name: str, value: object, within: Range | None = None) -> Non
 
 
 POSITIVE = Range(above=0)
+
+
+def require_mapping(name: str, value: object) -> None:
+    """Raise TypeError unless ``value`` is a mapping, from ranks to something."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a dictionary by rank, got {value!r}")
 
 
 def require_choice(name: str, value: object, choices: Sequence[object]) -> None:
