@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -253,6 +254,31 @@ def test_by_default_it_is_told_once(text: str, caplog: pytest.LogCaptureFixture)
     assert others == {f"; attach(..., non_finite={want}) "}
     assert all(error == "nothing was raised" for _, _, error, _ in results)
     assert not any(model.isfinite().all() for _, model, _, _ in results)
+
+
+def one_at_a_time(rank: int, size: int) -> int:
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    sync = attach(model, optimizer, "fedavg:period=1,fraction=0.34")
+    for step in range(4):
+        train_step(model, optimizer, batch_of(rank, step, bad=(0, 1, 2)))
+    sync.detach()
+    return int(sync.stats.details.get("not_finite", 0))
+
+
+def test_who_is_not_drawn_contributes_nothing() -> None:
+    """FedAvg averages others then, and there is nothing to tell."""
+    counts = simulated(one_at_a_time, workers=3)
+    assert counts == [draws_after(rank) for rank in range(3)]
+    assert sum(counts) == 2
+
+
+def draws_after(rank: int) -> int:
+    """How often FedAvg draws ``rank`` of 3, one at a time, from the step with the NaN on."""
+    purpose = int.from_bytes(b"fedavg", "big")
+    rounds = range(BAD_STEP + 1, 5)
+    draws = [np.random.default_rng([0, purpose, r]).permutation(3)[0] for r in rounds]
+    return draws.count(rank)
 
 
 def test_what_a_strategy_cannot_do_is_refused() -> None:

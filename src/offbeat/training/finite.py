@@ -34,7 +34,7 @@ class Finite:
 
     def mark(self, ballot: Ballot, finite: bool) -> Ballot:
         """The ballot as it is sent."""
-        if finite:
+        if finite or (ballot.stepping and not ballot.weight):  # not drawn, say
             return ballot
         worker = self._worker
         worker.details["not_finite"] = worker.details.get("not_finite", 0) + 1
