@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+_LARGEST = 3.4e38  # of float32
+_LARGEST_INTEGER = 2**63 - 1
+
 
 @dataclass(frozen=True)
 class Range:
@@ -23,7 +26,7 @@ class Range:
         above: > this.
         most: ≤ this.
         below: < this.
-        finite: Whether infinity is out of it. NaN always is.
+        finite: Whether infinity is out of it, and what is infinite in float32. NaN always is.
         hint: What the message adds in parentheses.
     """
 
@@ -67,10 +70,7 @@ class Range:
 
 
 def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an int of more than 308 digits
-        return False
+    return -_LARGEST <= value <= _LARGEST
 
 
 def require_integer(name: str, value: object, *, least: int | None) -> None:
@@ -85,6 +85,8 @@ def require_integer(name: str, value: object, *, least: int | None) -> None:
         raise TypeError(f"{name} must be an integer{at_least}, got {value!r}")
     if least is not None and value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
+    if abs(value) > _LARGEST_INTEGER:
+        raise ValueError(f"{name} must be an integer of 64 bits, got {value}")
 
 
 def require_number(name: str, value: object, within: Range | None = None) -> None:

@@ -18,7 +18,7 @@ from offbeat.lab.samplers import make_sampler, parse_injection
 from offbeat.training.attach import require_optimizer_state, require_timeout, require_wire
 
 MOST_WORKERS = 1000
-MOST_SEED = 2**32 - 1001  # of the first of a thousand runs: a seed of numpy's has 32 bits
+MOST_SEED = 4_000_000  # each worker has a thousandfold one of its own, of 32 bits
 OptimizerStates = Literal["local", "average"]
 
 
