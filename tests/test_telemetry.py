@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,20 @@ import torch
 from torch import nn
 
 import offbeat
-from offbeat.telemetry import JsonLines, Stats, open_sinks
-from problems import PARAMETERS, changes, gradients, loss_of, make_batch, make_model, squared
+from offbeat.telemetry import JsonLines, Records, Stats, open_sinks
+from problems import (
+    PARAMETERS,
+    bsp_reference,
+    changes,
+    flat,
+    gradients,
+    loss_of,
+    make_batch,
+    make_model,
+    squared,
+)
 from workers import run
+from worlds import simulated
 
 
 def refuse(name: str) -> None:
@@ -214,6 +226,143 @@ def test_sinks_are_closed_once_and_closures_record_their_loss() -> None:
     for closed, records, loss in (first, second, third):
         assert (closed, records) == (1, 1)
         assert math.isfinite(loss)
+
+
+class Fails(Kept):
+    """Its disk is full from the second record on, or something else is wrong with it."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def write(self, record: dict[str, Any]) -> None:
+        super().write(record)
+        if len(self.records) > 1:
+            raise self.error
+
+    def __str__(self) -> str:
+        return "runs/it"
+
+
+def full_disk(rank: int, size: int) -> Any:
+    model = make_model(seed=rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    fails, kept = Fails(OSError(28, "No space left on device")), Kept()
+    log = [JsonLines("/dev/full"), fails, kept] if rank == 1 else [kept]
+    sync = offbeat.attach(model, optimizer, offbeat.BSP(), log=log, timeout_seconds=20)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, make_batch(rank, step)).backward()
+        optimizer.step()
+    sync.finish()
+    return flat(model), len(fails.records), fails.closed, len(kept.records), kept.closed
+
+
+def test_a_full_disk_does_not_stop_the_training(caplog: pytest.LogCaptureFixture) -> None:
+    """It is told of once, with path and reason; the other sinks and the training go on."""
+    results = simulated(full_disk, workers=2)
+    want = bsp_reference(2, "sgd", steps=4)[-1]
+    for model, *_ in results:
+        torch.testing.assert_close(model, want)
+    assert results[1][1:] == (2, 1, 4, 1)
+    told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    goes_on = "is written no more, training goes on: [Errno 28] No space left on device"
+    assert told == [f"rank 1: the log {where} {goes_on}" for where in ("/dev/full", "runs/it")]
+
+
+def test_a_last_line_that_cannot_be_written_does_not_stop_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """All sinks are closed, whatever one of them raises."""
+
+    class Last(Kept):
+        def close(self) -> None:
+            super().close()
+            raise OSError("quota")
+
+    sinks = [Last(), Kept(), Last()]
+    records = Records(sinks, rank=3)
+    records.write(1, 3, "sync", 0.5, 0.5, 0, more={})
+    records.close()
+    assert [sink.closed for sink in sinks] == [1, 1, 1]
+    assert caplog.text.count("lacks what was written last: quota") == 2
+
+
+def stops(rank: int, size: int) -> Any:
+    model = make_model(seed=rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    sync = offbeat.attach(model, optimizer, offbeat.BSP(), log=Fails(KeyError("my own end")))
+    caught = []
+    for step in range(3):
+        loss_of(model, make_batch(rank, step)).backward()
+        sync.record(number=step)
+        try:
+            optimizer.step()
+        except KeyError as error:
+            caught.append(str(error))
+    sync.detach()
+    return caught, sync.stats.steps
+
+
+def test_any_other_exception_of_a_sink_is_its_own_way_to_stop() -> None:
+    """It leaves optimizer.step() when the iteration is complete, so the next one is a whole one."""
+    assert run(stops, workers=1) == [(["'my own end'"] * 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "match"),
+    [
+        ({"a": 1, "b": torch.ones(2)}, TypeError, r"record\(b=…\) takes one real number.*\(2,\)"),
+        ({"a": 1, "b": np.ones(0)}, TypeError, r"record\(b=…\)"),
+        ({"a": 1, "b": torch.ones(1, device="meta")}, TypeError, r"record\(b=…\)"),
+        ({"a": 1, "b": torch.ones(1) * 1j}, TypeError, r"record\(b=…\).*complex"),
+        ({"a": 1, "b": 1j}, TypeError, r"record\(b=…\) takes a number"),
+        ({"a": 1, "b": object()}, TypeError, r"record\(b=…\) takes a number"),
+        ({"a": 1, "b": [1, {"x": set()}]}, TypeError, r"record\(b\['x'\]=…\)"),
+        ({"a": 1, "b": {1: 2}}, TypeError, r"record\(b=…\): keys must be text"),
+        ({"a": 1, "step": 7}, ValueError, r"record\(step=…\): 'step' is Offbeat's own"),
+        ({"a": 1, "rank": 7}, ValueError, "'rank' is Offbeat's own"),
+    ],
+)
+def test_what_is_no_number_is_refused_at_once(
+    values: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    """By name, before the step; and nothing of it is taken."""
+    sink = Kept()
+    records = Records([sink], rank=0)
+    with pytest.raises(error, match=match):
+        records.add(values)
+    records.add({"good": 1})
+    records.write(1, 0, "sync", 0.5, 0.5, 0, more={"change": 2.0})
+    records.write(2, 0, "sync", 0.5, 0.5, 0, more={})
+    assert [one.keys() - set(Records.KEYS) for one in sink.records] == [{"good", "change"}, set()]
+
+
+def test_nested_numbers_are_valid_json(tmp_path: Path) -> None:
+    """NaN, infinity, tensors and fractions inside of lists and dictionaries, too."""
+    with JsonLines(tmp_path / "log") as sink:
+        sink.write({"a": [math.nan, (math.inf, torch.tensor(math.nan))], "b": {"c": -math.inf}})
+        sink.write({"a": Fraction(1, 4), "b": [True, None, "x", np.float32(2)]})
+    assert read(tmp_path / "log") == [
+        {"a": [None, ["inf", None]], "b": {"c": "-inf"}},
+        {"a": 0.25, "b": [True, None, "x", 2.0]},
+    ]
+
+
+def closure_of_anything(rank: int, size: int) -> list[dict[str, Any]]:
+    model = make_model(seed=rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    sink = Kept()
+    with offbeat.attach(model, optimizer, offbeat.BSP(), log=sink):
+        for losses in (torch.ones(3), {"x": object()}, 2.5):
+            loss_of(model, make_batch(rank, 0)).backward()
+            optimizer.step(lambda losses=losses: losses)
+    return [{k: v for k, v in one.items() if k == "loss"} for one in sink.records]
+
+
+def test_a_closure_may_return_anything() -> None:
+    """What is no number is not recorded."""
+    assert run(closure_of_anything, workers=1) == [[{}, {}, {"loss": 2.5}]]
 
 
 # -- sinks ----------------------------------------------------------------------------------------

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+_LARGEST = 3.4e38  # of float32
+_LARGEST_INTEGER = 2**63 - 1
+
 
 @dataclass(frozen=True)
 class Range:
@@ -23,7 +26,7 @@ class Range:
         above: > this.
         most: ≤ this.
         below: < this.
-        finite: Whether infinity is out of it. NaN always is.
+        finite: Whether infinity is out of it, and what is infinite in float32. NaN always is.
         hint: What the message adds in parentheses.
     """
 
@@ -40,7 +43,7 @@ class Range:
             and (self.above is None or value > self.above)
             and (self.most is None or value <= self.most)
             and (self.below is None or value < self.below)
-            and (math.isfinite(value) or (not self.finite and not math.isnan(value)))
+            and (_is_finite(value) or (not self.finite and value in (math.inf, -math.inf)))
         )
 
     def __str__(self) -> str:
@@ -66,6 +69,10 @@ class Range:
         return " and ".join(filter(None, [finite, least])) + hint
 
 
+def _is_finite(value: float) -> bool:
+    return -_LARGEST <= value <= _LARGEST
+
+
 def require_integer(name: str, value: object, *, least: int | None) -> None:
     """Raise unless ``value`` is an int ≥ ``least``.
 
@@ -78,6 +85,8 @@ def require_integer(name: str, value: object, *, least: int | None) -> None:
         raise TypeError(f"{name} must be an integer{at_least}, got {value!r}")
     if least is not None and value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
+    if abs(value) > _LARGEST_INTEGER:
+        raise ValueError(f"{name} must be an integer of 64 bits, got {value}")
 
 
 def require_number(name: str, value: object, within: Range | None = None) -> None:
@@ -94,6 +103,12 @@ def require_number(name: str, value: object, within: Range | None = None) -> Non
 
 
 POSITIVE = Range(above=0)
+
+
+def require_mapping(name: str, value: object) -> None:
+    """Raise TypeError unless ``value`` is a mapping, from ranks to something."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a dictionary by rank, got {value!r}")
 
 
 def require_choice(name: str, value: object, choices: Sequence[object]) -> None:

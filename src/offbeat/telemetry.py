@@ -1,6 +1,10 @@
 """What a worker did: running totals, one record a step, and the sinks that records go to."""
 
+import contextlib
 import json
+import logging
+import math
+import numbers
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -9,6 +13,7 @@ from types import TracebackType
 from typing import IO, Any, Protocol
 
 Record = dict[str, Any]
+logger = logging.getLogger("offbeat")
 
 
 @dataclass
@@ -74,6 +79,34 @@ def _number(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
 
 
+def require_recordable(name: str, value: object) -> None:
+    """Raise unless ``value`` can stand in a record: a number, a text, None, or a list of such.
+
+    Tensors and numpy arrays of one real number are numbers. They are not read. Lists, tuples, and
+    dictionaries whose keys are text, may hold all of these.
+
+    Raises:
+        TypeError: something else, naming ``name``.
+    """
+    if isinstance(value, list | tuple):
+        for one in value:
+            require_recordable(name, one)
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            require_recordable(f"{name}[{key!r}]", one)
+            if not isinstance(key, str):
+                raise TypeError(f"record({name}=…): keys must be text, got {key!r}")
+    elif hasattr(value, "item"):
+        shape, kind = tuple(getattr(value, "shape", ())), str(getattr(value, "dtype", ""))
+        if math.prod(shape) != 1 or "complex" in kind or getattr(value, "is_meta", False):
+            raise TypeError(
+                f"record({name}=…) takes one real number, got {type(value).__name__} of shape "
+                f"{shape}, {kind}: give its mean, or .tolist()"
+            )
+    elif not (value is None or isinstance(value, str | numbers.Real)):
+        raise TypeError(f"record({name}=…) takes a number, got {value!r}")
+
+
 class JsonLines:
     """One JSON object a line and step.
 
@@ -86,13 +119,16 @@ class JsonLines:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, rank: int = 0) -> None:
-        target = Path(str(path).replace("{rank}", str(rank)))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        self._file: IO[str] = target.open("w", encoding="utf-8", buffering=1)
+        self._path = Path(str(path).replace("{rank}", str(rank)))
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: IO[str] = self._path.open("w", encoding="utf-8", buffering=1)
+
+    def __str__(self) -> str:
+        return str(self._path)
 
     def write(self, record: Record) -> None:
         """Append one line."""
-        self._file.write(json.dumps({k: _json(_number(v)) for k, v in record.items()}) + "\n")
+        self._file.write(json.dumps(_json(record)) + "\n")
 
     def close(self) -> None:
         """Close the file."""
@@ -111,11 +147,15 @@ class JsonLines:
 
 
 def _json(value: Any) -> Any:
-    if isinstance(value, float) and value != value:
-        return None
-    if value in (float("inf"), float("-inf")):
-        return str(value)
-    return value
+    """``value``, or what is in it, as JSON knows it."""
+    value = _number(value)
+    if isinstance(value, dict):
+        return {key: _json(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value if value is None or isinstance(value, str | int | float) else float(value)
 
 
 class TensorBoard:
@@ -132,7 +172,11 @@ class TensorBoard:
             raise ImportError(
                 "the TensorBoard sink needs tensorboard: pip install 'offbeat[tensorboard]'"
             ) from error
-        self._writer = SummaryWriter(str(directory))
+        self._directory = str(directory)
+        self._writer = SummaryWriter(self._directory)
+
+    def __str__(self) -> str:
+        return self._directory
 
     def write(self, record: Record) -> None:
         """Add one point to each curve."""
@@ -172,3 +216,71 @@ def open_sinks(log: object, *, rank: int) -> list[Sink]:
     raise TypeError(
         f"log must be a path, a sink with write(record) and close(), or a list of them; got {log!r}"
     )
+
+
+class Records:
+    """What one worker writes, step by step, to its sinks.
+
+    A sink that fails for want of a disk (``OSError``) is told of once and left out from then on:
+    training goes on. Other exceptions of a sink are its own way to end the training.
+
+    Args:
+        sinks: Where records go.
+        rank: This worker's rank.
+    """
+
+    KEYS = (
+        *("step", "rank", "decision"),
+        *("compute_seconds", "wait_seconds", "payload_bytes"),
+    )
+    """What stands in every record."""
+
+    def __init__(self, sinks: Sequence[Sink], *, rank: int) -> None:
+        self._sinks, self._rank = list(sinks), rank
+        self._extra: Record = {}
+
+    def add(self, values: Record) -> None:
+        """Put ``values`` into the coming record, all or none of them.
+
+        Raises:
+            TypeError: a value that is no number.
+            ValueError: a name that has a meaning of its own.
+        """
+        for name, value in values.items():
+            if name in self.KEYS:
+                raise ValueError(
+                    f"record({name}=…): {name!r} is Offbeat's own; take another name (its own are "
+                    f"{', '.join(self.KEYS)})"
+                )
+            require_recordable(name, value)
+        self._extra.update(values)
+
+    def write(self, *values: Any, more: Record) -> None:
+        """The record of a step: of ``KEYS``, of the strategy (``more``), and what was added."""
+        extra, self._extra = self._extra, {}
+        if not self._sinks:
+            return
+        record = {**dict(zip(self.KEYS, values, strict=True)), **extra, **more}
+        for sink in [*self._sinks]:
+            try:
+                sink.write(record)
+            except OSError as error:
+                self._sinks.remove(sink)
+                with contextlib.suppress(OSError):  # what it still holds cannot be written
+                    sink.close()
+                self._tell(sink, f"is written no more, training goes on: {error}")
+
+    def close(self) -> None:
+        """Close all sinks, also if one of them fails."""
+        with contextlib.ExitStack() as stack:
+            while self._sinks:
+                stack.callback(self._close, self._sinks.pop())
+
+    def _close(self, sink: Sink) -> None:
+        try:
+            sink.close()
+        except OSError as error:
+            self._tell(sink, f"lacks what was written last: {error}")
+
+    def _tell(self, sink: Sink, what: str) -> None:
+        logger.warning("rank %d: the log %s %s", self._rank, sink, what)

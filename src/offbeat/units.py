@@ -34,6 +34,9 @@ _BYTES = {
 _COUNTS = {"": Decimal(1), "k": Decimal("1e3"), "m": Decimal("1e6"), "b": Decimal("1e9")}
 _COUNTS["t"] = Decimal("1e12")
 
+_MOST = 1e18  # of a text's bits a second, seconds, bytes; and one over it the least
+_MOST_COUNT = 1e13
+
 _BANDWIDTH_FORM = "a number and a unit, like 1Gbit/s or 200Mbit/s (bits, not bytes)"
 _SECONDS_FORM = "a number and a unit, like 100us, 50ms, 1.5s or 2min"
 _BYTES_FORM = "a number and a unit, like 25MB or 64KiB (B is bytes)"
@@ -77,7 +80,7 @@ def parse_count(text: str) -> float:
     Raises:
         ValueError: another form, or nothing positive.
     """
-    return _parse(text, _unit(text).lower(), _COUNTS, "a count", _COUNT_FORM)
+    return _parse(text, _unit(text).lower(), _COUNTS, "a count", _COUNT_FORM, most=_MOST_COUNT)
 
 
 def to_bandwidth(value: str | float) -> float:
@@ -158,6 +161,7 @@ def _parse(
     kind: str,
     form: str,
     allow_zero: bool = False,
+    most: float = _MOST,
 ) -> float:
     """The number in ``text`` times the size of ``unit``, which is the text's unit, normalised."""
     match = _QUANTITY.fullmatch(text)
@@ -165,6 +169,8 @@ def _parse(
     if match and unit in units:
         try:
             value = float(Decimal(match[1]) * units[unit])
+            if value and not 1 / most <= value <= most:
+                value = math.nan
         except ArithmeticError:  # 1.2.3, or more than even a Decimal holds
             value = math.nan
     if not _allowed(value, allow_zero):

@@ -457,9 +457,9 @@ def test_a_recipe_is_built_once_to_be_checked(
         return digits.build(setup)
 
     monkeypatch.setitem(RECIPES, "digits", replace(digits, build=build))
-    argv = "-s bsp -s local:period=8 -s nope"
-    code, _, err = idle_call("compare", "digits", *argv.split())
-    assert (code, err) == (2, f"error: {NO_STRATEGY}\n")
+    argv = ("-s", "bsp", "-s", "local:period=8", "-s", "bsp --sampler all")
+    code, _, err = idle_call("compare", "digits", *argv)
+    assert (code, err) == (2, "error: sampler must be seldp, defdp or distributed, got 'all'\n")
     assert len(built) == 1
 
 

@@ -89,7 +89,7 @@ MADE: dict[str, st.SearchStrategy[Strategy]] = {
     | build(FedAvg, rounds_per_epoch=st.floats(0.001, 5), steps_per_epoch=st.integers(5, 10**6)),
     "streaming": build(
         StreamingAveraging,
-        parts=st.integers(1, 10**6),
+        parts=st.integers(1, 1024),
         staleness=st.integers(1, 10**6).map(lambda n: 2 * n),
         schedule=st.sampled_from(["eager", "cyclic"]),
     ),

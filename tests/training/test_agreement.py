@@ -1,16 +1,22 @@
 """Workers that train together were started alike, and start from the same model."""
 
 import re
+import warnings
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import offbeat
 from loops import attach, error_of, everything, sgd
+from offbeat.fabric import open_communicator
 from offbeat.strategies.base import Strategy
-from problems import make_batch, make_model, train_step
-from worlds import run
+from offbeat.training import agreement
+from offbeat.training.agreement import require_agreement
+from problems import flat, make_batch, make_model, train_step
+from worlds import real, run, simulated
 
 
 class Mixed(nn.Module):
@@ -117,3 +123,94 @@ def test_workers_must_agree_on_the_wire() -> None:
     """No collective of the lossy wire before that: nobody hangs."""
     want = "rank 1 differs from rank 0: rank 1 has wire 'int8'; rank 0 has wire 'float32'"
     assert run(disagree, workers=3) == [want] * 3
+
+
+def heed(attempt: Callable[[], Any]) -> tuple[list[str], Any]:
+    """The warnings that ``attempt`` gives, and its result; in threads they have one list."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = attempt()
+    return sorted({str(one.message) for one in caught if one.category is UserWarning}), result
+
+
+def different_settings(rank: int, size: int) -> Tensor:
+    model = make_model(rank)
+    model[1].train(rank != 2)
+    groups = [
+        {"params": model[0].parameters(), "lr": 0.05},
+        {"params": model[2:].parameters(), "lr": 0.1 * (1 + (rank == 1)), "momentum": 0.9 * rank},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.05)
+    sync = attach(model, optimizer, offbeat.BSP())
+    train_step(model, optimizer, make_batch(rank, 0))
+    sync.finish()
+    return flat(model)
+
+
+def test_different_settings_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Learning rate, momentum and mode: which, and on which ranks; training goes on."""
+    want = (
+        "the workers are not alike, and train all the same: "
+        "lr of optimizer 0, group 1 is 0.1 on rank 0, 2 and 0.2 on rank 1; "
+        "momentum of optimizer 0, group 1 is 0 on rank 0 and 0.9 on rank 1 and 1.8 on rank 2; "
+        "the mode of module '1' is train() on rank 0, 1 and eval() on rank 2"
+    )
+    told, models = heed(lambda: simulated(different_settings, workers=3))
+    assert told == [want]
+    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [want]
+    assert not torch.equal(models[0], models[1]), "one learning rate is the double of the other"
+
+
+def alike(rank: int, size: int) -> None:
+    model = make_model(rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), betas=(0.8, 0.9))
+    attach(model, optimizer, offbeat.BSP()).detach()
+
+
+def test_equal_settings_are_not_told_of() -> None:
+    """Tensors and tuples are compared by value."""
+    assert heed(lambda: simulated(alike, workers=3)) == ([], [None] * 3)
+
+
+def of_versions(rank: int, size: int) -> str:
+    fabric = open_communicator(None, 20, what="a test")
+    try:
+        require_agreement(fabric, ["strategy"], {"the version of torch": f"2.{rank}"})
+        many = {f"the mode of module '{i}'": str(rank) for i in range(6)}
+        require_agreement(fabric, ["strategy"], many)
+        text = error_of(lambda: require_agreement(fabric, [f"wire {rank}"], many))[1]
+    finally:
+        fabric.close()
+    return text
+
+
+def test_versions_are_compared_and_long_lists_are_cut() -> None:
+    """Six differences are four and a number; an error comes first."""
+    told, texts = heed(lambda: simulated(of_versions, workers=2))
+    begins = "the workers are not alike, and train all the same: the "
+    modes = "; the ".join(f"mode of module '{i}' is 0 on rank 0 and 1 on rank 1" for i in range(4))
+    assert told == [
+        f"{begins}{modes}; and 2 more",
+        f"{begins}version of torch is 2.0 on rank 0 and 2.1 on rank 1",
+    ]
+    assert texts == ["rank 1 differs from rank 0: rank 1 has wire 1; rank 0 has wire 0"] * 2
+
+
+def another_protocol(rank: int, size: int, protocols: list[int]) -> tuple[list[str], str]:
+    fabric = open_communicator(None, 20, what="a test")
+    old, agreement.PROTOCOL = agreement.PROTOCOL, protocols[rank]
+    try:
+        return error_of(lambda: require_agreement(fabric, ["the same"]))
+    finally:
+        agreement.PROTOCOL = old
+        fabric.close()
+
+
+def test_workers_of_other_protocols_are_refused() -> None:
+    """Versions of Offbeat that say other things to each other would mix up what they receive."""
+    for kinds, text in real(another_protocol, [1, 2], workers=2):
+        assert "AttachError" in kinds
+        assert text == (
+            "rank 1 differs from rank 0: rank 1 has protocol 2; rank 0 has protocol 1; install the "
+            "same version of offbeat everywhere"
+        )

@@ -9,6 +9,7 @@ from torch import nn
 import offbeat
 from loops import sgd
 from offbeat.strategies.base import Strategy, Worker
+from offbeat.training.usable import require_usable
 from problems import make_model
 
 
@@ -79,6 +80,74 @@ def test_attach_refuses_an_unknown_argument() -> None:
     model = make_model()
     with pytest.raises(TypeError, match="time_out"):
         offbeat.attach(model, sgd(model), offbeat.BSP(), time_out=3)  # type: ignore[call-arg]
+
+
+class Holds(nn.Module):
+    """An ordinary layer, and a parameter or buffer that was given."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        if isinstance(tensor, nn.Parameter):
+            self.odd = tensor
+        else:
+            self.register_buffer("odd", tensor)
+
+
+def of_inference() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "why"),
+    [
+        (nn.Parameter(torch.ones(3, device="meta")), r"parameter 'odd' .* meta device.*to_empty"),
+        (torch.ones(3, device="meta"), r"buffer 'odd' .* meta device"),
+        (nn.UninitializedParameter(), "parameter 'odd' .* lazy module.*forward pass"),
+        (nn.UninitializedBuffer(), "buffer 'odd' .* lazy module"),
+        (nn.Parameter(of_inference(), False), "parameter 'odd' .*inference_mode.*clone"),
+        (of_inference(), "buffer 'odd' .*inference_mode"),
+        (nn.Parameter(torch.ones(3, 1).expand(3, 2)), "parameter 'odd' .* expanded.*clone"),
+        (torch.ones(1).expand(3), "buffer 'odd' .* expanded"),
+        (nn.Parameter(torch.ones(5).as_strided((3, 3), (1, 1))), "overlapping view"),
+        (nn.Parameter(torch.ones(9).as_strided((2, 3, 2), (2, 2, 1))), "overlapping view"),
+        (torch.ones(3).to_sparse(), "buffer 'odd' .*sparse.*to_dense"),
+    ],
+)
+def test_tensors_that_cannot_be_written_are_refused(tensor: torch.Tensor, why: str) -> None:
+    """By name, with the reason and what to do; frozen ones, too, for they are copied at first."""
+    model = Holds(tensor)
+    with pytest.raises(offbeat.AttachError, match=why):
+        offbeat.attach(model, sgd(model.layer), offbeat.BSP())
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(4, 3).t(),
+        torch.ones(4, 6)[:, ::2],
+        torch.ones(1, 3).expand(1, 3),
+        torch.ones(3, 1).expand(3, 1),
+        torch.ones(0, 3),
+        torch.ones(0, 1).expand(0, 5),
+        torch.ones(()),
+        torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.ones(20).as_strided((3, 4), (2, 5)),  # interleaved: no place is met twice
+    ],
+)
+def test_other_strides_are_no_reason_to_refuse(tensor: torch.Tensor) -> None:
+    """Transposed, strided, channels-last, empty, interleaved tensors can be written in place."""
+    require_usable(Holds(tensor))
+    require_usable(Holds(nn.Parameter(tensor)))
+
+
+def test_attach_inside_of_inference_mode_is_refused() -> None:
+    """Everything that attach makes there could never be written again."""
+    model = make_model()
+    inside = pytest.raises(offbeat.AttachError, match=r"inside torch\.inference_mode")
+    with inside, torch.inference_mode():
+        offbeat.attach(model, sgd(model), offbeat.BSP())
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

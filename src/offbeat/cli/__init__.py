@@ -61,6 +61,10 @@ def main() -> None:
         _fail(f"error: {error}", 1)
     except (ValueError, TypeError, FileNotFoundError, ImportError) as error:
         _fail(f"error: {error}", 2)
+    except OSError as error:
+        _fail(f"error: {_told(error)}", 2 if error.filename is not None else 1)
+    except OverflowError as error:
+        _fail(f"error: a number is too large to compute with: {error}", 2)
     except Exception as error:
         show = getattr(error, "format_message", None)  # a usage error of the parser
         if show is None:
@@ -69,6 +73,12 @@ def main() -> None:
     if status == 130:  # the parser's way to tell of Ctrl-C
         _fail(INTERRUPTED, 130)
     raise SystemExit(status)
+
+
+def _told(error: OSError) -> str:
+    if error.filename is None or error.strerror is None:
+        return str(error)
+    return f"{error.filename}: {error.strerror}"
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:

@@ -9,7 +9,8 @@ import torch.distributed as dist
 import typer
 
 from offbeat import plan as planning
-from offbeat.cli.options import Jitter, Latency
+from offbeat.arguments import POSITIVE, require_number
+from offbeat.cli.options import USUAL_LATENCY, Jitter, Latency
 from offbeat.cli.view import console, show
 from offbeat.errors import OffbeatError
 from offbeat.fabric.wire import Precision
@@ -18,6 +19,8 @@ from offbeat.lab.baselines import is_baseline
 from offbeat.lab.measure import measure_recipe
 from offbeat.lab.probe import tables
 from offbeat.table import Table
+
+_MOST_WORKERS = 10**6
 
 
 def plan(
@@ -31,7 +34,7 @@ def plan(
         str | None, typer.Option(help="A step computed alone, as in 120ms.", show_default=False)
     ] = None,
     workers: Annotated[int, typer.Option("--workers", "-n", help="How many.")] = 4,
-    latency: Latency = "100us",
+    latency: Latency = USUAL_LATENCY,
     jitter: Jitter = 0.0,
     lssr: Annotated[float, typer.Option(help="Share of local steps asked of SelSync.")] = 0.9,
     wire: Annotated[
@@ -76,8 +79,15 @@ def plan(
         raise ValueError(
             "plan needs --parameters and --step-time, like 25M and 120ms, or --model RECIPE"
         )
-    told |= {"parameters": parameters or 1.0, "step_time": step_time or 1.0}
-    told |= {"bandwidth": bandwidth or 1.0}
+    if data is not None and model is None:
+        raise ValueError("--data is that of a recipe: name it with --model, or leave it out")
+    if workers > _MOST_WORKERS:
+        raise ValueError(f"workers must be at most {_MOST_WORKERS:,}, got {workers}")
+    twice = {text for text in strategies or [] if (strategies or []).count(text) > 1}
+    if twice:
+        raise ValueError(f"{min(twice)!r} is given twice")
+    given = {"parameters": parameters, "step_time": step_time, "bandwidth": bandwidth}
+    told |= {name: 1.0 if value is None else value for name, value in given.items()}
     planning.plan(**told)  # mistakes show before anything is measured
     if probe:
         found = _measure_network()
@@ -88,7 +98,8 @@ def plan(
             return
     if model is not None:
         count, seconds = measure_recipe(model, data=data)
-        told |= {"parameters": parameters or count, "step_time": step_time or seconds}
+        told["parameters"] = count if parameters is None else parameters
+        told["step_time"] = seconds if step_time is None else step_time
     answer = planning.plan(**told)
     if as_json:
         console.print_json(json.dumps(answer.to_dict()))
@@ -113,6 +124,7 @@ def probe(
 
     torchrun --nproc-per-node 2 -m offbeat.cli probe --seconds 5
     """
+    require_number("seconds", seconds, POSITIVE)
     found = _measure_network(seconds)
     if int(os.environ["RANK"]) != 0:
         return

@@ -12,6 +12,7 @@ import typer
 from offbeat.arguments import types_of
 from offbeat.lab.job import Job, option_of
 
+USUAL_LATENCY = "100us"
 Latency = Annotated[str, typer.Option(help="Of one message, as in 50us.")]
 Jitter = Annotated[float, typer.Option(help="Standard deviation of a step, relative to it.")]
 StepTime = Annotated[

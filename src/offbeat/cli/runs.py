@@ -13,7 +13,9 @@ from typing import Annotated
 import torch.distributed as dist
 import typer
 
-from offbeat.cli.options import Bandwidth, Jitter, Latency, StepTime, with_job
+from offbeat.arguments import require_integer
+from offbeat.cli.options import USUAL_LATENCY, Bandwidth, Jitter, Latency, StepTime, with_job
+from offbeat.cli.outputs import require_file, require_folder, require_picture
 from offbeat.cli.view import Bar, console, show_narrow
 from offbeat.lab import compare as comparison
 from offbeat.lab import report
@@ -26,7 +28,10 @@ from offbeat.lab.recipes import Task
 from offbeat.lab.results import Result
 from offbeat.lab.train import choose_backend, share_cores
 from offbeat.simulate import Compute, Network
+from offbeat.strategies import Strategy
 from offbeat.units import parse_bandwidth, show_seconds
+
+_MOST_SEEDS = 1000
 
 
 @with_job()
@@ -51,7 +56,12 @@ def train(
     torchrun --nproc-per-node 4 -m offbeat.cli train digits -s async:staleness=16
     """
     job = _sized(job)
-    with _real(job, bandwidth, job.check) as place:
+
+    def check() -> None:
+        _check_records(job)
+        job.check()
+
+    with _real(job, bandwidth, check) as place:
         if place is None:
             return
         with Bar() as bar:
@@ -64,7 +74,7 @@ def train(
 def simulate(
     job: Job,
     bandwidth: Annotated[str, typer.Option(help="Of each link, as in 5Gbit/s.")] = "1Gbit/s",
-    latency: Latency = "100us",
+    latency: Latency = USUAL_LATENCY,
     step_time: StepTime = None,
     jitter: Jitter = 0.0,
     timeline: Annotated[
@@ -82,16 +92,20 @@ def simulate(
     """
     _refuse_torchrun("offbeat simulate")
     require_virtual(job.strategy)
+    require_picture("--timeline", timeline)
+    require_file("--json", as_json)
+    if timeline is not None and timeline == as_json:
+        raise ValueError(f"--timeline and --json are the same file: {timeline}")
     job.check()
     place = _virtual(job, bandwidth, latency, step_time, jitter)
+    for path in (timeline, as_json):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
     with Bar() as bar:
         bar.start(job)
         result = comparison.run_and_record(job, bar.event, place)
     _show([result])
     assert place.last is not None
-    for path in (timeline, as_json):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
     if timeline is not None:
         place.last.plot(timeline)
         _say_where("timeline", timeline)
@@ -125,7 +139,7 @@ def compare(
     simulated: Annotated[
         bool, typer.Option("--simulate", help="On simulated workers, in virtual time.")
     ] = False,
-    latency: Latency = "100us",
+    latency: Latency = USUAL_LATENCY,
     step_time: StepTime = None,
     jitter: Jitter = 0.0,
 ) -> None:
@@ -150,21 +164,28 @@ def compare(
 
     torchrun --nproc-per-node 4 -m offbeat.cli compare digits -s bsp -s local:period=8
     """
-    if seeds < 1:
-        raise ValueError(f"seeds must be at least 1, got {seeds}")
+    require_integer("seeds", seeds, least=1)
+    if seeds > _MOST_SEEDS:
+        raise ValueError(f"seeds must be at most {_MOST_SEEDS}, got {seeds}")
     job = _sized(job)
     if simulated:
         _refuse_torchrun("--simulate")
 
     def check() -> None:
         task = None
+        _refuse_twice(job, strategy)
+        if not simulated:
+            _refuse_virtual(latency=latency, step_time=step_time, jitter=jitter)
+        if output is not None:
+            require_folder("--output", output)
         for text in strategy:
             if simulated:
                 require_virtual(job.under(text).strategy)
             task = _check(job, text, task)
 
-    if output is None:
-        output = Path("runs", f"{_file_name(job.recipe)}-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder = output
+    if folder is None:
+        folder = Path("runs", f"{_file_name(job.recipe)}-{time.strftime('%Y%m%d-%H%M%S')}")
     with contextlib.ExitStack() as stack:
         place: Place | None
         if simulated:
@@ -180,12 +201,12 @@ def compare(
                 strategy,
                 seeds=seeds,
                 place=place,
-                output=output,
+                output=folder,
                 on_start=bar.start,
                 on_event=bar.event,
             )
         _show(results)
-        for what, path in report.write_report(results, output).items():
+        for what, path in report.write_report(results, folder).items():
             _say_where(f"{what:7}", path)
 
 
@@ -207,6 +228,37 @@ def _check(job: Job, text: str, task: Task | None) -> Task:
             "-s 'local:period=8 --wire int8'"
         ) from None
     return one.check(task)
+
+
+def _check_records(job: Job) -> None:
+    if job.log is not None:
+        require_file("--records", Path(job.log))
+
+
+def _refuse_twice(job: Job, strategies: list[str]) -> None:
+    """Raise ValueError if two of them train alike: their results would have one name."""
+    seen: dict[object, str] = {}
+    for text in strategies:
+        one = job.under(text)
+        method = parse_method(one.strategy)
+        usual = method.default_wire if isinstance(method, Strategy) else None
+        kind = replace(one, strategy="", wire=one.wire or usual), repr(method)
+        if kind in seen:
+            raise ValueError(
+                f"{text!r} is given twice"
+                if text == seen[kind]
+                else f"{text!r} and {seen[kind]!r} are the same; leave one out, and repeat with "
+                "--seeds"
+            )
+        seen[kind] = text
+
+
+def _refuse_virtual(*, latency: str, step_time: str | None, jitter: float) -> None:
+    """Raise ValueError for an option that only simulated workers can honour."""
+    asked = {"--step-time": step_time is not None, "--jitter": jitter != 0}
+    asked["--latency"] = latency != USUAL_LATENCY
+    for option in (name for name, given in asked.items() if given):
+        raise ValueError(f"{option} is for simulated workers; add --simulate, or leave it out")
 
 
 def _file_name(recipe: str) -> str:
@@ -273,7 +325,7 @@ def _links(bandwidth: str | None, workers: int) -> Iterator[Place]:
 def _virtual(
     job: Job, bandwidth: str | None, latency: str, step_time: str | None, jitter: float
 ) -> VirtualCluster:
-    network = Network(bandwidth or "1Gbit/s", latency=latency)
+    network = Network("1Gbit/s" if bandwidth is None else bandwidth, latency=latency)
     told = "1s" if step_time is None else step_time
     compute = Compute(told, jitter=jitter)  # mistakes show before anything is measured
     if step_time is None:

@@ -37,6 +37,11 @@ class Cluster:
     def __init__(self, workers: int, bits_per_second: float) -> None:
         if not 1 <= workers <= 200:
             raise ValueError(f"workers must be between 1 and 200, got {workers}")
+        if not 1e3 <= bits_per_second <= 1e12:
+            raise ValueError(
+                "links can be shaped to between 1 kbit/s and 1 Tbit/s, got "
+                f"{show_bandwidth(bits_per_second)}"
+            )
         self.workers, self.bits_per_second = workers, bits_per_second
         self._name = f"{_PREFIX}-{os.getpid()}"
 
@@ -153,7 +158,8 @@ def _namespaces() -> list[str]:
 def _run(*argv: str, check: bool = True) -> str:
     done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
     if check and done.returncode:
-        raise OffbeatError(f"{' '.join(argv)} failed: {done.stderr.strip() or done.returncode}")
+        said = " ".join(done.stderr.split())
+        raise OffbeatError(f"{' '.join(argv)} failed: {said or done.returncode}")
     return done.stdout
 
 

@@ -45,6 +45,7 @@ class Looks:
 
 def evenly(steps: int, number: int) -> set[int]:
     """``number`` of ``steps`` steps, the last among them; fewer where there are fewer steps."""
+    number = min(number, steps)
     return {round(steps * (i + 1) / number) for i in range(number)}
 
 

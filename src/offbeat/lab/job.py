@@ -15,9 +15,11 @@ from offbeat.lab.method import Baseline
 from offbeat.lab.recipes import Setup, Task, find_recipe
 from offbeat.lab.recipes.own import try_out
 from offbeat.lab.samplers import make_sampler, parse_injection
-from offbeat.training.attach import require_optimizer_state, require_wire
+from offbeat.training.attach import require_optimizer_state, require_timeout, require_wire
 from offbeat.training.files import all_files
 
+MOST_WORKERS = 1000
+MOST_SEED = 4_000_000  # each worker has a thousandfold one of its own, of 32 bits
 OptimizerStates = Literal["local", "average"]
 
 
@@ -159,9 +161,12 @@ class Job:
             FileNotFoundError: the data are not there.
         """
         check_settings(self)
+        self._check_bounds()
         self.check_method()
         self._check_checkpoints()
         recipe = find_recipe(self.recipe)
+        if self.data is not None and recipe.needs_data is None and recipe.file is None:
+            raise ValueError(f"data {self.data}: the {recipe.name} recipe brings its own data")
         if task is None:
             task = recipe.build(self.setup())
             if recipe.file is not None:
@@ -193,6 +198,14 @@ class Job:
                 f"--checkpoints {self.checkpoints}: a run was saved there already; go on with it "
                 "by --resume, or give another directory"
             )
+
+    def _check_bounds(self) -> None:
+        """Raise ValueError for numbers that no run has a use for."""
+        if self.workers > MOST_WORKERS:
+            raise ValueError(f"workers must be at most {MOST_WORKERS}, got {self.workers}")
+        if self.seed > MOST_SEED:
+            raise ValueError(f"seed must be at most {MOST_SEED}, got {self.seed}")
+        require_timeout("timeout", self.timeout_seconds)
 
     def check_method(self) -> None:
         """Whether the strategy or baseline can use the options as asked for.

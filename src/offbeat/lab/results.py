@@ -143,16 +143,34 @@ class Result:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Result":
-        """The result of ``to_dict``, also of another version whose jobs had other fields."""
+        """The result of ``to_dict``, also of another version whose jobs had other fields.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is none.
+        """
         known = {one.name for one in fields(Job)}
         kept = {one.name: values[one.name] for one in fields(cls)}
         kept["job"] = Job(**{k: v for k, v in values["job"].items() if k in known})
         kept["points"] = tuple(Evaluation(**point) for point in values["points"])
         kept["stats"] = tuple(stats_of(one) for one in values["stats"])
+        if not (kept["points"] and kept["stats"]):
+            raise ValueError("a result needs an evaluation and the totals of a worker")
         return cls(**kept)
 
 
 def read_results(path: Path) -> list[Result]:
-    """The results of a ``results.jsonl``, in the order of the runs."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [Result.from_dict(json.loads(line)) for line in lines]
+    """The results of a ``results.jsonl``, in the order of the runs.
+
+    Raises:
+        ValueError: a line is no result, of this version or one before; naming it.
+    """
+    found = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            found.append(Result.from_dict(json.loads(line)))
+        except Exception as error:  # of what is there instead, anything may be raised
+            text = " ".join(str(error).split())
+            raise ValueError(
+                f"{path}, line {number}, is no result: {type(error).__name__}: {text}"
+            ) from None
+    return found

@@ -201,7 +201,9 @@ class GradientMean:
             tentative=self.overlap and bucket is not self._buckets[-1],
         )
 
-    def reduce(self, slots: Sequence[float], *, contribute: bool) -> list[float]:
+    def reduce(
+        self, slots: Sequence[float], *, contribute: bool, take: bool | None = None
+    ) -> list[float]:
         """Replace the gradients by their mean over the contributing workers. Blocks.
 
         No gradient is written before all means have arrived.
@@ -209,6 +211,7 @@ class GradientMean:
         Args:
             slots: The caller's numbers, ``slots`` of them.
             contribute: False sends zeros, and leaves the gradients as they are.
+            take: Replace the gradients; None: if it contributes.
 
         Returns:
             The caller's numbers summed over the workers.
@@ -218,6 +221,7 @@ class GradientMean:
             return sums
         # What left during backward was the gradient only if nobody has touched it since: a further
         # backward pass, a clip. Each worker sees its own part; the sum says whether all may go on.
+        take = contribute if take is None else take
         early = self._buckets[: self._next]
         stale = any(b.changed() for b in early) if contribute else bool(early)
         parameters = [p for b in self._buckets for p in b.parameters]
@@ -240,7 +244,7 @@ class GradientMean:
         landings, offset = [], 0
         for bucket in self._buckets:
             count = len(bucket.parameters)
-            if contribute:
+            if take and contributing:
                 landings.append(bucket.landing(contributing, layouts[offset : offset + count]))
             else:
                 landings.append(Landing(bucket.handle, write=lambda: None))

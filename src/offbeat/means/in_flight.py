@@ -6,6 +6,7 @@ The file is long because a launch, its landing and its checkpoint must agree on 
 """
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ from offbeat.means.replica import (
     unpack,
 )
 from offbeat.means.run import Difference, Run
+from offbeat.significance import squared_norm
 
 
 @dataclass(frozen=True)
@@ -223,6 +225,12 @@ class InFlight:
             self._handles.append((flat, fabric.maximum(flat, what=what)))
         self._total, self.flying, self.launched_step = total, True, step
         self.launched_seconds, self.arrived_seconds = self._team.host.now(), None
+
+    def finite(self) -> bool:
+        """Whether no parameter of this part is NaN or infinite. Reads them once."""
+        self._find_tensors()
+        tensors = (t for b in self.buckets[: self.parameter_buckets] for t in b.tensors)
+        return math.isfinite(squared_norm(t.detach() for t in tensors))
 
     def arrived(self) -> bool:
         """Whether landing would not wait. Never blocks; asks one operation, mostly."""

@@ -1,6 +1,7 @@
 """The mean of the optimizers' state, for those who ask for ``optimizer_state="average"``."""
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +11,15 @@ from torch.optim import Optimizer
 from offbeat.fabric import Team
 from offbeat.means.landing import Landing, bucket_landing
 from offbeat.means.replica import Bucket, make_buckets
+from offbeat.significance import squared_norm
+
+
+def forget_not_finite(optimizer: Optimizer) -> None:
+    """The state of each parameter that holds NaN or infinity begins anew at the next step."""
+    for parameter, state in [*optimizer.state.items()]:
+        tensors = [v for v in state.values() if isinstance(v, Tensor) and v.is_floating_point()]
+        if not math.isfinite(squared_norm(tensors)):
+            del optimizer.state[parameter]
 
 
 class OptimizerState:

@@ -6,11 +6,12 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from offbeat.arguments import Range, require_integer, require_number
+from offbeat.arguments import Range, require_integer, require_mapping, require_number
 from offbeat.units import show_seconds, to_seconds
 
 _FACTOR = Range(above=0, hint="2: twice as slow")
 _NOT_NEGATIVE = Range(least=0)
+_MOST_JITTER = 1e6
 _JITTER = 0x6A697474  # the purpose in (seed, purpose, rank, step): no other draw shares the stream
 
 
@@ -89,10 +90,13 @@ class Compute:
         trace: Iterable[float] | Mapping[int, Iterable[float]] | None = None,
     ) -> None:
         require_number("jitter", jitter, _NOT_NEGATIVE)
+        if jitter > _MOST_JITTER:
+            raise ValueError(f"jitter must be at most {_MOST_JITTER:g}, got {jitter}")
+        require_mapping("slowdown", slowdown)
         for rank, factor in slowdown.items():
             require_integer("a rank in slowdown", rank, least=0)
             _require_factor(f"slowdown[{rank}]", factor)
-        stragglers = tuple(stragglers)
+        stragglers = tuple(stragglers) if isinstance(stragglers, Iterable) else (stragglers,)
         for straggler in stragglers:
             if not isinstance(straggler, Straggler):
                 raise TypeError(
@@ -108,6 +112,11 @@ class Compute:
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+    def ranks(self) -> set[int]:
+        """The workers that are named in ``slowdown``, ``stragglers`` and ``trace``."""
+        traced = self.trace if isinstance(self.trace, dict) else ()
+        return {*self.slowdown, *traced, *(one.rank for one in self.stragglers)}
 
     def seconds(self, rank: int, step: int, seed: int) -> float:
         """What worker ``rank`` computes in step ``step`` (from 0) of a run seeded by ``seed``.

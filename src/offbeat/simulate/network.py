@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from offbeat.arguments import require_integer
+from offbeat.arguments import require_integer, require_mapping
 from offbeat.costs import (
     all_gather_seconds,
     all_reduce_seconds,
@@ -54,6 +54,7 @@ class Network:
         per_worker: Mapping[int, str | float] = {},
         switch: str | float | None = None,
     ) -> None:
+        require_mapping("per_worker", per_worker)
         for rank in per_worker:
             require_integer("a rank in per_worker", rank, least=0)
         values = {

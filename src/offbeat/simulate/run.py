@@ -47,12 +47,18 @@ def simulate(
         What it took and what it gave.
 
     Raises:
+        ValueError: ``network`` or ``compute`` name a worker that there is not.
         DeadlockError: the workers wait for each other, with what each waits in.
         Exception: what a worker raised, with a note that names its rank.
     """
     require_integer("workers", workers, least=1)
     network = Network("1Gbit/s") if network is None else network
     compute = Compute() if compute is None else compute
+    for what, ranks in (("network", {*network.per_worker}), ("compute", compute.ranks())):
+        if max(ranks, default=0) >= workers:
+            raise ValueError(
+                f"{what} names worker {max(ranks)}, but there are {workers}, counted from 0"
+            )
     if dist.is_initialized():
         raise RuntimeError("simulate() needs a process without a torch.distributed process group")
     kernel = Kernel(shuffle_ties)

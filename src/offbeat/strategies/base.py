@@ -36,6 +36,7 @@ __all__ = [
     "Costs",
     "Forecast",
     "Handle",
+    "NonFinite",
     "Part",
     "Roll",
     "Round",
@@ -49,6 +50,7 @@ __all__ = [
 
 Averages = Literal["models", "gradients", "updates", "pushes", "nothing"]
 Rounds = Literal["gradients", "step", "boundary"]
+NonFinite = Literal["warn", "raise", "leave_out"]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -91,6 +93,13 @@ class Strategy(ABC):
     averages_state: ClassVar[bool] = False
     """Whether ``optimizer_state="average"`` applies: all wait while models are averaged."""
 
+    non_finite: ClassVar[tuple[NonFinite, ...]] = ("warn", "raise")
+    """What ``attach(..., non_finite=…)`` may ask for.
+
+    "leave_out" is for those in whose rounds weight 0 leaves a worker out, which then takes the mean
+    of the others.
+    """
+
     def __post_init__(self) -> None:
         check_settings(self)
 
@@ -121,6 +130,19 @@ class Strategy(ABC):
             finishing: Whether it is inside ``finish``.
         """
         return Vote()
+
+    def finite(self, worker: Worker, part: int, *, stepping: bool) -> bool:
+        """Whether what this worker contributes to the round is finite, as far as is known by now.
+
+        Asked just before ``vote``, of a worker that has something to contribute. By default of the
+        gradients, of the model after steps whose gradients were not looked at, or of both.
+        """
+        if self.rounds == "gradients":
+            return not stepping or worker.finite_gradients([worker.parts[part]])
+        if self.rounds == "step" and stepping:
+            alone = worker.steps_since_sync > 1  # the model was everyone's before this step
+            return worker.finite_gradients(worker.parts) and (not alone or worker.finite_model())
+        return worker.finite_model()
 
     def call(self, worker: Worker, part: int, ballot: Ballot) -> Handle[Roll]:
         """Send the ballot. For algorithms that let it ride on something else that they send."""

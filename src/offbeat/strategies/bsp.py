@@ -13,6 +13,7 @@ from offbeat.strategies.base import (
     Ballot,
     Costs,
     Forecast,
+    NonFinite,
     Part,
     Roll,
     Round,
@@ -50,6 +51,7 @@ class BSP(Strategy):
     averages: ClassVar[Averages] = "gradients"
     rounds: ClassVar[Rounds] = "gradients"
     needs_unscaled: ClassVar[bool] = False
+    non_finite: ClassVar[tuple[NonFinite, ...]] = ("warn", "raise", "leave_out")
     averages_state: ClassVar[bool] = True  # it is the same on all workers anyway
 
     @override
@@ -83,12 +85,14 @@ class BSP(Strategy):
         """g ← mean(g), and the ballot rides along: a message less in every step."""
         sums = ballot.values()
         if worker.size > 1:
-            sums = worker.state.means[part].reduce(sums, contribute=ballot.stepping)
+            contribute = ballot.stepping and ballot.weight != 0  # 0: it is left out
+            mean: GradientMean = worker.state.means[part]
+            sums = mean.reduce(sums, contribute=contribute, take=ballot.stepping)
         return Completed(ballot.read(sums, worker.size))
 
     @override
     def act(self, worker: Worker, round: Round) -> bool:
-        worker.has_news = round.own.stepping  # who took part has the newest model
+        worker.has_news = round.wait().own.stepping  # who took part has the newest model
         return True
 
     @override

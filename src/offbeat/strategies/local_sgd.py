@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from typing_extensions import override
 
-from offbeat.strategies.base import Costs, Forecast, Strategy, Worker, setting
+from offbeat.strategies.base import Costs, Forecast, NonFinite, Strategy, Worker, setting
 from offbeat.strategies.forecast import ROLL_BYTES
 
 
@@ -31,6 +31,7 @@ class LocalSGD(Strategy):
 
     name: ClassVar[str] = "local"
     averages_state: ClassVar[bool] = True
+    non_finite: ClassVar[tuple[NonFinite, ...]] = ("warn", "raise", "leave_out")
     period: int = setting(least=1)
     warmup_steps: int = setting(0, least=0)
 

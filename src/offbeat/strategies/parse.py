@@ -81,7 +81,7 @@ def read_settings(
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}
     values: dict[str, object] = {}
-    for setting in filter(None, settings.split(",")):
+    for setting in settings.split(",") if settings.strip() else ():
         key, equals, value = (part.strip() for part in setting.partition("="))
         if not equals or not value:
             raise ValueError(f"in {text!r}: {setting!r} is not of the form setting=value")
@@ -99,13 +99,19 @@ def read_settings(
 
 def _find(module: str, name: str) -> type[Strategy]:
     """The strategy class ``name`` of an importable module."""
+    shown = " ".join(f"{module}:{name}".split())
     try:
         found = getattr(importlib.import_module(module), name, None)
     except ImportError as error:
         raise ValueError(
-            f"cannot import {module!r} for the strategy {module}:{name}: {error}; it must lie in "
+            f"cannot import {module!r} for the strategy {shown}: {error}; it must lie in "
             "the current directory or be installed"
         ) from None
+    except (Exception, SystemExit) as error:  # of the module's own code
+        text = " ".join(str(error).split())
+        raise ValueError(
+            f"importing {module!r} for the strategy {shown} failed: {type(error).__name__}: {text}"
+        ) from error
     if not (isinstance(found, type) and issubclass(found, Strategy)):
         raise ValueError(f"{module} has no strategy class {name!r}; got {found!r}")
     return found

@@ -13,6 +13,7 @@ from typing_extensions import override
 from offbeat.errors import OffbeatError
 from offbeat.fabric import Handle
 
+_NOT_FINITE = 4096  # what a worker whose numbers are not finite adds to two counts; see ``Ballot``
 _WRAP = 1024  # numbers of rounds are sent modulo this, so that their sum is exact in float32
 
 
@@ -47,6 +48,12 @@ class Ballot:
         view: Number of the team's view.
         round: Number of the round.
         more: Of its vote.
+        rank: This worker's.
+        finite: Whether all numbers are that it is about to contribute.
+
+    Who is not finite is told for nothing, in numbers that travel anyhow: it adds 4096 to the count
+    of those who finish, and (rank + 1)·4096 to that of flags. Both stay exact in float64; in
+    float32, too, for one such worker, and that suffices for gradients, where there are no flags.
     """
 
     weight: float
@@ -57,6 +64,8 @@ class Ballot:
     view: int
     round: int
     more: tuple[float, ...] = ()
+    rank: int = 0
+    finite: bool = True
 
     SLOTS: ClassVar[int] = 7  # and those of ``more``
 
@@ -64,6 +73,9 @@ class Ballot:
         """The numbers, to be summed over the workers."""
         common = [float(self.view % _WRAP), float(self.round % _WRAP)]
         counts = [float(self.stepping), float(self.finishing), float(self.flag)]
+        if not self.finite:
+            counts[1] += _NOT_FINITE
+            counts[2] += _NOT_FINITE * (self.rank + 1)
         return [self.weight, *counts, self.measure, *common, *self.more]
 
     def read(self, sums: Sequence[float], workers: int) -> "Roll":
@@ -80,8 +92,11 @@ class Ballot:
                 f"{self.view}. One of them went on after an interruption, perhaps: detach() and "
                 "attach again on all"
             )
-        counts = round(stepping), round(finishing), round(flag)
-        return Roll(weight, *counts, measure, self, tuple(more))
+        not_finite, finishing = divmod(round(finishing), _NOT_FINITE)
+        ranks, flag = divmod(round(flag), _NOT_FINITE)
+        counts = round(stepping), finishing, flag
+        who = ranks - 1 if not_finite == 1 else None
+        return Roll(weight, *counts, measure, self, tuple(more), not_finite, who)
 
 
 @dataclass(frozen=True)
@@ -96,6 +111,8 @@ class Roll:
         measure: Sum of a number of the strategy's own.
         own: What this worker put in.
         more: Sums of its further ones.
+        not_finite: Workers that are about to contribute numbers that are not finite.
+        who: The rank of the only such worker; None of several.
     """
 
     weight: float
@@ -105,6 +122,8 @@ class Roll:
     measure: float
     own: Ballot
     more: tuple[float, ...] = ()
+    not_finite: int = 0
+    who: int | None = None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from offbeat.strategies.base import (
     Averages,
     Costs,
     Forecast,
+    NonFinite,
     Part,
     Roll,
     Round,
@@ -133,6 +134,11 @@ class SelSync(Strategy):
         return "step" if self.aggregate == "parameters" else "gradients"
 
     @property
+    def non_finite(self) -> tuple[NonFinite, ...]:  # type: ignore[override]
+        """A gradient that is not finite is left out of a mean of gradients anyway."""
+        return ("warn", "raise", "leave_out") if self.aggregate == "parameters" else ("warn",)
+
+    @property
     def averages_state(self) -> bool:  # type: ignore[override]
         """At every mean of the parameters."""
         return self.aggregate == "parameters"
@@ -167,6 +173,15 @@ class SelSync(Strategy):
     @override
     def due(self, worker: Worker) -> bool:
         return True  # flags are exchanged every step
+
+    @override
+    def finite(self, worker: Worker, part: int, *, stepping: bool) -> bool:
+        """Its norm is measured in every step, so a mean of models needs no further look."""
+        if self.aggregate == "gradients":
+            return True  # see ``act``
+        if not stepping:
+            return worker.finite_model()
+        return worker.scaled or math.isfinite(sum(worker.state.squared))
 
     @override
     def vote(self, worker: Worker, part: int, *, stepping: bool, finishing: bool) -> Vote:

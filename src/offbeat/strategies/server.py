@@ -14,7 +14,7 @@ from offbeat.fabric.link import Pushes
 from offbeat.fabric.parameter_server import ParameterServer
 from offbeat.fabric.shard import Rule
 from offbeat.means.replica import as_real, read, staging_dtype, unpack
-from offbeat.strategies.base import Averages, Roll, Strategy, Worker, transient
+from offbeat.strategies.base import Averages, NonFinite, Roll, Strategy, Worker, transient
 
 
 @dataclass
@@ -44,6 +44,7 @@ class ServerStrategy(Strategy):
     """
 
     averages: ClassVar[Averages] = "pushes"
+    non_finite: ClassVar[tuple[NonFinite, ...]] = ("warn",)
     pushes: ClassVar[Pushes] = "changes"
     """What workers send to the server; over a lossy wire it matters."""
     meets: ClassVar[bool] = False
@@ -113,6 +114,11 @@ class ServerStrategy(Strategy):
                 staleness_max=max(shard.staleness, default=0),
                 staleness_histogram=dict(shard.staleness),
             )
+
+    @override
+    def finite(self, worker: Worker, part: int, *, stepping: bool) -> bool:
+        """Pushes are not looked at, and what meets here is on the server already."""
+        return True
 
     @override
     def due(self, worker: Worker) -> bool:

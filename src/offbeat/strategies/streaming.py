@@ -36,6 +36,7 @@ from offbeat.strategies.pace import FEW, PRECISIONS, Pace
 logger = logging.getLogger("offbeat")
 
 _PART_BYTES = 2**16  # of a part at least, where their number is chosen: each costs some operations
+_PARTS_LIMIT = 1024
 _MOST_PARTS = 4
 _MEMORY_STEPS = 50.0  # own steps in which the outer momentum fades to 1/e
 _MOST_GAIN = 4.0
@@ -111,7 +112,7 @@ class StreamingAveraging(Strategy):
     need be: the same bits in every run.
 
     Args:
-        parts: How many, of equal bytes (≥ 1). "auto": as many as have 64 KiB, at most 4.
+        parts: How many, of equal bytes (1 to 1024). "auto": as many as have 64 KiB, at most 4.
         staleness: τ: a worker waits when the last part that has landed is so many own steps old
             (cyclic: even, ≥ 2; eager ≥ 1).
         schedule: "eager" or "cyclic".
@@ -139,6 +140,8 @@ class StreamingAveraging(Strategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.parts != "auto" and self.parts > _PARTS_LIMIT:
+            raise ValueError(f"parts must be at most {_PARTS_LIMIT}, got {self.parts}")
         if self.schedule == "cyclic" and (self.staleness < 2 or self.staleness % 2):
             raise ValueError(
                 "staleness must be even and at least 2 with the cyclic schedule, whose cycles are "
@@ -226,6 +229,12 @@ class StreamingAveraging(Strategy):
         """Cyclic: own steps between two rounds, and parts that each of them launches."""
         steps = self.staleness // 2
         return max(1, steps // parts), -(-parts // min(parts, steps))
+
+    @override
+    def finite(self, worker: Worker, part: int, *, stepping: bool) -> bool:
+        """Of the part whose turn it is; a round may launch further ones, unseen."""
+        state: StreamingState = worker.state
+        return state.parts[state.next].finite()
 
     @override
     def vote(self, worker: Worker, part: int, *, stepping: bool, finishing: bool) -> Vote:
@@ -319,9 +328,11 @@ class StreamingAveraging(Strategy):
                 self._land(worker)
             state.launches += 1
             began = worker.team.host.now()
+            # What has become NaN since the vote stays here; the next vote tells of it.
+            sends = not worker.guarded or part.finite()
             part.launch(
                 launch.round.then(lambda roll: roll.weight),
-                contribute=launch.round.own.weight != 0,
+                contribute=launch.round.own.weight != 0 and sends,
                 step=worker.step,
                 what=f"part {launch.part}, launch {state.launches}",
                 precision=launch.precision,

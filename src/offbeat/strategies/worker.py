@@ -1,5 +1,7 @@
 """What a strategy sees of the worker it runs on."""
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,6 +13,7 @@ from offbeat.fabric import Communicator, Completed, Handle, Team, Wire
 from offbeat.fabric.control_only import ControlOnly
 from offbeat.means import ModelMean, Replica
 from offbeat.means.gradient_mean import gradient_buckets
+from offbeat.significance import squared_norm
 from offbeat.strategies.roll import Ballot, Roll
 
 
@@ -50,6 +53,8 @@ class Worker:
         step: Own iterations, the one at hand included as soon as its last gradients are ready.
         steps_since_sync: Those since the models were last averaged.
         has_news: Whether this worker's model holds steps that no mean of models has seen.
+        scaled: Whether a GradScaler is at work, for whom gradients that are not finite are normal.
+        guarded: Whether the run ends before others take in what is not finite.
         norm_squared: ‖g‖² of this iteration, if it was measured.
         record: Numbers for this iteration's telemetry record.
         details: Totals of the strategy's own, shown as ``Stats.details``.
@@ -65,6 +70,7 @@ class Worker:
         self.step = 0
         self.steps_since_sync = 0
         self.has_news = False
+        self.scaled = self.guarded = False
         self.norm_squared: float | None = None
         self.record: dict[str, Any] = {}
         self.details: dict[str, Any] = {}
@@ -95,6 +101,16 @@ class Worker:
         tensor = torch.tensor(values, dtype=torch.float64, device=self.team.fabric.control_device)
         handle = self.team.fabric.sum(tensor, what=f"flag exchange at step {self.step}")
         return handle.then(lambda sums: ballot.read(sums.tolist(), self.size))
+
+    def finite_gradients(self, parts: Iterable[Part]) -> bool:
+        """Whether no gradient of ``parts`` is NaN or infinite. Reads them once."""
+        if self.scaled:
+            return True
+        return math.isfinite(squared_norm(g for part in parts for g in part.gradients()))
+
+    def finite_model(self) -> bool:
+        """Whether no averaged parameter is NaN or infinite. Reads them once."""
+        return math.isfinite(squared_norm(p.detach() for _, p in self.replica.parameters))
 
     def barrier(self, what: str) -> None:
         """Wait until all workers have come."""

@@ -1,14 +1,27 @@
 """What must be alike on all workers before they train together."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import json
+import logging
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from offbeat.errors import MismatchError
 from offbeat.fabric import Communicator
 from offbeat.means.replica import Replica, make_buckets
 from offbeat.strategies.base import Part, Strategy
+
+logger = logging.getLogger("offbeat")
+
+PROTOCOL = 1
+"""Raised by a version of Offbeat whose workers say something else than those of the one before."""
+
+Settings = Mapping[str, str]
+_SHOWN = 4  # differences in one warning
 
 
 def describe(strategy: Strategy, replica: Replica, parts: Sequence[Part]) -> list[str]:
@@ -20,28 +33,100 @@ def describe(strategy: Strategy, replica: Replica, parts: Sequence[Part]) -> lis
     return [f"strategy {strategy!r}", *optimizers, *replica.describe()]
 
 
-def require_agreement(fabric: Communicator, lines: Sequence[str]) -> None:
+def settings_of(model: nn.Module, parts: Sequence[Part]) -> Settings:
+    """What may differ between workers, and hardly ever should: name and value of each."""
+    found = {"the version of offbeat": _own_version(), "the version of torch": torch.__version__}
+    for part in parts:
+        for i, group in enumerate(part.optimizer.param_groups):
+            where = f"optimizer {part.index}, group {i}"
+            found[f"the number of parameters of {where}"] = str(len(group["params"]))
+            for name, value in group.items():
+                if name != "params" and _is_plain(value):
+                    found[f"{name} of {where}"] = _shown(value)
+    for name, module in model.named_modules():
+        which = f"module {name!r}" if name else "the model"
+        found[f"the mode of {which}"] = "train()" if module.training else "eval()"
+    return found
+
+
+def _own_version() -> str:
+    try:
+        return version("offbeat")
+    except PackageNotFoundError:  # imported from where it was not installed
+        return "not installed"
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_shown, value))})"
+    if isinstance(value, Tensor):
+        value = value.item()
+    return f"{value:.8g}" if isinstance(value, float) else str(value)
+
+
+def require_agreement(
+    fabric: Communicator, lines: Sequence[str], settings: Settings | None = None
+) -> None:
     """Compare ``lines`` between the workers, first by hash, then line by line.
+
+    Different ``settings`` are allowed, but each worker warns of them.
 
     Raises:
         MismatchError: on every worker, naming the rank that differs from rank 0 and how.
     """
-    digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    if len(set(fabric.gather_bytes(digest, what="comparison of the models"))) == 1:
-        return
-    text = "\n".join(lines).encode()
-    others = [
-        other.decode().split("\n")
-        for other in fabric.gather_bytes(text, what="comparison of the models")
-    ]
+    what = "comparison of the models"
+    settings = settings or {}
+    text = "\n".join([f"protocol {PROTOCOL}", *lines]).encode()
+    more = json.dumps(settings).encode()
+    hashes = fabric.gather_bytes(_hash(text) + _hash(more), what=what)
+    if len({one[: len(_hash(text))] for one in hashes}) > 1:
+        others = [one.decode().split("\n") for one in fabric.gather_bytes(text, what=what)]
+        _raise_difference(others)
+    if len(set(hashes)) > 1:
+        told = [json.loads(one) for one in fabric.gather_bytes(more, what=what)]
+        message = f"the workers are not alike, and train all the same: {_differences(told)}"
+        if fabric.rank == 0:
+            logger.warning("%s", message)
+        warnings.warn(message, stacklevel=4)  # in the line that called attach()
+
+
+def _hash(text: bytes) -> bytes:
+    return hashlib.sha256(text).digest()
+
+
+def _raise_difference(others: Sequence[Sequence[str]]) -> None:
     for rank, other in enumerate(others):
         for i in range(max(len(other), len(others[0]))):
             theirs = other[i] if i < len(other) else "nothing more"
             ours = others[0][i] if i < len(others[0]) else "nothing more"
             if theirs != ours:
+                advice = "; install the same version of offbeat everywhere" if i == 0 else ""
                 raise MismatchError(
                     f"rank {rank} differs from rank 0: rank {rank} has {theirs}; rank 0 has {ours}"
+                    f"{advice}"
                 )
+
+
+def _differences(told: Sequence[Settings]) -> str:
+    """Which settings differ, with the ranks that have each value."""
+    shown = []
+    for name in dict.fromkeys(name for one in told for name in one):
+        ranks: dict[str, list[str]] = {}
+        for rank, one in enumerate(told):
+            ranks.setdefault(one.get(name, "nothing"), []).append(str(rank))
+        if len(ranks) > 1:
+            values = (f"{value} on rank {', '.join(of)}" for value, of in ranks.items())
+            shown.append(f"{name} is {' and '.join(values)}")
+    more = f"; and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    return "; ".join(shown[:_SHOWN]) + more
 
 
 def copy_rank_0(fabric: Communicator, tensors: Iterable[Tensor]) -> None:

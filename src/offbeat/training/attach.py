@@ -9,13 +9,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from offbeat.arguments import require_integer
+from offbeat.arguments import POSITIVE, require_choice, require_integer, require_number
 from offbeat.errors import AttachError
 from offbeat.fabric import Team, Transport, open_communicator
 from offbeat.fabric.wire import Precision, require_precision
-from offbeat.strategies.base import Part, Strategy
+from offbeat.strategies.base import NonFinite, Part, Strategy
 from offbeat.strategies.streaming import StreamingAveraging
 from offbeat.training.synchronizer import Synchronizer, attached
+from offbeat.training.usable import require_usable
+
+_YEAR_SECONDS = 365 * 24 * 3600
 
 
 def attach(
@@ -30,14 +33,16 @@ def attach(
     log: object = None,
     distance_every: int | None = None,
     gradient_change: bool = False,
+    non_finite: NonFinite = "warn",
     timeout_seconds: float = 300.0,
 ) -> Synchronizer:
     """Train ``model`` data-parallel under ``strategy``; the training loop stays as it is.
 
     A collective: every worker calls it. It compares model, optimizers and strategy between the
-    workers, copies rank 0's parameters and buffers to all, and hooks ``optimizer.step``. From then
-    on one iteration is one step of every optimizer, whatever happens before it (gradient
-    accumulation, several backward passes).
+    workers, warns where settings of the optimizers, the model's mode or versions differ, copies
+    rank 0's parameters and buffers to all, and hooks ``optimizer.step``. From then on one iteration
+    is one step of every optimizer, whatever happens before it (gradient accumulation, several
+    backward passes).
 
     Args:
         model: The model. Its trainable parameters, and those the optimizers hold, are averaged.
@@ -69,6 +74,15 @@ def attach(
             two copies of the parameters; see ``offbeat.training.distance.Distance``.
         gradient_change: Measure SelSync's Δ of this worker's own gradient in each step:
             ``relative_change`` in the records. Reads the gradients once, sends nothing.
+        non_finite: What happens when a worker is about to contribute NaN or infinity to a mean,
+            which would make all others so. "warn" logs it, once, with that worker's rank and the
+            step. "raise" raises on all workers before any model has taken it in. "leave_out", with
+            ``BSP``, ``LocalSGD`` and ``SelSync`` (parameters), gives that worker weight 0 in the
+            round; it takes over the mean of the others, and what is not finite in its optimizer's
+            state begins anew. It costs one look at what is about to be sent, and no message: what
+            becomes infinite after the look, in the step itself or (``AsyncAveraging``, eager)
+            while the roll travels, is found one round later. Not looked at are pushes to a
+            parameter server, nor gradients under a ``scaler``.
         timeout_seconds: How long an operation between workers may take before it fails on every
             worker with ``CommunicationTimeout``. Larger than the longest time by which one worker
             may lag behind the others between two synchronizations.
@@ -79,7 +93,9 @@ def attach(
 
     Raises:
         AttachError: no process group, a model or optimizer that is already attached, LBFGS, an
-            optimizer without this model's parameters or with others.
+            optimizer without this model's parameters or with others; a parameter or buffer that
+            cannot be written in place (lazy, on the meta device, expanded, sparse, of
+            ``torch.inference_mode()``).
         MismatchError: another worker has another model, optimizer or strategy.
         CommunicationError: a worker did not take part.
     """
@@ -92,12 +108,13 @@ def attach(
     wire = strategy.default_wire if wire is None else wire
     require_wire(wire, strategy)
     require_optimizer_state(optimizer_state, strategy)
+    require_non_finite(non_finite, strategy)
     if distance_every is not None:
         require_integer("distance_every", distance_every, least=1)
     if not isinstance(gradient_change, bool):
         raise TypeError(f"gradient_change must be true or false, got {gradient_change!r}")
-    if not timeout_seconds > 0:
-        raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds}")
+    require_timeout("timeout_seconds", timeout_seconds)
+    require_usable(model)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     parts = _parts(model, optimizers)
     team = Team(open_communicator(group, timeout_seconds, what="offbeat.attach()"))
@@ -114,10 +131,23 @@ def attach(
             distance_every=distance_every,
             beside=partial(open_communicator, group, timeout_seconds, what="distance_every"),
             gradient_change=gradient_change,
+            non_finite=non_finite,
         )
     except BaseException:
         team.close()
         raise
+
+
+def require_timeout(name: str, seconds: float) -> None:
+    """Raise unless ``seconds`` can be waited for.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is not positive, or more than a year, or less than a millisecond.
+    """
+    require_number(name, seconds, POSITIVE)
+    if not 1e-3 <= seconds <= _YEAR_SECONDS:
+        raise ValueError(f"{name} must be between 0.001 and {_YEAR_SECONDS} seconds, got {seconds}")
 
 
 def require_wire(wire: Precision, strategy: Strategy) -> None:
@@ -154,6 +184,18 @@ def require_optimizer_state(optimizer_state: str, strategy: Strategy) -> None:
             "wait for a mean of models; use LocalSGD, SelSync of parameters, FedAvg, or DiLoCo "
             "without overlap"
         )
+
+
+def require_non_finite(non_finite: str, strategy: Strategy) -> None:
+    """Raise unless ``strategy`` can do that with numbers that are not finite.
+
+    Raises:
+        ValueError: an unknown word, or one that it cannot honour.
+    """
+    require_choice("non_finite", non_finite, ("warn", "raise", "leave_out"))
+    if non_finite not in strategy.non_finite:
+        can = " or ".join(f'"{one}"' for one in strategy.non_finite)
+        raise ValueError(f'non_finite="{non_finite}" with {strategy}: it can {can}')
 
 
 def _parts(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Part]:

@@ -18,6 +18,7 @@ from offbeat.strategies.roll import Roll
 from offbeat.training.backward import Backward
 from offbeat.training.change import GradientChange
 from offbeat.training.companion import Companions
+from offbeat.training.finite import Finite
 from offbeat.training.rounds import Rounds
 
 
@@ -106,6 +107,7 @@ class Iteration:
         strategy: What is called.
         worker: What it is called with.
         companions: Told when the strategy is at work.
+        finite: Looks at what is contributed.
         completed: Called after each iteration with whether it synchronized.
 
     Attributes:
@@ -120,6 +122,7 @@ class Iteration:
         strategy: Strategy,
         worker: Worker,
         companions: Companions,
+        finite: Finite,
         completed: Callable[[bool], None],
     ) -> None:
         self.strategy, self._worker = strategy, worker
@@ -130,7 +133,7 @@ class Iteration:
         self.change: GradientChange | None = None
         self._at_work = _AtWork(self.guard, companions)
         self._host = worker.team.host
-        self._rounds = Rounds(strategy, worker)
+        self._rounds = Rounds(strategy, worker, finite)
         self._prepared: set[int] = set()  # optimizers that are about to step
         self._stepped: set[int] = set()  # that have stepped in this iteration
         self._synced = False

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from offbeat.fabric import Completed
 from offbeat.strategies.base import Strategy, Worker
 from offbeat.strategies.roll import Ballot, Roll, Round
+from offbeat.training.finite import Finite
 
 
 class Rounds:
@@ -15,8 +16,8 @@ class Rounds:
     has not contributed before.
     """
 
-    def __init__(self, strategy: Strategy, worker: Worker) -> None:
-        self._strategy, self._worker = strategy, worker
+    def __init__(self, strategy: Strategy, worker: Worker, finite: Finite) -> None:
+        self._strategy, self._worker, self._finite = strategy, worker, finite
         self._number = 0
         self._pending: Round | None = None  # called and not yet acted on
 
@@ -28,7 +29,7 @@ class Rounds:
         """
         strategy, worker = self._strategy, self._worker
         if strategy.rounds == "gradients":
-            return strategy.due(worker) and bool(strategy.act(worker, self._call(part)))
+            return strategy.due(worker) and bool(self._act(self._call(part)))
         if strategy.rounds == "step" and last and strategy.due(worker):
             self._pending = self._call(0)
         return False
@@ -40,7 +41,7 @@ class Rounds:
         if self._pending is None and strategy.rounds == "boundary" and strategy.due(worker):
             self._pending = self._call(0)
         if self._pending is not None:
-            acted = strategy.act(worker, self._pending)
+            acted = self._act(self._pending)
             if acted is not None:  # else not decided yet: ask again after the next step
                 self._pending = None
                 synced = synced or acted
@@ -73,10 +74,16 @@ class Rounds:
                     strategy.catch_up(worker, roll)
                     worker.record.clear()
                     return roll
-                strategy.act(worker, Round(round.part, round.own, Completed(roll)))
+                self._act(Round(round.part, round.own, Completed(roll)))
+
+    def _act(self, round: Round) -> bool | None:
+        acted = self._strategy.act(self._worker, round)
+        self._finite.acted(round.own, synchronized=bool(acted))
+        return acted
 
     def _call(self, part: int, *, stepping: bool = True, finishing: bool = False) -> Round:
         strategy, worker = self._strategy, self._worker
+        looked = self._finite.look(part, stepping=stepping)
         vote = strategy.vote(worker, part, stepping=stepping, finishing=finishing)
         weight = float(stepping or worker.has_news) if vote.weight is None else vote.weight
         ballot = Ballot(
@@ -89,5 +96,7 @@ class Rounds:
             round=self._number,
             more=vote.more,
         )
+        ballot = self._finite.mark(ballot, looked)
         self._number += 1
-        return Round(part, ballot, strategy.call(worker, part, ballot))
+        handle, step = strategy.call(worker, part, ballot), worker.step
+        return Round(part, ballot, handle.then(lambda roll: self._finite.heed(roll, step)))

@@ -16,13 +16,19 @@ from offbeat.fabric import Communicator, Team, Wire
 from offbeat.fabric.wire import Precision
 from offbeat.means import ModelMean, OptimizerState, Replica
 from offbeat.significance import squared_norm
-from offbeat.strategies.base import Part, Roll, Strategy, Worker
-from offbeat.telemetry import Stats, open_sinks
-from offbeat.training.agreement import copy_rank_0, describe, require_agreement
+from offbeat.strategies.base import NonFinite, Part, Roll, Strategy, Worker
+from offbeat.telemetry import Records, Stats, open_sinks
+from offbeat.training.agreement import (
+    copy_rank_0,
+    describe,
+    require_agreement,
+    settings_of,
+)
 from offbeat.training.aside import Aside
 from offbeat.training.change import GradientChange
 from offbeat.training.companion import Companions
 from offbeat.training.distance import Distance
+from offbeat.training.finite import Finite
 from offbeat.training.hooks import ScalerHooks, hook_optimizer
 from offbeat.training.iteration import Iteration
 from offbeat.training.state import (
@@ -54,18 +60,19 @@ class Synchronizer:
         distance_every: int | None = None,
         beside: Callable[[], Communicator] | None = None,
         gradient_change: bool = False,
+        non_finite: NonFinite = "warn",
     ) -> None:
         self._strategy, self._team, self._active = strategy, team, True
         self._finished = False
         self._host = team.host
-        self._extra: dict[str, Any] = {}  # what the user gave to record()
         moved = {id(p) for part in parts for p in part.parameters}
         trainable = [p for p in model.parameters() if p.requires_grad or id(p) in moved]
         replica = Replica(model, trainable)
         with team.account.paused():
             chosen = [f"optimizer_state {optimizer_state!r}", f"wire {wire!r}"]
-            chosen.append(f"distance_every {distance_every}")
-            require_agreement(team.fabric, [*chosen, *describe(strategy, replica, parts)])
+            chosen += [f"distance_every {distance_every}", f"non_finite {non_finite!r}"]
+            lines = [*chosen, *describe(strategy, replica, parts)]
+            require_agreement(team.fabric, lines, settings_of(model, parts))
             copy_rank_0(team.fabric, replica.everything())
             means = Wire(team, wire)
             models = ModelMean(team, replica, means, referenced=strategy.averages == "models")
@@ -75,8 +82,11 @@ class Synchronizer:
         worker = self._worker = Worker(team, replica, parts, means, models)
         self._stats = Stats(details=worker.details)
         self._companions = Companions(team, worker.details, lambda: self.step)
-        self._iteration = Iteration(strategy, worker, self._companions, self._completed)
-        self._sinks = open_sinks(log, rank=team.rank)
+        worker.scaled = scaler is not None and scaler.is_enabled()
+        worker.guarded = non_finite == "raise"
+        finite = Finite(strategy, worker, non_finite)
+        self._iteration = Iteration(strategy, worker, self._companions, finite, self._completed)
+        self._records = Records(open_sinks(log, rank=team.rank), rank=team.rank)
         worker.state = strategy.start(worker)
         self._distance: Distance | None = None
         if distance_every is not None and beside is not None:
@@ -95,7 +105,7 @@ class Synchronizer:
         self._hooks: list[RemovableHandle] = []
         for part in self._worker.parts:
             self._hooks += hook_optimizer(
-                part.optimizer, part.index, self._iteration, lambda loss: self.record(loss=loss)
+                part.optimizer, part.index, self._iteration, self._record_loss
             )
         self._iteration.watch_backward()
         self._scaler = None if scaler is None else ScalerHooks(scaler, self._iteration)
@@ -126,8 +136,18 @@ class Synchronizer:
         """Add ``values`` (``loss=loss``, say) to the telemetry record of the coming step.
 
         Tensors are read only when the record is written, and only if there is a sink.
+
+        Raises:
+            TypeError: a value that is no number (nor a text, nor a list of them). None of the
+                ``values`` is taken then.
+            ValueError: one of the names that every record has, such as ``step``.
         """
-        self._extra.update(values)
+        self._records.add(values)
+
+    def _record_loss(self, loss: object) -> None:
+        """What a closure has returned, if it is a number: the optimizer takes anything."""
+        with contextlib.suppress(TypeError):
+            self._records.add({"loss": loss})
 
     def _completed(self, synced: bool) -> None:
         """An iteration has ended."""
@@ -142,21 +162,10 @@ class Synchronizer:
         stats.wait_seconds += waited
         stats.compute_seconds += computed
         stats.payload_bytes += sent
-        if self._sinks:
-            record = {
-                "step": stats.steps,
-                "rank": self.rank,
-                "decision": "sync" if synced else "local",
-                "compute_seconds": computed,
-                "wait_seconds": waited,
-                "payload_bytes": sent,
-                **worker.record,
-                **self._extra,
-            }
-            for sink in self._sinks:
-                sink.write(record)
+        more = dict(worker.record)
         worker.record.clear()
-        self._extra.clear()
+        decision = "sync" if synced else "local"
+        self._records.write(stats.steps, self.rank, decision, computed, waited, sent, more=more)
 
     def _measure(self) -> None:
         """Go on with measurements of the distance, whose time is not the training's."""
@@ -310,9 +319,10 @@ class Synchronizer:
             self._scaler.remove()
         for thing in self._things:
             attached.discard(thing)
-        for sink in self._sinks:
-            sink.close()
-        self._team.close(together=together)
+        try:
+            self._records.close()
+        finally:
+            self._team.close(together=together)
 
     def _require_active(self, what: str) -> None:
         if not self._active:

@@ -24,6 +24,7 @@ from offbeat.lab.recipes.samples import (
     to_device,
 )
 
+_MOST_STEPS = 10**9
 Schedule = Callable[[Optimizer, int], LRScheduler]
 Share = dict[str, list[float]]
 """Of each metric by name, the sums over the batches of a worker's share."""
@@ -232,8 +233,17 @@ class Recipe:
 
 
 def steps_for(setup: Setup, samples: int, batch_size: int) -> int:
-    """Steps per worker, so that all workers together read ``epochs`` times ``samples``."""
-    return max(1, math.ceil(setup.epochs * samples / (batch_size * setup.workers)))
+    """Steps per worker, so that all workers together read ``epochs`` times ``samples``.
+
+    Raises:
+        ValueError: that is less than one sample, or more steps than anyone waits for.
+    """
+    if setup.epochs * samples < 1:
+        raise ValueError(f"{setup.epochs:g} epochs are less than one of {samples:,} samples")
+    steps = setup.epochs * samples / (batch_size * setup.workers)
+    if steps > _MOST_STEPS:
+        raise ValueError(f"{setup.epochs:g} epochs are more than {_MOST_STEPS:,} steps")
+    return math.ceil(steps)
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -2,7 +2,6 @@
 
 import math
 import pickle
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,7 +121,7 @@ def read_batch(path: Path, labels: bytes, classes: int) -> Split:
     except OSError:
         raise
     except Exception as error:  # a damaged pickle can raise anything
-        raise ValueError(f"{path} is not a CIFAR file: {error}") from None
+        raise ValueError(f"{path} is not a CIFAR file: {' '.join(str(error).split())}") from None
     return _checked(path, images.reshape(-1, 3, 32, 32), np.array(values, np.int64), classes)
 
 
@@ -137,13 +136,15 @@ def read_archive(path: Path, classes: int) -> tuple[Split, Split]:
     Raises:
         ValueError: it is not such a file.
     """
-    try:
-        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            found = {key: file[key] for key in ("x_train", "y_train", "x_test", "y_test")}
-    except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(
-            f"{path} is not an .npz file with x_train, y_train, x_test, y_test: {error}"
-        ) from None
+    with path.open("rb") as opened:
+        try:
+            with np.load(opened, allow_pickle=False) as file:
+                found = {key: file[key] for key in ("x_train", "y_train", "x_test", "y_test")}
+        except Exception as error:  # a damaged archive can raise anything
+            text = " ".join(str(error).split())
+            raise ValueError(
+                f"{path} is not an .npz file with x_train, y_train, x_test, y_test: {text}"
+            ) from None
     splits = []
     for split in ("train", "test"):
         images, labels = found[f"x_{split}"], found[f"y_{split}"]

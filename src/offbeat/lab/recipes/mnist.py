@@ -1,7 +1,9 @@
 """MNIST, or any data set in its IDX format (Fashion-MNIST): a small CNN."""
 
 import gzip
+import math
 import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ from offbeat.lab.recipes.base import Recipe, Setup, Task, accuracy, steps_for
 from offbeat.lab.recipes.samples import TensorData
 from offbeat.lab.recipes.schedules import warmup_cosine
 
-BATCH_SIZE = 64
+BATCH_SIZE, CLASSES = 64, 10
 FILES = (
     "train-images-idx3-ubyte",
     "train-labels-idx1-ubyte",
@@ -29,7 +31,7 @@ def read_idx(path: Path) -> Tensor:
     """
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (gzip.BadGzipFile, EOFError) as error:
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path} is not a gzip file: {error}") from None
     if len(data) < 4 or data[:3] != b"\0\0\x08":
         raise ValueError(f"{path} is not an IDX file of unsigned bytes")
@@ -38,7 +40,7 @@ def read_idx(path: Path) -> Tensor:
     if len(data) < header:
         raise ValueError(f"{path} ends inside its header")
     shape = struct.unpack(f">{dimensions}I", data[4:header])
-    if len(data) - header != int(np.prod(shape)):
+    if len(data) - header != math.prod(shape):
         raise ValueError(
             f"{path} says {' x '.join(map(str, shape))} but holds {len(data) - header} bytes"
         )
@@ -62,6 +64,28 @@ def find(data: Path | None, name: str) -> Path:
     raise FileNotFoundError(f"looked for {name} or {name}.gz in {data}, {problem}")
 
 
+def read_split(data: Path | None, images: str, labels: str) -> tuple[Tensor, Tensor]:
+    """Images (n×28×28 bytes) and their labels (n bytes, 0 to 9) from two files.
+
+    Raises:
+        FileNotFoundError: see ``find``.
+        ValueError: a file is no IDX file, or the two do not fit together; naming the files.
+    """
+    paths = find(data, images), find(data, labels)
+    x, y = (read_idx(path) for path in paths)
+    if x.dim() != 3 or x.shape[1:] != (28, 28) or not len(x):
+        raise ValueError(f"{paths[0]} must hold images of 28 x 28, but it says {_shape(x)}")
+    if y.shape != x.shape[:1]:
+        raise ValueError(f"{paths[1]} must hold {len(x)} labels, but it says {_shape(y)}")
+    if y.max() >= CLASSES:
+        raise ValueError(f"{paths[1]} must hold labels from 0 to 9, but one is {y.max()}")
+    return x, y
+
+
+def _shape(tensor: Tensor) -> str:
+    return " x ".join(map(str, tensor.shape)) or "nothing"
+
+
 def make_model() -> nn.Module:
     """Two strided convolutions and two linear layers: 207,178 parameters, 0.8 MB."""
     return nn.Sequential(
@@ -72,13 +96,15 @@ def make_model() -> nn.Module:
         nn.Flatten(),
         nn.Linear(32 * 49, 128),
         nn.ReLU(),
-        nn.Linear(128, 10),
+        nn.Linear(128, CLASSES),
     )
 
 
 def build(setup: Setup) -> Task:
     """The task, from the four IDX files in ``setup.data``."""
-    train_x, train_y, test_x, test_y = (read_idx(find(setup.data, name)) for name in FILES)
+    (train_x, train_y), (test_x, test_y) = (
+        read_split(setup.data, *files) for files in (FILES[:2], FILES[2:])
+    )
     images = [(x[:, None].float() / 255 - 0.1307) / 0.3081 for x in (train_x, test_x)]
     torch.manual_seed(setup.seed)
     model = make_model()

@@ -81,7 +81,7 @@ def mistakes_in(file: Path, what: str) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         inside = [frame.lineno for frame in frames if frame.filename == str(file)]
         if isinstance(error, SyntaxError) and error.filename == str(file):

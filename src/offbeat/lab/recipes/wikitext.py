@@ -89,7 +89,13 @@ def load(data: Path | None) -> tuple[Tensor, Tensor, int]:
     train_path, test_path = find(data, "train"), find(data, "test")
     train = read_words(train_path, vocabulary, grow=True)
     test = read_words(test_path, vocabulary, grow=False)
-    return windows(train), windows(test), len(vocabulary)
+    samples = []
+    for path, words in ((train_path, train), (test_path, test)):
+        try:
+            samples.append(windows(words))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+    return samples[0], samples[1], len(vocabulary)
 
 
 def nats(model: nn.Module, batch: tuple[Tensor, ...], reduction: str) -> Tensor:
