@@ -4,12 +4,14 @@ A new strategy is one row here. What only one strategy promises stands in its ow
 """
 
 import contextlib
+import gc
 import io
 import json
 import os
 import re
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -557,6 +559,29 @@ def test_every_word_of_telemetry_is_json(row: Row, tmp_path: Path) -> None:
         assert [record["step"] for record in records] == list(range(1, 9))
         assert {record["decision"] for record in records} <= {"sync", "local"}
         assert {record["rank"] for record in records} == {rank}
+
+
+def hold(rank: int, size: int, text: str, wire: Any, alive: "weakref.WeakSet[Any]") -> None:
+    model = nn.Sequential(make_model(seed=rank), nn.BatchNorm1d(1).double())
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    sync = attach(model, optimizer, text, wire=wire, distance_every=2, gradient_change=True)
+    for step in range(7):
+        train_step(model, optimizer, batch_of(rank, step))
+    sync.finish()
+    alive.update([model, optimizer, sync])
+
+
+@every_row
+@pytest.mark.parametrize("wire", ["float32", pytest.param("int8", marks=pytest.mark.nightly)])
+def test_a_simulated_run_holds_nothing_when_it_has_ended(row: Row, wire: str) -> None:
+    """Its models are freed at once: the garbage collector counts objects, and not their bytes."""
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    gc.disable()
+    try:
+        worlds.simulated(hold, row.text, wire, alive, workers=2)
+        assert not [*alive]
+    finally:
+        gc.enable()
 
 
 # -- faults, on real processes -----------------------------------------------------------------

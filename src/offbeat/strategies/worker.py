@@ -89,12 +89,12 @@ class Worker:
 
     def call(self, ballot: Ballot) -> Handle[Roll]:
         """Start a roll."""
-        values = ballot.values()
-        if self.size == 1:
+        values, size = ballot.values(), self.size
+        if size == 1:
             return Completed(ballot.read(values, 1))
         tensor = torch.tensor(values, dtype=torch.float64, device=self.team.fabric.control_device)
         handle = self.team.fabric.sum(tensor, what=f"flag exchange at step {self.step}")
-        return handle.then(lambda sums: ballot.read(sums.tolist(), self.size))
+        return handle.then(lambda sums: ballot.read(sums.tolist(), size))
 
     def barrier(self, what: str) -> None:
         """Wait until all workers have come."""
