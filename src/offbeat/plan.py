@@ -10,6 +10,7 @@ from itertools import accumulate, repeat
 from typing import Any
 
 from offbeat.arguments import require_integer, require_number
+from offbeat.fabric.choice import MOST_WAITING, PRECISIONS
 from offbeat.fabric.wire import Precision, require_precision
 from offbeat.strategies import (
     BSP,
@@ -212,7 +213,7 @@ def plan(
         model_bytes=float(bytes_per_parameter * count),
         jitter=jitter,
         bytes_per_parameter=bytes_per_parameter,
-        wire=wire or "float32",
+        wire="float32" if wire in (None, "auto") else wire,
         lssr=lssr,
     )
     if strategies is None:
@@ -228,7 +229,7 @@ def plan(
         bandwidth=bits,
         latency_seconds=costs.latency_seconds,
         jitter=jitter,
-        wire=costs.wire,
+        wire=wire or "float32",
         model_bytes=costs.model_bytes,
         mean_seconds=costs.mean_seconds(costs.model_bytes),
         rows=tuple(forecast for _, forecast in candidates),
@@ -251,7 +252,15 @@ def _candidate(chosen: str | Strategy, costs: Costs, wire: Precision | None) -> 
 
 def _forecast(strategy: Strategy, costs: Costs, wire: Precision | None) -> Forecast:
     """Over the ``wire``, or the strategy's own."""
-    return strategy.forecast(replace(costs, wire=wire or strategy.default_wire))
+    wire = wire or strategy.default_wire
+    if wire != "auto" or strategy.default_wire == "auto":
+        return strategy.forecast(replace(costs, wire=wire))
+    free = strategy.forecast(replace(costs, bytes_per_second=1e30, latency_seconds=0.0))
+    for precision in PRECISIONS:  # as ``Choice`` does
+        found = strategy.forecast(replace(costs, wire=precision))
+        if 1 - free.step_seconds / found.step_seconds <= MOST_WAITING:
+            break
+    return found
 
 
 def _smallest(least: int, enough: Callable[[int], bool]) -> int:

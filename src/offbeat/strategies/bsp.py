@@ -48,6 +48,7 @@ class BSP(Strategy):
 
     name: ClassVar[str] = "bsp"
     averages: ClassVar[Averages] = "gradients"
+    adapts: ClassVar[bool] = True
     rounds: ClassVar[Rounds] = "gradients"
     needs_unscaled: ClassVar[bool] = False
     averages_state: ClassVar[bool] = True  # it is the same on all workers anyway
@@ -61,7 +62,7 @@ class BSP(Strategy):
                 worker.wire,
                 part.buckets,
                 name=f"gradients of optimizer {part.index}, bucket",
-                slots=Ballot.SLOTS,
+                slots=worker.ballot_slots,
                 overlap=overlap,
             )
             for part in worker.parts

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from offbeat.fabric import Completed
+from offbeat.fabric.adaptive import AdaptiveWire
 from offbeat.strategies.base import Strategy, Worker
 from offbeat.strategies.roll import Ballot, Roll, Round
 
@@ -28,7 +29,7 @@ class Rounds:
         """
         strategy, worker = self._strategy, self._worker
         if strategy.rounds == "gradients":
-            return strategy.due(worker) and bool(strategy.act(worker, self._call(part)))
+            return strategy.due(worker) and bool(self._act(self._call(part)))
         if strategy.rounds == "step" and last and strategy.due(worker):
             self._pending = self._call(0)
         return False
@@ -40,7 +41,7 @@ class Rounds:
         if self._pending is None and strategy.rounds == "boundary" and strategy.due(worker):
             self._pending = self._call(0)
         if self._pending is not None:
-            acted = strategy.act(worker, self._pending)
+            acted = self._act(self._pending)
             if acted is not None:  # else not decided yet: ask again after the next step
                 self._pending = None
                 synced = synced or acted
@@ -72,13 +73,27 @@ class Rounds:
                 if roll.stepping == 0:
                     strategy.catch_up(worker, roll)
                     worker.record.clear()
+                    if isinstance(worker.wire, AdaptiveWire):
+                        worker.wire.interrupted()
                     return roll
-                strategy.act(worker, Round(round.part, round.own, Completed(roll)))
+                self._act(Round(round.part, round.own, Completed(roll)))
+
+    def _act(self, round: Round) -> bool | None:
+        """Let the strategy act, and the wire see how long the workers wait."""
+        worker, wire = self._worker, self._worker.wire
+        acted = self._strategy.act(worker, round)
+        if acted is not None and isinstance(wire, AdaptiveWire):
+            wire.acted(round.then(lambda roll: roll.more))
+            worker.details.update(wire=wire.choice.precision, wire_reason=wire.reason)
+        return acted
 
     def _call(self, part: int, *, stepping: bool = True, finishing: bool = False) -> Round:
         strategy, worker = self._strategy, self._worker
         vote = strategy.vote(worker, part, stepping=stepping, finishing=finishing)
         weight = float(stepping or worker.has_news) if vote.weight is None else vote.weight
+        more = vote.more
+        if isinstance(worker.wire, AdaptiveWire):
+            more += worker.wire.measured(worker.step, stepping=stepping)
         ballot = Ballot(
             weight=weight,
             stepping=stepping,
@@ -87,7 +102,7 @@ class Rounds:
             measure=vote.measure,
             view=worker.team.view,
             round=self._number,
-            more=vote.more,
+            more=more,
         )
         self._number += 1
         return Round(part, ballot, strategy.call(worker, part, ballot))

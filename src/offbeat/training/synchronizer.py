@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from offbeat.checkpoint import load, save
 from offbeat.errors import AttachError
 from offbeat.fabric import Communicator, Team, Wire
+from offbeat.fabric.adaptive import AdaptiveWire
 from offbeat.fabric.wire import Precision
 from offbeat.means import ModelMean, OptimizerState, Replica
 from offbeat.significance import squared_norm
@@ -59,7 +60,8 @@ class Synchronizer:
             chosen.append(f"distance_every {distance_every}")
             require_agreement(team.fabric, [*chosen, *describe(strategy, replica, parts)])
             copy_rank_0(team.fabric, replica.everything())
-            means = Wire(team, wire)
+            adapts = wire == "auto" and strategy.default_wire != "auto"
+            means = AdaptiveWire(team) if adapts else Wire(team, wire)
             models = ModelMean(team, replica, means, referenced=strategy.averages == "models")
         if optimizer_state == "average":
             optimizers = [part.optimizer for part in parts]
