@@ -2,11 +2,13 @@
 
 from itertools import pairwise
 
+import pytest
 from benchmarks import flights
 
 import offbeat
 
 
+@pytest.mark.nightly
 def test_the_picture_shows_who_waits_and_what_lands() -> None:
     """Every BSP worker waits for its sums, nobody for streaming's; parts land in turn."""
     end = 1000 * flights.STEPS * flights.STEP_SECONDS

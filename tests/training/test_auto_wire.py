@@ -43,9 +43,15 @@ def aim_of(rank: int) -> Tensor:
     return torch.randn(NUMBERS, generator=torch.Generator().manual_seed(100 + rank))
 
 
-def train(text: str, steps: int, wire: str = "auto", looks: int = 0) -> dict[str, Any]:
-    """A model that is pulled to a place of the worker's own."""
+def train(
+    text: str, steps: int, wire: str = "auto", looks: int = 0, fewer: int = 0
+) -> dict[str, Any]:
+    """A model that is pulled to a place of the worker's own.
+
+    With ``fewer`` every worker takes so many steps less than the one before it.
+    """
     rank = torch.distributed.get_rank()
+    steps -= fewer * rank
     model = model_of(seed=rank)
     aim = aim_of(rank)
     optimizer = sgd(model, lr=0.3)
@@ -127,6 +133,15 @@ def test_looks_at_the_consensus_do_not_keep_it_from_choosing() -> None:
     """What is measured goes on after each."""
     (result, *_) = on("10Mbit/s", "bsp", 80, "auto", 5)
     assert result["trace"][-1] == "int8"
+
+
+@pytest.mark.parametrize("text", ["bsp", "local:period=2", "async:staleness=4,schedule=eager"])
+def test_workers_that_end_early_follow(text: str) -> None:
+    """They take part in what the others change, and all end alike."""
+    results = on("10Mbit/s", text, 90, "auto", 0, 20)
+    for result in results:
+        assert torch.equal(result["end"], results[0]["end"])
+    assert results[0]["trace"][-1] == "int8"
 
 
 def test_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
