@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat import BSP, AsyncAveraging, LocalSGD, SelSync, parse_strategy
+import offbeat
+from offbeat import BSP, AsyncAveraging, LocalSGD, SelSync, StreamingAveraging, parse_strategy
 from offbeat.lab.measure import measure_recipe
-from offbeat.plan import HEADINGS, IDLE_LIMIT, Plan, plan
+from offbeat.plan import HEADINGS, IDLE_LIMIT, LOST_STEPS, Plan, plan
 from offbeat.strategies import STRATEGIES
 from offbeat.strategies.forecast import Forecast, expected_maximum
 
@@ -183,7 +184,8 @@ def test_own_strategies_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_example_of_the_docstring() -> None:
     """A merge of 7.2 steps is hidden by staleness 16, twice 8."""
-    result = plan(**{**CASE, "step_time": 1.2078 / 7.2})
+    given = ["bsp", "local:period=8", "async:staleness=16", "async:schedule=eager"]
+    result = plan(**{**CASE, "step_time": 1.2078 / 7.2}, strategies=given)
     assert result.recommendation.strategy == "async:staleness=16"
     assert result.recommendation.idle == 0
     assert "BSP would wait 87 % of the time" in result.reason
@@ -245,8 +247,11 @@ def test_what_holds_everywhere(case: dict[str, Any], wire: Any) -> None:
         assert row.overlapped_step_seconds <= row.step_seconds
         assert row.throughput == pytest.approx(case["workers"] * (1 - row.idle), abs=1e-9)
     assert result.recommendation in result.rows
-    bsp, *_, cyclic, eager = result.rows
-    assert (result.recommendation == bsp) == (bsp.idle <= IDLE_LIMIT)
+    bsp, *_, streaming, cyclic, eager = result.rows
+    advised = bsp if bsp.idle <= LOST_STEPS else streaming
+    assert result.recommendation == advised
+    assert streaming.idle <= IDLE_LIMIT + 1e-12
+    assert {row.wire for row in result.rows} == {wire}
     assert cyclic.idle <= IDLE_LIMIT + 1e-12
     assert eager.idle == 0, "the suggested bound is not reached"
     json.dumps(result.to_dict(), allow_nan=False)
@@ -301,6 +306,12 @@ def test_period_is_the_smallest_that_spreads(case: dict[str, Any]) -> None:
         assert less.idle > IDLE_LIMIT
 
 
+# A model of 25 million numbers, in 3/4·6.125 bits each, passes 1 Mbit/s in 114.8 s; twice a part of
+# it in τ steps is at most t/0.95.
+PARTS = StreamingAveraging()._count(100e6)
+BOUND = math.ceil(2 * 114.84 / PARTS / (0.1 / 0.95))
+
+
 @pytest.mark.parametrize(
     ("parameters", "advice"),
     [
@@ -309,39 +320,109 @@ def test_period_is_the_smallest_that_spreads(case: dict[str, Any]) -> None:
             {
                 "100Gbit/s": "bsp",  # m = 12 ms
                 "20Gbit/s": "bsp",  # 60 ms
-                "5Gbit/s": "async:staleness=6",  # 240 ms
-                "1Gbit/s": "async:staleness=26",
-                "10Mbit/s": "async:staleness=2402",
+                "5Gbit/s": "streaming",  # 240 ms
+                "10Mbit/s": "streaming",
+                "1Mbit/s": f"streaming:staleness={BOUND}",
             },
         ),
         (  # in a single bucket, which leaves when backward has ended
             "200k",
             {
                 "10Gbit/s": "bsp",  # 1 ms
-                "1Gbit/s": "local:period=2",  # 10 ms
-                "400Mbit/s": "local:period=5",  # 24 ms
-                "200Mbit/s": "async:staleness=2",  # 48 ms
-                "1Mbit/s": "async:staleness=194",
+                "1Gbit/s": "bsp",  # 10 ms
+                "400Mbit/s": "streaming",  # 24 ms
+                "1Mbit/s": "streaming",
             },
         ),
     ],
 )
 def test_advice_changes_as_bandwidth_falls(parameters: str, advice: dict[str, str]) -> None:
-    """BSP, then a short period of LocalSGD, then async with a growing staleness."""
+    """BSP, then streaming, in the end with a larger bound."""
     case = {**CASE, "parameters": parameters, "latency": "1us"}
     for bandwidth, strategy in advice.items():
         assert plan(**{**case, "bandwidth": bandwidth}).recommendation.strategy == strategy
 
 
+def test_advice_without_streaming() -> None:
+    """A short period of LocalSGD, then async with a growing staleness."""
+    case = {**CASE, "parameters": "200k", "latency": "1us"}
+    for bandwidth, strategy in {
+        "400Mbit/s": "local:period=5",  # 24 ms
+        "200Mbit/s": "async:staleness=2",  # 48 ms
+        "1Mbit/s": "async:staleness=194",
+    }.items():
+        network = {**case, "bandwidth": bandwidth}
+        others = [
+            row.strategy for row in plan(**network).rows if not row.strategy.startswith("streaming")
+        ]
+        assert plan(**network, strategies=others).recommendation.strategy == strategy
+
+
+@pytest.mark.parametrize(
+    ("precision", "bits"),
+    [("float32", 64), ("bfloat16", 32), ("int8", 16.125), ("int4", 8.125), ("int2", 6.125)],
+)
+def test_streaming_is_planned_in_the_precision_it_would_choose(precision: str, bits: float) -> None:
+    """The most exact one in which the model passes in two and a half steps; else the last."""
+    # (N−1)/N·(bits of both stages)·M numbers in 2.5·t
+    least = 3 / 4 * bits * 25e6 / 0.25
+    enough = {**CASE, "latency": "1ns", "bandwidth": 1.001 * least}
+    (row,) = plan(**enough, strategies=["streaming"]).rows
+    assert row.wire == precision
+    assert row.note.startswith(f"{precision}: ")
+    (less,) = plan(**{**enough, "bandwidth": 0.99 * least}, strategies=["streaming"]).rows
+    assert (less.wire == precision) == (precision == "int2")
+    (told,) = plan(**enough, strategies=["streaming"], wire="int4").rows
+    assert told.wire == "int4"
+
+
+def test_streaming_chooses_about_what_was_planned() -> None:
+    """In the simulator, after some tries: the same precision, or the next."""
+    precisions = ["float32", "bfloat16", "int8", "int4", "int2"]
+    for bandwidth in ("300Mbit/s", "20Mbit/s", "6Mbit/s"):
+        case: dict[str, Any] = dict(workers=2, bandwidth=bandwidth, latency="1ms")
+        (row,) = plan(parameters=65_536, step_time="20ms", **case, strategies=["streaming"]).rows
+
+        def train() -> Any:
+            model = torch.nn.Linear(256, 256, bias=False)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with offbeat.attach(model, optimizer) as sync:
+                for _ in range(150):
+                    model(torch.ones(1, 256)).sum().backward()
+                    optimizer.step()
+            return sync.stats.details["wire"]
+
+        network = offbeat.Network(bandwidth, latency="1ms")
+        found = offbeat.simulate(train, workers=2, network=network, compute=offbeat.Compute("20ms"))
+        chosen = found.results[0]
+        assert abs(precisions.index(chosen) - precisions.index(row.wire)) <= 1, bandwidth
+
+
 def test_reasons_have_the_figures() -> None:
     small = {**CASE, "parameters": "200k", "latency": "1us"}
     fast = plan(**{**small, "bandwidth": "10Gbit/s"})
-    assert fast.reason == "BSP waits 1.0 % of the time"
+    assert fast.reason == (
+        "exact synchronous training costs almost nothing here, BSP waits 1.0 % of the time"
+    )
+    near = plan(**{**small, "bandwidth": "1Gbit/s"})
+    assert near.reason.startswith("BSP waits 8.8 % of the time, no more than ")
     middle = plan(**{**small, "bandwidth": "400Mbit/s"})
-    assert middle.reason == "BSP would wait 19 % of the time; local:period=5 waits 4.6 %"
+    assert middle.reason == (
+        "BSP would wait 19 % of the time; streaming sends the model in float32 beside computing, "
+        "all of it in each step, and waits 0 %"
+    )
+    given = ["bsp", "local:period=5", "local:period=8"]
+    short = plan(**{**small, "bandwidth": "400Mbit/s"}, strategies=given)
+    assert short.reason == "BSP would wait 19 % of the time; local:period=5 waits 4.6 %"
     slow = plan(**{**CASE, "bandwidth": "10Mbit/s"})
-    assert "2,402 steps apart: watch the final metric" in slow.reason
     assert "2,402 steps apart" in slow.rows[-2].note
+    # (N−1)/N·6.125 bits of 25 million numbers at 10 Mbit/s are 11.5 s
+    assert (
+        "in int2 beside computing, all of it every 115 steps, and waits 0 %: watch the final"
+        in (slow.reason)
+    )
+    without = plan(**{**CASE, "bandwidth": "10Mbit/s"}, strategies=["bsp", "async:staleness=2402"])
+    assert "2,402 steps apart: watch the final metric" in without.reason
 
 
 def test_advice_is_among_the_given() -> None:
@@ -364,7 +445,14 @@ def test_jitter_alone_is_a_reason() -> None:
         parameters="1M", step_time=0.1, workers=8, bandwidth=1e12, latency="1us", jitter=0.1
     )
     assert result.rows[0].idle == pytest.approx(0.125, abs=0.001)
-    assert result.recommendation.strategy == "local:period=8"
+    assert result.recommendation.strategy == "streaming"
+    given = ["bsp", "local:period=8"]
+    wild = plan(
+        **{**CASE, "parameters": "1M", "bandwidth": 1e12, "workers": 8},
+        jitter=0.1,
+        strategies=given,
+    )
+    assert wild.recommendation.strategy == "local:period=8"
 
 
 def test_a_single_worker_waits_for_nobody() -> None:

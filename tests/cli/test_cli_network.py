@@ -15,12 +15,18 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from cli.commands import Call, one_line, plain
-from offbeat import BSP, AsyncAveraging, LocalSGD, SelSync, cli
+from offbeat import BSP, AsyncAveraging, LocalSGD, SelSync, StreamingAveraging, cli
 from offbeat.cli import network
 from offbeat.strategies import parse_strategy
 
 NETWORKED = shlex.split("plan --parameters 25M --step-time 120ms --workers 16 --bandwidth 5gbit")
-SUGGESTED = {BSP, LocalSGD, SelSync, AsyncAveraging}  # by plan, if none is given
+SUGGESTED = {
+    BSP,
+    LocalSGD,
+    SelSync,
+    StreamingAveraging,
+    AsyncAveraging,
+}  # by plan, if none is given
 
 # Mistakes
 

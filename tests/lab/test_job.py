@@ -25,6 +25,21 @@ def test_a_label_is_what_was_typed(text: str) -> None:
     assert JOB.under(job.label) == job
 
 
+@pytest.mark.parametrize(
+    ("text", "label"),
+    [
+        ("bsp --wire float32", "bsp"),
+        ("streaming --wire auto", "streaming"),
+        ("streaming --wire float32", "streaming --wire float32"),
+        ("streaming:schedule=cyclic --wire float32", "streaming:schedule=cyclic"),
+        ("nowhere:Known --wire float32", "nowhere:Known --wire float32"),
+    ],
+)
+def test_a_label_leaves_out_the_strategy_s_own_wire(text: str, label: str) -> None:
+    """As a strategy that is not here has it is not known."""
+    assert JOB.under(text).label == label
+
+
 def test_options_of_the_whole_comparison_stay() -> None:
     """What a strategy does not say for itself is as the command says."""
     job = Job("digits", "bsp", 2, wire="int8", lr_scale=2.0).under("local:period=4 --lr-scale=3")

@@ -1,12 +1,15 @@
 """Recipes: the same everywhere, honest splits, clear errors."""
 
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from lab.standins import write_idx_files
 from offbeat.lab.recipes import RECIPES, Setup, digits, find_recipe, mnist, stdlib_lm
+from offbeat.lab.recipes.samples import shared
 
 REAL_MNIST = Path(__file__).parents[3] / "shared" / "data" / "mnist"
 
@@ -20,13 +23,16 @@ def idx(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", ["digits", "stdlib-lm"])
 def test_built_twice_is_built_alike(name: str) -> None:
     """Model, data and order of a recipe depend on the setup alone."""
-    one, two = (find_recipe(name).build(Setup(4, 1, seed=3)) for _ in range(2))
-    for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True):
-        assert torch.equal(a, b)
-    for x, y in zip(one.dataset.tensors, two.dataset.tensors, strict=True):
-        assert torch.equal(x, y)
+
+    def built() -> tuple[list[Tensor], list[Tensor]]:
+        task = find_recipe(name).build(Setup(4, 1, seed=3))
+        return [*task.model.parameters()], [x.clone() for x in task.dataset.tensors]
+
+    one, two = built(), built()
+    for first, second in zip(one, two, strict=True):
+        assert all(map(torch.equal, first, second))
     other = find_recipe(name).build(Setup(4, 1, seed=4))
-    pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
+    pairs = zip(one[0], other.model.parameters(), strict=True)
     assert any(not torch.equal(a, b) for a, b in pairs)
 
 
@@ -36,6 +42,34 @@ def test_all_workers_together_read_the_epochs() -> None:
         task = find_recipe("digits").build(Setup(workers, 5))
         read = task.steps * workers * task.batch_size
         assert 5 * len(task.dataset) <= read < 5 * len(task.dataset) + workers * task.batch_size
+
+
+def test_workers_of_one_process_share_the_data(idx: Path) -> None:
+    """In memory once while a task holds them; anew for other arguments, and once nobody does."""
+    reads: list[str] = []
+
+    @shared
+    def load(name: str, *, count: int = 3) -> tuple[tuple[Tensor, Tensor], int]:
+        reads.append(name)
+        return (torch.zeros(count), torch.ones(count)), count
+
+    (x, y), count = load("a")
+    assert load("a")[0][0] is x
+    assert load("a")[0][1] is y
+    assert load("b", count=4)[1] == 4
+    assert (reads, count) == (["a", "b"], 3)
+    del y  # a part is not enough
+    assert torch.equal(load("a")[0][1], torch.ones(3))
+    assert reads == ["a", "b", "a"]
+
+    one, two = (find_recipe("mnist").build(Setup(2, 1, seed=seed, data=idx)) for seed in (0, 1))
+    for x, y in zip(one.dataset.tensors, two.dataset.tensors, strict=True):
+        assert x is y
+    for x, y in zip(one.evaluate.dataset.tensors, two.evaluate.dataset.tensors, strict=True):
+        assert x is y
+    seen = weakref.ref(one.dataset.tensors[0])
+    del one, two, x, y
+    assert seen() is None
 
 
 def test_digits_are_split() -> None:
@@ -125,8 +159,8 @@ def test_language_model_splits_by_file() -> None:
     """Test windows are not training windows."""
     train, test = stdlib_lm.load()
     seen = {window.numpy().tobytes() for window in train}
-    shared = sum(window.numpy().tobytes() in seen for window in test)
-    assert shared < 0.02 * len(test)  # a few windows are white space or licence text
+    known = sum(window.numpy().tobytes() in seen for window in test)
+    assert known < 0.02 * len(test)  # a few windows are white space or licence text
 
 
 def test_mnist_reads_idx_files(idx: Path) -> None:

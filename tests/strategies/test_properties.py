@@ -4,12 +4,14 @@ A new strategy is one row here. What only one strategy promises stands in its ow
 """
 
 import contextlib
+import gc
 import io
 import json
 import os
 import re
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +52,12 @@ class Row:
         return self.text
 
     @property
+    def adapts(self) -> bool:
+        """Whether it takes ``wire="auto"``."""
+        strategy = parse_strategy(self.text)
+        return strategy.adapts or strategy.default_wire == "auto"
+
+    @property
     def repeatable(self) -> int:
         """With so many workers two runs give the same, whatever takes how long."""
         # A server of processes adds up in the order in which pushes come in, which rounds.
@@ -88,7 +96,7 @@ every_strategy = pytest.mark.parametrize(  # of what is slow: its first row, the
     [row if row in _FIRST else pytest.param(row, marks=pytest.mark.nightly) for row in ROWS],
     ids=str,
 )
-WIRES = ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly), "int8"]
+WIRES = ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly), "int8", "auto"]
 
 
 def test_every_strategy_has_a_row() -> None:
@@ -296,6 +304,10 @@ def resume(rank: int, size: int, text: str, wire: Any, at: int, steps: int) -> l
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_resumed_training_goes_on_bit_for_bit(row: Row, wire: str) -> None:
     """The file holds all that the rest of the training depends on, over each wire."""
+    if wire == "auto" and not row.adapts:
+        with pytest.raises(ValueError, match=r'wire="auto": .* Name a precision'):
+            run(resume, row.text, wire, 0, 1, workers=1)
+        return
     size = row.repeatable
     whole = run(resume, row.text, wire, 0, 11, workers=size)
     for at in (5, 8):
@@ -557,6 +569,31 @@ def test_every_word_of_telemetry_is_json(row: Row, tmp_path: Path) -> None:
         assert [record["step"] for record in records] == list(range(1, 9))
         assert {record["decision"] for record in records} <= {"sync", "local"}
         assert {record["rank"] for record in records} == {rank}
+
+
+def hold(rank: int, size: int, text: str, wire: Any, alive: "weakref.WeakSet[Any]") -> None:
+    model = nn.Sequential(make_model(seed=rank), nn.BatchNorm1d(1).double())
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    sync = attach(model, optimizer, text, wire=wire, distance_every=2, gradient_change=True)
+    for step in range(7):
+        train_step(model, optimizer, batch_of(rank, step))
+    sync.finish()
+    alive.update([model, optimizer, sync])
+
+
+@every_row
+@pytest.mark.parametrize("wire", [None, pytest.param("auto", marks=pytest.mark.nightly)])
+def test_a_simulated_run_holds_nothing_when_it_has_ended(row: Row, wire: Any) -> None:
+    """Its models are freed at once: the garbage collector counts objects, and not their bytes."""
+    if wire == "auto" and not row.adapts:
+        return
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    gc.disable()
+    try:
+        worlds.simulated(hold, row.text, wire, alive, workers=2)
+        assert not [*alive]
+    finally:
+        gc.enable()
 
 
 # -- faults, on real processes -----------------------------------------------------------------

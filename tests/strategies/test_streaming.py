@@ -284,14 +284,6 @@ def test_no_more_is_sent_than_a_tenth_of_the_time_allows() -> None:
     assert free.allowance == 16, "of this step and the next"
 
 
-def test_only_streaming_chooses_its_wire() -> None:
-    model = make_model(seed=0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for text in ("local:period=4", "streaming:schedule=cyclic"):
-        with pytest.raises(ValueError, match=r'wire="auto": .* sends what it is told'):
-            offbeat.attach(model, optimizer, offbeat.parse_strategy(text), wire="auto")
-
-
 # -- the outer gain -------------------------------------------------------------------------------
 
 

@@ -39,17 +39,19 @@ class Handle(ABC, Generic[T]):
 
 class _Then(Handle[U]):
     def __init__(self, handle: Handle[T], function: Callable[[T], U]) -> None:
-        self._handle, self._function = handle, function
+        self._source: tuple[Handle[T], Callable[[T], U]] | None = (handle, function)
         self._result: list[U] = []
 
     @override
     def done(self) -> bool:
-        return self._handle.done()
+        return self._source is None or self._source[0].done()
 
     @override
     def wait(self) -> U:
-        if not self._result:
-            self._result.append(self._function(self._handle.wait()))
+        if self._source is not None:
+            handle, function = self._source
+            self._result.append(function(handle.wait()))
+            self._source = None  # it may hold much, and this handle may be kept for long
         return self._result[0]
 
 

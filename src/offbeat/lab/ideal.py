@@ -17,11 +17,12 @@ from torch import nn
 from typing_extensions import override
 
 from offbeat.lab.evaluation import gather
-from offbeat.lab.method import SAVING, Baseline, Method
+from offbeat.lab.method import SAVING, Attached, Baseline, Method
 from offbeat.lab.recipes import Task
 from offbeat.lab.recipes.base import device_of
 from offbeat.strategies import BSP, Strategy
 from offbeat.telemetry import Stats
+from offbeat.training.synchronizer import Synchronizer
 
 IDEAL = "ideal"
 WARMUP_STEPS = 5
@@ -60,14 +61,14 @@ class Ideal(Baseline):
         self,
         task: Task,
         lr_scale: float,
-        under: Callable[[Strategy], Method],
+        under: Callable[[Strategy], Synchronizer],
         batches: Callable[[], Iterable[Any]],
     ) -> Method:
         if dist.get_backend() == "simulated":
-            return _Virtual(under(BSP()), device_of(task.model))
+            return _Virtual(task, lr_scale, under(BSP()))
         alone = Alone(task, lr_scale, batches)
         alone.measure()
-        return _Timed(under(BSP()), alone)
+        return _Timed(task, lr_scale, under(BSP()), alone)
 
 
 class Alone:
@@ -144,43 +145,21 @@ def _put_back(task: Task) -> Iterator[None]:
             tensor.copy_(value)
 
 
-class _OverBSP(Method):
+class _OverBSP(Attached):
     """The values of BSP; the clock is the subclass's."""
-
-    def __init__(self, bsp: Method) -> None:
-        self._bsp = bsp
-
-    @property
-    @override
-    def step(self) -> int:
-        return self._bsp.step
 
     @property
     @override
     def stats(self) -> Stats:
         """Those of BSP, apart from the time."""
-        return replace(self._bsp.stats, wait_seconds=0.0, compute_seconds=self.seconds)
-
-    @override
-    def train(self, batch: Any) -> None:
-        self._bsp.train(batch)
-
-    @override
-    @contextmanager
-    def consensus(self) -> Iterator[None]:
-        with self._bsp.consensus():
-            yield
-
-    @override
-    def finish(self) -> None:
-        self._bsp.finish()
+        return replace(super().stats, wait_seconds=0.0, compute_seconds=self.seconds)
 
 
 class _Timed(_OverBSP):
     """On processes: every step counts what one alone takes."""
 
-    def __init__(self, bsp: Method, alone: Alone) -> None:
-        super().__init__(bsp)
+    def __init__(self, task: Task, lr_scale: float, sync: Synchronizer, alone: Alone) -> None:
+        super().__init__(task, lr_scale, sync)
         self._alone = alone
 
     @property
@@ -202,19 +181,19 @@ class _Timed(_OverBSP):
 class _Virtual(_OverBSP):
     """In virtual time, where computing is known apart from waiting: the mean of the workers'."""
 
-    def __init__(self, bsp: Method, device: torch.device) -> None:
-        super().__init__(bsp)
-        self._device = device
+    def __init__(self, task: Task, lr_scale: float, sync: Synchronizer) -> None:
+        super().__init__(task, lr_scale, sync)
+        self._device = device_of(task.model)
         self._mean = (0, 0.0)  # the last step at which all have met, and their mean then
 
     @property
     @override
     def seconds(self) -> float:
         step, mean = self._mean
-        return mean if step == self.step else self._bsp.stats.compute_seconds
+        return mean if step == self.step else self.sync.stats.compute_seconds
 
     def _meet(self) -> None:
-        own = self._bsp.stats.compute_seconds
+        own = self.sync.stats.compute_seconds
         mean = statistics.mean(gather(own, self._device, "the computing of all workers"))
         self._mean = (self.step, mean)
 

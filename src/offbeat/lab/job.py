@@ -15,6 +15,7 @@ from offbeat.lab.method import Baseline
 from offbeat.lab.recipes import Setup, Task, find_recipe
 from offbeat.lab.recipes.own import try_out
 from offbeat.lab.samplers import make_sampler, parse_injection
+from offbeat.strategies import Strategy
 from offbeat.training.attach import require_optimizer_state, require_timeout, require_wire
 from offbeat.training.files import all_files
 
@@ -244,9 +245,14 @@ class Job:
         )
 
     def _usual(self, name: str) -> object:
-        """Another way to write the default: wire=float32 of all that do not choose."""
-        chooses = self.strategy.partition(":")[0] == "streaming"
-        return "float32" if name == "wire" and not chooses else None
+        """Another way to write the default: the strategy's own wire."""
+        if name != "wire":
+            return None
+        try:
+            method = parse_method(self.strategy)
+        except (ValueError, TypeError):  # a result of elsewhere, with a strategy that is not here
+            return None
+        return method.default_wire if isinstance(method, Strategy) else None
 
     def under(self, text: str) -> "Job":
         """This job under a strategy and options for it alone.

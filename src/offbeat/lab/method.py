@@ -121,7 +121,7 @@ class Baseline(ABC):
         self,
         task: Task,
         lr_scale: float,
-        under: Callable[[Strategy], Method],
+        under: Callable[[Strategy], Synchronizer],
         batches: Callable[[], Iterable[Any]],
     ) -> Method:
         """Begin to train on this worker. A collective.

@@ -27,6 +27,7 @@ from offbeat.lab.recipes import Task
 from offbeat.lab.recipes.base import device_of
 from offbeat.strategies import Strategy
 from offbeat.telemetry import Stats
+from offbeat.training.synchronizer import Synchronizer
 
 PREFIX = "torch:"
 _ONE_BUCKET_MB = 1 << 20
@@ -59,7 +60,7 @@ class Peer(Baseline):
         self,
         task: Task,
         lr_scale: float,
-        under: Callable[[Strategy], Method],
+        under: Callable[[Strategy], Synchronizer],
         batches: Callable[[], Iterable[Any]],
     ) -> "Loop":
         with explained(f"the start of {self.name}"):

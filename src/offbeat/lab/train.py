@@ -42,6 +42,7 @@ from offbeat.lab.resume import Checkpoints, History
 from offbeat.lab.samplers import Batches, parse_injection
 from offbeat.strategies import Strategy
 from offbeat.training.attach import attach
+from offbeat.training.synchronizer import Synchronizer
 
 
 def choose_backend() -> str:
@@ -111,8 +112,8 @@ def train_worker(job: Job, emit: Callable[[Event], None]) -> None:
 def _begin(job: Job, task: Task, device: torch.device) -> Method:
     """Begin to train under the job's strategy or baseline."""
 
-    def under(strategy: Strategy) -> Attached:
-        sync = attach(
+    def under(strategy: Strategy) -> Synchronizer:
+        return attach(
             task.model,
             task.optimizer,
             strategy,
@@ -121,12 +122,11 @@ def _begin(job: Job, task: Task, device: torch.device) -> Method:
             log=job.log,
             timeout_seconds=job.timeout_seconds,
         )
-        return Attached(task, job.lr_scale, sync)
 
     chosen = parse_method(job.strategy)
     if isinstance(chosen, Baseline):
         return chosen.start(task, job.lr_scale, under, lambda: _batches(job, task, device))
-    return under(chosen)
+    return Attached(task, job.lr_scale, under(chosen))
 
 
 def _look(

@@ -1,6 +1,7 @@
 """Run an ordinary training function on simulated workers."""
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
@@ -78,5 +79,11 @@ def simulate(
             use(SimulatedGroup(SimulatedCommunicator(cluster, one.rank), make))
             return worker()
 
-        crew.run(live)
-    return Simulation.of(cluster, attached)
+        try:
+            crew.run(live)
+            return Simulation.of(cluster, attached)
+        finally:
+            # Else what a worker held, its model above all, would be in a cycle, and in memory until
+            # the garbage collector comes, which counts objects and not bytes.
+            for one in chain.from_iterable(attached):
+                one.host.totals.clear()

@@ -86,6 +86,7 @@ class AsyncAveraging(Strategy):
 
     name: ClassVar[str] = "async"
     averages: ClassVar[Averages] = "updates"
+    adapts: ClassVar[bool] = True
     rounds: ClassVar[Rounds] = "boundary"
     meets: ClassVar[bool] = False
     staleness: int = setting(16, least=1)

@@ -72,6 +72,13 @@ class Strategy(ABC):
         """The ``wire`` of ``attach`` where none is given; "auto" if the strategy can choose."""
         return "float32"
 
+    adapts: ClassVar[bool] = False
+    """Whether ``wire="auto"`` may change the precision between two rounds.
+
+    It may where every sum over the wire is started in ``call``, ``act`` or ``bucket_ready``, and
+    those of one stream one after the other.
+    """
+
     rounds: ClassVar[Rounds] = "step"
     """When a round begins and ends.
 

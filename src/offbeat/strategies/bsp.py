@@ -49,6 +49,7 @@ class BSP(Strategy):
 
     name: ClassVar[str] = "bsp"
     averages: ClassVar[Averages] = "gradients"
+    adapts: ClassVar[bool] = True
     rounds: ClassVar[Rounds] = "gradients"
     needs_unscaled: ClassVar[bool] = False
     non_finite: ClassVar[tuple[NonFinite, ...]] = ("warn", "raise", "leave_out")
@@ -63,7 +64,7 @@ class BSP(Strategy):
                 worker.wire,
                 part.buckets,
                 name=f"gradients of optimizer {part.index}, bucket",
-                slots=Ballot.SLOTS,
+                slots=worker.ballot_slots,
                 overlap=overlap,
             )
             for part in worker.parts

@@ -90,6 +90,7 @@ class DiLoCo(Strategy):
 
     name: ClassVar[str] = "diloco"
     averages: ClassVar[Averages] = "updates"
+    adapts: ClassVar[bool] = True
     period: int = setting(100, least=1)
     outer_lr: float = setting(0.7, above=0)
     outer_momentum: float = setting(0.9, least=0, below=1)

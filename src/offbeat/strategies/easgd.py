@@ -129,8 +129,8 @@ class EASGD(ServerStrategy):
     @override
     def rule(self, worker: Worker) -> Rule:
         """How the centre moves."""
-        kind = _ElasticTogether if self.synchronous else _Elastic
-        return kind(lambda: self._alpha(worker.size))
+        kind, team = _ElasticTogether if self.synchronous else _Elastic, worker.team
+        return kind(lambda: self._alpha(team.size))
 
     @override
     def start(self, worker: Worker) -> EASGDState:

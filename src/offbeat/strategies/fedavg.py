@@ -75,6 +75,7 @@ class FedAvg(Strategy):
     """
 
     name: ClassVar[str] = "fedavg"
+    adapts: ClassVar[bool] = True
     averages_state: ClassVar[bool] = True  # those who are not drawn keep theirs
     period: int | None = setting(None, least=1)
     rounds_per_epoch: float | None = setting(None, least=1 / _FINEST)

@@ -39,6 +39,7 @@ class Forecast:
 
     Attributes:
         strategy: Text form, as ``offbeat.parse_strategy`` reads it.
+        wire: How means travel; where the strategy chooses, what it would choose.
         step_seconds: Mean time from one step to the next, computing and waiting.
         overlapped_step_seconds: The same if all of the communication of BSP were hidden behind
             computing, which no backward quite reaches; equal to ``step_seconds`` for the others.
@@ -55,6 +56,7 @@ class Forecast:
     """
 
     strategy: str
+    wire: Precision
     step_seconds: float
     overlapped_step_seconds: float
     throughput: float
@@ -338,6 +340,7 @@ class Costs:
         far = "" if apart <= FAR_APART else f"; {number(apart)} steps apart, watch the final metric"
         return Forecast(
             strategy=str(strategy),
+            wire=self.wire,
             step_seconds=step,
             overlapped_step_seconds=step if overlapped is None else overlapped,
             throughput=self.workers * self.step_seconds / step,

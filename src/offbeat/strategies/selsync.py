@@ -96,6 +96,7 @@ class SelSync(Strategy):
     """
 
     name: ClassVar[str] = "selsync"
+    adapts: ClassVar[bool] = True
     delta: float | None = setting(None, least=0, finite=False, hint="0 is BSP, inf never syncs")
     target_lssr: float | None = setting(None, above=0, below=1)
     aggregate: Literal["parameters", "gradients"] = "parameters"

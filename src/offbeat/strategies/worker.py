@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.fabric import Communicator, Completed, Handle, Team, Wire
+from offbeat.fabric.adaptive import AdaptiveWire
 from offbeat.fabric.control_only import ControlOnly
 from offbeat.means import ModelMean, Replica
 from offbeat.means.gradient_mean import gradient_buckets
@@ -87,6 +88,11 @@ class Worker:
         return self.team.size
 
     @property
+    def ballot_slots(self) -> int:
+        """How many numbers a ballot has without those of its vote's ``more``."""
+        return Ballot.SLOTS + (self.wire.slots if isinstance(self.wire, AdaptiveWire) else 0)
+
+    @property
     def fabric(self) -> Communicator:
         """The communicator, for decisions; over a lossy wire it refuses to carry models."""
         if self.wire.exact:
@@ -95,12 +101,12 @@ class Worker:
 
     def call(self, ballot: Ballot) -> Handle[Roll]:
         """Start a roll."""
-        values = ballot.values()
-        if self.size == 1:
+        values, size = ballot.values(), self.size
+        if size == 1:
             return Completed(ballot.read(values, 1))
         tensor = torch.tensor(values, dtype=torch.float64, device=self.team.fabric.control_device)
         handle = self.team.fabric.sum(tensor, what=f"flag exchange at step {self.step}")
-        return handle.then(lambda sums: ballot.read(sums.tolist(), self.size))
+        return handle.then(lambda sums: ballot.read(sums.tolist(), size))
 
     def finite_gradients(self, parts: Iterable[Part]) -> bool:
         """Whether no gradient of ``parts`` is NaN or infinite. Reads them once."""

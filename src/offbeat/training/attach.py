@@ -60,12 +60,12 @@ def attach(
         wire: How means of parameters and gradients, and pushes to a parameter server and its
             answers, travel: "float32" as they are, "bfloat16" and "int8" in half and in about a
             quarter of the bytes, "int4" and "int2" in less, which is meant for
-            ``StreamingAveraging``. None is "auto" with it, which chooses while training, unless its
-            schedule is cyclic; with all others "float32". What rounding takes away is kept and
-            added the next time (one model copy of memory, another one, of the last mean, unless
-            gradients are averaged; for a parameter server see its strategies). Buffers and the
-            final mean always travel as they
-            are.
+            ``StreamingAveraging``. "auto" chooses while training, by how long the workers wait; not
+            with a parameter server or ``StreamingAveraging`` with the cyclic schedule. None is
+            "auto" with ``StreamingAveraging`` else, and "float32" with all others. What rounding
+            takes away is kept and added the next time (one model copy of memory, another one, of
+            the last mean, unless gradients are averaged; for a parameter server see its
+            strategies). Buffers and the final mean always travel as they are.
         log: Where a record of every step goes: a path (JSON lines, ``.rankN`` is added before the
             suffix unless the path contains ``{rank}``), a sink, or a list of them.
         distance_every: Measure at every so many own steps (≥ 1) how far apart the workers' models
@@ -154,14 +154,19 @@ def require_wire(wire: Precision, strategy: Strategy) -> None:
     """Raise unless ``strategy`` can use a wire of this precision.
 
     Raises:
-        ValueError: an unknown precision, or a lossy one with a strategy that exchanges in a way
-            of its own.
+        ValueError: an unknown precision, a lossy one with a strategy that exchanges in a way of
+            its own, or "auto" with one that cannot change it while training.
     """
     require_precision(wire)
-    if wire == "auto" and strategy.default_wire != "auto":
+    if wire == "auto" and strategy.default_wire != "auto" and not strategy.adapts:
+        why = 'it has to declare adapts = True, see "Writing a strategy"'
+        if strategy.averages == "pushes":
+            why = "both ends of a link to a parameter server keep to one precision from the start"
+        if isinstance(strategy, StreamingAveraging):
+            why = "the cyclic schedule gives the same bits in every run, whatever is measured"
         raise ValueError(
-            f'wire="auto": {strategy} sends what it is told; only StreamingAveraging with the '
-            "eager schedule chooses"
+            f'wire="auto": {strategy} cannot change what it sends while training: {why}. Name a '
+            "precision"
         )
     if wire != "float32" and strategy.averages == "nothing":
         raise ValueError(

@@ -271,7 +271,9 @@ class Iteration:
             )
 
     def close(self) -> None:
-        """Do nothing from now on."""
+        """Do nothing from now on, and hold nobody who may hold this iteration."""
         self.active = False
         if self._backward is not None:
             self._backward.close()
+            self._backward = None
+        self.stepped, self._completed = lambda: None, lambda synced: None

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import AttachError, CheckpointError
 from offbeat.fabric import Communicator, Team, Wire
+from offbeat.fabric.adaptive import AdaptiveWire
 from offbeat.fabric.wire import Precision
 from offbeat.means import ModelMean, OptimizerState, Replica
 from offbeat.significance import squared_norm
@@ -74,7 +75,8 @@ class Synchronizer:
             lines = [*chosen, *describe(strategy, replica, parts)]
             require_agreement(team.fabric, lines, settings_of(model, parts))
             copy_rank_0(team.fabric, replica.everything())
-            means = Wire(team, wire)
+            adapts = wire == "auto" and strategy.default_wire != "auto"
+            means = AdaptiveWire(team) if adapts else Wire(team, wire)
             models = ModelMean(team, replica, means, referenced=strategy.averages == "models")
         if optimizer_state == "average":
             optimizers = [part.optimizer for part in parts]

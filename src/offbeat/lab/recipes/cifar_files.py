@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offbeat.lab.recipes.samples import shared
+
 Split = tuple[Tensor, Tensor]  # images n×3×32×32 uint8, labels n int64
 
 
@@ -176,6 +178,7 @@ def _checked(
     return torch.from_numpy(images.copy(order="C")), torch.from_numpy(labels)
 
 
+@shared
 def load(data: Path | None, layout: Layout, recipe: str) -> tuple[Split, Split]:
     """Training and test split of CIFAR-10 or CIFAR-100.
 

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.lab.recipes.base import Recipe, Setup, Task, accuracy, steps_for
-from offbeat.lab.recipes.samples import TensorData, shift_images
+from offbeat.lab.recipes.samples import TensorData, shared, shift_images
 from offbeat.lab.recipes.schedules import warmup_cosine
 
 BATCH_SIZE = 32
 
 
+@shared
 def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Training images (1437×1×8×8, in [0, 1]) and labels, test images (360×1×8×8) and labels."""
     images, labels = _read()

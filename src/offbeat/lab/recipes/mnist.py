@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.lab.recipes.base import Recipe, Setup, Task, accuracy, steps_for
-from offbeat.lab.recipes.samples import TensorData
+from offbeat.lab.recipes.samples import TensorData, shared
 from offbeat.lab.recipes.schedules import warmup_cosine
 
 BATCH_SIZE, CLASSES = 64, 10
@@ -100,12 +100,19 @@ def make_model() -> nn.Module:
     )
 
 
+@shared
+def load(data: Path | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Training images (n×1×28×28, normalized) and labels, test images and labels."""
+    (train_x, train_y), (test_x, test_y) = (
+        read_split(data, *files) for files in (FILES[:2], FILES[2:])
+    )
+    train, test = ((x[:, None].float() / 255 - 0.1307) / 0.3081 for x in (train_x, test_x))
+    return train, train_y.long(), test, test_y.long()
+
+
 def build(setup: Setup) -> Task:
     """The task, from the four IDX files in ``setup.data``."""
-    (train_x, train_y), (test_x, test_y) = (
-        read_split(setup.data, *files) for files in (FILES[:2], FILES[2:])
-    )
-    images = [(x[:, None].float() / 255 - 0.1307) / 0.3081 for x in (train_x, test_x)]
+    train_x, train_y, test_x, test_y = load(setup.data)
     torch.manual_seed(setup.seed)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
@@ -114,11 +121,11 @@ def build(setup: Setup) -> Task:
         model=model,
         optimizer=optimizer,
         scheduler=warmup_cosine(optimizer, steps),
-        dataset=TensorData(images[0], train_y.long()),
+        dataset=TensorData(train_x, train_y),
         batch_size=BATCH_SIZE,
         steps=steps,
         loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
-        evaluate=accuracy(TensorData(images[1], test_y.long()), {"test accuracy": 1}),
+        evaluate=accuracy(TensorData(test_x, test_y), {"test accuracy": 1}),
     )
 
 

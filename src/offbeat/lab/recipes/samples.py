@@ -1,14 +1,18 @@
 """Samples of a recipe, read a batch at a time, and what is done with a batch."""
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 Batch = tuple[Tensor, ...]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Samples(Dataset[Batch], ABC):
@@ -133,3 +137,50 @@ def shifted(images: Tensor, reach: int) -> Tensor:
     columns = torch.randint(2 * reach + 1, (n, 1)) + torch.arange(width)
     sample = torch.arange(n)[:, None, None]
     return padded[sample, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+
+
+def shared(load: Callable[P, T]) -> Callable[P, T]:
+    """``load``, whose tensors are in memory once, however many workers of a process read them.
+
+    It keeps nothing itself: what no task holds any more is freed, and read anew if asked for again.
+
+    Args:
+        load: Gives tensors, and plain values, in tuples of any depth. Nobody may write to them. The
+            same for the same arguments.
+    """
+    known: dict[Any, Any] = {}
+
+    @wraps(load)
+    def loaded(*args: P.args, **kwargs: P.kwargs) -> T:
+        asked = (args, tuple(sorted(kwargs.items())))
+        try:
+            found: T = _held(known[asked])
+        except (KeyError, ReferenceError):
+            found = load(*args, **kwargs)
+            known[asked] = _weakly(found)
+        return found
+
+    return loaded
+
+
+def _weakly(value: Any) -> Any:
+    """The same with weak references to the tensors."""
+    if isinstance(value, tuple):
+        return tuple(map(_weakly, value))
+    return weakref.ref(value) if isinstance(value, Tensor) else value
+
+
+def _held(value: Any) -> Any:
+    """What ``_weakly`` was given.
+
+    Raises:
+        ReferenceError: a tensor of it is there no more.
+    """
+    if isinstance(value, tuple):
+        return tuple(map(_held, value))
+    if not isinstance(value, weakref.ref):
+        return value
+    tensor = value()
+    if tensor is None:
+        raise ReferenceError
+    return tensor

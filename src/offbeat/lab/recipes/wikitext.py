@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.lab.recipes.base import HeldOut, Recipe, Setup, Task, steps_for
-from offbeat.lab.recipes.samples import TensorData
+from offbeat.lab.recipes.samples import TensorData, shared
 from offbeat.lab.recipes.schedules import decay_every
 from offbeat.lab.recipes.word_transformer import WordTransformer
 
@@ -83,6 +83,7 @@ def windows(words: Tensor) -> Tensor:
     return words.unfold(0, CONTEXT + 1, CONTEXT)
 
 
+@shared
 def load(data: Path | None) -> tuple[Tensor, Tensor, int]:
     """Training and test samples (n×36, int32), and the size of the training vocabulary."""
     vocabulary = {"<unk>": 0}

@@ -1,0 +1,30 @@
+"""The picture of what flies when: what it draws is what its caption says."""
+
+from itertools import pairwise
+
+import pytest
+from benchmarks import flights
+
+import offbeat
+
+
+@pytest.mark.nightly
+def test_the_picture_shows_who_waits_and_what_lands() -> None:
+    """Every BSP worker waits for its sums, nobody for streaming's; parts land in turn."""
+    end = 1000 * flights.STEPS * flights.STEP_SECONDS
+    bsp, streaming = (
+        flights.fly(one) for one in (offbeat.BSP(), offbeat.StreamingAveraging(parts=flights.PARTS))
+    )
+
+    def waited(flight: flights.Flight, rank: int) -> float:
+        """Milliseconds shown."""
+        spans = [s for s in flight.spans if (s.rank, s.kind) == (rank, "wait") and s.end > 0]
+        return sum(min(span.end, end) - max(span.start, 0.0) for span in spans)
+
+    for rank in range(flights.WORKERS):
+        assert waited(bsp, rank) > 0.3 * end
+        assert waited(streaming, rank) == 0
+        landed = [p for worker, _, parts in streaming.landings if worker == rank for p in parts]
+        assert len(landed) >= flights.PARTS
+        assert all(after == (before + 1) % flights.PARTS for before, after in pairwise(landed))
+    assert not any(parts for _, _, parts in bsp.landings)
