@@ -1,5 +1,6 @@
 """The front door: ``attach`` puts a synchronization strategy on an ordinary training loop."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Literal
@@ -9,13 +10,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from offbeat.arguments import require_integer
+from offbeat.arguments import POSITIVE, require_integer, require_number
 from offbeat.errors import AttachError
 from offbeat.fabric import Team, Transport, open_communicator
 from offbeat.fabric.wire import Precision, require_precision
 from offbeat.strategies.base import Part, Strategy
 from offbeat.strategies.streaming import StreamingAveraging
 from offbeat.training.synchronizer import Synchronizer, attached
+
+_YEAR_SECONDS = 31_536_000
 
 
 def attach(
@@ -70,8 +73,8 @@ def attach(
         gradient_change: Measure SelSync's Δ of this worker's own gradient in each step:
             ``relative_change`` in the records. Reads the gradients once, sends nothing.
         timeout_seconds: How long an operation between workers may take before it fails on every
-            worker with ``CommunicationTimeout``. Larger than the longest time by which one worker
-            may lag behind the others between two synchronizations.
+            worker with ``CommunicationTimeout``; a year at most. Larger than the longest time by
+            which one worker may lag behind the others between two synchronizations.
 
     Returns:
         The synchronizer; also a context manager, which finishes on a clean exit and only detaches
@@ -82,6 +85,7 @@ def attach(
             optimizer without this model's parameters or with others.
         MismatchError: another worker has another model, optimizer or strategy.
         CommunicationError: a worker did not take part.
+        TypeError, ValueError: an argument that is none of the above.
     """
     strategy = StreamingAveraging() if strategy is None else strategy
     if not isinstance(strategy, Strategy):
@@ -96,8 +100,7 @@ def attach(
         require_integer("distance_every", distance_every, least=1)
     if not isinstance(gradient_change, bool):
         raise TypeError(f"gradient_change must be true or false, got {gradient_change!r}")
-    if not timeout_seconds > 0:
-        raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds}")
+    require_timeout(timeout_seconds)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     parts = _parts(model, optimizers)
     team = Team(open_communicator(group, timeout_seconds, what="offbeat.attach()"))
@@ -118,6 +121,19 @@ def attach(
     except BaseException:
         team.close()
         raise
+
+
+def require_timeout(seconds: float) -> None:
+    """Raise unless ``seconds`` can be the time-out of an operation.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is not positive, or more than a year, which a backend may not understand.
+    """
+    require_number("timeout_seconds", seconds)
+    if _YEAR_SECONDS < seconds < math.inf:
+        raise ValueError(f"timeout_seconds must be at most {_YEAR_SECONDS}, a year, got {seconds}")
+    require_number("timeout_seconds", seconds, POSITIVE)
 
 
 def require_wire(wire: Precision, strategy: Strategy) -> None:
