@@ -92,10 +92,12 @@ class GroupFactory:
         deadline, (pause, longest) = time.monotonic() + timeout_seconds, _LOOKS
         self.store.set(f"here/{self.rank}", "")
         everyone = [f"here/{rank}" for rank in range(self.size)]
-        while not self.store.check(everyone):
-            if self.store.check([_GIVEN_UP]):
+        while True:
+            if self.store.check([_GIVEN_UP]):  # perhaps after all had come
                 rank = int(self.store.get(_GIVEN_UP))
                 raise MeetingError(f"rank {rank} has given up")
+            if self.store.check(everyone):
+                return
             if time.monotonic() > deadline:
                 absent = [r for r, key in enumerate(everyone) if not self.store.check([key])]
                 raise MeetingError(f"{ranks_text(absent)} did not come")
