@@ -58,7 +58,7 @@ def documented() -> tuple[dict[str, str], list[str]]:
     return {name: value for name, _, value in named}, words[words.index("torchrun") + 1 :]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # five processes import torch one after the other
 def test_torchrun_restarts_what_resumes(tmp_path: Path) -> None:
     """A worker that is killed once: the run goes on from the checkpoint, and ends as without."""
     program = code_on("survival", "newest()")
