@@ -7,6 +7,7 @@ find that one's addresses in the store.
 
 import contextlib
 import itertools
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -134,3 +135,18 @@ def close(group: Group) -> None:
     """
     if isinstance(group, dist.ProcessGroup) and group.size() == dist.get_world_size():
         dist.destroy_process_group(group)
+
+
+def let_go(held: list[Group], *, beside: bool) -> None:
+    """Drop the last references to groups.
+
+    Args:
+        held: They are taken out of it.
+        beside: In a thread, because an operation of theirs runs until its time-out: gloo waits for
+            it, now and then one that has missed the end of its connections.
+    """
+    if not beside:
+        held.clear()
+        return
+    with contextlib.suppress(RuntimeError):  # the interpreter is ending, and everything with it
+        threading.Thread(target=held.clear, name="ending of a group", daemon=True).start()

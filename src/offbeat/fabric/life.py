@@ -20,6 +20,8 @@ from offbeat.fabric.health import Health
 from offbeat.fabric.host import ThreadHost
 from offbeat.fabric.waiting import Waiter
 
+_SETTLE_SECONDS = 0.5  # in which operations fail whose connections have ended
+
 
 class Underway(Protocol):
     """An operation that was started and not waited for."""
@@ -29,6 +31,9 @@ class Underway(Protocol):
 
     def failed(self) -> bool:
         """Whether it has ended in an error, as far as the backend knows."""
+
+    def running(self) -> bool:
+        """Whether a thread of the backend is at it."""
 
     def abandon(self) -> None:
         """Let go of the backend."""
@@ -229,16 +234,28 @@ class Life:
                 thread.join(0.2)
                 if thread.is_alive():
                     self._hang_up()  # what it has begun meanwhile was not under way then
+        lost = self._loses_track()
         for work in list(self.under_way):
             work.abandon()
         self.under_way.clear()
         for lines in self._lines:
             groups.close(lines.group)
+            held = [lines.group]
             lines.group = lines.messages = None
+            groups.let_go(held, beside=lost)
         self._lines.clear()
         self.waiter.close(self._farewell_seconds)
         self._departures.close()
         self._health.close()
+
+    def _loses_track(self) -> bool:
+        """Whether an operation runs on although all connections have ended, as happens in gloo."""
+        deadline = time.perf_counter() + _SETTLE_SECONDS
+        while any(work.running() for work in list(self.under_way)):
+            if time.perf_counter() > deadline:
+                return True
+            time.sleep(0.001)
+        return False
 
 
 class _BackgroundError(UnexplainedError):

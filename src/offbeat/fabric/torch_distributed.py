@@ -164,6 +164,10 @@ class _Work(Handle[Any]):
     def done(self) -> bool:
         return self._work is None or self._work.is_completed()
 
+    def running(self) -> bool:
+        """Whether a thread of the backend is at it. Messages have none."""
+        return self._collective and not self.done()
+
     def failed(self) -> bool:
         """Whether it has ended in an error. Of a message gloo does not know."""
         if not self._collective or self._life.backend != "gloo" or self._work is None:
