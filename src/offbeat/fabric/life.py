@@ -95,6 +95,7 @@ class Life:
         # Makes the first error: one for all would keep alive what all that raise it hold.
         self._failed: Callable[[], CommunicationError] | None = None
         self._first: Failure | None = None  # what it tells of
+        self._hung_up: float | None = None  # when
         self._failing = threading.Lock()
         self._health = Health(self._open("gloo"), health_seconds)
         self._departures = Departures(factory.store, self.rank)
@@ -124,8 +125,11 @@ class Life:
         self._lines.append(Lines(group, messages))
         return self._lines[-1]
 
-    def look(self) -> None:
+    def look(self) -> bool:
         """Hang up if a worker is lost, though not to what waits here. Called now and then in waits.
+
+        Returns whether the connections ended so long ago that what still waits has missed it, as
+        happens in gloo.
 
         An operation that was started later may wait for one that lives and is busy. Besides, gloo
         reads no more from a connection whose next message is for an operation that has failed by
@@ -133,8 +137,11 @@ class Life:
         """
         if any(work.failed() for work in list(self.under_way)) or self._departures.look():
             self._hang_up()
+        ended = self._hung_up
+        return ended is not None and time.perf_counter() - ended > _SETTLE_SECONDS
 
     def _hang_up(self) -> None:
+        self._hung_up = self._hung_up or time.perf_counter()
         for lines in list(self._lines):
             for group in {id(g): g for g in (lines.group, lines.messages)}.values():
                 groups.hang_up(group)

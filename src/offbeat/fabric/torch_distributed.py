@@ -32,7 +32,7 @@ from offbeat.fabric.operation import (
     Send,
     Sum,
 )
-from offbeat.fabric.waiting import SLICE_SECONDS, needs_waiter
+from offbeat.fabric.waiting import ENDED, SLICE_SECONDS, needs_waiter
 
 T = TypeVar("T")
 _FOREVER = timedelta(days=365)
@@ -213,7 +213,8 @@ class _Work(Handle[Any]):
                     if self.done():
                         self._wait()  # raises why it failed, unless it has ended only now
                         return
-                self._life.look()
+                if self._life.look():
+                    raise RuntimeError(ENDED)
 
     def _wait(self, *limit: timedelta) -> None:
         assert self._work is not None
@@ -244,6 +245,6 @@ class _Fulfilment(Handle[Any]):
             left = deadline - time.perf_counter()
             if left <= 0:
                 raise self._life.failure(self._what, self._started, RuntimeError("no answer"))
-            self._promise.wait(min(left, SLICE_SECONDS))
-            self._life.look()
+            if not self._promise.wait(min(left, SLICE_SECONDS)) and self._life.look():
+                raise self._life.failure(self._what, self._started, RuntimeError(ENDED))
         return self._promise.result

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 
 SLICE_SECONDS = 0.1  # how long a signal may wait
+ENDED = "the connections have ended"
 
 _Job = tuple[Callable[[], object], list[RuntimeError], threading.Lock]
 
@@ -21,11 +22,11 @@ class Waiter:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def wait(self, wait: Callable[[], object], between: Callable[[], None]) -> None:
-        """Call ``wait`` in the thread, and ``between`` now and then until it has returned.
+    def wait(self, wait: Callable[[], object], between: Callable[[], bool]) -> None:
+        """Call ``wait`` in the thread, and ``between`` now and then, until that is true.
 
         Raises:
-            RuntimeError: as ``wait``.
+            RuntimeError: as ``wait``, or because of ``between``.
         """
         if self._thread is None:
             self._thread = threading.Thread(
@@ -37,7 +38,8 @@ class Waiter:
         ended.acquire()
         self._jobs.put((wait, errors, ended))
         while not ended.acquire(timeout=SLICE_SECONDS):
-            between()
+            if between():
+                raise RuntimeError(ENDED)
         if errors:
             raise errors.pop()
 
