@@ -30,6 +30,7 @@ from cli.commands import (
 from offbeat.cli import runs, view
 from offbeat.errors import OffbeatError
 from offbeat.lab import launch
+from offbeat.lab.cleanup import surely
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.events import Evaluation, Event
 from offbeat.lab.recipes import RECIPES, Setup, Task
@@ -293,6 +294,80 @@ def test_a_signal_ends_every_worker(tmp_path: Path, number: signal.Signals) -> N
     assert process.returncode == 128 + number
     assert plain(err) == "interrupted; all workers have been ended\n"
     assert "Traceback" not in out
+    assert not list(tmp_path.glob("offbeat-*")), "its temporary folder"
+
+
+def offbeat_namespaces(pid: int) -> list[str]:
+    """Those that the command with this process has made."""
+    return re.findall(rf"offbeat-{pid}-\S+", ended("ip", "netns", "list")[1])
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)]
+)
+def test_a_signal_while_links_are_shaped_leaves_no_namespace(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """Nor a temporary folder, a worker or a traceback."""
+    argv = ("train", "digits", "--workers", "20", "--bandwidth", "1Gbit/s")
+    with started(*COMMAND, *argv, TMPDIR=str(tmp_path)) as process:
+        until(lambda: len(offbeat_namespaces(process.pid)) > 2, "some namespaces")
+        process.send_signal(number)
+        _, err = process.communicate(timeout=LIMIT)
+        assert not offbeat_namespaces(process.pid)
+    assert process.returncode == 128 + number
+    assert plain(err) == "interrupted; all workers have been ended\n"
+    assert not list(tmp_path.glob("offbeat-*"))
+
+
+STUBBORN = """
+import sys, time
+from offbeat import cli
+
+def app(standalone_mode):
+    try:
+        print("at work", flush=True)
+        time.sleep(60)
+    finally:
+        print("cleaning up", flush=True)
+        time.sleep(60)
+
+cli.app = app
+cli.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGINT)]
+)
+def test_a_second_signal_ends_at_once(first: signal.Signals, second: signal.Signals) -> None:
+    """However long cleaning up would take."""
+    with started(sys.executable, "-c", STUBBORN) as process:
+        assert process.stdout is not None
+        for line, number in (("at work\n", first), ("cleaning up\n", second)):
+            assert process.stdout.readline() == line
+            sent = time.monotonic()
+            process.send_signal(number)
+        process.wait(timeout=LIMIT)
+        assert time.monotonic() - sent < 5
+    assert process.returncode == 128 + second
+
+
+def test_cleaning_up_goes_on_after_one_interruption() -> None:
+    """Once; what is interrupted twice is left."""
+    calls = []
+
+    def clean() -> None:
+        calls.append(len(calls))
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        surely(clean)
+    assert calls == [0, 1]
+    surely(clean)
+    assert calls == [0, 1, 2]
 
 
 @needs_proc

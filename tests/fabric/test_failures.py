@@ -100,7 +100,7 @@ def test_a_dead_worker_is_named_at_once_and_ever_after() -> None:
         (kind, text, seconds), *later = results[rank]
         assert kind == "CommunicationError"
         assert re.match(rf"rank {rank}: the next sum failed after \d\.\d s: lost the ", text), text
-        assert "lost the connection to rank 1, which died or gave up first" in text
+        assert "lost the connection to rank 1, which died or was cut off" in text
         assert seconds < 5
         assert [(kind, text) for kind, text, _ in later] == [(kind, text)] * 2
 
@@ -240,7 +240,7 @@ def test_the_worker_finds_out_whom_an_activity_misses() -> None:
         assert "rank" not in raw
         assert kind == "CommunicationError"
         assert re.match(rf"rank {rank}: a request failed after 0\.[0-5] s: lost the ", text), text
-        assert "lost the connection to rank 2, which died or gave up first" in text
+        assert "lost the connection to rank 2, which died or was cut off" in text
         assert again == text
 
 

@@ -435,7 +435,7 @@ def test_an_exception_ends_both_processes(tmp_path: Path) -> None:
     assert "ZeroDivisionError: of the user's own" in own
     assert survivor == 1, other
     assert "CommunicationError: rank 0" in other or "CommunicationTimeout: rank 0" in other, other
-    assert "rank 1, which died or gave up first" in other
+    assert "lost the connection to rank 1, which gave up" in other
     for errors in (own, other):
         assert "terminate called" not in errors
         assert "Fatal Python error" not in errors

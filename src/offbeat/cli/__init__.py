@@ -1,5 +1,6 @@
 """The command line: ``offbeat train``, ``compare``, ``simulate`` and the rest."""
 
+import os
 import signal
 import sys
 from types import FrameType
@@ -50,13 +51,38 @@ def main() -> None:
     """The ``offbeat`` command.
 
     Exit status 2: a user's mistake, 1: a failed run, 130: Ctrl-C, 143: SIGTERM.
+
+    At the first signal everything is cleaned up; at a second one the process ends at once. Its
+    workers end with it, and the next run removes its namespaces.
     """
-    signal.signal(signal.SIGTERM, _terminate)
+    handled = [signal.SIGTERM]
+    # A script's background job ignores it, and so do we.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        handled.append(signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in handled}
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        for one in handled:
+            signal.signal(one, _end_at_once)
+        raise KeyboardInterrupt if number == signal.SIGINT else _Terminated
+
+    for number in handled:
+        signal.signal(number, interrupt)
+    try:
+        _run()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _run() -> NoReturn:
     try:
         find_own_modules()
         status = app(standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         _fail(INTERRUPTED, 130)
+    except _Terminated:
+        _fail(INTERRUPTED, 143)
     except OffbeatError as error:
         _fail(f"error: {error}", 1)
     except (ValueError, TypeError, FileNotFoundError, ImportError) as error:
@@ -81,9 +107,12 @@ def _told(error: OSError) -> str:
     return f"{error.filename}: {error.strerror}"
 
 
-def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    """Leave by way of all that has to be cleaned up: worker processes, namespaces."""
-    _fail(INTERRUPTED, 128 + number)
+class _Terminated(BaseException):
+    """SIGTERM, on its way through all that has to be cleaned up: worker processes, namespaces."""
+
+
+def _end_at_once(number: int, frame: FrameType | None) -> NoReturn:
+    os._exit(128 + number)
 
 
 def _fail(message: str, status: int) -> NoReturn:

@@ -14,6 +14,7 @@ from offbeat.data.samples import Parcel, count_samples, join, take
 from offbeat.data.senders import draw_samples, draw_senders, require_fraction
 from offbeat.errors import MismatchError, OffbeatError
 from offbeat.fabric import Handle, Team, explained, open_communicator
+from offbeat.training.attach import require_timeout
 from offbeat.training.synchronizer import Synchronizer, companions_of
 
 
@@ -126,8 +127,7 @@ class DataInjection:
         self._exchange: Exchange | None = None
         self._steps_taken: Callable[[], int] = lambda: 0
         if sync is None:
-            if not timeout_seconds > 0:
-                raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds}")
+            require_timeout(timeout_seconds)
             self._team = Team(open_communicator(group, timeout_seconds, what="DataInjection()"))
         else:
             if group is not None:

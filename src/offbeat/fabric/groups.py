@@ -7,8 +7,10 @@ find that one's addresses in the store.
 
 import contextlib
 import itertools
+import threading
+import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -16,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 _HANG_UP_TAG = 2**15  # of messages that nobody sends
+_GIVEN_UP = "given up"  # key in the store of an opening: the rank that waits no longer
+_LOOKS = 0.0005, 0.05  # seconds between looks who has come: at first, and at most
 _numbers: dict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 """By members: how many groups this process has opened with them; the same on all of them."""
 
@@ -37,47 +41,74 @@ class Group(Protocol):
         """How many workers."""
 
 
+class MeetingError(RuntimeError):
+    """Not all members have come to an opening."""
+
+
 class GroupFactory:
     """Opens groups of the members of ``group``; None is the default group.
 
     Attributes:
         rank: This worker's in them.
         size: How many members there are.
+        store: Of the last opening: keys of these members alone.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._members = tuple(dist.get_process_group_ranks(group))
         self.rank, self.size = dist.get_rank(group), len(self._members)
         self._store = (group or dist.group.WORLD).get_group_store()  # type: ignore[union-attr]
-        self._meeting: Any = None  # the store of the last opening: who has come
+        self.store: Any = None
 
     def open(self, backend: str, timeout_seconds: float) -> Group:
-        """A new group. A collective of the members."""
-        limit = timedelta(seconds=timeout_seconds)
-        if backend != "gloo":
-            return cast(
-                Group,
-                dist.new_group(
-                    list(self._members),
-                    timeout=limit,
-                    backend=backend,
-                    use_local_synchronization=True,
-                ),
-            )
-        name = f"offbeat/{'-'.join(map(str, self._members))}/{next(_numbers[self._members])}"
-        store = dist.PrefixStore(name, self._store)  # type: ignore[attr-defined]
-        self._meeting = store
-        store.set(f"here/{self.rank}", "")
-        return cast(Group, dist.ProcessGroupGloo(store, self.rank, self.size, limit))
+        """A new group. A collective of the members.
 
-    def absent(self) -> list[int]:
-        """Ranks that have not come to the last opening, as far as that is known."""
-        if self._meeting is None:
-            return []
-        with contextlib.suppress(RuntimeError):  # the store is gone, too
-            meeting = self._meeting
-            return [rank for rank in range(self.size) if not meeting.check([f"here/{rank}"])]
-        return []
+        They meet first: what backends do here lets no Ctrl-C through and names nobody.
+
+        Raises:
+            MeetingError: one did not come, or gives up.
+            RuntimeError: the store is gone, or one left just after it had come.
+        """
+        name = f"offbeat/{'-'.join(map(str, self._members))}/{next(_numbers[self._members])}"
+        self.store = dist.PrefixStore(name, self._store)  # type: ignore[attr-defined]
+        try:
+            self._meet(timeout_seconds)
+            return self._make(backend, timedelta(seconds=timeout_seconds))
+        except BaseException as error:
+            if not isinstance(error, dist.DistNetworkError):  # else nobody would read it
+                with contextlib.suppress(RuntimeError):
+                    self.store.set(_GIVEN_UP, str(self.rank))
+            raise
+
+    def _make(self, backend: str, limit: timedelta) -> Group:
+        if backend == "gloo":
+            return cast(Group, dist.ProcessGroupGloo(self.store, self.rank, self.size, limit))
+        members = list(self._members)
+        group = dist.new_group(
+            members, timeout=limit, backend=backend, use_local_synchronization=True
+        )
+        return cast(Group, group)
+
+    def _meet(self, timeout_seconds: float) -> None:
+        deadline, (pause, longest) = time.monotonic() + timeout_seconds, _LOOKS
+        self.store.set(f"here/{self.rank}", "")
+        everyone = [f"here/{rank}" for rank in range(self.size)]
+        while True:
+            if self.store.check([_GIVEN_UP]):  # perhaps after all had come
+                rank = int(self.store.get(_GIVEN_UP))
+                raise MeetingError(f"rank {rank} has given up")
+            if self.store.check(everyone):
+                return
+            if time.monotonic() > deadline:
+                absent = [r for r, key in enumerate(everyone) if not self.store.check([key])]
+                raise MeetingError(f"{ranks_text(absent)} did not come")
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """As in ``rank 1``, ``ranks 0, 2``."""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 def hang_up(group: Group) -> None:
@@ -104,3 +135,18 @@ def close(group: Group) -> None:
     """
     if isinstance(group, dist.ProcessGroup) and group.size() == dist.get_world_size():
         dist.destroy_process_group(group)
+
+
+def let_go(held: list[Group], *, beside: bool) -> None:
+    """Drop the last references to groups.
+
+    Args:
+        held: They are taken out of it.
+        beside: In a thread, because an operation of theirs runs until its time-out: gloo waits for
+            it, now and then one that has missed the end of its connections.
+    """
+    if not beside:
+        held.clear()
+        return
+    with contextlib.suppress(RuntimeError):  # the interpreter is ending, and everything with it
+        threading.Thread(target=held.clear, name="ending of a group", daemon=True).start()

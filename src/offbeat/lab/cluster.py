@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from offbeat.errors import OffbeatError
+from offbeat.lab.cleanup import surely
 from offbeat.units import show_bandwidth
 
 _PREFIX = "offbeat"
@@ -58,9 +59,10 @@ class Cluster:
         probe = f"{_PREFIX}-{os.getpid()}-probe"
         try:
             _run("ip", "netns", "add", probe)
-            _run("ip", "netns", "delete", probe)
         except OffbeatError as error:  # root of a container without its capabilities
             return str(error)
+        finally:
+            surely(lambda: _run("ip", "netns", "delete", probe, check=False))
         return None
 
     def _node(self, rank: int) -> str:
@@ -134,7 +136,7 @@ class Cluster:
 
     def close(self) -> None:
         """Remove the namespaces, and with them links and qdiscs. May be called again."""
-        _remove(f"{self._name}-")
+        surely(lambda: _remove(f"{self._name}-"))
 
 
 def remove_leftovers() -> None:

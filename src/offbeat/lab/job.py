@@ -206,7 +206,7 @@ class Job:
             raise ValueError(f"workers must be at most {MOST_WORKERS}, got {self.workers}")
         if self.seed > MOST_SEED:
             raise ValueError(f"seed must be at most {MOST_SEED}, got {self.seed}")
-        require_timeout("timeout", self.timeout_seconds)
+        require_timeout(self.timeout_seconds, "timeout")
 
     def check_method(self) -> None:
         """Whether the strategy or baseline can use the options as asked for.

@@ -4,16 +4,18 @@ import contextlib
 import ctypes
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from offbeat.errors import OffbeatError
+from offbeat.lab.cleanup import surely
 from offbeat.lab.events import Event, from_json
 from offbeat.lab.job import Job
 from offbeat.lab.train import encode
@@ -58,7 +60,7 @@ def run_job(job: Job, on_event: Callable[[Event], None], nodes: Nodes) -> None:
     Raises:
         WorkerError: a worker failed or was killed; the message names its rank and its last words.
     """
-    with tempfile.TemporaryDirectory(prefix="offbeat-") as folder:
+    with _temporary_folder() as folder:
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(job.workers):
@@ -77,13 +79,28 @@ def run_job(job: Job, on_event: Callable[[Event], None], nodes: Nodes) -> None:
                     )
             _listen(processes, on_event, Path(folder))
         finally:
-            for process in processes:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-            for process in processes:
-                process.wait()
-                if process.stdout is not None:
-                    process.stdout.close()
+            surely(lambda: _end(processes))
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Kill those that live; leave nothing of them."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    for process in processes:
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+@contextlib.contextmanager
+def _temporary_folder() -> Iterator[str]:
+    """One that is gone afterwards, whatever comes."""
+    folder = tempfile.mkdtemp(prefix="offbeat-")
+    try:
+        yield folder
+    finally:
+        surely(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def _listen(

@@ -1,5 +1,6 @@
 """The front door: ``attach`` puts a synchronization strategy on an ordinary training loop."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Literal
@@ -18,7 +19,7 @@ from offbeat.strategies.streaming import StreamingAveraging
 from offbeat.training.synchronizer import Synchronizer, attached
 from offbeat.training.usable import require_usable
 
-_YEAR_SECONDS = 365 * 24 * 3600
+_LEAST_SECONDS, _YEAR_SECONDS = 0.001, 31_536_000
 
 
 def attach(
@@ -84,8 +85,8 @@ def attach(
             while the roll travels, is found one round later. Not looked at are pushes to a
             parameter server, nor gradients under a ``scaler``.
         timeout_seconds: How long an operation between workers may take before it fails on every
-            worker with ``CommunicationTimeout``. Larger than the longest time by which one worker
-            may lag behind the others between two synchronizations.
+            worker with ``CommunicationTimeout``; a year at most. Larger than the longest time by
+            which one worker may lag behind the others between two synchronizations.
 
     Returns:
         The synchronizer; also a context manager, which finishes on a clean exit and only detaches
@@ -98,6 +99,7 @@ def attach(
             ``torch.inference_mode()``).
         MismatchError: another worker has another model, optimizer or strategy.
         CommunicationError: a worker did not take part.
+        TypeError, ValueError: an argument that is none of the above.
     """
     strategy = StreamingAveraging() if strategy is None else strategy
     if not isinstance(strategy, Strategy):
@@ -113,7 +115,7 @@ def attach(
         require_integer("distance_every", distance_every, least=1)
     if not isinstance(gradient_change, bool):
         raise TypeError(f"gradient_change must be true or false, got {gradient_change!r}")
-    require_timeout("timeout_seconds", timeout_seconds)
+    require_timeout(timeout_seconds)
     require_usable(model)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     parts = _parts(model, optimizers)
@@ -138,16 +140,20 @@ def attach(
         raise
 
 
-def require_timeout(name: str, seconds: float) -> None:
-    """Raise unless ``seconds`` can be waited for.
+def require_timeout(seconds: float, name: str = "timeout_seconds") -> None:
+    """Raise unless ``seconds`` can be the time-out of an operation.
 
     Raises:
         TypeError: it is no number.
-        ValueError: it is not positive, or more than a year, or less than a millisecond.
+        ValueError: it is not positive, or less than a millisecond, or more than a year, which a
+            backend may not understand.
     """
+    require_number(name, seconds)
+    if _YEAR_SECONDS < seconds < math.inf:
+        raise ValueError(f"{name} must be at most {_YEAR_SECONDS}, a year, got {seconds}")
     require_number(name, seconds, POSITIVE)
-    if not 1e-3 <= seconds <= _YEAR_SECONDS:
-        raise ValueError(f"{name} must be between 0.001 and {_YEAR_SECONDS} seconds, got {seconds}")
+    if seconds < _LEAST_SECONDS:
+        raise ValueError(f"{name} must be at least {_LEAST_SECONDS}, got {seconds}")
 
 
 def require_wire(wire: Precision, strategy: Strategy) -> None:

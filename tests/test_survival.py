@@ -1,0 +1,177 @@
+"""What Offbeat survives and what it does not: the list behind docs/survival.md."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from loops import attach, sgd
+from pages import DOCS
+from problems import flat, make_batch, make_model, train_step
+from worlds import simulated
+
+TESTS = Path(__file__).parent
+
+
+class Row(NamedTuple):
+    """One line of the table, and the test that holds it."""
+
+    what: str
+    noticed: str
+    others: str
+    left: str
+    test: str
+
+
+LIVES = "their own models, whole; the last checkpoint"
+ROWS = [
+    Row(
+        "a worker is killed (out of memory, `kill -9`)",
+        "at once",
+        "`CommunicationError: … lost the connection to rank 1, which died or was cut off`",
+        LIVES,
+        "training/test_failures.py::test_a_dead_worker_is_named_by_every_survivor_within_seconds",
+    ),
+    Row(
+        "an exception leaves `with attach(...)` on one worker, or it calls `detach()`",
+        "at once, and within about 2 s by who waits for a busy worker",
+        "`CommunicationError: … rank 1, which gave up`",
+        LIVES,
+        "training/test_leaving.py::test_all_learn_that_one_gives_up",
+    ),
+    Row(
+        "Ctrl-C on one worker",
+        "there in about 0.1 s, wherever it waits",
+        "`CommunicationError: … rank 0, which gave up`, as its process ends or detaches",
+        LIVES,
+        "training/test_leaving.py::test_ctrl_c_gets_through_every_wait",
+    ),
+    Row(
+        "a parameter server is killed",
+        "at once",
+        "`CommunicationError: … rank 0, which died or was cut off`",
+        "no copy of its shard; the last checkpoint",
+        "strategies/test_server.py::test_a_dead_worker_is_named_by_every_survivor",
+    ),
+    Row(
+        "a client of a parameter server is killed, while the server's worker computes",
+        "at once",
+        "`CommunicationError: … rank 3, which died or was cut off`",
+        LIVES,
+        "training/test_leaving.py::test_a_busy_server_passes_on_the_death_of_a_client",
+    ),
+    Row(
+        "a worker is stopped (SIGSTOP), stuck, or cut off without a word",
+        "after `timeout_seconds`, and up to 3 s more",
+        "`CommunicationTimeout: … no answer from rank 1`",
+        LIVES,
+        "training/test_failures.py::test_a_stuck_worker_is_named_after_the_time_out",
+    ),
+    Row(
+        "a worker is slow, by less than `timeout_seconds`",
+        "not",
+        "they wait, as far as the strategy does",
+        "training goes on",
+        "fabric/test_faults.py::test_a_delay_is_one_of_real_workers",
+    ),
+    Row(
+        "a worker does not come to `attach`",
+        "after `timeout_seconds`; at once if another one gives up before",
+        "`CommunicationTimeout: … rank 1 did not come`",
+        "nothing has begun",
+        "fabric/test_failures.py::test_who_does_not_come_is_named",
+    ),
+    Row(
+        "NaN or infinity in one worker's model or gradients",
+        "not",
+        "NaN from the next mean on",
+        "the last checkpoint",
+        "test_survival.py::test_nan_of_one_worker_is_everyones",
+    ),
+    Row(
+        "a worker dies under `torchrun --max-restarts`, as below",
+        "at once",
+        "all are started again, and resume",
+        "training goes on",
+        "training/test_restart.py::test_torchrun_restarts_what_resumes",
+    ),
+    Row(
+        "a worker of `offbeat train` or `compare` is killed",
+        "at once",
+        "`error: worker 1 was ended by SIGKILL`, exit status 1",
+        "results of runs that have ended",
+        "cli/test_cli_runs.py::test_a_killed_worker_is_named",
+    ),
+    Row(
+        "Ctrl-C, or SIGTERM to `offbeat train` or `compare`",
+        "at once",
+        "all are ended; exit status 130 or 143",
+        "results of runs that have ended; no worker, namespace or temporary folder",
+        "cli/test_cli_runs.py::test_a_signal_ends_every_worker",
+    ),
+    Row(
+        "the same while links are being shaped",
+        "at once",
+        "",
+        "no namespace",
+        "cli/test_cli_runs.py::test_a_signal_while_links_are_shaped_leaves_no_namespace",
+    ),
+    Row(
+        "a second one while that is being cleaned up",
+        "at once",
+        "all are ended, on Linux",
+        "perhaps namespaces, until the next run, and a temporary folder",
+        "cli/test_cli_runs.py::test_a_second_signal_ends_at_once",
+    ),
+    Row(
+        "SIGKILL to `offbeat train` or `compare`",
+        "at once, on Linux",
+        "all are ended",
+        "namespaces, until the next run, and a temporary folder",
+        "cli/test_cli_runs.py::test_workers_do_not_outlive_a_killed_parent",
+    ),
+]
+
+
+def table() -> str:
+    """The rows as they stand on the page."""
+    lines = ["| what happens | noticed | what the others see | what is left |", "|---|---|---|---|"]
+    lines += [f"| {r.what} | {r.noticed} | {r.others} | {r.left} |" for r in ROWS]
+    return "\n".join(lines) + "\n"
+
+
+def test_the_page_has_the_table_of_this_list() -> None:
+    """Of nothing more and nothing less."""
+    page = (DOCS / "survival.md").read_text(encoding="utf-8")
+    assert table() in page
+    first = re.search(r"\n\n\| what happens.*?\n\n", page, re.DOTALL)
+    assert first is not None
+    assert first[0].strip() == table().strip()
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.test.rpartition("::")[2])
+def test_every_row_names_a_test_that_there_is(row: Row) -> None:
+    path, _, name = row.test.partition("::")
+    assert f"\ndef {name}(" in (TESTS / path).read_text(encoding="utf-8")
+
+
+def train_to_nan(rank: int, size: int, text: str) -> list[bool]:
+    model = make_model(seed=rank)
+    optimizer = sgd(model)
+    sync = attach(model, optimizer, text)
+    finite = []
+    for step in range(4):
+        x, y = make_batch(rank, step)
+        train_step(model, optimizer, (x * (torch.nan if (rank, step) == (1, 1) else 1), y))
+        finite.append(bool(flat(model).isfinite().all()))
+    sync.detach()
+    return finite
+
+
+@pytest.mark.parametrize("text", ["bsp", "local:period=1"])
+def test_nan_of_one_worker_is_everyones(text: str) -> None:
+    """Nothing raises, and no worker is left out of a mean."""
+    for finite in simulated(train_to_nan, text, workers=3):
+        assert finite == [True, False, False, False]
