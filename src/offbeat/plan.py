@@ -40,8 +40,8 @@ NEXT_TO_NOTHING = 0.02
 """The share of waiting at which exact synchronous training costs almost nothing."""
 LOST_STEPS = 0.1
 """The share of steps that averaging models loses against BSP, for the same metric. Measured on one
-model and one seed (``benchmarks/results/streaming-50mbit.jsonl``): streaming averaging reached what
-it had after 188, 281 and 375 steps with 0.9, 1.1 and 1.25 times the steps of the ideal."""
+model and one seed (``benchmarks/results/streaming-links.jsonl``): streaming averaging reached four
+accuracies with 0.8 to 1.2 times the steps of the ideal, 1.0 times on average over three links."""
 
 _SHORT_PERIOD = 8  # where docs/choosing.md says to start with LocalSGD
 _EAGER_BOUND = 16  # the least staleness suggested for the eager schedule, a safety bound
