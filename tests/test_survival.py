@@ -112,6 +112,13 @@ ROWS = [
         "cli/test_cli_runs.py::test_a_signal_ends_every_worker",
     ),
     Row(
+        "the same to `offbeat train --checkpoints`",
+        "at the end of a step; after 10 s all are ended",
+        "all save at one step and leave; exit status 130 or 143",
+        "that checkpoint; after these 10 s the last one",
+        "cli/test_cli_runs.py::test_a_signal_lets_all_workers_save",
+    ),
+    Row(
         "the same while links are being shaped",
         "at once",
         "",

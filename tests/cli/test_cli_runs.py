@@ -297,6 +297,47 @@ def test_a_signal_ends_every_worker(tmp_path: Path, number: signal.Signals) -> N
     assert not list(tmp_path.glob("offbeat-*")), "its temporary folder"
 
 
+SAVED = re.compile(r"  saved at step (\d+) in (\S+): --resume goes on from it\n")
+
+
+@pytest.mark.parametrize(
+    ("number", "strategy"),
+    [
+        (signal.SIGTERM, "local:period=4"),
+        pytest.param(signal.SIGINT, "async:staleness=4", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_signal_lets_all_workers_save(
+    number: signal.Signals, strategy: str, tmp_path: Path
+) -> None:
+    """At one step, told in one line; the resumed run has the metrics of an unbroken one."""
+    folder = tmp_path / "saved"
+    argv = ("train", "digits", "-s", strategy, "--workers", "2", "--epochs", "8")
+    argv = (*argv, "--evaluations", "8")
+    saving = (*argv, "--checkpoints", str(folder), "--save-every", "100000")
+    with started(*COMMAND, *saving, TMPDIR=str(tmp_path)) as process:
+        assert process.stdout is not None
+        until(lambda: "  step " in process.stdout.readline(), "an evaluation")
+        process.send_signal(number)
+        out, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 128 + number
+    assert plain(err) == "interrupted; all workers have been ended\n"
+    found = SAVED.search(plain(out))
+    assert found, out
+    assert found[2] == str(folder)
+    names = {f"step-{found[1]}.rank{rank}.pt" for rank in range(2)}
+    assert {path.name for path in folder.iterdir()} == names
+    assert not list(tmp_path.glob("offbeat-*")), "its temporary folder"
+    if strategy.startswith("local"):
+        ends = []
+        for one in (argv, (*saving, "--resume")):
+            code, out, err = ended(*COMMAND, *one)
+            assert code == 0, err
+            ends.append(re.findall(r"  step (\d+)  \S+ s  (.*)", out))
+        assert len(ends[0]) >= 8
+        assert ends[0] == ends[1]
+
+
 def offbeat_namespaces(pid: int) -> list[str]:
     """Those that the command with this process has made."""
     return re.findall(rf"offbeat-{pid}-\S+", ended("ip", "netns", "list")[1])

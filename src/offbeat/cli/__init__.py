@@ -52,8 +52,9 @@ def main() -> None:
 
     Exit status 2: a user's mistake, 1: a failed run, 130: Ctrl-C, 143: SIGTERM.
 
-    At the first signal everything is cleaned up; at a second one the process ends at once. Its
-    workers end with it, and the next run removes its namespaces.
+    At the first signal everything is cleaned up, after a last checkpoint if the run has some; at a
+    second one the process ends at once. Its workers end with it, and the next run removes its
+    namespaces.
     """
     handled = [signal.SIGTERM]
     # A script's background job ignores it, and so do we.

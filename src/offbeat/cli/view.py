@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from offbeat.lab.evaluation import MOST
-from offbeat.lab.events import Chosen, Evaluation, Event, Resumed, Start, Step, Waiting
+from offbeat.lab.events import Chosen, Evaluation, Event, Left, Resumed, Start, Step, Waiting
 from offbeat.lab.job import Job
 from offbeat.lab.recipes import find_recipe
 from offbeat.table import Table
@@ -61,6 +61,9 @@ class Bar:
             case Resumed():
                 self._progress.update(self._task, completed=event.step)
                 console.print(f"{self._name}  goes on from step {event.step}", soft_wrap=True)
+            case Left():
+                where = f"saved at step {event.step} in {event.directory}"
+                console.print(f"{self._name}  {where}: --resume goes on from it", soft_wrap=True)
             case Waiting():
                 self._progress.update(self._task, metric=f"{event.what} …")
             case Chosen():

@@ -87,6 +87,19 @@ class Resumed:
 
 
 @dataclass(frozen=True)
+class Left:
+    """The run was asked to end early: all workers have saved, and leave.
+
+    Attributes:
+        step: Steps each worker has taken.
+        directory: Where the checkpoint is.
+    """
+
+    step: int
+    directory: str
+
+
+@dataclass(frozen=True)
 class End:
     """Training is over.
 
@@ -100,15 +113,16 @@ class End:
     step_seconds: float | None = None
 
 
-Event: TypeAlias = Start | Step | Evaluation | Waiting | Chosen | Resumed | End
+Event: TypeAlias = Start | Step | Evaluation | Waiting | Chosen | Resumed | Left | End
 
-_KINDS: dict[str, type[Start | Step | Evaluation | Waiting | Chosen | Resumed]] = {
+_KINDS: dict[str, type[Start | Step | Evaluation | Waiting | Chosen | Resumed | Left]] = {
     "start": Start,
     "step": Step,
     "evaluation": Evaluation,
     "waiting": Waiting,
     "chosen": Chosen,
     "resumed": Resumed,
+    "left": Left,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 

@@ -18,9 +18,11 @@ from offbeat.errors import OffbeatError
 from offbeat.lab.cleanup import surely
 from offbeat.lab.events import Event, from_json
 from offbeat.lab.job import Job
+from offbeat.lab.leaving import Leaving
 from offbeat.lab.train import encode
 
 _PR_SET_PDEATHSIG = 1
+_SAVING_SECONDS = 10.0  # after a signal: how long workers may take to save and leave
 _GRACE_SECONDS = 8.0  # after one worker failed: how long the others may take to say why
 
 
@@ -55,16 +57,18 @@ def run_job(job: Job, on_event: Callable[[Event], None], nodes: Nodes) -> None:
     """Run ``job`` on as many processes, one on each of ``nodes``.
 
     ``on_event`` is called with the events of rank 0; see ``train_worker``. Whatever ends this
-    function, a Ctrl-C included, ends every process first.
+    function, a Ctrl-C included, ends every process first. A job with checkpoints saves one more
+    then, if it can within 10 s, and tells where in a ``Left``.
 
     Raises:
         WorkerError: a worker failed or was killed; the message names its rank and its last words.
     """
     with _temporary_folder() as folder:
+        leaving = None if job.checkpoints is None else f"{folder}/leaving"
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(job.workers):
-                told = encode(job, rank, f"{folder}/rendezvous")
+                told = encode(job, rank, f"{folder}/rendezvous", leaving)
                 argv = [sys.executable, "-m", "offbeat.lab.train", told]
                 with open(f"{folder}/stderr{rank}", "wb") as errors:
                     processes.append(
@@ -78,8 +82,37 @@ def run_job(job: Job, on_event: Callable[[Event], None], nodes: Nodes) -> None:
                         )
                     )
             _listen(processes, on_event, Path(folder))
+        except BaseException as error:
+            if leaving is not None and not isinstance(error, Exception):  # asked to end
+                _let_leave(Leaving(leaving, job.workers), processes, on_event)
+            raise
         finally:
             surely(lambda: _end(processes))
+
+
+def _let_leave(
+    leaving: Leaving,
+    processes: Sequence[subprocess.Popen[bytes]],
+    on_event: Callable[[Event], None],
+) -> None:
+    """Let all workers save at one step, and end; those that have not are ended soon."""
+    deadline = time.monotonic() + _SAVING_SECONDS
+    if len(processes) == 0 or leaving.ask(_SAVING_SECONDS) is None:
+        return
+    pipe = processes[0].stdout
+    assert pipe is not None
+    buffer = b""
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in processes]
+        while chunk := pipe.read(1 << 16):
+            buffer += chunk
+        *lines, buffer = buffer.split(b"\n")
+        for line in lines:
+            with contextlib.suppress(ValueError, KeyError):  # the signal came within a line
+                on_event(from_json(line))
+        if None not in codes or any(codes):
+            return
+        time.sleep(0.02)
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -9,11 +9,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from offbeat.errors import CheckpointError
 from offbeat.lab.evaluation import Looks
-from offbeat.lab.events import Chosen, Evaluation, Event, Resumed, from_json, to_json
+from offbeat.lab.events import Chosen, Evaluation, Event, Left, Resumed, from_json, to_json
 from offbeat.lab.job import Job
+from offbeat.lab.leaving import Leaving
 from offbeat.lab.method import Attached, Method
 from offbeat.lab.recipes import Task
 from offbeat.training.checkpoints import load, save
+from offbeat.training.synchronizer import Synchronizer
 
 _FREE = {"checkpoints", "save_every", "resume", "log", "timeout_seconds", "evaluations", "data"}
 
@@ -83,7 +85,25 @@ class Checkpoints:
     def step_taken(self) -> None:
         """Save, if it is time."""
         every = self._job.save_every
-        if every is None or self._sync is None or self._sync.step % every:
-            return
+        if every is not None and self._sync is not None and self._sync.step % every == 0:
+            self._save(self._sync)
+
+    def leaves(self, leaving: Leaving | None, last: int) -> bool:
+        """Whether the run is asked to end here, before its ``last`` step; all have saved then.
+
+        A collective where it does.
+        """
+        sync = self._sync
+        if leaving is None or sync is None or leaving.goes_on(sync.rank, sync.step, last=last):
+            return False
+        every = self._job.save_every
+        if every is None or sync.step % every:
+            self._save(sync)
+        self._history(Left(sync.step, str(self._job.checkpoints)))
+        leaving.saved(sync.rank, self._job.timeout_seconds)
+        sync.detach()
+        return True
+
+    def _save(self, sync: Synchronizer) -> None:
         extra = {"job": asdict(self._job), "events": self._history.kept}
-        save(str(self._job.checkpoints), self._sync, scheduler=self._scheduler, extra=extra)
+        save(str(self._job.checkpoints), sync, scheduler=self._scheduler, extra=extra)

@@ -35,6 +35,7 @@ from offbeat.lab.events import (
     to_json,
 )
 from offbeat.lab.job import Job
+from offbeat.lab.leaving import Leaving
 from offbeat.lab.method import Attached, Baseline, Method
 from offbeat.lab.recipes import Task, find_recipe
 from offbeat.lab.recipes.samples import to_device
@@ -63,7 +64,7 @@ def own_device() -> torch.device:
     return torch.device("cpu")
 
 
-def train_worker(job: Job, emit: Callable[[Event], None]) -> None:
+def train_worker(job: Job, emit: Callable[[Event], None], leaving: Leaving | None = None) -> None:
     """Train on this worker. Rank 0 calls ``emit`` with the events; the others are silent.
 
     They are a ``Start``, a ``Step`` or an ``Evaluation`` for each step, and an ``End``; between
@@ -71,6 +72,7 @@ def train_worker(job: Job, emit: Callable[[Event], None]) -> None:
     left to the run, and a ``Resumed``, with what was told before, if it goes on from a checkpoint.
     Training seconds are the time rank 0 spent computing and
     waiting; evaluation does not count. Those of ``ideal`` are told at the end; see ``End``.
+    A run that is asked to end early, through ``leaving``, ends with a ``Left``.
     """
     rank, device = dist.get_rank(), own_device()
     tell = History(emit if rank == 0 else (lambda event: None))
@@ -88,6 +90,8 @@ def train_worker(job: Job, emit: Callable[[Event], None]) -> None:
     looks = Looks(task.steps, job.evaluations)
     checkpoints = Checkpoints(job, task, method, tell)
     checkpoints.resume(looks)
+    if checkpoints.leaves(leaving, task.steps):
+        return
     for batch in _batches(job, task, device, method):
         method.train(batch)
         metrics = None
@@ -100,6 +104,8 @@ def train_worker(job: Job, emit: Callable[[Event], None]) -> None:
             seconds = method.seconds
             tell(Evaluation(method.step, seconds, metrics[recipe.metric], metrics))
         checkpoints.step_taken()
+        if checkpoints.leaves(leaving, task.steps):
+            return
     tell(Waiting("finishing"))
     method.finish()
     totals = gather(method.stats.to_dict(), device, "the totals of all workers")
@@ -202,9 +208,10 @@ def find_own_modules() -> None:
         sys.path.insert(0, os.getcwd())
 
 
-def encode(job: Job, rank: int, rendezvous: str) -> str:
+def encode(job: Job, rank: int, rendezvous: str, leaving: str | None = None) -> str:
     """The argument of ``python -m offbeat.lab.train`` for one worker."""
-    return json.dumps({"job": asdict(job), "rank": rank, "rendezvous": rendezvous})
+    told = {"job": asdict(job), "rank": rank, "rendezvous": rendezvous, "leaving": leaving}
+    return json.dumps(told)
 
 
 def main() -> None:
@@ -223,7 +230,12 @@ def main() -> None:
             timeout=timedelta(seconds=job.timeout_seconds),
         )
         share_cores(job.workers, told["rank"])
-        train_worker(job, lambda event: print(to_json(event), flush=True))  # noqa: T201 - the pipe
+        path = told["leaving"]
+        train_worker(
+            job,
+            lambda event: print(to_json(event), flush=True),  # noqa: T201 - the pipe
+            None if path is None else Leaving(path, job.workers),
+        )
     except (OffbeatError, ValueError, TypeError, OSError, ImportError) as error:
         sys.stderr.write(f"error: {error}\n")
         code = 1

@@ -1,6 +1,7 @@
 """What becomes of a round to which a worker would contribute NaN or infinity."""
 
 import logging
+from collections.abc import Collection
 from dataclasses import replace
 
 from offbeat.errors import OffbeatError
@@ -11,6 +12,50 @@ from offbeat.strategies.roll import Ballot, Roll
 logger = logging.getLogger("offbeat")
 
 
+class Heed:
+    """Lets training go on with a roll, or not.
+
+    It holds neither the worker nor the strategy: their state may keep a round that is under way,
+    and with it this, so that all of them would live until a garbage collection.
+
+    Args:
+        rank: Of this worker.
+        policy: What to do; see ``Finite``.
+        known: What the strategy could do.
+    """
+
+    def __init__(self, rank: int, policy: NonFinite, known: Collection[NonFinite]) -> None:
+        self._rank, self._policy, self._known = rank, policy, known
+        self._told = False
+
+    def __call__(self, roll: Roll, step: int) -> Roll:
+        """The roll, if training goes on.
+
+        Raises:
+            OffbeatError: as ``non_finite`` says; or everybody would have to be left out.
+        """
+        if not roll.not_finite:
+            return roll
+        who = f"rank {roll.who}" if roll.who is not None else f"{roll.not_finite} workers"
+        found = f"{who} would contribute NaN or infinity to the mean at step {step}"
+        if self._policy == "raise":
+            raise OffbeatError(f'{found}; the models are as before (non_finite="raise")')
+        if self._policy == "leave_out" and roll.weight == 0:
+            raise OffbeatError(f'{found}, and nobody else anything (non_finite="leave_out")')
+        if not self._told:
+            self._told = True
+            logger.warning("rank %d: %s%s", self._rank, found, self._consequence())
+        return roll
+
+    def _consequence(self) -> str:
+        if self._policy == "leave_out":
+            return ": left out, and later ones without a word"
+        others = [f'"{one}"' for one in self._known if one != "warn"]
+        if not others:
+            return ""
+        return f", and so to all workers; attach(..., non_finite={' or '.join(others)}) prevents it"
+
+
 class Finite:
     """Looks at what this worker contributes, tells the others in the roll, and does as was asked.
 
@@ -19,11 +64,14 @@ class Finite:
         worker: This worker.
         non_finite: "warn" logs the first time, and the mean is what it is; "raise" raises on all
             workers; "leave_out" gives such a worker weight 0.
+
+    Attributes:
+        heed: What is done about a roll.
     """
 
     def __init__(self, strategy: Strategy, worker: Worker, non_finite: NonFinite) -> None:
         self._strategy, self._worker, self._policy = strategy, worker, non_finite
-        self._told = False
+        self.heed = Heed(worker.rank, non_finite, strategy.non_finite)
 
     def look(self, part: int, *, stepping: bool) -> bool:
         """Whether what this worker is about to contribute is finite, if it contributes."""
@@ -40,33 +88,6 @@ class Finite:
         worker.details["not_finite"] = worker.details.get("not_finite", 0) + 1
         weight = 0.0 if self._policy == "leave_out" else ballot.weight
         return replace(ballot, weight=weight, rank=worker.rank, finite=False)
-
-    def heed(self, roll: Roll, step: int) -> Roll:
-        """The roll, if training goes on.
-
-        Raises:
-            OffbeatError: as ``non_finite`` says; or everybody would have to be left out.
-        """
-        if not roll.not_finite:
-            return roll
-        who = f"rank {roll.who}" if roll.who is not None else f"{roll.not_finite} workers"
-        found = f"{who} would contribute NaN or infinity to the mean at step {step}"
-        if self._policy == "raise":
-            raise OffbeatError(f'{found}; the models are as before (non_finite="raise")')
-        if self._policy == "leave_out" and roll.weight == 0:
-            raise OffbeatError(f'{found}, and nobody else anything (non_finite="leave_out")')
-        if not self._told:
-            self._told = True
-            logger.warning("rank %d: %s%s", self._worker.rank, found, self._consequence())
-        return roll
-
-    def _consequence(self) -> str:
-        if self._policy == "leave_out":
-            return ": left out, and later ones without a word"
-        others = [f'"{one}"' for one in self._strategy.non_finite if one != "warn"]
-        if not others:
-            return ""
-        return f", and so to all workers; attach(..., non_finite={' or '.join(others)}) prevents it"
 
     def acted(self, ballot: Ballot, *, synchronized: bool) -> None:
         """A round has ended: who was left out has the others' mean, and needs a state to match."""

@@ -1,6 +1,7 @@
 """Rounds, run alike on workers that step and on those that take part without a step."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from offbeat.fabric import Completed
 from offbeat.fabric.adaptive import AdaptiveWire
@@ -109,5 +110,5 @@ class Rounds:
         )
         ballot = self._finite.mark(ballot, looked)
         self._number += 1
-        handle, step = strategy.call(worker, part, ballot), worker.step
-        return Round(part, ballot, handle.then(lambda roll: self._finite.heed(roll, step)))
+        heed = partial(self._finite.heed, step=worker.step)
+        return Round(part, ballot, strategy.call(worker, part, ballot).then(heed))

@@ -328,7 +328,10 @@ class Synchronizer:
 
     def _require_active(self, what: str) -> None:
         if not self._active:
-            raise AttachError(f"{what} after finish() or detach(): attach again first")
+            advice = "attach again first"
+            if what == "offbeat.save()":  # of a model attached anew it would save too little
+                advice = "call it before, or inside consensus()"
+            raise AttachError(f"{what} after finish() or detach(): {advice}")
 
     def _require_parameters(self) -> None:
         replaced = self._worker.replica.replaced()
