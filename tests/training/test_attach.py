@@ -170,3 +170,22 @@ def test_bad_wires_are_refused() -> None:
         offbeat.attach(model, sgd(model), offbeat.BSP(), wire="float16")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match='Pushes declares averages = "nothing"'):
         offbeat.attach(model, sgd(model), Pushes(), wire="int8")
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"), [("streaming", True), ("async", True), ("bsp", False)]
+)
+def test_parameters_that_share_memory_are_not_moved_twice(text: str, refused: bool) -> None:
+    """Tied by ``.data``, they are two Parameters and one memory."""
+
+    def work() -> None:
+        model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+        model["b"].weight.data = model["a"].weight.data
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        offbeat.attach(model, optimizer, offbeat.parse_strategy(text)).detach()
+
+    if refused:
+        with pytest.raises(offbeat.AttachError, match=r"'a\.weight' and 'b\.weight' share memory"):
+            offbeat.simulate(work, workers=2)
+    else:
+        offbeat.simulate(work, workers=2)

@@ -65,10 +65,12 @@ class AdaptiveWire(Wire):
     # -- what is measured, and what follows ------------------------------------------------------
 
     @property
+    @override
     def slots(self) -> int:
         """How many numbers ``measured`` gives."""
         return 2 + self._team.size
 
+    @override
     def measured(self, step: int, *, stepping: bool) -> _Sums:
         """Since the last roll: steps, seconds, and in the place of this rank those waited.
 
@@ -86,6 +88,7 @@ class AdaptiveWire(Wire):
         waits[self._team.rank] = now[2] - before[2]
         return (float(step - before[0]), now[1] - before[1], *waits)
 
+    @override
     def acted(self, sums: Handle[_Sums]) -> None:
         """A round has been acted on: look at what the roll before it has told.
 
@@ -113,9 +116,14 @@ class AdaptiveWire(Wire):
             self.reason, self._stale = reason, 1
             logger.info("means and gradients: %s", reason)
 
+    @override
     def interrupted(self) -> None:
         """All workers have met, and something else than training may follow."""
         self._since = None
+
+    @override
+    def told(self) -> dict[str, str]:
+        return {"wire": self.choice.precision, "wire_reason": self.reason}
 
     # -- sums ------------------------------------------------------------------------------------
 

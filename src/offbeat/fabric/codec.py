@@ -2,6 +2,7 @@
 
 Numbers travel in blocks of ``BLOCK``. All work is done in float32, on the device of the tensors, a
 piece that fits into the processor's cache at a time.
+The file is long because a block's layout and the loops of torch and of numba over it go together.
 """
 
 from abc import ABC, abstractmethod
@@ -178,7 +179,10 @@ class Integers(Codec):
         name: Literal["encode", "decode"],
         how: bool,
     ) -> bool:
-        """Let a compiled loop do it, if there is one for these numbers."""
+        """Let a compiled loop do it; False if there is none for these numbers.
+
+        ``how`` is whether ``encode`` keeps the error in ``part``, and whether ``decode`` adds.
+        """
         loops = compiled(part)
         if loops is None:
             return False

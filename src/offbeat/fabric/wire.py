@@ -202,6 +202,29 @@ class Wire:
         """Whether the strategy chooses what it sends."""
         return self.precision == "auto"
 
+    # -- for one that chooses by itself; see ``adaptive`` ----------------------------------------
+
+    @property
+    def slots(self) -> int:
+        """How many numbers ``measured`` gives."""
+        return 0
+
+    def measured(self, step: int, *, stepping: bool) -> tuple[float, ...]:
+        """What the roll of a round carries for this wire, called in own step ``step``."""
+        return ()
+
+    def acted(self, sums: Handle[tuple[float, ...]]) -> None:
+        """A round has been acted on, whose roll has told ``sums``."""
+
+    def interrupted(self) -> None:
+        """All workers have met, and something else than training may follow."""
+
+    def told(self) -> dict[str, str]:
+        """What was chosen and why, for ``Stats.details``."""
+        return {}
+
+    # -- sums ------------------------------------------------------------------------------------
+
     @property
     def exact(self) -> bool:
         """Whether tensors travel as they are; those of a single worker do not travel."""

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from offbeat.errors import CommunicationTimeout
+
 _SAVED = -1
 _WORD = struct.Struct("q")
 _OVER = 1 << 62  # beyond every step
@@ -35,14 +37,27 @@ class Leaving:
         """Give the file back."""
         os.close(self._file)
 
-    def goes_on(self, rank: int, step: int, *, last: int) -> bool:
-        """Whether worker ``rank``, which has taken ``step`` of ``last`` steps, takes another."""
-        with self._locked():
-            asked = self._read(0)
-            if asked and step >= asked:
-                return False
-            if not asked:
-                self._write(1 + rank, step + 1 if step < last else _OVER)
+    def goes_on(self, rank: int, step: int, *, last: int, seconds: float) -> bool:
+        """Whether worker ``rank``, which has taken ``step`` of ``last`` steps, takes another.
+
+        Raises:
+            CommunicationTimeout: another process holds the lock for so many seconds.
+        """
+        try:
+            with self._locked(seconds):
+                return self._goes_on(rank, step, last)
+        except TimeoutError:
+            raise CommunicationTimeout(
+                f"rank {rank}: another worker holds the lock at the end of step {step} for "
+                f"{seconds:g} s, it is stopped perhaps; --timeout raises that"
+            ) from None
+
+    def _goes_on(self, rank: int, step: int, last: int) -> bool:
+        asked = self._read(0)
+        if asked and step >= asked:
+            return False
+        if not asked:
+            self._write(1 + rank, step + 1 if step < last else _OVER)
         return True
 
     def saved(self, rank: int, seconds: float) -> None:
@@ -81,7 +96,7 @@ class Leaving:
         os.pwrite(self._file, _WORD.pack(value), _WORD.size * index)
 
     @contextmanager
-    def _locked(self, seconds: float = 60.0) -> Iterator[None]:
+    def _locked(self, seconds: float) -> Iterator[None]:
         """The kernel unlocks for a process that ends."""
         deadline = time.monotonic() + seconds
         while True:
@@ -90,9 +105,7 @@ class Leaving:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"the lock at the end of a step was not free within {seconds:g} s"
-                    ) from None
+                    raise TimeoutError from None
                 time.sleep(0.0005)
         try:
             yield

@@ -94,13 +94,16 @@ class Checkpoints:
         A collective where it does.
         """
         sync = self._sync
-        if leaving is None or sync is None or leaving.goes_on(sync.rank, sync.step, last=last):
+        if leaving is None or sync is None:
+            return False
+        seconds = self._job.timeout_seconds
+        if leaving.goes_on(sync.rank, sync.step, last=last, seconds=seconds):
             return False
         every = self._job.save_every
         if every is None or sync.step % every:
             self._save(sync)
         self._history(Left(sync.step, str(self._job.checkpoints)))
-        leaving.saved(sync.rank, self._job.timeout_seconds)
+        leaving.saved(sync.rank, seconds)
         sync.detach()
         return True
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.fabric import Communicator, Completed, Handle, Team, Wire
-from offbeat.fabric.adaptive import AdaptiveWire
 from offbeat.fabric.control_only import ControlOnly
 from offbeat.means import ModelMean, Replica
 from offbeat.means.gradient_mean import gradient_buckets
@@ -90,7 +89,7 @@ class Worker:
     @property
     def ballot_slots(self) -> int:
         """How many numbers a ballot has without those of its vote's ``more``."""
-        return Ballot.SLOTS + (self.wire.slots if isinstance(self.wire, AdaptiveWire) else 0)
+        return Ballot.SLOTS + self.wire.slots
 
     @property
     def fabric(self) -> Communicator:

@@ -17,7 +17,7 @@ from offbeat.fabric.wire import Precision, require_precision
 from offbeat.strategies.base import NonFinite, Part, Strategy
 from offbeat.strategies.streaming import StreamingAveraging
 from offbeat.training.synchronizer import Synchronizer, attached
-from offbeat.training.usable import require_usable
+from offbeat.training.usable import require_apart, require_usable
 
 _LEAST_SECONDS, _YEAR_SECONDS = 0.001, 31_536_000
 
@@ -117,6 +117,7 @@ def attach(
         raise TypeError(f"gradient_change must be true or false, got {gradient_change!r}")
     require_timeout(timeout_seconds)
     require_usable(model)
+    require_apart(dict(model.named_parameters()), strategy)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     parts = _parts(model, optimizers)
     team = Team(open_communicator(group, timeout_seconds, what="offbeat.attach()"))

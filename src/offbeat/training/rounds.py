@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from functools import partial
 
 from offbeat.fabric import Completed
-from offbeat.fabric.adaptive import AdaptiveWire
 from offbeat.strategies.base import Strategy, Worker
 from offbeat.strategies.roll import Ballot, Roll, Round
 from offbeat.training.finite import Finite
@@ -75,8 +74,7 @@ class Rounds:
                 if roll.stepping == 0:
                     strategy.catch_up(worker, roll)
                     worker.record.clear()
-                    if isinstance(worker.wire, AdaptiveWire):
-                        worker.wire.interrupted()
+                    worker.wire.interrupted()
                     return roll
                 self._act(Round(round.part, round.own, Completed(roll)))
 
@@ -85,9 +83,9 @@ class Rounds:
         worker, wire = self._worker, self._worker.wire
         acted = self._strategy.act(worker, round)
         self._finite.acted(round.own, synchronized=bool(acted))
-        if acted is not None and isinstance(wire, AdaptiveWire):
+        if acted is not None:
             wire.acted(round.then(lambda roll: roll.more))
-            worker.details.update(wire=wire.choice.precision, wire_reason=wire.reason)
+            worker.details.update(wire.told())
         return acted
 
     def _call(self, part: int, *, stepping: bool = True, finishing: bool = False) -> Round:
@@ -95,9 +93,6 @@ class Rounds:
         looked = self._finite.look(part, stepping=stepping)
         vote = strategy.vote(worker, part, stepping=stepping, finishing=finishing)
         weight = float(stepping or worker.has_news) if vote.weight is None else vote.weight
-        more = vote.more
-        if isinstance(worker.wire, AdaptiveWire):
-            more += worker.wire.measured(worker.step, stepping=stepping)
         ballot = Ballot(
             weight=weight,
             stepping=stepping,
@@ -106,7 +101,7 @@ class Rounds:
             measure=vote.measure,
             view=worker.team.view,
             round=self._number,
-            more=more,
+            more=(*vote.more, *worker.wire.measured(worker.step, stepping=stepping)),
         )
         ballot = self._finite.mark(ballot, looked)
         self._number += 1

@@ -1,4 +1,7 @@
-"""A strategy at work, as the user sees it: figures, consensus, the end, checkpoints."""
+"""A strategy at work, as the user sees it: figures, consensus, the end, checkpoints.
+
+Long because each of these is a short method with a long description; the work is done elsewhere.
+"""
 
 import contextlib
 import weakref

@@ -1,10 +1,13 @@
 """Which tensors of a model can be synchronized: what cannot be written in place is refused."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from offbeat.errors import AttachError
+from offbeat.strategies.base import Strategy
 
 
 def require_usable(model: nn.Module) -> None:
@@ -20,6 +23,26 @@ def require_usable(model: nn.Module) -> None:
             why = _unusable(tensor)
             if why is not None:
                 raise AttachError(f"{kind} {name!r} cannot be synchronized: {why}")
+
+
+def require_apart(tensors: Mapping[str, Tensor], strategy: Strategy) -> None:
+    """Raise if two of the parameters are the same memory, and ``strategy`` would move it twice.
+
+    A mean of models or gradients that is written twice is written once; an update is not.
+
+    Raises:
+        AttachError: naming both.
+    """
+    if strategy.averages != "updates":
+        return
+    seen: dict[tuple[int, torch.device], str] = {}
+    for name, tensor in tensors.items():
+        place = (tensor.data_ptr(), tensor.device)
+        if tensor.numel() and seen.setdefault(place, name) != name:
+            raise AttachError(
+                f"parameters {seen[place]!r} and {name!r} share memory, which "
+                f"{strategy.name} would move twice: tie them by making them the same Parameter, not by .data"
+            )
 
 
 def _unusable(tensor: Tensor) -> str | None:
