@@ -48,7 +48,7 @@ def test_who_asks_waits_no_longer_than_told(tmp_path: Path) -> None:
     held = os.open(path, os.O_RDWR)
     fcntl.flock(held, fcntl.LOCK_EX)
     assert asking.ask(0.1) is None
-    with pytest.raises(CommunicationTimeout, match="rank 0: another .* step 4 .*--timeout"):
+    with pytest.raises(CommunicationTimeout, match=r"rank 0: another .* step 4 .*--timeout"):
         asking.goes_on(0, 4, **SOON)
     os.close(held)
     assert asking.ask(0.1) == 4
