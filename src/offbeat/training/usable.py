@@ -41,7 +41,8 @@ def require_apart(tensors: Mapping[str, Tensor], strategy: Strategy) -> None:
         if tensor.numel() and seen.setdefault(place, name) != name:
             raise AttachError(
                 f"parameters {seen[place]!r} and {name!r} share memory, which "
-                f"{strategy.name} would move twice: make them one Parameter to tie them, not by .data"
+                f"{strategy.name} would move twice: make them one Parameter to tie them, not by "
+                ".data"
             )
 
 
