@@ -14,7 +14,8 @@ import offbeat
 from fabric import communicators
 from fabric.rounding import largest, most, values
 from offbeat.fabric import Communicator, SingleCommunicator, Team, Wire
-from offbeat.fabric.codec import BLOCK
+from offbeat.fabric.codec import BLOCK, CODECS
+from offbeat.fabric.coding import gathers, update_bits
 from offbeat.fabric.control_only import ControlOnly
 from offbeat.fabric.numbers import Plain
 
@@ -140,11 +141,55 @@ def test_sums_of_changing_precision_lose_nothing(world: Any) -> None:
         gain + kept, put_in, rtol=1e-5, atol=1e-6 * float(put_in.abs().max())
     )
     assert not torch.equal(gain, put_in)
-    # Blocks of both stages: three chunks of three, and one.
-    stages = {"int8": (516, 516), "int4": (260, 260), "int2": (132, 260), "bfloat16": (1024, 1024)}
-    sent = [stages[one or "int8"] for one in CHANGING if one != "float32"]
+    # Blocks of both stages: three chunks of three, and one. The eight of int2 are gathered whole.
+    stages = {"int8": 516, "int4": 260, "bfloat16": 1024}
+    sent = [stages[one or "int8"] for one in CHANGING if one not in ("float32", "int2")]
     for *_, payload_bytes in results:
-        assert payload_bytes == sum(9 * first + 3 * second for first, second in sent) + 16_000
+        assert payload_bytes == sum(12 * block for block in sent) + 2 * 8 * 132 + 16_000
+
+
+def gathered(wire: Wire, team: Team) -> Any:
+    """Updates of few bits, as each worker sends them, and the sum; rank 1 has none the 2nd time."""
+    found = []
+    for i in range(2):
+        one = wire.sum_updates(
+            Plain(values(10 * i + team.rank, 3900)),
+            stream="a",
+            what="test",
+            contribute=(i, team.rank) != (1, 1),
+        )
+        total = one.wait()
+        stretch = torch.empty(700)
+        total.read(stretch, 2 * BLOCK)
+        found.append((total.whole(), one.sent.whole(), stretch))
+    return found, wire.state_dict()
+
+
+@every_world
+def test_updates_of_few_bits_are_gathered_and_nothing_rounded_again(world: Any) -> None:
+    """With three workers: the sum is that of what they have sent, in the order of the ranks."""
+    results = world(gathered, "int2")
+    for i in range(2):
+        first, second, third = (seen[i][1] for seen, _ in results)
+        assert first.any()
+        assert bool(second.any()) == (i == 0)
+        for seen, errors in results:
+            total, _, stretch = seen[i]
+            assert torch.equal(total, first + second + third)
+            assert torch.equal(stretch, total[2 * BLOCK : 2 * BLOCK + 700])
+            assert not errors
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "int8", "int4", "int2"])
+def test_updates_are_gathered_where_that_sends_little_more(precision: str) -> None:
+    """At most 4/3 of the bytes of two stages, which is what they are then taken to send."""
+    first = CODECS[precision].block_bytes
+    second = CODECS["int4" if precision == "int2" else precision].block_bytes
+    for workers in range(2, 9):
+        whole, stages = workers * first, first + second
+        assert gathers(precision, workers) == (whole <= 4 / 3 * stages)
+        sent = whole if gathers(precision, workers) else stages
+        assert update_bits(precision, workers) == pytest.approx(8 * sent / BLOCK)
 
 
 def weighted(wire: Wire, team: Team) -> Any:

@@ -241,18 +241,18 @@ def test_parts_are_as_many_as_pay() -> None:
 def test_precision_is_tried_and_taken_back() -> None:
     """More bits where the model passes at once; if that is too slow the next try comes later."""
     pace = Pace(precision="int8")
-    assert not pace.choose(1.5, 5), "of twice the bits it would take three"
-    assert pace.choose(1.2, 10)
+    assert not pace.choose(1.5, 5, 8), "of twice the bits it would take three"
+    assert pace.choose(1.2, 10, 8)
     assert (pace.precision, pace.began, pace.landed) == ("bfloat16", 10, 0)
-    assert pace.choose(3.0, 20), "in vain"
+    assert pace.choose(3.0, 20, 8), "in vain"
     assert pace.precision == "int8"
     waited = 0
-    while not pace.choose(1.2, 30):
+    while not pace.choose(1.2, 30, 8):
         waited += 1
     assert waited == 3, "four counts instead of one"
-    assert not pace.choose(2.4, 40), "proved"
-    assert not pace.choose(2.4, 50)
-    assert pace.choose(20.0, 60)
+    assert not pace.choose(2.4, 40, 8), "proved"
+    assert not pace.choose(2.4, 50, 8)
+    assert pace.choose(20.0, 60, 8)
     assert pace.precision == "int2", "no other is small enough"
 
 

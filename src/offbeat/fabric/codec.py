@@ -168,8 +168,8 @@ class Integers(Codec):
                 continue
             scratch = self._scratch(part)
             scale, packed = self._split(payload, start + piece.start, part.numel())
-            scratch.numbers.copy_(self._unpack(packed, scratch))
-            part.view(-1, BLOCK).addcmul_(scratch.numbers, self._step(scale))
+            scratch.numbers.copy_(self._unpack(packed, scratch)).mul_(self._step(scale))
+            part.view(-1, BLOCK).add_(scratch.numbers)  # rounded twice, as in the kernel
 
     def _compiled(
         self,

@@ -15,23 +15,47 @@ SECOND = {"int2": "int4"}
 """Of sums, where it is another one: a sum of numbers with few bits has more."""
 
 
+_WORTH = 4 / 3
+"""Times as many bytes are worth it to save a stage, its operation and its rounding."""
+
+
 def sum_bits(precision: str) -> float:
-    """Of each number of a sum, on both stages together."""
+    """Of each number of a sum, on both stages together; (N − 1)/N of them leave a worker."""
     if precision == "float32":
         return 64.0
-    stages = CODECS[precision], CODECS[SECOND.get(precision, precision)]
-    return sum(8 * codec.block_bytes / BLOCK for codec in stages)
+    return _bits(precision) + _bits(SECOND.get(precision, precision))
+
+
+def gathers(precision: str, workers: int) -> bool:
+    """Whether everyone gets every worker's rounded update, instead of their rounded sum.
+
+    With few workers and bits that is not much more to send.
+    """
+    return precision != "float32" and workers * _bits(precision) <= _WORTH * sum_bits(precision)
+
+
+def update_bits(precision: str, workers: int) -> float:
+    """As ``sum_bits``, of updates: gathered, each worker sends its own to all others."""
+    if gathers(precision, workers):
+        return workers * _bits(precision)
+    return sum_bits(precision)
+
+
+def _bits(precision: str) -> float:
+    return 8 * CODECS[precision].block_bytes / BLOCK
 
 
 class Coding:
     """The codecs of a precision.
 
     Attributes:
+        precision: Its name.
         first: Of what the workers send.
         second: Of the sums.
     """
 
     def __init__(self, precision: str) -> None:
+        self.precision = precision
         self.first: Codec = CODECS[precision]()
         self.second: Codec = CODECS[SECOND.get(precision, precision)]()
 

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from offbeat.fabric.codec import Codec
 from offbeat.fabric.handle import Handle
+from offbeat.kernels import BLOCK
 
 
 class Numbers(ABC):
@@ -79,6 +80,33 @@ class Coded(Numbers):
             part = values[done : done + self._chunk - offset]
             self._codec.decode(self._payloads[number], part, start=offset)
             done += part.numel()
+
+
+class Summed(Numbers):
+    """The sum of those of several payloads, in their order.
+
+    Args:
+        codec: Decodes them.
+        payloads: One or more.
+        like: What was encoded: as many numbers, and of this dtype.
+    """
+
+    def __init__(self, codec: Codec, payloads: Sequence[Tensor], like: Numbers) -> None:
+        super().__init__(like.elements, like.dtype, like.device)
+        self._codec, self._payloads = codec, payloads
+
+    @override
+    def read(self, values: Tensor, start: int = 0) -> None:
+        first, *others = self._payloads
+        whole = values
+        if others and (values.dtype != torch.float32 or values.numel() % BLOCK):
+            blocks = -(-values.numel() // BLOCK)
+            whole = torch.empty(blocks * BLOCK, device=values.device)
+        self._codec.decode(first, whole, start=start)
+        for payload in others:
+            self._codec.add(payload, whole, start=start)
+        if whole is not values:
+            values.copy_(whole[: values.numel()])
 
 
 class Update(Handle[Numbers]):

@@ -22,9 +22,9 @@ from typing_extensions import override
 
 from offbeat.arguments import require_choice
 from offbeat.fabric.accounting import Account
-from offbeat.fabric.coding import Coding
+from offbeat.fabric.coding import Coding, gathers
 from offbeat.fabric.handle import Handle
-from offbeat.fabric.numbers import Coded, Numbers, Plain, Update
+from offbeat.fabric.numbers import Coded, Numbers, Plain, Summed, Update
 from offbeat.fabric.team import Team
 from offbeat.kernels import BLOCK, kernels
 
@@ -230,6 +230,11 @@ class Wire:
         """Whether tensors travel as they are; those of a single worker do not travel."""
         return self.precision == "float32" or self._team.size == 1
 
+    def second_stage(self, precision: Precision) -> bool:
+        """Whether sums of updates have one, at ``precision`` where the wire's own is "auto"."""
+        precision = precision if self.precision == "auto" else self.precision
+        return not (self.exact or precision == "float32" or gathers(precision, self._team.size))
+
     def sum(
         self,
         tensor: Tensor,
@@ -307,6 +312,8 @@ class Wire:
             total = update.whole() if contribute else update.new().zero_()
             sent = Plain(total.clone())
             return Update(self._team.fabric.sum(total, what=what).then(Plain), sent)
+        if gathers(coding.precision, self._team.size):
+            return self._gather_updates(update, coding, contribute, what)
         state = self._stream(stream, update, only_second=True)
         one = _Sum(self, coding, state, update, contribute, False, what)
         size, chunk = self._team.size, state.summed.numel()
@@ -316,6 +323,19 @@ class Wire:
             payload = coding.payload(size * chunk, update.device).zero_()
         self._start(one, payload)
         return Update(one, Coded(coding.first, payload.chunk(size), chunk, update))
+
+    def _gather_updates(
+        self, update: Numbers, coding: Coding, contribute: bool, what: str
+    ) -> Update:
+        """In one stage: everyone adds up what everyone has sent, in the order of the ranks."""
+        chunk = -(-update.elements // BLOCK) * BLOCK
+        if contribute:
+            payload = coding.round(update, 1, chunk)
+        else:
+            payload = coding.payload(chunk, update.device).zero_()
+        gathering = self._team.fabric.gather(payload, what=what)
+        total = gathering.then(lambda payloads: Summed(coding.first, payloads, update))
+        return Update(total, Coded(coding.first, [payload], chunk, update))
 
     def _coding(self, like: Numbers, precision: Precision) -> Coding | None:
         """What to round to; None: the numbers go as they are, for that sends less."""

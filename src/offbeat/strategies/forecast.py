@@ -19,7 +19,7 @@ from offbeat.costs import (
     all_to_all_seconds,
 )
 from offbeat.fabric.codec import CODECS
-from offbeat.fabric.coding import SECOND
+from offbeat.fabric.coding import SECOND, gathers
 from offbeat.fabric.wire import Precision
 from offbeat.kernels import BLOCK
 from offbeat.means.gradient_mean import FIRST_BUCKET_BYTES
@@ -99,6 +99,9 @@ class Costs:
         lssr: Share of local steps that SelSync is asked for, or taken to have.
         bucket_bytes: Of the sums in which a model travels, the last one may have less.
         first_bucket_bytes: Of the first one of gradients.
+        updates: Whether means are of updates of which the sender keeps what rounding takes away.
+            Few workers gather them whole: E(S) = (N−1)·(α + bytes of ⌈elements of S / 512⌉
+            blocks/B), G = 0.
     """
 
     workers: int
@@ -112,6 +115,7 @@ class Costs:
     lssr: float = 0.9
     bucket_bytes: float = BUCKET_BYTES
     first_bucket_bytes: float = FIRST_BUCKET_BYTES
+    updates: bool = False
 
     # -- computing -------------------------------------------------------------------------------
 
@@ -160,6 +164,13 @@ class Costs:
         """Whether means are quantised."""
         return self.wire != "float32" and self.workers > 1
 
+    def _gathered(self, size: float) -> int:
+        """Bytes of a worker's update that all gather; 0 if they do not."""
+        if not (self.updates and self.lossy and gathers(self.wire, self.workers)):
+            return 0
+        blocks = math.ceil(size / self.bytes_per_parameter / BLOCK)
+        return blocks * CODECS[self.wire].block_bytes if self._chunks(size)[0] else 0
+
     def _chunks(self, size: float) -> tuple[int, int]:
         """Bytes of a worker's chunk of a quantised sum on both stages; 0 if it goes as it is."""
         if not self.lossy:
@@ -175,6 +186,9 @@ class Costs:
         if not first:
             return self.sum_seconds(size), 0.0
         network = self.workers, self.bytes_per_second, self.latency_seconds
+        gathered = self._gathered(size)
+        if gathered:
+            return all_gather_seconds(gathered, *network), 0.0
         return (
             all_to_all_seconds(self.workers * first, *network),
             all_gather_seconds(second, *network),
@@ -183,7 +197,7 @@ class Costs:
     def _sent(self, size: float) -> float:
         """Bytes that a worker hands over for a sum over the wire."""
         first, second = self._chunks(size)
-        return self.workers * first + second or size
+        return self._gathered(size) or self.workers * first + second or size
 
     def _buckets(self, size: float) -> tuple[int, float, float]:
         """How many full buckets so many bytes make, the size of each, and that of the last one."""
@@ -281,10 +295,15 @@ class Costs:
     @property
     def error_copies(self) -> float:
         """What a lossy wire keeps of rounding: what was sent, and this worker's chunk of sums."""
+        if self.updates:
+            return 1 / self.workers if self.lossy and not self._gathered(self.model_bytes) else 0.0
         return 1 + 1 / self.workers if self.lossy else 0.0
 
     def flying_copies(self, size: float) -> float:
         """Of a sum of updates of so many bytes: its payloads; of an exact one u and the sum."""
+        gathered = self._gathered(size)
+        if gathered:
+            return (self.workers + 1) * gathered / size
         first, second = self._chunks(size)
         return self.workers * (first + second) / size if first else 2.0
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offbeat.checkpoint import transient
-from offbeat.fabric.coding import sum_bits
+from offbeat.fabric.coding import update_bits
 from offbeat.fabric.wire import Precision
 
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "int8", "int4", "int2")
@@ -110,26 +110,30 @@ class Pace:
             return None
         return 1.0 if free else (step - self.began) * parts / self.landed
 
-    def choose(self, steps: float, step: int) -> bool:
+    def choose(self, steps: float, step: int, workers: int) -> bool:
         """Fewer bits if the model takes more than a few steps; more, one try, if it is fast.
 
         Args:
             steps: In which the model passes, on average over the workers.
             step: Own steps; counting begins anew.
+            workers: How many there are.
 
         Returns:
             Whether the precision has changed.
         """
         self.began, self.landed, self.counts = step, 0, self.counts + 1
+        bits = [update_bits(precision, workers) for precision in PRECISIONS]
         place = now = PRECISIONS.index(self.precision)
         if steps > FEW:
             while place < len(PRECISIONS) - 1:
                 place += 1
-                if steps * _bits(place) <= FEW * _bits(now):
+                if steps * bits[place] <= FEW * bits[now]:
                     break
             self.patience = self.patience * _RETRY if self.tried else self.patience
             self.tried = False
-        elif place and self.counts >= self.patience and _more(steps, place) <= FEW:
+        elif (
+            place and self.counts >= self.patience and steps * bits[place - 1] <= FEW * bits[place]
+        ):
             place, self.tried = place - 1, True
         elif self.tried:
             self.tried, self.patience = False, 1
@@ -141,13 +145,3 @@ class Pace:
 
 def _smooth(mean: float, new: float) -> float:
     return new if mean == 0 else mean + _SMOOTHING * (new - mean)
-
-
-def _more(steps: float, place: int) -> float:
-    """Steps in which the model would pass with the next more exact precision."""
-    return steps * _bits(place - 1) / _bits(place)
-
-
-def _bits(place: int) -> float:
-    """Of a number on both stages of a sum."""
-    return sum_bits(PRECISIONS[place])

@@ -201,8 +201,8 @@ class StreamingAveraging(Strategy):
             state.pace.step(worker.team.host.now(), len(state.parts))
             ages = [worker.step - state.parts[part].launched_step for part in state.flying]
             # Workers are half a step apart, and a second stage starts at a boundary.
-            exact = worker.wire.exact or state.pace.precision == "float32"
-            state.pace.resize(ages, len(state.parts), prompt=2 if exact else 3)
+            stages = 1 + worker.wire.second_stage(state.pace.precision)
+            state.pace.resize(ages, len(state.parts), prompt=1 + stages)
             self._launch(worker, wait=False)
         self._report(worker)
         return landed
@@ -287,7 +287,7 @@ class StreamingAveraging(Strategy):
         """Another precision if the model passes too slowly, or so fast that more bits may do."""
         state: StreamingState = worker.state
         before, count = state.pace.precision, len(state.parts)
-        if state.pace.choose(passes, worker.step):
+        if state.pace.choose(passes, worker.step, worker.size):
             logger.info(
                 "the whole model (%d parts in %s) passes every %.1f steps: %s from now on",
                 *(count, before, passes, state.pace.precision),
@@ -435,6 +435,7 @@ class StreamingAveraging(Strategy):
         """
         if costs.wire == "auto":
             return self._forecast_auto(costs)
+        costs = replace(costs, updates=True)
         parts = self._count(costs.model_bytes)
         part = costs.model_bytes / parts
         roll, step = costs.roll_seconds + _MORE_BYTES / costs.bytes_per_second, costs.step_seconds
@@ -458,14 +459,14 @@ class StreamingAveraging(Strategy):
             copies=1
             + (self.outer_gain != 1 and costs.workers > 2)
             + costs.flying_copies(part)
-            + costs.error_copies / (costs.workers + 1),
+            + costs.error_copies,
             note=f"{parts} parts of {sent}, the whole model every {number(whole)} steps",
         )
 
     def _forecast_auto(self, costs: Costs) -> Forecast:
         """With the most exact wire over which the model passes in a few steps."""
         for precision in PRECISIONS:
-            told = replace(costs, wire=precision)
+            told = replace(costs, wire=precision, updates=True)
             if told.mean_seconds(costs.model_bytes) <= FEW * costs.step_seconds:
                 break
         found = self.forecast(told)
