@@ -103,8 +103,8 @@ def test_a_worker_without_them_trains_with_others(
 
     monkeypatch.setattr(codec, "kernels", some)
     results = worlds.simulated(train, workers=3)
-    assert calls[True] > 50
-    assert calls[False] > 50
+    assert calls[True] > 20
+    assert calls[False] > 20
     for result in results[1:]:
         assert torch.equal(result["P"], results[0]["P"])
         assert torch.equal(result["end"], results[0]["end"])

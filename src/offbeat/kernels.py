@@ -1,8 +1,8 @@
 """The inner loops of rounding and landing, compiled where numba is installed.
 
 Each does in one pass over memory what takes about ten with the operations of torch. What all
-workers have to compute alike (``decode`` and ``move``) gives the same bits as those do, so that not
-all of them need numba.
+workers have to compute alike (``decode``, ``move`` and ``land``) gives the same bits as those do,
+so that not all of them need numba.
 """
 
 import os
@@ -130,6 +130,87 @@ def move(
             shift[i] = step - sent[i]
 
 
+def land(
+    payloads: NDArray[np.uint8],
+    bits: int,
+    sent: Bytes,
+    sent_bits: int,
+    first: int,
+    weight: float,
+    shift: Floats,
+    base: Floats,
+    velocity: Floats,
+    fade: float,
+    ahead: float,
+    lr: float,
+    squares: NDArray[np.float64],
+) -> None:
+    """``decode`` and ``move`` at once, a block after the other, which stays in the nearest cache.
+
+    Args:
+        payloads: A row of bytes each, to be added up in this order; see ``codec.Integers``.
+        bits: Of their integers.
+        sent: The payload of u.
+        sent_bits: Of its integers.
+        first: The block of all these payloads that is the first of ``shift``.
+        weight: D is the sum, divided by this.
+        shift: Becomes Δ − u; may end inside a block.
+        base: As in ``move``.
+        velocity: As in ``move``.
+        fade: As in ``move``.
+        ahead: As in ``move``.
+        lr: As in ``move``.
+        squares: ‖D‖² and ‖u‖² are added to it.
+    """
+    keep, forward, rate = np.float32(fade), np.float32(ahead), np.float32(lr)
+    divisor = np.float32(weight)
+    mean, own = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
+    mean_squares, own_squares = np.zeros(BLOCK, np.float32), np.zeros(BLOCK, np.float32)
+    rows = payloads.shape[0]
+    for start in range(0, shift.size, BLOCK):
+        there, block = min(BLOCK, shift.size - start), first + start // BLOCK
+        for row in range(rows + 1):
+            raw = payloads[row] if row < rows else sent
+            values, depth = (mean, bits) if row < rows else (own, sent_bits)
+            size, width = 4 + BLOCK * depth // 8, BLOCK * depth // 8
+            highest = 0xFF << (8 - depth) & 0xFF
+            scale = raw[4 * block : 4 * block + 4].view(np.float32)[0]
+            step = scale * np.float32(2.0 ** (depth - 8))
+            place = raw.size // size * 4 + block * width
+            fields = raw[place : place + width]
+            for k in range(8 // depth):
+                up = 8 - depth - k * depth
+                part = values[k * width : (k + 1) * width]
+                if 0 < row < rows:
+                    for j in range(width):
+                        part[j] += np.float32(np.int8(fields[j] << up & highest)) * step
+                else:
+                    for j in range(width):
+                        part[j] = np.float32(np.int8(fields[j] << up & highest)) * step
+        for i in range(there):
+            mean[i] /= divisor
+        for i in range(there):
+            mean_squares[i] += mean[i] * mean[i]
+            own_squares[i] += own[i] * own[i]
+        moved, shared = shift[start : start + there], base[start : start + there]
+        if velocity.size:
+            kept = velocity[start : start + there]
+            for i in range(there):
+                new = mean[i] + keep * kept[i]
+                kept[i] = new
+                delta = (mean[i] + forward * new) * rate
+                shared[i] += delta
+                moved[i] = delta - own[i]
+        else:
+            for i in range(there):
+                delta = mean[i] * rate
+                shared[i] += delta
+                moved[i] = delta - own[i]
+    for i in range(BLOCK):
+        squares[0] += mean_squares[i]
+        squares[1] += own_squares[i]
+
+
 @dataclass(frozen=True)
 class Kernels:
     """The compiled loops."""
@@ -137,6 +218,7 @@ class Kernels:
     encode: Callable[..., None]
     decode: Callable[..., None]
     move: Callable[..., None]
+    land: Callable[..., None]
 
 
 @cache
@@ -154,7 +236,17 @@ def kernels() -> Kernels | None:
     floats, raw, number = numba.float32[::1], numba.uint8[::1], numba.float64
     payload = numba.void(floats, floats, raw, numba.int64, numba.boolean)
     landing = numba.void(floats, floats, floats, floats, number, number, number)
-    return Kernels(_compiled(encode, payload), _compiled(decode, payload), _compiled(move, landing))
+    count, rows, pair = numba.int64, numba.uint8[:, ::1], numba.float64[::1]
+    whole = numba.void(
+        *(rows, count, raw, count, count, number),
+        *(floats, floats, floats, number, number, number, pair),
+    )
+    return Kernels(
+        _compiled(encode, payload),
+        _compiled(decode, payload),
+        _compiled(move, landing),
+        _compiled(land, whole),
+    )
 
 
 def _compiled(function: Callable[..., None], signature: Any) -> Callable[..., None]:

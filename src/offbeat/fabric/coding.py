@@ -15,7 +15,7 @@ SECOND = {"int2": "int4"}
 """Of sums, where it is another one: a sum of numbers with few bits has more."""
 
 
-_WORTH = 1.4
+_WORTH = 1.1
 """Times as many bytes are worth it to save a stage, its operation and its rounding."""
 
 

@@ -5,14 +5,34 @@ So a tensor that has travelled need not be decoded as a whole before it is used.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.fabric.codec import Codec
+from offbeat.fabric.codec import Codec, Integers
 from offbeat.fabric.handle import Handle
 from offbeat.kernels import BLOCK
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A stretch of payloads of integers, for the compiled loops.
+
+    Attributes:
+        rows: The payloads, to be added up in this order.
+        bits: Of an integer.
+        first: The block in which the stretch begins.
+        count: Numbers of it.
+    """
+
+    rows: NDArray[np.uint8]
+    bits: int
+    first: int
+    count: int
 
 
 class Numbers(ABC):
@@ -35,6 +55,10 @@ class Numbers(ABC):
     @abstractmethod
     def read(self, values: Tensor, start: int = 0) -> None:
         """Values ← as many of the numbers, from ``start`` on, a multiple of ``BLOCK``."""
+
+    def packed(self, start: int, most: int) -> Packed | None:
+        """The payloads that hold the next numbers, at most so many; None if there are none."""
+        return None
 
     def whole(self) -> Tensor:
         """All of them, in a new tensor."""
@@ -81,6 +105,15 @@ class Coded(Numbers):
             self._codec.decode(self._payloads[number], part, start=offset)
             done += part.numel()
 
+    @override
+    def packed(self, start: int, most: int) -> Packed | None:
+        if not isinstance(self._codec, Integers) or self.device.type != "cpu":
+            return None
+        number, offset = divmod(start, self._chunk)
+        count = min(most, self._chunk - offset, self.elements - start)
+        rows = self._payloads[number].numpy()[None]
+        return Packed(rows, self._codec.bits, offset // BLOCK, count)
+
 
 class Summed(Numbers):
     """The sum of those of several payloads, in their order.
@@ -94,6 +127,7 @@ class Summed(Numbers):
     def __init__(self, codec: Codec, payloads: Sequence[Tensor], like: Numbers) -> None:
         super().__init__(like.elements, like.dtype, like.device)
         self._codec, self._payloads = codec, payloads
+        self._rows: NDArray[np.uint8] | None = None
 
     @override
     def read(self, values: Tensor, start: int = 0) -> None:
@@ -107,6 +141,15 @@ class Summed(Numbers):
             self._codec.add(payload, whole, start=start)
         if whole is not values:
             values.copy_(whole[: values.numel()])
+
+    @override
+    def packed(self, start: int, most: int) -> Packed | None:
+        if not isinstance(self._codec, Integers) or self.device.type != "cpu":
+            return None
+        if self._rows is None:
+            self._rows = torch.stack(list(self._payloads)).numpy()
+        count = min(most, self.elements - start)
+        return Packed(self._rows, self._codec.bits, start // BLOCK, count)
 
 
 class Update(Handle[Numbers]):

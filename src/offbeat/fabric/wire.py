@@ -334,7 +334,9 @@ class Wire:
         else:
             payload = coding.payload(chunk, update.device).zero_()
         gathering = self._team.fabric.gather(payload, what=what)
-        total = gathering.then(lambda payloads: Summed(coding.first, payloads, update))
+        total: Handle[Numbers] = gathering.then(
+            lambda payloads: Summed(coding.first, payloads, update)
+        )
         return Update(total, Coded(coding.first, [payload], chunk, update))
 
     def _coding(self, like: Numbers, precision: Precision) -> Coding | None:

@@ -11,14 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from offbeat.checkpoint import transient
 from offbeat.fabric import Completed, Handle, Team, Wire
 from offbeat.fabric.codec import compiled, piece_elements
-from offbeat.fabric.numbers import Plain, Update
+from offbeat.fabric.numbers import Numbers, Packed, Plain, Update
 from offbeat.fabric.wire import Precision
+from offbeat.kernels import Kernels
 from offbeat.means.replica import (
     Bucket,
     add_clamped,
@@ -347,27 +349,64 @@ class InFlight:
         update, base, run = self._updates[i], self.base[i], Run(self.buckets[i].tensors)
         total, step = update.wait(), piece_elements(base.numel(), base.device)
         scratch = torch.empty(2, min(step, base.numel()), dtype=run.dtype, device=base.device)
-        for start in range(0, base.numel(), step):
-            piece = slice(start, min(start + step, base.numel()))
-            shift, sent = scratch[:, : piece.stop - start]
-            total.read(shift, start)
-            update.sent.read(sent, start)
-            shift.div_(self.weight)
-            if self.velocity and not show:
-                self.mean_squared += float(torch.dot(shift, shift))
-                self.sent_squared += float(torch.dot(sent, sent))
-            kept = self.velocity[i][piece] if self.velocity else base[:0]
-            loops = None if show else compiled(shift, sent, base, kept)
-            if loops is not None:
-                arrays = (t.numpy() for t in (shift, sent, base[piece], kept))
-                loops.move(*arrays, self.fade, self.ahead, self._outer.lr)
+        start = 0
+        while start < base.numel():
+            count = min(step, base.numel() - start)
+            loops = None if show else compiled(scratch, base, *self.velocity[i : i + 1])
+            packed = None if loops is None else total.packed(start, count)
+            sent = None if packed is None else update.sent.packed(start, packed.count)
+            if loops is not None and packed is not None and sent is not None:
+                count = sent.count
+                self._land_packed(loops, packed, sent, scratch[0, :count], i, start)
             else:
-                self._outer_shift(shift, kept, show)
-                if not show:
-                    base[piece].add_(shift)
-                shift.sub_(sent)
-            run.add(shift, start)
+                self._land_numbers(loops, total, update.sent, scratch[:, :count], i, start, show)
+            run.add(scratch[0, :count], start)
+            start += count
         run.write_back()
+
+    def _land_packed(
+        self, loops: Kernels, total: Packed, sent: Packed, shift: Tensor, i: int, start: int
+    ) -> None:
+        """Shift ← Δ − u, from payloads in one pass; P and v move."""
+        piece, squares = slice(start, start + shift.numel()), np.zeros(2)
+        base = self.base[i]
+        kept = self.velocity[i][piece] if self.velocity else base[:0]
+        loops.land(
+            *(total.rows, total.bits, sent.rows[0], sent.bits, total.first, self.weight),
+            *(t.numpy() for t in (shift, base[piece], kept)),
+            *(self.fade, self.ahead, self._outer.lr, squares),
+        )
+        self.mean_squared += float(squares[0])
+        self.sent_squared += float(squares[1])
+
+    def _land_numbers(
+        self,
+        loops: Kernels | None,
+        total: Numbers,
+        update: Numbers,
+        scratch: Tensor,
+        i: int,
+        start: int,
+        show: bool,
+    ) -> None:
+        """The first row of ``scratch`` ← Δ − u; P and v move, but not to be shown."""
+        shift, sent = scratch
+        base = self.base[i][start : start + shift.numel()]
+        kept = self.velocity[i][start : start + shift.numel()] if self.velocity else base[:0]
+        total.read(shift, start)
+        update.read(sent, start)
+        shift.div_(self.weight)
+        if self.velocity and not show:
+            self.mean_squared += float(torch.dot(shift, shift))
+            self.sent_squared += float(torch.dot(sent, sent))
+        if loops is not None:
+            arrays = (t.numpy() for t in (shift, sent, base, kept))
+            loops.move(*arrays, self.fade, self.ahead, self._outer.lr)
+            return
+        self._outer_shift(shift, kept, show)
+        if not show:
+            base.add_(shift)
+        shift.sub_(sent)
 
     def _outer_shift(self, shift: Tensor, kept: Tensor, show: bool) -> None:
         """Shift ← Δ, of what is D; with ``show`` v stays as it is.

@@ -39,7 +39,6 @@ _PART_BYTES = 2**16  # of a part at least, where their number is chosen: each co
 _PARTS_LIMIT = 1024
 _MOST_PARTS = 4
 _MEMORY_STEPS = 50.0  # own steps in which the outer momentum fades to 1/e
-_MOST_GAIN = 4.0
 _MORE_BYTES = 8 * 4  # of a vote
 _MERGES = 5  # over so many passes of the model coherence is smoothed
 
@@ -99,10 +98,11 @@ class StreamingAveraging(Strategy):
     What C takes away is still in x_f − P_f after a landing. That is the error feedback: it needs no
     memory, and the next gradient is taken at a point that contains it.
 
-    G follows D further where it is short because the workers' updates differ by noise: D is the
-    mean of N, and all N have made as many steps.
+    D is short where the workers' updates differ by noise. G follows it further, as far as a worker
+    goes alone: ‖G·D‖ is the root of the mean square of ‖u‖. A momentum or Adam of the mean gradient
+    would see less noise, too, and go further.
 
-        G = mean‖u‖² / (2·‖D‖²), at least 1, at most min(N/2, 4), smoothed over five passes
+        G = √(mean‖u‖² / ‖D‖²), at least 1, at most √N, smoothed over five passes
 
     ``schedule="eager"``: parts are launched in turn, so many that the link never runs dry (the
     workers agree on how many as they go), and land at the first step boundary after they have
@@ -116,7 +116,7 @@ class StreamingAveraging(Strategy):
         staleness: τ: a worker waits when the last part that has landed is so many own steps old
             (cyclic: even, ≥ 2; eager ≥ 1).
         schedule: "eager" or "cyclic".
-        outer_gain: G (≥ 1). "auto": see above; 1 with two workers. With 1 there is no v.
+        outer_gain: G (≥ 1). "auto": see above. With 1 there is no v.
 
     *Communication*: one part a launch, and eleven numbers a round, which may launch several;
     overlapped with computing. *Memory*: P, v and, of the parts under way, the payloads; over an
@@ -126,7 +126,7 @@ class StreamingAveraging(Strategy):
     ``parts=1`` with ``outer_gain=1`` over an exact wire is ``AsyncAveraging``. *Differs from* CSER
     (Xie et al., 2020) and the delta rule of hivemind, whose residual is in the model, too: parts
     that overlap. *From* Streaming DiLoCo (Douillard et al., 2025): no period and no outer optimizer
-    to tune. G is the rule of FedExP (Jhunjhunwala, Wang & Joshi, 2023).
+    to tune. G is near the rule of FedExP (Jhunjhunwala, Wang & Joshi, 2023), mean‖u‖²/(2·‖D‖²).
     """
 
     name: ClassVar[str] = "streaming"
@@ -158,8 +158,7 @@ class StreamingAveraging(Strategy):
         """Every worker holds P."""
         tensors = [p for _, p in worker.replica.parameters]
         cuts = cut_evenly(tensors, self._count(sum(t.nbytes for t in tensors)))
-        # Of two workers G is 1.
-        fades = worker.size > (2 if self.outer_gain == "auto" else 1) and self.outer_gain != 1
+        fades = worker.size > 1 and self.outer_gain != 1
         return StreamingState(
             [
                 InFlight(
@@ -300,11 +299,10 @@ class StreamingAveraging(Strategy):
         """
         state: StreamingState = worker.state
         _, steps, sent, mean = roll.more
-        most = min(worker.size / 2, _MOST_GAIN)
         if self.outer_gain != "auto":
             state.gain = self.outer_gain
-        elif mean > 0 and most > 1:
-            state.gain = min(max(sent / (2 * mean), 1.0), most)
+        elif mean > 0:
+            state.gain = min(max(math.sqrt(sent / mean), 1.0), math.sqrt(worker.size))
         step = steps / max(1, roll.stepping)
         # When those ahead have finished the mean falls back; v must not grow by that.
         fade = math.exp(min(0.0, state.launched[part] - step) / _MEMORY_STEPS)
@@ -457,7 +455,7 @@ class StreamingAveraging(Strategy):
             apart=self.staleness,
             payload=rolls * (ROLL_BYTES + _MORE_BYTES) + a_step * costs.mean_bytes(part),
             copies=1
-            + (self.outer_gain != 1 and costs.workers > 2)
+            + (self.outer_gain != 1 and costs.workers > 1)
             + costs.flying_copies(part)
             + costs.error_copies,
             note=f"{parts} parts of {sent}, the whole model every {number(whole)} steps",
