@@ -5,6 +5,9 @@ exchanged all to all; every worker adds what it got of its chunk in float32, rou
 and all gather the rounded sums. So no partial sum is rounded on the way, and all workers decode the
 same bytes. What rounding took away is kept, on both stages, and added the next time.
 
+Updates of which the sender keeps what rounding takes away (``sum_updates``) are gathered in one
+stage where few workers send few bits: everyone adds up what everyone has sent.
+
 The second stage starts as soon as somebody asks (``done``, ``wait``, the next ``sum``) and finds
 the first one ended, at the latest before the worker blocks in any operation. It runs on a twin of
 the communicator, in the order in which the first stages were started, so that the order is the
