@@ -16,6 +16,7 @@ from offbeat.fabric import Team, Transport, open_communicator
 from offbeat.fabric.wire import Precision, require_precision
 from offbeat.strategies.base import NonFinite, Part, Strategy
 from offbeat.strategies.streaming import StreamingAveraging
+from offbeat.training.ddp import AroundDDP, unwrapped
 from offbeat.training.synchronizer import Synchronizer, attached
 from offbeat.training.usable import require_apart, require_usable
 
@@ -116,13 +117,19 @@ def attach(
     if not isinstance(gradient_change, bool):
         raise TypeError(f"gradient_change must be true or false, got {gradient_change!r}")
     require_timeout(timeout_seconds)
+    model = unwrapped(model)
     require_usable(model)
     require_apart(dict(model.named_parameters()), strategy)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     parts = _parts(model, optimizers)
-    team = Team(open_communicator(group, timeout_seconds, what="offbeat.attach()"))
+    around = AroundDDP(model, group, strategy, wire)
     try:
-        return Synchronizer(
+        team = Team(open_communicator(group, timeout_seconds, what="offbeat.attach()"))
+    except BaseException:
+        around.remove()
+        raise
+    try:
+        sync = Synchronizer(
             model,
             parts,
             strategy,
@@ -135,10 +142,14 @@ def attach(
             beside=partial(open_communicator, group, timeout_seconds, what="distance_every"),
             gradient_change=gradient_change,
             non_finite=non_finite,
+            hooks=[around],
         )
     except BaseException:
+        around.remove()
         team.close()
         raise
+    around.steps = lambda: sync.step
+    return sync
 
 
 def require_timeout(seconds: float, name: str = "timeout_seconds") -> None:

@@ -1,7 +1,7 @@
 """Hooks on the user's own objects: optimizers, which stay what they are, and a GradScaler."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -9,6 +9,13 @@ from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import AttachError
 from offbeat.training.iteration import Iteration
+
+
+class Removable(Protocol):
+    """What was hooked to something of the user's, until ``remove``."""
+
+    def remove(self) -> None:
+        """Take it off."""
 
 
 def hook_optimizer(

@@ -5,14 +5,13 @@ Long because each of these is a short method with a long description; the work i
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import AttachError, CheckpointError
 from offbeat.fabric import Communicator, Team, Wire
@@ -33,7 +32,7 @@ from offbeat.training.change import GradientChange
 from offbeat.training.companion import Companions
 from offbeat.training.distance import Distance
 from offbeat.training.finite import Finite
-from offbeat.training.hooks import ScalerHooks, hook_optimizer
+from offbeat.training.hooks import Removable, ScalerHooks, hook_optimizer
 from offbeat.training.iteration import Iteration
 from offbeat.training.state import (
     answer_of,
@@ -65,6 +64,7 @@ class Synchronizer:
         beside: Callable[[], Communicator] | None = None,
         gradient_change: bool = False,
         non_finite: NonFinite = "warn",
+        hooks: Sequence[Removable] = (),
     ) -> None:
         self._strategy, self._team, self._active = strategy, team, True
         self._finished = False
@@ -99,6 +99,7 @@ class Synchronizer:
             self._iteration.stepped = self._measure
         if gradient_change:
             self._iteration.change = GradientChange(worker)
+        self._hooks: list[Removable] = [*hooks]
         self._hook(scaler)
         self._things: tuple[Any, ...] = (model, *(part.optimizer for part in parts))
         attached.update(self._things)
@@ -107,7 +108,6 @@ class Synchronizer:
         self._seen = (team.account.wait_seconds, team.account.payload_bytes)
 
     def _hook(self, scaler: torch.amp.GradScaler | None) -> None:
-        self._hooks: list[RemovableHandle] = []
         for part in self._worker.parts:
             self._hooks += hook_optimizer(
                 part.optimizer, part.index, self._iteration, self._record_loss
