@@ -1,7 +1,7 @@
 """The front door: ``attach`` puts a synchronization strategy on an ordinary training loop."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Literal
 
@@ -17,6 +17,7 @@ from offbeat.fabric.wire import Precision, require_precision
 from offbeat.strategies.base import NonFinite, Part, Strategy
 from offbeat.strategies.streaming import StreamingAveraging
 from offbeat.training.ddp import AroundDDP, unwrapped
+from offbeat.training.optimizers import require_own_state, unwrapped_optimizer
 from offbeat.training.synchronizer import Synchronizer, attached
 from offbeat.training.usable import require_apart, require_usable
 
@@ -48,7 +49,8 @@ def attach(
 
     Args:
         model: The model. Its trainable parameters, and those the optimizers hold, are averaged.
-        optimizer: The optimizer that moves them, or a list of optimizers.
+        optimizer: The optimizer that moves them, or a list of optimizers. Inside a wrapper of
+            Accelerate, Lightning, Fabric or Opacus it is found.
         strategy: When to synchronize, for example ``offbeat.SelSync()``. None is
             ``offbeat.StreamingAveraging()``, which has nothing to tune.
         group: The process group of the workers; None is the default group. Or a transport of your
@@ -95,7 +97,9 @@ def attach(
 
     Raises:
         AttachError: no process group, a model or optimizer that is already attached, LBFGS, an
-            optimizer without this model's parameters or with others; a parameter or buffer that
+            optimizer without this model's parameters or with others, whose hooks do not work, or
+            that communicates by itself; a DistributedDataParallel around the model that cannot be
+            switched off; a parameter or buffer that
             cannot be written in place (lazy, on the meta device, expanded, sparse, of
             ``torch.inference_mode()``).
         MismatchError: another worker has another model, optimizer or strategy.
@@ -120,7 +124,9 @@ def attach(
     model = unwrapped(model)
     require_usable(model)
     require_apart(dict(model.named_parameters()), strategy)
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    optimizers = _optimizers(optimizer)
+    if optimizer_state == "average":
+        require_own_state(optimizers)
     parts = _parts(model, optimizers)
     around = AroundDDP(model, group, strategy, wire)
     try:
@@ -221,6 +227,12 @@ def require_non_finite(non_finite: str, strategy: Strategy) -> None:
         raise ValueError(f'non_finite="{non_finite}" with {strategy}: it can {can}')
 
 
+def _optimizers(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    if isinstance(given, Iterable) and not isinstance(given, Optimizer):
+        return [unwrapped_optimizer(one) for one in given]
+    return [unwrapped_optimizer(given)]
+
+
 def _parts(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Part]:
     """Which of the model's parameters each optimizer moves, in the model's order."""
     if not optimizers:
@@ -229,8 +241,6 @@ def _parts(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Part]:
     parts: list[Part] = []
     owner: dict[int, Optimizer] = {}
     for one in optimizers:
-        if not isinstance(one, Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {one!r}")
         if isinstance(one, LBFGS):
             raise AttachError(
                 "LBFGS takes many steps inside one step() and cannot be synchronized; use a "

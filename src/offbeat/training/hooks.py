@@ -5,10 +5,10 @@ from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import AttachError
 from offbeat.training.iteration import Iteration
+from offbeat.training.optimizers import StepHooked, has_nested_steps, inside_step_of
 
 
 class Removable(Protocol):
@@ -20,7 +20,7 @@ class Removable(Protocol):
 
 def hook_optimizer(
     optimizer: Optimizer, index: int, iteration: Iteration, told: Callable[[Any], None]
-) -> list[RemovableHandle]:
+) -> list[Removable]:
     """Call ``prepare(index)`` and ``complete(index)`` around every step; tell a closure's loss."""
 
     def before(_: Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]] | None:
@@ -47,9 +47,11 @@ def hook_optimizer(
         return args, {**kwargs, "closure": counted}
 
     def after(_: Optimizer, args: Any, kwargs: Any) -> None:
-        iteration.complete(index)
+        if not (has_nested_steps(optimizer) and inside_step_of(optimizer)):
+            iteration.complete(index)
 
     return [
+        StepHooked(optimizer),
         optimizer.register_step_pre_hook(before),
         optimizer.register_step_post_hook(after),
     ]

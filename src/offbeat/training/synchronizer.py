@@ -34,6 +34,7 @@ from offbeat.training.distance import Distance
 from offbeat.training.finite import Finite
 from offbeat.training.hooks import Removable, ScalerHooks, hook_optimizer
 from offbeat.training.iteration import Iteration
+from offbeat.training.optimizers import unwrapped_optimizer
 from offbeat.training.state import (
     answer_of,
     check_state,
@@ -203,7 +204,7 @@ class Synchronizer:
         worker = self._worker
         parts = worker.parts
         if optimizer is not None:
-            index = self._iteration.index_of(optimizer)
+            index = self._iteration.index_of(unwrapped_optimizer(optimizer))
             if index is None:
                 raise AttachError("clip_grad_norm_() was given an optimizer that is not attached")
             parts = parts[index : index + 1]
