@@ -37,6 +37,7 @@ def attach(
     distance_every: int | None = None,
     gradient_change: bool = False,
     non_finite: NonFinite = "warn",
+    max_grad_norm: float | None = None,
     timeout_seconds: float = 300.0,
 ) -> Synchronizer:
     """Train ``model`` data-parallel under ``strategy``; the training loop stays as it is.
@@ -87,6 +88,8 @@ def attach(
             becomes infinite after the look, in the step itself or (``AsyncAveraging``, eager)
             while the roll travels, is found one round later. Not looked at are pushes to a
             parameter server, nor gradients under a ``scaler``.
+        max_grad_norm: Clip the gradients of each optimizer to this L2 norm (> 0) just before its
+            step: what the strategy has made of them, so under ``BSP`` the mean. None does not.
         timeout_seconds: How long an operation between workers may take before it fails on every
             worker with ``CommunicationTimeout``; a year at most. Larger than the longest time by
             which one worker may lag behind the others between two synchronizations.
@@ -120,6 +123,8 @@ def attach(
         require_integer("distance_every", distance_every, least=1)
     if not isinstance(gradient_change, bool):
         raise TypeError(f"gradient_change must be true or false, got {gradient_change!r}")
+    if max_grad_norm is not None:
+        require_number("max_grad_norm", max_grad_norm, POSITIVE)
     require_timeout(timeout_seconds)
     model = unwrapped(model)
     require_usable(model)
@@ -148,6 +153,7 @@ def attach(
             beside=partial(open_communicator, group, timeout_seconds, what="distance_every"),
             gradient_change=gradient_change,
             non_finite=non_finite,
+            max_grad_norm=max_grad_norm,
             hooks=[around],
         )
     except BaseException:

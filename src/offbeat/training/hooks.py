@@ -7,6 +7,7 @@ import torch
 from torch.optim import Optimizer
 
 from offbeat.errors import AttachError
+from offbeat.training.clipping import Clipping
 from offbeat.training.iteration import Iteration
 from offbeat.training.optimizers import StepHooked, has_nested_steps, inside_step_of
 
@@ -19,14 +20,18 @@ class Removable(Protocol):
 
 
 def hook_optimizer(
-    optimizer: Optimizer, index: int, iteration: Iteration, told: Callable[[Any], None]
+    optimizer: Optimizer,
+    index: int,
+    iteration: Iteration,
+    clipping: Clipping,
+    told: Callable[[Any], None],
 ) -> list[Removable]:
-    """Call ``prepare(index)`` and ``complete(index)`` around every step; tell a closure's loss."""
+    """Call ``clipping.step`` and ``complete`` around every step; tell a closure's loss."""
 
     def before(_: Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]] | None:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            iteration.prepare(index)
+            clipping.step(index)
             return None
         calls: list[bool] = []
 
@@ -39,7 +44,7 @@ def hook_optimizer(
             calls.append(True)
             loss = closure()
             told(loss)
-            iteration.prepare(index)
+            clipping.step(index)
             return loss
 
         if len(args) > 1:

@@ -18,7 +18,6 @@ from offbeat.fabric import Communicator, Team, Wire
 from offbeat.fabric.adaptive import AdaptiveWire
 from offbeat.fabric.wire import Precision
 from offbeat.means import ModelMean, OptimizerState, Replica
-from offbeat.significance import squared_norm
 from offbeat.strategies.base import NonFinite, Part, Roll, Strategy, Worker
 from offbeat.telemetry import Records, Stats, open_sinks
 from offbeat.training.agreement import (
@@ -29,6 +28,7 @@ from offbeat.training.agreement import (
 )
 from offbeat.training.aside import Aside
 from offbeat.training.change import GradientChange
+from offbeat.training.clipping import Clipping
 from offbeat.training.companion import Companions
 from offbeat.training.distance import Distance
 from offbeat.training.finite import Finite
@@ -65,6 +65,7 @@ class Synchronizer:
         beside: Callable[[], Communicator] | None = None,
         gradient_change: bool = False,
         non_finite: NonFinite = "warn",
+        max_grad_norm: float | None = None,
         hooks: Sequence[Removable] = (),
     ) -> None:
         self._strategy, self._team, self._active = strategy, team, True
@@ -76,6 +77,7 @@ class Synchronizer:
         with team.account.paused():
             chosen = [f"optimizer_state {optimizer_state!r}", f"wire {wire!r}"]
             chosen += [f"distance_every {distance_every}", f"non_finite {non_finite!r}"]
+            chosen.append(f"max_grad_norm {max_grad_norm}")
             lines = [*chosen, *describe(strategy, replica, parts)]
             require_agreement(team.fabric, lines, settings_of(model, parts))
             copy_rank_0(team.fabric, replica.everything())
@@ -100,7 +102,8 @@ class Synchronizer:
             self._iteration.stepped = self._measure
         if gradient_change:
             self._iteration.change = GradientChange(worker)
-        self._hooks: list[Removable] = [*hooks]
+        self._clipping = Clipping(self._iteration, strategy, worker, max_grad_norm)
+        self._hooks: list[Removable] = [*hooks, self._clipping]
         self._hook(scaler)
         self._things: tuple[Any, ...] = (model, *(part.optimizer for part in parts))
         attached.update(self._things)
@@ -111,7 +114,7 @@ class Synchronizer:
     def _hook(self, scaler: torch.amp.GradScaler | None) -> None:
         for part in self._worker.parts:
             self._hooks += hook_optimizer(
-                part.optimizer, part.index, self._iteration, self._record_loss
+                part.optimizer, part.index, self._iteration, self._clipping, self._record_loss
             )
         self._iteration.watch_backward()
         self._scaler = None if scaler is None else ScalerHooks(scaler, self._iteration)
@@ -185,10 +188,10 @@ class Synchronizer:
     def clip_grad_norm_(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
         """Scale the gradients so that their total L2 norm is at most ``max_norm``.
 
-        Use it in place of ``torch.nn.utils.clip_grad_norm_``: the strategy sees the gradients
-        before they are clipped (SelSync's trigger) or averages them first (BSP), and the norm is
-        measured once for both. With a GradScaler call ``scaler.unscale_(optimizer)`` before, as
-        always.
+        As ``torch.nn.utils.clip_grad_norm_`` does on an attached model: the strategy sees the
+        gradients before they are clipped (SelSync's trigger) or averages them first (BSP). Here the
+        norm is measured once for both. With a GradScaler call ``scaler.unscale_(optimizer)``
+        before, as always.
 
         Args:
             max_norm: The largest norm that stays as it is.
@@ -201,8 +204,7 @@ class Synchronizer:
         Raises:
             AttachError: without ``optimizer``, when one has stepped and others have not yet.
         """
-        worker = self._worker
-        parts = worker.parts
+        parts = self._worker.parts
         if optimizer is not None:
             index = self._iteration.index_of(unwrapped_optimizer(optimizer))
             if index is None:
@@ -213,17 +215,7 @@ class Synchronizer:
                 "one optimizer has stepped already in this iteration, so its gradients are spent: "
                 "use clip_grad_norm_(max_norm, optimizer) with the one that is about to step"
             )
-        for part in parts:
-            self._iteration.prepare(part.index)
-        squared = worker.norm_squared
-        if squared is None or len(parts) < len(worker.parts):
-            squared = squared_norm(g for part in parts for g in part.gradients())
-        parameters = [p for part in parts for p in part.parameters if p.grad is not None]
-        double = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
-        norm = torch.tensor(squared, dtype=torch.float64).sqrt()
-        norm = norm if double else norm.float()
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        return norm
+        return self._clipping.clip(parts, max_norm)
 
     # -- meeting the others ------------------------------------------------------------------
 
