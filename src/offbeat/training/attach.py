@@ -16,6 +16,7 @@ from offbeat.fabric import Team, Transport, open_communicator
 from offbeat.fabric.wire import Precision, require_precision
 from offbeat.strategies.base import NonFinite, Part, Strategy
 from offbeat.strategies.streaming import StreamingAveraging
+from offbeat.training.beside import require_beside
 from offbeat.training.ddp import AroundDDP, unwrapped
 from offbeat.training.optimizers import require_own_state, unwrapped_optimizer
 from offbeat.training.synchronizer import Synchronizer, attached
@@ -38,6 +39,7 @@ def attach(
     gradient_change: bool = False,
     non_finite: NonFinite = "warn",
     max_grad_norm: float | None = None,
+    companions: Sequence[nn.Module] = (),
     timeout_seconds: float = 300.0,
 ) -> Synchronizer:
     """Train ``model`` data-parallel under ``strategy``; the training loop stays as it is.
@@ -49,7 +51,8 @@ def attach(
     backward passes).
 
     Args:
-        model: The model. Its trainable parameters, and those the optimizers hold, are averaged.
+        model: The model. Of its parameters those that have ``requires_grad`` now are averaged. To
+            unfreeze others later, ``detach`` and attach again.
         optimizer: The optimizer that moves them, or a list of optimizers. Inside a wrapper of
             Accelerate, Lightning, Fabric or Opacus it is found.
         strategy: When to synchronize, for example ``offbeat.SelSync()``. None is
@@ -90,6 +93,10 @@ def attach(
             parameter server, nor gradients under a ``scaler``.
         max_grad_norm: Clip the gradients of each optimizer to this L2 norm (> 0) just before its
             step: what the strategy has made of them, so under ``BSP`` the mean. None does not.
+        companions: Modules beside the model that follow it, such as a moving average of its
+            parameters: each worker goes on with its own, from rank 0's, and in ``consensus`` and
+            after ``finish`` they are the mean of all workers', counted alike. Never in between.
+            ``save`` does not hold them: give their ``state_dict()`` as ``extra``.
         timeout_seconds: How long an operation between workers may take before it fails on every
             worker with ``CommunicationTimeout``; a year at most. Larger than the longest time by
             which one worker may lag behind the others between two synchronizations.
@@ -128,6 +135,7 @@ def attach(
     require_timeout(timeout_seconds)
     model = unwrapped(model)
     require_usable(model)
+    require_beside(model, companions)
     require_apart(dict(model.named_parameters()), strategy)
     optimizers = _optimizers(optimizer)
     if optimizer_state == "average":
@@ -154,6 +162,7 @@ def attach(
             gradient_change=gradient_change,
             non_finite=non_finite,
             max_grad_norm=max_grad_norm,
+            companions=companions,
             hooks=[around],
         )
     except BaseException:
@@ -268,7 +277,13 @@ def _parts(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Part]:
             if key in owner:
                 raise AttachError(f"two optimizers both move parameter {named[key]!r}")
             owner[key] = one
-        parts.append(Part(len(parts), one, [p for p in model.parameters() if id(p) in held]))
+        moved = [p for p in model.parameters() if id(p) in held and p.requires_grad]
+        if not moved:
+            raise AttachError(
+                f"all parameters of the {type(one).__name__} are frozen: set requires_grad before "
+                "attach()"
+            )
+        parts.append(Part(len(parts), one, moved))
     for thing in (model, *optimizers):
         if thing in attached:
             raise AttachError(

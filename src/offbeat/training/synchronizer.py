@@ -27,6 +27,7 @@ from offbeat.training.agreement import (
     settings_of,
 )
 from offbeat.training.aside import Aside
+from offbeat.training.beside import Beside
 from offbeat.training.change import GradientChange
 from offbeat.training.clipping import Clipping
 from offbeat.training.companion import Companions
@@ -66,21 +67,22 @@ class Synchronizer:
         gradient_change: bool = False,
         non_finite: NonFinite = "warn",
         max_grad_norm: float | None = None,
+        companions: Sequence[nn.Module] = (),
         hooks: Sequence[Removable] = (),
     ) -> None:
         self._strategy, self._team, self._active = strategy, team, True
         self._finished = False
         self._host = team.host
-        moved = {id(p) for part in parts for p in part.parameters}
-        trainable = [p for p in model.parameters() if p.requires_grad or id(p) in moved]
-        replica = Replica(model, trainable)
+        replica = Replica(model, [p for p in model.parameters() if p.requires_grad])
+        self._beside = Beside(team, companions)
         with team.account.paused():
             chosen = [f"optimizer_state {optimizer_state!r}", f"wire {wire!r}"]
             chosen += [f"distance_every {distance_every}", f"non_finite {non_finite!r}"]
             chosen.append(f"max_grad_norm {max_grad_norm}")
-            lines = [*chosen, *describe(strategy, replica, parts)]
+            lines = [*chosen, *describe(strategy, replica, parts), *self._beside.describe()]
             require_agreement(team.fabric, lines, settings_of(model, parts))
             copy_rank_0(team.fabric, replica.everything())
+            self._beside.begin()
             adapts = wire == "auto" and strategy.default_wire != "auto"
             means = AdaptiveWire(team) if adapts else Wire(team, wire)
             models = ModelMean(team, replica, means, referenced=strategy.averages == "models")
@@ -251,22 +253,27 @@ class Synchronizer:
             with self._iteration.forbidden("consensus()"):
                 yield
         finally:
-            self._worker.replica.restore(own)
+            self._restore(own)
             self._clock += self._host.now() - start
 
-    def _take_consensus(self, roll: Roll) -> list[Tensor]:
-        """Put the mean of all models into this one; returns the own one."""
+    def _take_consensus(self, roll: Roll) -> tuple[list[Tensor], list[Tensor]]:
+        """Put the mean of all models into this one; returns the own one, and the companions."""
         worker = self._worker
-        own = worker.replica.snapshot()
+        own = worker.replica.snapshot(), self._beside.snapshot()
         steps, news = worker.steps_since_sync, worker.has_news
         try:
             self._strategy.consensus(worker, roll, final=False)
             copy_rank_0(self._team.fabric, worker.replica.other_buffers())
+            self._beside.average(final=False)
         except BaseException:
-            worker.replica.restore(own)
+            self._restore(own)
             raise
         worker.steps_since_sync, worker.has_news = steps, news
         return own
+
+    def _restore(self, own: tuple[list[Tensor], list[Tensor]]) -> None:
+        self._worker.replica.restore(own[0])
+        self._beside.restore(own[1])
 
     def finish(self) -> None:
         """End training: all workers get the same parameters and buffers, and hooks are removed.
@@ -285,10 +292,11 @@ class Synchronizer:
             roll = self._meet(finishing=True)
             while roll.finishing < team.size:  # the others are in consensus(): help, and wait on
                 with team.account.paused():
-                    worker.replica.restore(self._take_consensus(roll))
+                    self._restore(self._take_consensus(roll))
                 roll = self._meet(finishing=True)
             self._strategy.consensus(worker, roll, final=True)
             copy_rank_0(team.fabric, worker.replica.other_buffers())
+            self._beside.average(final=True)
             self._companions.leave()
         self._stats.wait_seconds += team.account.wait_seconds - self._seen[0]
         self._stats.payload_bytes += team.account.payload_bytes - self._seen[1]
