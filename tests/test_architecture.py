@@ -214,18 +214,33 @@ def test_no_private_part_of_torch(path: Path) -> None:
             assert not private, f"{relative(path)} uses {name}"
 
 
+def imported_with_offbeat() -> Iterator[tuple[str, set[str]]]:
+    """Each module of the library, and the packages that it imports at its top level."""
+    for path in MODULES:
+        if level_of(unit_of(path)) <= level_of("__init__"):
+            yield (
+                relative(path),
+                {
+                    name.split(".")[0]
+                    for node in ast.parse(path.read_text()).body
+                    for name in imports(ast.Module([node], []))
+                    if isinstance(node, ast.Import | ast.ImportFrom)
+                },
+            )
+
+
 def test_the_command_line_and_the_lab_are_optional() -> None:
     """Importing offbeat needs torch and numpy alone: extras are imported where they are used."""
     extras = {"typer", "rich", "matplotlib", "tensorboard", "lightning", "sklearn", "torchvision"}
-    for path in MODULES:
-        if level_of(unit_of(path)) <= level_of("__init__"):
-            top = {
-                name.split(".")[0]
-                for node in ast.parse(path.read_text()).body
-                for name in imports(ast.Module([node], []))
-                if isinstance(node, ast.Import | ast.ImportFrom)
-            }
-            assert not top & extras, relative(path)
+    for module, top in imported_with_offbeat():
+        assert not top & extras, module
+
+
+def test_importing_offbeat_needs_no_module_of_one_platform() -> None:
+    """Windows has none of these; a ``try`` around the import is fine."""
+    unix = {"crypt", "curses", "fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog"}
+    for module, top in imported_with_offbeat():
+        assert not top & {*unix, "termios", "tty", "msvcrt", "winreg"}, module
 
 
 def test_all_is_every_public_name() -> None:

@@ -55,9 +55,10 @@ class GroupFactory:
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._members = tuple(dist.get_process_group_ranks(group))
+        whole: Any = dist.group.WORLD if group is None else group
+        self._members = tuple(dist.get_process_group_ranks(whole))
         self.rank, self.size = dist.get_rank(group), len(self._members)
-        self._store = (group or dist.group.WORLD).get_group_store()  # type: ignore[union-attr]
+        self._store = whole.get_group_store()
         self.store: Any = None
 
     def open(self, backend: str, timeout_seconds: float) -> Group:

@@ -1,14 +1,22 @@
 """Which network interface and address the workers talk over: the first thing to check when slow."""
 
-import fcntl
 import os
 import socket
 import struct
+from types import ModuleType
+
+fcntl: ModuleType | None
+try:
+    import fcntl
+except ImportError:  # Windows has no such module, and names no addresses here
+    fcntl = None
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 def _address_of(interface: str) -> str | None:
+    if fcntl is None:
+        return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("256s", interface.encode()[:15])
         try:
@@ -26,7 +34,8 @@ def interface_in_use(backend: str) -> str:
     variable = f"{backend.upper()}_SOCKET_IFNAME"
     named = os.environ.get(variable)
     if named:
-        return f"{named} ({_address_of(named) or 'no IPv4 address'}; from {variable})"
+        address = "unknown address" if fcntl is None else _address_of(named) or "no IPv4 address"
+        return f"{named} ({address}; from {variable})"
     if backend != "gloo":
         return f"chosen by {backend} ({variable} is not set)"
     try:

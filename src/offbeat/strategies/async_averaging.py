@@ -95,6 +95,11 @@ class AsyncAveraging(Strategy):
     outer_momentum: float = setting(0.0, least=0, below=1)
     discrepancy_every: int | None = setting(None, least=1)
 
+    @property
+    @override
+    def repeatable(self) -> bool:
+        return self.schedule == "cyclic"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.schedule == "cyclic" and self.staleness < 2:

@@ -97,6 +97,14 @@ class Strategy(ABC):
     Where what others have done comes in at any time, no step is either.
     """
 
+    @property
+    def repeatable(self) -> bool:
+        """Whether the same gradients give the same models, however long messages take.
+
+        By default where every round ends in the step that has begun it, and nothing is pushed.
+        """
+        return self.rounds != "boundary" and self.averages != "pushes"
+
     averages_state: ClassVar[bool] = False
     """Whether ``optimizer_state="average"`` applies: all wait while models are averaged."""
 

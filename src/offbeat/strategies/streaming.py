@@ -138,6 +138,11 @@ class StreamingAveraging(Strategy):
     schedule: Literal["eager", "cyclic"] = "eager"
     outer_gain: float | Literal["auto"] = setting("auto", least=1)
 
+    @property
+    @override
+    def repeatable(self) -> bool:
+        return self.schedule == "cyclic"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.parts != "auto" and self.parts > _PARTS_LIMIT:

@@ -1,7 +1,7 @@
 """The front door: ``attach`` puts a synchronization strategy on an ordinary training loop."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Literal
 
@@ -16,6 +16,9 @@ from offbeat.fabric import Team, Transport, open_communicator
 from offbeat.fabric.wire import Precision, require_precision
 from offbeat.strategies.base import NonFinite, Part, Strategy
 from offbeat.strategies.streaming import StreamingAveraging
+from offbeat.training.beside import require_beside
+from offbeat.training.ddp import AroundDDP, unwrapped
+from offbeat.training.optimizers import require_own_state, unwrapped_optimizer
 from offbeat.training.synchronizer import Synchronizer, attached
 from offbeat.training.usable import require_apart, require_usable
 
@@ -35,6 +38,8 @@ def attach(
     distance_every: int | None = None,
     gradient_change: bool = False,
     non_finite: NonFinite = "warn",
+    max_grad_norm: float | None = None,
+    companions: Sequence[nn.Module] = (),
     timeout_seconds: float = 300.0,
 ) -> Synchronizer:
     """Train ``model`` data-parallel under ``strategy``; the training loop stays as it is.
@@ -46,8 +51,10 @@ def attach(
     backward passes).
 
     Args:
-        model: The model. Its trainable parameters, and those the optimizers hold, are averaged.
-        optimizer: The optimizer that moves them, or a list of optimizers.
+        model: The model. Of its parameters those that have ``requires_grad`` now are averaged. To
+            unfreeze others later, ``detach`` and attach again.
+        optimizer: The optimizer that moves them, or a list of optimizers. Inside a wrapper of
+            Accelerate, Lightning, Fabric or Opacus it is found.
         strategy: When to synchronize, for example ``offbeat.SelSync()``. None is
             ``offbeat.StreamingAveraging()``, which has nothing to tune.
         group: The process group of the workers; None is the default group. Or a transport of your
@@ -84,6 +91,12 @@ def attach(
             becomes infinite after the look, in the step itself or (``AsyncAveraging``, eager)
             while the roll travels, is found one round later. Not looked at are pushes to a
             parameter server, nor gradients under a ``scaler``.
+        max_grad_norm: Clip the gradients of each optimizer to this L2 norm (> 0) just before its
+            step: what the strategy has made of them, so under ``BSP`` the mean. None does not.
+        companions: Modules beside the model that follow it, such as a moving average of its
+            parameters: each worker goes on with its own, from rank 0's, and in ``consensus`` and
+            after ``finish`` they are the mean of all workers', counted alike. Never in between.
+            ``save`` does not hold them: give their ``state_dict()`` as ``extra``.
         timeout_seconds: How long an operation between workers may take before it fails on every
             worker with ``CommunicationTimeout``; a year at most. Larger than the longest time by
             which one worker may lag behind the others between two synchronizations.
@@ -94,7 +107,9 @@ def attach(
 
     Raises:
         AttachError: no process group, a model or optimizer that is already attached, LBFGS, an
-            optimizer without this model's parameters or with others; a parameter or buffer that
+            optimizer without this model's parameters or with others, whose hooks do not work, or
+            that communicates by itself; a DistributedDataParallel around the model that cannot be
+            switched off; a parameter or buffer that
             cannot be written in place (lazy, on the meta device, expanded, sparse, of
             ``torch.inference_mode()``).
         MismatchError: another worker has another model, optimizer or strategy.
@@ -115,14 +130,25 @@ def attach(
         require_integer("distance_every", distance_every, least=1)
     if not isinstance(gradient_change, bool):
         raise TypeError(f"gradient_change must be true or false, got {gradient_change!r}")
+    if max_grad_norm is not None:
+        require_number("max_grad_norm", max_grad_norm, POSITIVE)
     require_timeout(timeout_seconds)
+    model = unwrapped(model)
     require_usable(model)
+    require_beside(model, companions)
     require_apart(dict(model.named_parameters()), strategy)
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    optimizers = _optimizers(optimizer)
+    if optimizer_state == "average":
+        require_own_state(optimizers)
     parts = _parts(model, optimizers)
-    team = Team(open_communicator(group, timeout_seconds, what="offbeat.attach()"))
+    around = AroundDDP(model, group, strategy, wire)
     try:
-        return Synchronizer(
+        team = Team(open_communicator(group, timeout_seconds, what="offbeat.attach()"))
+    except BaseException:
+        around.remove()
+        raise
+    try:
+        sync = Synchronizer(
             model,
             parts,
             strategy,
@@ -135,10 +161,16 @@ def attach(
             beside=partial(open_communicator, group, timeout_seconds, what="distance_every"),
             gradient_change=gradient_change,
             non_finite=non_finite,
+            max_grad_norm=max_grad_norm,
+            companions=companions,
+            hooks=[around],
         )
     except BaseException:
+        around.remove()
         team.close()
         raise
+    around.steps = lambda: sync.step
+    return sync
 
 
 def require_timeout(seconds: float, name: str = "timeout_seconds") -> None:
@@ -210,6 +242,12 @@ def require_non_finite(non_finite: str, strategy: Strategy) -> None:
         raise ValueError(f'non_finite="{non_finite}" with {strategy}: it can {can}')
 
 
+def _optimizers(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    if isinstance(given, Iterable) and not isinstance(given, Optimizer):
+        return [unwrapped_optimizer(one) for one in given]
+    return [unwrapped_optimizer(given)]
+
+
 def _parts(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Part]:
     """Which of the model's parameters each optimizer moves, in the model's order."""
     if not optimizers:
@@ -218,8 +256,6 @@ def _parts(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Part]:
     parts: list[Part] = []
     owner: dict[int, Optimizer] = {}
     for one in optimizers:
-        if not isinstance(one, Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {one!r}")
         if isinstance(one, LBFGS):
             raise AttachError(
                 "LBFGS takes many steps inside one step() and cannot be synchronized; use a "
@@ -241,7 +277,13 @@ def _parts(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Part]:
             if key in owner:
                 raise AttachError(f"two optimizers both move parameter {named[key]!r}")
             owner[key] = one
-        parts.append(Part(len(parts), one, [p for p in model.parameters() if id(p) in held]))
+        moved = [p for p in model.parameters() if id(p) in held and p.requires_grad]
+        if not moved:
+            raise AttachError(
+                f"all parameters of the {type(one).__name__} are frozen: set requires_grad before "
+                "attach()"
+            )
+        parts.append(Part(len(parts), one, moved))
     for thing in (model, *optimizers):
         if thing in attached:
             raise AttachError(

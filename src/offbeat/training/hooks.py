@@ -1,25 +1,37 @@
 """Hooks on the user's own objects: optimizers, which stay what they are, and a GradScaler."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import AttachError
+from offbeat.training.clipping import Clipping
 from offbeat.training.iteration import Iteration
+from offbeat.training.optimizers import StepHooked, has_nested_steps, inside_step_of
+
+
+class Removable(Protocol):
+    """What was hooked to something of the user's, until ``remove``."""
+
+    def remove(self) -> None:
+        """Take it off."""
 
 
 def hook_optimizer(
-    optimizer: Optimizer, index: int, iteration: Iteration, told: Callable[[Any], None]
-) -> list[RemovableHandle]:
-    """Call ``prepare(index)`` and ``complete(index)`` around every step; tell a closure's loss."""
+    optimizer: Optimizer,
+    index: int,
+    iteration: Iteration,
+    clipping: Clipping,
+    told: Callable[[Any], None],
+) -> list[Removable]:
+    """Call ``clipping.step`` and ``complete`` around every step; tell a closure's loss."""
 
     def before(_: Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]] | None:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            iteration.prepare(index)
+            clipping.step(index)
             return None
         calls: list[bool] = []
 
@@ -32,7 +44,7 @@ def hook_optimizer(
             calls.append(True)
             loss = closure()
             told(loss)
-            iteration.prepare(index)
+            clipping.step(index)
             return loss
 
         if len(args) > 1:
@@ -40,9 +52,11 @@ def hook_optimizer(
         return args, {**kwargs, "closure": counted}
 
     def after(_: Optimizer, args: Any, kwargs: Any) -> None:
-        iteration.complete(index)
+        if not (has_nested_steps(optimizer) and inside_step_of(optimizer)):
+            iteration.complete(index)
 
     return [
+        StepHooked(optimizer),
         optimizer.register_step_pre_hook(before),
         optimizer.register_step_post_hook(after),
     ]

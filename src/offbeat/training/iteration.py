@@ -140,6 +140,8 @@ class Iteration:
         self._order: list[int] = []  # of the gradients in this iteration
         self._last_order = [part.index for part in worker.parts]  # in the one before
         self._groups = [_parameters_of(part.optimizer) for part in worker.parts]
+        held = [p for groups in self._groups for group in groups for p in group]
+        self._frozen = [p for p in held if not p.requires_grad]
         self._forbidden = ""
         worker.overlaps_backward = worker.size > 1 and len(worker.parts) == 1
         self._backward: Backward | None = None
@@ -187,6 +189,11 @@ class Iteration:
             raise AttachError(
                 "parameters were added to the optimizer, taken away or replaced after attach(): "
                 "detach() and attach again so that all workers agree on what is averaged"
+            )
+        if any(p.requires_grad for p in self._frozen):
+            raise AttachError(
+                "parameters that were frozen at attach() are not any more, and would not be "
+                "averaged: detach() and attach again"
             )
         with self._at_work:
             if not self._stepped and not self._prepared:

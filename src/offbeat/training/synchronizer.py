@@ -5,21 +5,19 @@ Long because each of these is a short method with a long description; the work i
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import AttachError, CheckpointError
 from offbeat.fabric import Communicator, Team, Wire
 from offbeat.fabric.adaptive import AdaptiveWire
 from offbeat.fabric.wire import Precision
 from offbeat.means import ModelMean, OptimizerState, Replica
-from offbeat.significance import squared_norm
 from offbeat.strategies.base import NonFinite, Part, Roll, Strategy, Worker
 from offbeat.telemetry import Records, Stats, open_sinks
 from offbeat.training.agreement import (
@@ -29,12 +27,15 @@ from offbeat.training.agreement import (
     settings_of,
 )
 from offbeat.training.aside import Aside
+from offbeat.training.beside import Beside
 from offbeat.training.change import GradientChange
+from offbeat.training.clipping import Clipping
 from offbeat.training.companion import Companions
 from offbeat.training.distance import Distance
 from offbeat.training.finite import Finite
-from offbeat.training.hooks import ScalerHooks, hook_optimizer
+from offbeat.training.hooks import Removable, ScalerHooks, hook_optimizer
 from offbeat.training.iteration import Iteration
+from offbeat.training.optimizers import unwrapped_optimizer
 from offbeat.training.state import (
     answer_of,
     check_state,
@@ -65,19 +66,23 @@ class Synchronizer:
         beside: Callable[[], Communicator] | None = None,
         gradient_change: bool = False,
         non_finite: NonFinite = "warn",
+        max_grad_norm: float | None = None,
+        companions: Sequence[nn.Module] = (),
+        hooks: Sequence[Removable] = (),
     ) -> None:
         self._strategy, self._team, self._active = strategy, team, True
         self._finished = False
         self._host = team.host
-        moved = {id(p) for part in parts for p in part.parameters}
-        trainable = [p for p in model.parameters() if p.requires_grad or id(p) in moved]
-        replica = Replica(model, trainable)
+        replica = Replica(model, [p for p in model.parameters() if p.requires_grad])
+        self._beside = Beside(team, companions)
         with team.account.paused():
             chosen = [f"optimizer_state {optimizer_state!r}", f"wire {wire!r}"]
             chosen += [f"distance_every {distance_every}", f"non_finite {non_finite!r}"]
-            lines = [*chosen, *describe(strategy, replica, parts)]
+            chosen.append(f"max_grad_norm {max_grad_norm}")
+            lines = [*chosen, *describe(strategy, replica, parts), *self._beside.describe()]
             require_agreement(team.fabric, lines, settings_of(model, parts))
             copy_rank_0(team.fabric, replica.everything())
+            self._beside.begin()
             adapts = wire == "auto" and strategy.default_wire != "auto"
             means = AdaptiveWire(team) if adapts else Wire(team, wire)
             models = ModelMean(team, replica, means, referenced=strategy.averages == "models")
@@ -99,6 +104,8 @@ class Synchronizer:
             self._iteration.stepped = self._measure
         if gradient_change:
             self._iteration.change = GradientChange(worker)
+        self._clipping = Clipping(self._iteration, strategy, worker, max_grad_norm)
+        self._hooks: list[Removable] = [*hooks, self._clipping]
         self._hook(scaler)
         self._things: tuple[Any, ...] = (model, *(part.optimizer for part in parts))
         attached.update(self._things)
@@ -107,10 +114,9 @@ class Synchronizer:
         self._seen = (team.account.wait_seconds, team.account.payload_bytes)
 
     def _hook(self, scaler: torch.amp.GradScaler | None) -> None:
-        self._hooks: list[RemovableHandle] = []
         for part in self._worker.parts:
             self._hooks += hook_optimizer(
-                part.optimizer, part.index, self._iteration, self._record_loss
+                part.optimizer, part.index, self._iteration, self._clipping, self._record_loss
             )
         self._iteration.watch_backward()
         self._scaler = None if scaler is None else ScalerHooks(scaler, self._iteration)
@@ -184,10 +190,10 @@ class Synchronizer:
     def clip_grad_norm_(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
         """Scale the gradients so that their total L2 norm is at most ``max_norm``.
 
-        Use it in place of ``torch.nn.utils.clip_grad_norm_``: the strategy sees the gradients
-        before they are clipped (SelSync's trigger) or averages them first (BSP), and the norm is
-        measured once for both. With a GradScaler call ``scaler.unscale_(optimizer)`` before, as
-        always.
+        As ``torch.nn.utils.clip_grad_norm_`` does on an attached model: the strategy sees the
+        gradients before they are clipped (SelSync's trigger) or averages them first (BSP). Here the
+        norm is measured once for both. With a GradScaler call ``scaler.unscale_(optimizer)``
+        before, as always.
 
         Args:
             max_norm: The largest norm that stays as it is.
@@ -200,10 +206,9 @@ class Synchronizer:
         Raises:
             AttachError: without ``optimizer``, when one has stepped and others have not yet.
         """
-        worker = self._worker
-        parts = worker.parts
+        parts = self._worker.parts
         if optimizer is not None:
-            index = self._iteration.index_of(optimizer)
+            index = self._iteration.index_of(unwrapped_optimizer(optimizer))
             if index is None:
                 raise AttachError("clip_grad_norm_() was given an optimizer that is not attached")
             parts = parts[index : index + 1]
@@ -212,17 +217,7 @@ class Synchronizer:
                 "one optimizer has stepped already in this iteration, so its gradients are spent: "
                 "use clip_grad_norm_(max_norm, optimizer) with the one that is about to step"
             )
-        for part in parts:
-            self._iteration.prepare(part.index)
-        squared = worker.norm_squared
-        if squared is None or len(parts) < len(worker.parts):
-            squared = squared_norm(g for part in parts for g in part.gradients())
-        parameters = [p for part in parts for p in part.parameters if p.grad is not None]
-        double = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
-        norm = torch.tensor(squared, dtype=torch.float64).sqrt()
-        norm = norm if double else norm.float()
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        return norm
+        return self._clipping.clip(parts, max_norm)
 
     # -- meeting the others ------------------------------------------------------------------
 
@@ -258,22 +253,27 @@ class Synchronizer:
             with self._iteration.forbidden("consensus()"):
                 yield
         finally:
-            self._worker.replica.restore(own)
+            self._restore(own)
             self._clock += self._host.now() - start
 
-    def _take_consensus(self, roll: Roll) -> list[Tensor]:
-        """Put the mean of all models into this one; returns the own one."""
+    def _take_consensus(self, roll: Roll) -> tuple[list[Tensor], list[Tensor]]:
+        """Put the mean of all models into this one; returns the own one, and the companions."""
         worker = self._worker
-        own = worker.replica.snapshot()
+        own = worker.replica.snapshot(), self._beside.snapshot()
         steps, news = worker.steps_since_sync, worker.has_news
         try:
             self._strategy.consensus(worker, roll, final=False)
             copy_rank_0(self._team.fabric, worker.replica.other_buffers())
+            self._beside.average(final=False)
         except BaseException:
-            worker.replica.restore(own)
+            self._restore(own)
             raise
         worker.steps_since_sync, worker.has_news = steps, news
         return own
+
+    def _restore(self, own: tuple[list[Tensor], list[Tensor]]) -> None:
+        self._worker.replica.restore(own[0])
+        self._beside.restore(own[1])
 
     def finish(self) -> None:
         """End training: all workers get the same parameters and buffers, and hooks are removed.
@@ -292,10 +292,11 @@ class Synchronizer:
             roll = self._meet(finishing=True)
             while roll.finishing < team.size:  # the others are in consensus(): help, and wait on
                 with team.account.paused():
-                    worker.replica.restore(self._take_consensus(roll))
+                    self._restore(self._take_consensus(roll))
                 roll = self._meet(finishing=True)
             self._strategy.consensus(worker, roll, final=True)
             copy_rank_0(team.fabric, worker.replica.other_buffers())
+            self._beside.average(final=True)
             self._companions.leave()
         self._stats.wait_seconds += team.account.wait_seconds - self._seen[0]
         self._stats.payload_bytes += team.account.payload_bytes - self._seen[1]

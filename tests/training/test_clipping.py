@@ -1,0 +1,231 @@
+"""Gradients are clipped after the strategy has had them, whoever clips them."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+import offbeat
+from loops import Sink, attach, close, error_of, sgd
+from problems import (
+    OPTIMIZERS,
+    Simulated,
+    bsp_reference,
+    flat,
+    gradients,
+    loss_of,
+    make_batch,
+    make_model,
+)
+from worlds import run, simulated
+
+ORIGINALS = nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_
+MAX_NORM = 0.3  # every gradient of these problems is longer
+STEPS = 6
+
+
+def by_attach(model: nn.Module, sync: Any) -> None:
+    pass
+
+
+def by_sync(model: nn.Module, sync: Any) -> None:
+    sync.clip_grad_norm_(MAX_NORM)
+
+
+def by_torch(model: nn.Module, sync: Any) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, norm_type=2.0)
+
+
+def by_a_name(model: nn.Module, sync: Any) -> None:
+    """A script's own, imported before anything was attached."""
+    clip_grad_norm_(list(model.parameters()), max_norm=MAX_NORM)
+
+
+def twice(model: nn.Module, sync: Any) -> None:
+    by_torch(model, sync)
+    by_sync(model, sync)
+
+
+WAYS = [by_attach, by_sync, by_torch, by_a_name, twice]
+
+
+def trained(rank: int, size: int, clip: Callable[..., None], text: str, scaled: bool) -> Any:
+    model, sink = make_model(rank), Sink()
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4) if scaled else None
+    limit = MAX_NORM if clip is by_attach else None
+    options = {"scaler": scaler, "log": sink, "gradient_change": True, "max_grad_norm": limit}
+    sync = attach(model, optimizer, text, **options)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model, make_batch(rank, step))
+        if scaler is None:
+            loss.backward()
+            clip(model, sync)
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            clip(model, sync)
+            scaler.step(optimizer)
+            scaler.update()
+    sync.finish()
+    return flat(model), [r["relative_change"] for r in sink.records]
+
+
+@pytest.mark.parametrize("clip", WAYS)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_under_bsp_the_mean_is_clipped(clip: Callable[..., None], scaled: bool) -> None:
+    """As by DDP, which has averaged before anyone clips."""
+    expected = bsp_reference(2, "momentum", STEPS, MAX_NORM)[-1]
+    for model, _ in run(trained, clip, "bsp", scaled, workers=2):
+        close(model, expected, 1e-6 if clip is twice else 1e-12)  # torch adds 1e-6 to the norm
+    assert (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_) == ORIGINALS
+
+
+@pytest.mark.parametrize("clip", WAYS)
+def test_the_trigger_sees_what_was_not_clipped(clip: Callable[..., None]) -> None:
+    """Δ is that of the loop that does not clip, as long as the models are the same."""
+    plain = run(trained, lambda model, sync: None, "selsync:delta=0", False, workers=2)
+    for (_, changes), (_, expected) in zip(
+        run(trained, clip, "selsync:delta=0", False, workers=2), plain, strict=True
+    ):
+        assert changes[0] == expected[0] == float("inf")
+        # From the second step on the models differ, but not by a factor as clipped norms would:
+        # those are all the same, and their relative change would be 0.
+        assert all(change > 1e-4 for change in changes[1:])
+
+
+@pytest.mark.parametrize("clip", WAYS)
+def test_without_a_mean_of_gradients_each_worker_clips_its_own(clip: Callable[..., None]) -> None:
+    reference = Simulated.start(2, "momentum")
+    for step in range(STEPS):
+        for rank, (model, optimizer) in enumerate(
+            zip(reference.models, reference.optimizers, strict=True)
+        ):
+            optimizer.zero_grad()
+            loss_of(model, make_batch(rank, step)).backward()
+            ORIGINALS[0](model.parameters(), MAX_NORM)
+            optimizer.step()
+        if step % 2:
+            reference.average()
+    for model, _ in run(trained, clip, "local:period=2", False, workers=2):
+        close(model, reference.flat()[0], 1e-6 if clip is twice else 1e-12)
+
+
+def skipping(rank: int, size: int, clip: Callable[..., None]) -> Any:
+    model = make_model(rank)
+    optimizer = sgd(model)
+    sync = attach(model, optimizer, "bsp")
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, make_batch(rank, step)).backward()
+        clip(model, sync)
+        if step % 3 != 1:
+            optimizer.step()
+    counted = sync.step
+    sync.finish()
+    return flat(model), counted
+
+
+@pytest.mark.parametrize("clip", [by_sync, by_torch])
+def test_a_step_may_be_left_out_after_a_clip(clip: Callable[..., None]) -> None:
+    """It counts as one that a scaler has skipped, and the next gradients are averaged, too."""
+    model = make_model(0)
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        each = [gradients(model, make_batch(rank, step)) for rank in range(2)]
+        for p, *parts in zip(model.parameters(), *each, strict=True):
+            p.grad = sum(parts) / 2  # type: ignore[assignment]
+        ORIGINALS[0](model.parameters(), MAX_NORM)
+        if step % 3 != 1:
+            optimizer.step()
+    for result, counted in run(skipping, clip, workers=2):
+        close(result, flat(model))
+        assert counted == STEPS
+
+
+def by_value(rank: int, size: int) -> Tensor:
+    model = make_model(rank)
+    optimizer = sgd(model)
+    with attach(model, optimizer, "bsp"):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, make_batch(rank, step)).backward()
+            nn.utils.clip_grad_value_(model.parameters(), 0.05)
+            optimizer.step()
+    return flat(model)
+
+
+def test_clipping_by_value_waits_for_the_mean_too() -> None:
+    model = make_model(0)
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        each = [gradients(model, make_batch(rank, step)) for rank in range(2)]
+        for p, *parts in zip(model.parameters(), *each, strict=True):
+            p.grad = (sum(parts) / 2).clamp(-0.05, 0.05)  # type: ignore[union-attr]
+        optimizer.step()
+    for result in run(by_value, workers=2):
+        close(result, flat(model))
+
+
+def warned(rank: int, size: int) -> None:
+    """Two optimizers clipped together; a clip in the middle of accumulation."""
+    for several in (True, False):
+        model = make_model(rank)
+        optimizers = [sgd(model[0]), sgd(model[2:])] if several else [sgd(model)]
+        sync = attach(model, optimizers, "bsp")
+        for step in range(4):
+            model.zero_grad()
+            for micro in range(1 if several else 2):
+                loss_of(model, make_batch(rank, 2 * step + micro)).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+            for optimizer in optimizers:
+                optimizer.step()
+        sync.finish()
+
+
+def test_what_cannot_be_handled_is_named_once() -> None:
+    """By each worker."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        simulated(warned, workers=2)
+    messages = sorted(str(one.message) for one in caught)
+    assert len(messages) == 4
+    assert all("changed between a clip and optimizer.step()" in one for one in messages[:2])
+    assert all("clips the gradients of several optimizers" in one for one in messages[2:])
+
+
+def alone(rank: int, size: int) -> Any:
+    model, other = make_model(rank), make_model(5)
+    sync = attach(model, sgd(model), "local:period=2")
+    replaced = [nn.utils.clip_grad_norm_ is not ORIGINALS[0]]
+    sync.detach()
+    sync = attach(model, sgd(model), "bsp")
+    replaced.append(nn.utils.clip_grad_norm_ is not ORIGINALS[0])
+    loss_of(other, make_batch(rank, 0)).backward()
+    expected = nn.utils.get_total_norm([p.grad for p in other.parameters() if p.grad is not None])
+    close(nn.utils.clip_grad_norm_(other.parameters(), MAX_NORM), expected)
+    steps = sync.step
+    sync.detach()
+    error = error_of(lambda: attach(model, sgd(model), "bsp", max_grad_norm=1.0 + rank))
+    return replaced, steps, error
+
+
+def test_torchs_functions_are_replaced_only_where_it_matters() -> None:
+    """And other models are clipped as always; a norm that differs between workers is refused."""
+    for replaced, steps, error in run(alone, workers=2):
+        assert (replaced, steps) == ([False, True], 0)
+        assert "max_grad_norm 2.0; rank 0 has" in error[1]
+    assert (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_) == ORIGINALS
+
+
+@pytest.mark.parametrize("norm", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_largest_norm_is_positive_and_finite(norm: float) -> None:
+    model = make_model()
+    with pytest.raises(ValueError, match="max_grad_norm must be positive"):
+        offbeat.attach(model, sgd(model), offbeat.BSP(), max_grad_norm=norm)

@@ -1,0 +1,243 @@
+"""DistributedDataParallel around an attached model: switched off, left to a node, or refused."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import offbeat
+from loops import attach, error_of, everything, sgd
+from offbeat.strategies.base import Strategy
+from pages import code_on
+from problems import loss_of, make_batch, make_model, train_step
+from workers import run
+
+STEPS = 7
+
+
+def with_statistics(seed: int = 0) -> nn.Sequential:
+    """A model whose buffers change in each pass."""
+    return nn.Sequential(make_model(seed), nn.BatchNorm1d(1, dtype=torch.float64))
+
+
+def bare(model: nn.Module, strategy: Strategy) -> tuple[Any, nn.Module]:
+    return attach(model, sgd(model), strategy), model
+
+
+def wrapper_given(model: nn.Module, strategy: Strategy) -> tuple[Any, nn.Module]:
+    wrapper = DistributedDataParallel(model)
+    return attach(wrapper, sgd(model), strategy), wrapper
+
+
+def wrapped_before(model: nn.Module, strategy: Strategy) -> tuple[Any, nn.Module]:
+    wrapper = DistributedDataParallel(model)
+    return attach(model, sgd(model), strategy), wrapper
+
+
+class Own(DistributedDataParallel):
+    """A framework's own subclass."""
+
+
+def wrapped_after(model: nn.Module, strategy: Strategy) -> tuple[Any, nn.Module]:
+    sync = attach(model, sgd(model), strategy)
+    return sync, Own(model, find_unused_parameters=True)
+
+
+def wrapped_in_part(model: nn.Module, strategy: Strategy) -> tuple[Any, nn.Module]:
+    """As where a model of several networks is wrapped network by network."""
+    assert isinstance(model, nn.Sequential)
+    wrapped = nn.Sequential(DistributedDataParallel(model[0], gradient_as_bucket_view=True))
+    wrapped.append(DistributedDataParallel(model[1]))
+    return attach(model, sgd(model), strategy), wrapped
+
+
+def trained(
+    rank: int, prepare: Callable[..., tuple[Any, nn.Module]], strategy: Strategy
+) -> tuple[list[Tensor], int, list[Tensor]]:
+    """Model and bytes before the end, and the model after it; two passes of three without sync."""
+    model = with_statistics(rank)
+    sync, called = prepare(model, strategy)
+    quiet = called.no_sync if isinstance(called, DistributedDataParallel) else None
+    optimizer = sync._worker.parts[0].optimizer
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro in range(3):
+            with quiet() if quiet and micro < 2 else contextlib.nullcontext():
+                loss_of(called, make_batch(rank, 3 * step + micro)).backward()
+        optimizer.step()
+    before, sent = everything(model), sync.stats.payload_bytes
+    sync.finish()
+    return before, sent, everything(model)
+
+
+def reduces(rank: int, wrapper: nn.Module) -> bool:
+    """Whether the gradients of all workers are the same after one pass."""
+    wrapper.zero_grad()
+    loss_of(wrapper, make_batch(rank, 99)).backward()
+    mine = torch.cat([p.grad.reshape(-1) for p in wrapper.parameters() if p.grad is not None])
+    all_of_them = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_of_them, mine)
+    return all(torch.equal(one, mine) for one in all_of_them)
+
+
+def everywhere(rank: int, size: int) -> Any:
+    ways = [bare, wrapper_given, wrapped_before, wrapped_after, wrapped_in_part]
+    return [
+        [trained(rank, way, strategy) for way in ways]
+        for strategy in (offbeat.LocalSGD(period=3), offbeat.BSP())
+    ]
+
+
+def test_a_wrapper_changes_nothing() -> None:
+    """Parameters, statistics and bytes are those of the bare loop, bit for bit, on each worker."""
+    results = run(everywhere, workers=2)
+    for of_rank in results:
+        for plain, *wrapped in of_rank:
+            for before, sent, after in wrapped:
+                assert sent == plain[1]
+                for one, other in zip((*plain[0], *plain[2]), (*before, *after), strict=True):
+                    assert torch.equal(one, other)
+    (local, _), (other_local, _) = results
+    assert not torch.equal(local[0][0][0], other_local[0][0][0]), "between two means they differ"
+
+
+def life(rank: int, size: int) -> Any:
+    model = make_model(rank)
+    wrapper = DistributedDataParallel(model)
+    found = [reduces(rank, wrapper)]
+    sync = attach(model, sgd(model), offbeat.LocalSGD(period=3))
+    found.append(reduces(rank, wrapper))
+    train_step(model, sync._worker.parts[0].optimizer, make_batch(rank, 0))
+    late = error_of(lambda: DistributedDataParallel(model))
+    sync.finish()
+    found.append(reduces(rank, wrapper))
+    found.append(reduces(rank, DistributedDataParallel(make_model(rank))))
+    errors = []
+    static = DistributedDataParallel(make_model(0), static_graph=True)
+    errors.append(error_of(lambda: attach(static, sgd(static), offbeat.BSP())))
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    for group, inner in ((alone, None), (None, alone)):
+        model = make_model(rank)
+        wrapper = DistributedDataParallel(model, process_group=inner)
+        try:
+            sync = attach(model, sgd(model), offbeat.LocalSGD(period=3), group=group)
+        except offbeat.AttachError as error:
+            errors.append((["AttachError"], str(error)))
+            continue
+        errors.append(error_of(lambda wrapper=wrapper: reduces(rank, wrapper)))
+        sync.finish()
+    return found, late, errors
+
+
+def test_a_wrapper_reduces_again_after_the_end() -> None:
+    """And others reduce meanwhile. What cannot be switched off is refused on every worker."""
+    for found, late, errors in run(life, workers=2):
+        assert found == [True, False, True, True]
+        assert late[0][0] == "AttachError"
+        assert "in the middle of the training" in late[1]
+        assert "static_graph" in errors[0][1]
+
+
+def documented(rank: int, size: int) -> Any:
+    """The groups of the page."""
+    names: dict[str, Any] = {"nodes": 2, "gpus": 2, "dist": dist, "offbeat": offbeat}
+    names |= {"DistributedDataParallel": DistributedDataParallel, "model": make_model(rank)}
+    names["optimizer"] = sgd(names["model"])
+    exec(code_on("coming-from-ddp", "across"), names)
+    names["sync"].finish()
+    return [dist.get_process_group_ranks(names[one]) for one in ("node", "across")]
+
+
+def node_of_two(rank: int, size: int, text: str) -> Any:
+    """Ranks 0, 1 and 2, 3 are nodes with DDP inside; 0, 2 and 1, 3 train together."""
+    nodes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    model = with_statistics(rank)
+    wrapper = DistributedDataParallel(model, process_group=nodes[rank // 2])
+    optimizer = sgd(model)
+    try:
+        sync = attach(model, optimizer, text, group=groups[rank % 2])
+    except offbeat.AttachError as error:
+        return str(error)
+    for step in range(STEPS):
+        train_step(wrapper, optimizer, make_batch(rank, step))
+    own = everything(model)[: len(list(model.parameters()))]
+    sync.finish()
+    return own, everything(model)[: len(own)]
+
+
+def node_reference(period: int) -> list[Tensor]:
+    """Two workers that each use the mean gradient of a node; the first worker before the end."""
+    models = [with_statistics(0), with_statistics(0)]
+    for step in range(1, STEPS + 1):
+        for node, model in enumerate(models):
+            total = [torch.zeros_like(p) for p in model.parameters()]
+            kept = [b.clone() for b in model.buffers()]
+            for rank in (2 * node + 1, 2 * node):
+                for buffer, value in zip(model.buffers(), kept, strict=True):
+                    buffer.copy_(value)
+                loss = loss_of(model, make_batch(rank, step - 1))
+                for mean, g in zip(
+                    total, torch.autograd.grad(loss, list(model.parameters())), strict=True
+                ):
+                    mean += g / 2
+            with torch.no_grad():
+                for p, g in zip(model.parameters(), total, strict=True):
+                    p -= 0.05 * g
+        if step % period == 0:
+            with torch.no_grad():
+                for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+                    p.copy_((p + q) / 2)
+                    q.copy_(p)
+    return [p.detach() for p in models[0].parameters()]
+
+
+def test_a_node_shares_one_model_under_a_strategy_across_nodes() -> None:
+    """DDP stays at work inside the node, and both workers of a node hold the same at all times."""
+    results = run(node_of_two, "local:period=3", workers=4)
+    expected = node_reference(3)
+    for rank, (own, final) in enumerate(results):
+        for one, other in zip(own, results[rank // 2 * 2][0], strict=True):
+            assert torch.equal(one, other)
+        for one, other in zip(final, results[0][1], strict=True):
+            assert torch.equal(one, other)
+    for one, other in zip(results[0][0], expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+TEXTS = ["easgd", "ssp:staleness=3", "downpour", "async:schedule=eager", "streaming"]
+
+
+def all_texts(rank: int, size: int) -> Any:
+    return [node_of_two(rank, size, text) for text in TEXTS]
+
+
+def test_the_groups_of_the_page_are_nodes_and_counterparts() -> None:
+    assert run(documented, workers=4) == [
+        [[0, 1], [0, 2]],
+        [[0, 1], [1, 3]],
+        [[2, 3], [0, 2]],
+        [[2, 3], [1, 3]],
+    ]
+
+
+def test_a_node_is_refused_where_time_decides() -> None:
+    """Both workers of a node would get other models: those strategies raise on all, at once."""
+    for messages in run(all_texts, workers=4):
+        for message in messages:
+            assert "the workers of a node would get different models" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "repeatable"),
+    [("bsp", True), ("local:period=2", True), ("selsync", True), ("diloco:period=4", True)]
+    + [("fedavg:period=4", True), ("async", True), ("streaming:schedule=cyclic", True)]
+    + [(text, False) for text in TEXTS],
+)
+def test_which_strategies_do_not_depend_on_time(text: str, repeatable: bool) -> None:
+    assert offbeat.parse_strategy(text).repeatable is repeatable

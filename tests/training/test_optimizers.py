@@ -1,0 +1,192 @@
+"""Wrapped optimizers, and those whose step is a step inside a step."""
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+import offbeat
+from loops import attach, close, sgd
+from problems import Simulated, assign, flat, loss_of, make_batch, make_model
+from worlds import run
+
+
+class WithoutInit(Optimizer):
+    """As wrappers do that borrow the groups of the optimizer inside: no ``Optimizer.__init__``."""
+
+    def __init__(self, inside: Optimizer, name: str) -> None:
+        setattr(self, name, inside)
+        self.param_groups, self.defaults = inside.param_groups, inside.defaults
+        self._inside = inside
+
+    def step(self, closure: Any = None) -> Any:
+        return self._inside.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._inside.zero_grad(set_to_none)
+
+
+class Imitation:
+    """As Lightning's: no optimizer, but of a class that says so."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._inside = optimizer
+        self.__class__ = type("Imitated", (Imitation, type(optimizer)), {})  # type: ignore[assignment]
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self._inside
+
+    def step(self, closure: Any = None) -> Any:
+        return self._inside.step(closure)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inside, name)
+
+
+class Slow(Optimizer):
+    """Lookahead, as timm writes it: hooks of its own, which nobody calls before ``zero_grad``."""
+
+    def __init__(self, inside: Optimizer, every: int) -> None:
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+        self._inside, self._every, self._steps = inside, every, 0
+        self.param_groups, self.defaults, self.state = inside.param_groups, {}, inside.state
+        self._slow = [p.detach().clone() for p in inside.param_groups[0]["params"]]
+
+    def step(self, closure: Any = None) -> None:
+        self._inside.step()
+        self._steps += 1
+        if self._steps % self._every == 0:
+            with torch.no_grad():
+                for slow, p in zip(self._slow, self.param_groups[0]["params"], strict=True):
+                    slow += 0.5 * (p - slow)
+                    p.copy_(slow)
+
+
+class Decayed(SGD):
+    """A step that begins with its base's: both fire the hooks."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = super().step(closure)
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p *= 0.9
+        return loss
+
+
+def steps(model: Any, optimizer: Any, rank: int, count: int = 5) -> None:
+    for step in range(count):
+        loss_of(model, make_batch(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def wrapped(rank: int, size: int) -> Any:
+    results = []
+    for wrap in (
+        lambda o: o,
+        lambda o: WithoutInit(o, "optimizer"),
+        lambda o: WithoutInit(o, "original_optimizer"),
+        Imitation,
+        lambda o: WithoutInit(WithoutInit(o, "optimizer"), "optimizer"),
+    ):
+        model = make_model(rank)
+        optimizer = wrap(sgd(model))
+        sync = attach(model, optimizer, offbeat.LocalSGD(period=2))
+        steps(model, optimizer, rank)
+        sync.clip_grad_norm_(1.0, optimizer)
+        results.append((flat(model), sync.step, sync.stats.syncs))
+        sync.detach()
+    return results
+
+
+def test_the_optimizer_inside_a_wrapper_is_attached() -> None:
+    """Every step of the wrapper counts, and the model is that of the plain optimizer."""
+    for plain, *others in run(wrapped, workers=2):
+        assert plain[1:] == (5, 2)
+        for model, *counts in others:
+            assert counts == [5, 2]
+            assert torch.equal(model, plain[0])
+
+
+def lookahead(rank: int, size: int, scheduled: bool) -> Any:
+    fresh = type("Slow", (Slow,), {"step": Slow.step})  # torch changes a class once for all
+    model = make_model(0)
+    optimizer = fresh(sgd(model), every=3)
+    sync = attach(model, optimizer, offbeat.LocalSGD(period=1))
+    if scheduled:
+        StepLR(optimizer, 100)
+    steps(model, optimizer, rank)
+    found = flat(model), sync.step, sync.stats.syncs
+    sync.finish()
+    steps(model, optimizer, 0, 1)  # and works as before
+    return found
+
+
+def lookahead_reference(size: int) -> Tensor:
+    """Each worker steps, slow weights included; then the mean."""
+    reference = Simulated.start(size, "sgd")
+    optimizers = [Slow(optimizer, every=3) for optimizer in reference.optimizers]
+    for step in range(5):
+        for rank, (model, optimizer) in enumerate(zip(reference.models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss_of(model, make_batch(rank, step)).backward()
+            optimizer.step()
+        reference.average()
+    return reference.flat()[0]
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_hooks_fire_where_the_class_has_none(scheduled: bool) -> None:
+    """From the first step on, around the whole step."""
+    for model, count, syncs in run(lookahead, scheduled, workers=2):
+        assert (count, syncs) == (5, 5)
+        close(model, lookahead_reference(2))
+
+
+def nested(rank: int, size: int) -> Any:
+    model = make_model(0)
+    optimizer = Decayed(model.parameters(), lr=0.05)
+    sgd(model)  # now the base class fires hooks, too
+    sync = attach(model, optimizer, offbeat.LocalSGD(period=1))
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, make_batch(rank, step)).backward()
+        optimizer.step()
+    return flat(model), sync.step
+
+
+def test_a_step_inside_a_step_is_one_step() -> None:
+    """The mean is that of the models after all of it."""
+    reference = Simulated.start(2, "sgd")
+    for step in range(3):
+        reference.step(step)
+        for model in reference.models:
+            assign(model, 0.9 * flat(model))
+        reference.average()
+    for model, count in run(nested, workers=2):
+        assert count == 3
+        close(model, reference.flat()[0])
+
+
+def refusing(rank: int, size: int) -> Any:
+    model = make_model(0)
+    unknown = WithoutInit(sgd(model), "inner")
+    with pytest.raises(offbeat.AttachError, match="step hooks of this WithoutInit do not work"):
+        attach(model, unknown, offbeat.BSP())
+    zero = type("ZeroRedundancyOptimizer", (SGD,), {"__module__": "torch.distributed.optim.zero"})
+    with pytest.raises(offbeat.AttachError, match="ZeroRedundancyOptimizer communicates in its"):
+        attach(model, zero(model.parameters(), lr=0.1), offbeat.BSP())
+    with pytest.raises(offbeat.AttachError, match="Slow may be that of the optimizer inside"):
+        attach(model, Slow(sgd(model), 2), offbeat.LocalSGD(period=2), optimizer_state="average")
+    return True
+
+
+def test_what_has_no_hooks_is_refused_before_anything_is_sent() -> None:
+    """On one worker of two, which would hang or fail at its first message."""
+    assert refusing(0, 2)
