@@ -8,7 +8,12 @@ both just that.
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from offbeat.errors import CommunicationError
 from offbeat.fabric.communicator import Communicator
+
+
+class EndedError(CommunicationError):
+    """The other members have ended the training together."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +69,19 @@ class Membership(Protocol):
             step: Own steps so far, for messages.
 
         Raises:
-            CommunicationError: this worker cannot go on: the others have gone on without it, nobody
-                can be reached, or training has ended. The message says which.
+            EndedError: the others have left at the end of training.
+            CommunicationError: this worker cannot go on: the others have gone on without it, or
+                nobody can be reached. The message says which.
+        """
+
+    def leave(self, *, ended: bool) -> None:
+        """This worker goes for good: no view change waits for it. Never blocks for long.
+
+        Called just before its communicator is closed for the last time.
+
+        Args:
+            ended: All members have come to the end of training: nobody can join any more, and who
+                still calls ``regroup`` is told so.
         """
 
 
