@@ -99,7 +99,7 @@ class Life:
         self._failing = threading.Lock()
         self._health = Health(self._open("gloo"), health_seconds)
         self._departures = Departures(factory.store, self.rank)
-        _close_at_exit(self)
+        close_at_exit(self)
 
     def _open(self, backend: str) -> groups.Group:
         started = time.perf_counter()
@@ -135,7 +135,8 @@ class Life:
         reads no more from a connection whose next message is for an operation that has failed by
         another connection: what else waits there would wait for the time-out.
         """
-        if any(work.failed() for work in list(self.under_way)) or self._departures.look():
+        failed = any(work.failed() for work in list(self.under_way))
+        if failed or self._departures.look() or self._factory.lost():
             self._hang_up()
         ended = self._hung_up
         return ended is not None and time.perf_counter() - ended > _SETTLE_SECONDS
@@ -181,7 +182,7 @@ class Life:
 
     def _describe(self, failure: Failure) -> Callable[[], CommunicationError]:
         self._hang_up()
-        gone, silent = ([], []) if self.closed else self._health.missing()
+        gone, silent = ([], []) if self.closed else self._missing()
         text = f"rank {self.rank}: {failure.what} failed after {failure.seconds:.1f} s"
         if gone:
             text += f": lost the connection to {self._first_of(gone)}"
@@ -193,6 +194,10 @@ class Life:
         if not self.closed:
             self._departures.tell("failed")
         return self._error(text, failure)
+
+    def _missing(self) -> tuple[list[int], list[int]]:
+        lost = self._factory.lost()
+        return (lost, []) if lost else self._health.missing()
 
     def _first_of(self, gone: list[int]) -> str:
         """Those who did not leave on account of others, and why they left."""
@@ -275,9 +280,16 @@ class _BackgroundError(UnexplainedError):
         return self._life.explain(self._failure)
 
 
-def _close_at_exit(life: Life) -> None:
+class Closes(Protocol):
+    """Something with an end."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+def close_at_exit(one: Closes) -> None:
     """Python would abort with a thread inside gloo, and wait for operations that cannot end."""
-    reference = weakref.ref(life)
+    reference = weakref.ref(one)
 
     def close() -> None:
         alive = reference()
@@ -285,7 +297,7 @@ def _close_at_exit(life: Life) -> None:
             alive.close()
 
     atexit.register(close)
-    weakref.finalize(life, atexit.unregister, close).atexit = False
+    weakref.finalize(one, atexit.unregister, close).atexit = False
 
 
 def _first_line(error: RuntimeError) -> str:
