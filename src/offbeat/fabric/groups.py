@@ -57,7 +57,7 @@ class GroupFactory:
         name: Of these members alone.
         numbers: Of their groups.
         opening_seconds: How long an opening may take, if less than an operation.
-        lost: Ranks of those whose processes are known to have ended.
+        lost: Gives the ranks of those whose processes have ended; None if nobody watches them.
 
     Attributes:
         rank: As above.
@@ -75,7 +75,7 @@ class GroupFactory:
         numbers: Iterator[int],
         *,
         opening_seconds: float = math.inf,
-        lost: Callable[[], list[int]] = list,
+        lost: Callable[[], list[int]] | None = None,
     ) -> None:
         self.rank, self.size, self.lost = rank, size, lost
         self.store: Any = None
@@ -134,7 +134,7 @@ class GroupFactory:
         self.store.set(f"here/{self.rank}", "")
         everyone = [f"here/{rank}" for rank in range(self.size)]
         while True:
-            if lost := self.lost():
+            if self.lost is not None and (lost := self.lost()):
                 raise MeetingError(f"{ranks_text(lost)} died")
             if self.store.check([_GIVEN_UP]):  # perhaps after all had come
                 rank = int(self.store.get(_GIVEN_UP))

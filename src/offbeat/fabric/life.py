@@ -61,7 +61,7 @@ class Life:
     """What a communicator and its twins share.
 
     Args:
-        factory: Opens the groups.
+        factory: Opens the groups, and may know who is lost; else a group is opened to ask them.
         backend: Of the groups that do the work.
         host: Runs the activities.
         timeout_seconds: How long one operation may take.
@@ -97,7 +97,9 @@ class Life:
         self._first: Failure | None = None  # what it tells of
         self._hung_up: float | None = None  # when
         self._failing = threading.Lock()
-        self._health = Health(self._open("gloo"), health_seconds)
+        self._health: Health | None = None
+        if factory.lost is None:
+            self._health = Health(self._open("gloo"), health_seconds)
         self._departures = Departures(factory.store, self.rank)
         close_at_exit(self)
 
@@ -136,7 +138,7 @@ class Life:
         another connection: what else waits there would wait for the time-out.
         """
         failed = any(work.failed() for work in list(self.under_way))
-        if failed or self._departures.look() or self._factory.lost():
+        if failed or self._departures.look() or self._lost():
             self._hang_up()
         ended = self._hung_up
         return ended is not None and time.perf_counter() - ended > _SETTLE_SECONDS
@@ -195,9 +197,12 @@ class Life:
             self._departures.tell("failed")
         return self._error(text, failure)
 
+    def _lost(self) -> list[int]:
+        return [] if self._factory.lost is None else self._factory.lost()
+
     def _missing(self) -> tuple[list[int], list[int]]:
-        lost = self._factory.lost()
-        return (lost, []) if lost else self._health.missing()
+        """Ranks that are gone, and ranks that are silent, whom a view change finds out itself."""
+        return (self._lost(), []) if self._health is None else self._health.missing()
 
     def _first_of(self, gone: list[int]) -> str:
         """Those who did not leave on account of others, and why they left."""
@@ -258,7 +263,8 @@ class Life:
         self._lines.clear()
         self.waiter.close(self._farewell_seconds)
         self._departures.close()
-        self._health.close()
+        if self._health is not None:
+            self._health.close()
 
     def _loses_track(self) -> bool:
         """Whether an operation runs on although all connections have ended, as happens in gloo."""

@@ -62,7 +62,7 @@ class Decision:
     Attributes:
         members: In the next view.
         newcomers: Those of them that have been in no view.
-        asked: The first number that nobody who had asked by then has.
+        asked: The first number that nobody had taken by then.
     """
 
     members: list[int]
@@ -76,6 +76,7 @@ class Participant:
     Args:
         worker: Its number.
         board: Of the training.
+        lifelines: Of this process; the others have their address from ``address/worker``.
         timeout_seconds: Of an operation.
         silence_seconds: How long others are waited for that are silent.
     """
@@ -84,17 +85,15 @@ class Participant:
         self,
         worker: int,
         board: Board,
+        lifelines: Lifelines,
         *,
         timeout_seconds: float,
         silence_seconds: float,
     ) -> None:
-        self.worker, self.board = worker, board
+        self.worker, self.board, self.lifelines = worker, board, lifelines
         self.timeout_seconds = timeout_seconds
         self.silence_seconds = min(silence_seconds, timeout_seconds)
-        self.lifelines = Lifelines()
         self.heard = time.monotonic()  # when this worker last took part
-        # The others connect to it when they open a view with this worker.
-        self._promptly(lambda: board.put(f"address/{worker}", self.lifelines.address))
 
     def enter(self, number: int, decision: Decision, opening_seconds: float) -> View:
         """Open the view ``number``.
@@ -246,9 +245,8 @@ class Participant:
 
     def _propose(self, number: int, before: Decision, here: list[int]) -> None:
         """Of the workers that are ``here``, and those that ask to join and can be reached."""
-        asked = self._promptly(lambda: self.board.count("asked", 0))
-        candidates = range(before.asked, asked)
-        addresses = self._addresses(candidates)
+        addresses = self._promptly(partial(self._asking, before.asked))
+        asked = before.asked + len(addresses)
         missed = self.lifelines.watch(addresses)
         newcomers = sorted(set(addresses) - set(missed) - self.lifelines.lost())
 
@@ -259,6 +257,13 @@ class Participant:
             board.first("decided", asdict(decision))
 
         self._promptly(propose)
+
+    def _asking(self, first: int) -> dict[int, str]:
+        """Addresses of those that have taken a number from ``first`` on."""
+        found: dict[int, str] = {}
+        while (address := self.board.get(f"address/{first + len(found)}")) is not None:
+            found[first + len(found)] = address
+        return found
 
     def _addresses(self, workers: Iterable[int]) -> dict[int, str]:
         """Of those that have one."""
@@ -343,13 +348,14 @@ def open_elastic(
     factory = GroupFactory.of(group)
     keys, size = factory.keys(), factory.size
     base = base_of(keys)
-    everyone = Board(base, place_of(base))
+    everyone, lifelines = Board(base, place_of(base)), Lifelines()
 
     def begin() -> Board:
         name = f"{TRAINING}/{Board(keys, everyone.where).first('name', uuid.uuid4().hex)}"
         board = everyone.within(name)
+        board.put(f"address/{factory.rank}", lifelines.address)
         if factory.rank == 0:
-            board.count("asked", size)
+            board.put("size", size)
             everyone.put(TRAINING, name)
         if kept_here(base):
             board.put("keeper", factory.rank)
@@ -360,12 +366,20 @@ def open_elastic(
             )
         return board
 
-    board = everyone.promptly(begin, f"rank {factory.rank}: attaching failed")
+    who = f"rank {factory.rank}: attaching failed"
+    board = everyone.promptly(begin, who)
     participant = Participant(
         factory.rank,
         board,
+        lifelines,
         timeout_seconds=timeout_seconds,
         silence_seconds=silence_seconds,
     )
     first = Decision(list(range(size)), [], size)
-    return participant.enter(0, first, timeout_seconds).communicator
+    view = participant.enter(0, first, timeout_seconds)
+    keeper = everyone.promptly(
+        lambda: board.get("keeper"), f"rank {factory.rank}: attaching failed"
+    )
+    if keeper is not None:
+        board.where += f", which rank {keeper} kept,"
+    return view.communicator

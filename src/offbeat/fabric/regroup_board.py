@@ -47,10 +47,6 @@ class Board:
         """Write unless somebody has; what stands there then, for all."""
         return json.loads(self.store.compare_set(key, "", json.dumps(value)))
 
-    def count(self, key: str, by: int) -> int:
-        """Add to a counter; what it is then."""
-        return int(self.store.add(key, by))
-
     def has(self, keys: Sequence[str]) -> list[bool]:
         """Which of them are there."""
         if not keys or self.store.check(list(keys)):

@@ -13,6 +13,7 @@ from offbeat.fabric.communicator import Communicator, Transport
 from offbeat.fabric.membership import View
 from offbeat.fabric.regroup import SILENCE_SECONDS, TRAINING, Decision, Participant
 from offbeat.fabric.regroup_board import Board
+from offbeat.fabric.regroup_lifelines import Lifelines
 
 _LOOK_SECONDS = 0.05  # between looks whether the others have agreed
 _CONNECT_SECONDS = 30.0
@@ -71,22 +72,26 @@ class Newcomer(Transport):
         for _ in range(_ATTEMPTS):
             name = self._await(everyone, TRAINING, deadline, timeout_seconds)
             board = everyone.within(name)
-            worker = board.promptly(partial(board.count, "asked", 1), "joining failed") - 1
-            participant = Participant(
-                worker, board, timeout_seconds=timeout_seconds, silence_seconds=SILENCE_SECONDS
-            )
+            lifelines = Lifelines()
             try:
+                worker = board.promptly(partial(_take_number, board, lifelines), "joining failed")
+                participant = Participant(
+                    worker,
+                    board,
+                    lifelines,
+                    timeout_seconds=timeout_seconds,
+                    silence_seconds=SILENCE_SECONDS,
+                )
                 view = self._ask(participant, deadline)
             except BaseException:
-                participant.lifelines.close()
+                lifelines.close()
                 raise
             if view is not None:
                 return view.communicator
-            address = participant.lifelines.address
-            participant.lifelines.close()
+            lifelines.close()
         raise CommunicationError(
-            f"joining failed: the members cannot reach this process at {address}. Name the network "
-            "interface that joins you to them in GLOO_SOCKET_IFNAME"
+            f"joining failed: the members cannot reach this process at {lifelines.address}. Name "
+            "the network interface that joins you to them in GLOO_SOCKET_IFNAME"
         )
 
     def _ask(self, participant: Participant, deadline: float) -> View | None:
@@ -147,3 +152,11 @@ class Newcomer(Transport):
             f'joining failed: no training with on_failure="continue" has begun at '
             f"{self._address} within timeout_seconds={timeout_seconds:g}"
         )
+
+
+def _take_number(board: Board, lifelines: Lifelines) -> int:
+    """The first that nobody has, and with it the place among those that ask."""
+    number = int(board.get("size"))
+    while board.first(f"address/{number}", lifelines.address) != lifelines.address:
+        number += 1
+    return number
