@@ -18,6 +18,7 @@ from offbeat.strategies.base import NonFinite, Part, Strategy
 from offbeat.strategies.streaming import StreamingAveraging
 from offbeat.training.synchronizer import Synchronizer, attached
 from offbeat.training.usable import require_apart, require_usable
+from offbeat.training.views import Means
 
 _LEAST_SECONDS, _YEAR_SECONDS = 0.001, 31_536_000
 
@@ -35,6 +36,8 @@ def attach(
     distance_every: int | None = None,
     gradient_change: bool = False,
     non_finite: NonFinite = "warn",
+    on_failure: Literal["raise", "continue"] = "raise",
+    min_workers: int = 1,
     timeout_seconds: float = 300.0,
 ) -> Synchronizer:
     """Train ``model`` data-parallel under ``strategy``; the training loop stays as it is.
@@ -84,6 +87,13 @@ def attach(
             becomes infinite after the look, in the step itself or (``AsyncAveraging``, eager)
             while the roll travels, is found one round later. Not looked at are pushes to a
             parameter server, nor gradients under a ``scaler``.
+        on_failure: What happens when a worker dies, hangs or is cut off. "raise" raises
+            ``CommunicationError`` on all others. "continue" lets them go on without it, from what
+            they have in common, and takes in workers that join; see docs/elastic.md for what is
+            lost. With every strategy of this package; not with ``distance_every``, data injection,
+            several optimizers under ``BSP``, ``FedAvg`` with ``weights``, or synchronous ``EASGD``
+            with ``alpha``.
+        min_workers: With "continue": with fewer workers than these all raise (≥ 1).
         timeout_seconds: How long an operation between workers may take before it fails on every
             worker with ``CommunicationTimeout``; a year at most. Larger than the longest time by
             which one worker may lag behind the others between two synchronizations.
@@ -96,7 +106,7 @@ def attach(
         AttachError: no process group, a model or optimizer that is already attached, LBFGS, an
             optimizer without this model's parameters or with others; a parameter or buffer that
             cannot be written in place (lazy, on the meta device, expanded, sparse, of
-            ``torch.inference_mode()``).
+            ``torch.inference_mode()``); ``on_failure="continue"`` with what cannot.
         MismatchError: another worker has another model, optimizer or strategy.
         CommunicationError: a worker did not take part.
         TypeError, ValueError: an argument that is none of the above.
@@ -116,27 +126,42 @@ def attach(
     if not isinstance(gradient_change, bool):
         raise TypeError(f"gradient_change must be true or false, got {gradient_change!r}")
     require_timeout(timeout_seconds)
+    require_choice("on_failure", on_failure, ("raise", "continue"))
+    require_integer("min_workers", min_workers, least=1)
     require_usable(model)
     require_apart(dict(model.named_parameters()), strategy)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     parts = _parts(model, optimizers)
-    team = Team(open_communicator(group, timeout_seconds, what="offbeat.attach()"))
+    continues = on_failure == "continue"
+    if continues:
+        require_continuation(strategy, len(parts), distance_every)
+    elif min_workers != 1:
+        raise ValueError(f'min_workers={min_workers} needs on_failure="continue"')
+    team = Team(
+        open_communicator(group, timeout_seconds, what="offbeat.attach()", regroups=continues)
+    )
     try:
+        if not continues and team.view:
+            raise AttachError('a worker that joins needs on_failure="continue", as the others have')
+        if team.size < min_workers:
+            raise AttachError(f"min_workers={min_workers}, and there are {team.size}")
         return Synchronizer(
             model,
             parts,
             strategy,
             team,
             scaler=scaler,
-            optimizer_state=optimizer_state,
-            wire=wire,
+            means=Means(wire, optimizer_state),
             log=log,
             distance_every=distance_every,
             beside=partial(open_communicator, group, timeout_seconds, what="distance_every"),
             gradient_change=gradient_change,
             non_finite=non_finite,
+            min_workers=min_workers if continues else None,
         )
     except BaseException:
+        if continues and team.membership is not None:
+            team.membership.leave(ended=False)
         team.close()
         raise
 
@@ -208,6 +233,23 @@ def require_non_finite(non_finite: str, strategy: Strategy) -> None:
     if non_finite not in strategy.non_finite:
         can = " or ".join(f'"{one}"' for one in strategy.non_finite)
         raise ValueError(f'non_finite="{non_finite}" with {strategy}: it can {can}')
+
+
+def require_continuation(strategy: Strategy, optimizers: int, distance_every: object) -> None:
+    """Raise unless training can go on after a loss.
+
+    Raises:
+        AttachError: naming what cannot.
+    """
+    cannot = ""
+    if not strategy.continues:
+        cannot = f"{strategy!r} cannot begin anew with other workers (Strategy.continues)"
+    elif strategy.rounds == "gradients" and optimizers > 1:
+        cannot = "several optimizers, whose gradients are averaged one after the other"
+    elif distance_every is not None:
+        cannot = "distance_every, which measures beside the training"
+    if cannot:
+        raise AttachError(f'on_failure="continue" with {cannot}: use on_failure="raise"')
 
 
 def _parts(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Part]:
