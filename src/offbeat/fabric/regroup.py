@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from typing_extensions import override
 
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout
 from offbeat.fabric.communicator import Communicator
@@ -47,6 +48,13 @@ class ElasticCommunicator(TorchCommunicator):
     """One whose workers can agree on who goes on."""
 
     membership: Membership
+
+    @override
+    def twin(self) -> Communicator:
+        """It ends with the first one, and is opened anew with the next view."""
+        twin = super().twin()
+        del twin.__dict__["membership"]
+        return twin
 
 
 class ElasticSingle(SingleCommunicator):
