@@ -34,6 +34,7 @@ def store() -> Any:
 def train(rank: int, size: int, strategy: str) -> Any:
     """Rank 1 dies at step 10; a newcomer comes then; all take some steps more."""
     regroup_watch._STORE_SECONDS = 0.1  # between looks whether somebody asks
+    os.environ["OFFBEAT_KERNELS"] = "0"  # numba is slow to import
     kept = store()
     if rank == size:
         kept.wait(["died"])

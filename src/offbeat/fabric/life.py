@@ -100,7 +100,7 @@ class Life:
         self._health: Health | None = None
         if factory.lost is None:
             self._health = Health(self._open("gloo"), health_seconds)
-        self._departures = Departures(factory.store, self.rank)
+        self._departures = Departures(factory.keys(), self.rank)
         close_at_exit(self)
 
     def _open(self, backend: str) -> groups.Group:
