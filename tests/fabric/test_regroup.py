@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import offbeat
+from cells import some
 from fabric.communicators import meet
 from offbeat.errors import CommunicationError, CommunicationTimeout
 from offbeat.fabric import groups, regroup, regroup_join, regroup_watch
@@ -34,13 +35,15 @@ def mask(*numbers: int) -> float:
 class Worker:
     """One that goes on adding, through all views."""
 
-    def __init__(self, number: int, size: int, **settings: float) -> None:
+    def __init__(
+        self, number: int, size: int, *, address: str | None = None, **settings: float
+    ) -> None:
         regroup_watch._STORE_SECONDS = 0.1  # between looks whether somebody asks
         settings = {"timeout_seconds": TIMEOUT_SECONDS, **settings}
         if number < size:
             self.communicator = open_elastic(None, **settings)
         else:
-            self.communicator = offbeat.join().make_communicator(settings["timeout_seconds"])
+            self.communicator = offbeat.join(address).make_communicator(settings["timeout_seconds"])
         self.number, self.steps, self.totals = number, 0, []
         self.views: list[Any] = []
         self.changed = 0.0
@@ -373,6 +376,60 @@ def test_nobody_to_join_is_an_error(tmp_path: Path) -> None:
         offbeat.join(f"file://{path}").make_communicator(0.2)
 
 
+# -- stores and messages --------------------------------------------------------------------------
+
+
+def begin_from(rank: int, size: int, folder: str) -> Any:
+    """Rank 0 dies, and another one comes; in a group made from the environment or a file."""
+    address = None
+    if rank < size:
+        dist.destroy_process_group()
+        os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", RANK=str(rank), WORLD_SIZE=str(size))
+        method = f"file://{folder}/store" if folder else None
+        settings = {"rank": rank, "world_size": size} if folder else {}
+        dist.init_process_group("gloo", init_method=method, **settings)
+    else:
+        store().wait(["died"])
+        address = f"file://{folder}/store" if folder else None
+    worker = Worker(rank, size, address=address)
+    if rank < size:
+        worker.until(*range(size))
+    if rank == 0:
+        die()
+    return worker.until(*range(1, size + 1)).finish()
+
+
+@pytest.mark.parametrize("kind", ["environment", "file"])
+def test_every_way_to_begin(kind: str, tmp_path: Path) -> None:
+    """As torchrun or a launcher of one's own sets the environment, or through a file."""
+    folder = str(tmp_path) if kind == "file" else ""
+    results = run(begin_from, folder, workers=3, newcomers=1, may_die=(0,))
+    for views in results[1:]:
+        assert views[-1][1] == (1, 2, 3)
+
+
+def be_late(rank: int, size: int) -> Any:
+    worker = Worker(rank, size, silence_seconds=0.3).until(*range(size))
+    if rank == 0:
+        worker.change()
+    worker.until(*range(size))
+    fabric, late, total = worker.communicator, torch.zeros(1), torch.ones(1)
+    if rank == 0:
+        time.sleep(0.7)
+        fabric.send(torch.ones(1), destination=1, what="a message").wait()
+        time.sleep(0.7)
+    else:
+        fabric.receive(late, source=0, what="a message").wait()
+    fabric.sum(total, what="a sum").wait()
+    worker.finish()
+    return late.item(), total.item(), len(worker.views)
+
+
+def test_an_operation_of_a_later_view_has_its_time() -> None:
+    """timeout_seconds, though opening the view has less."""
+    assert run(be_late, workers=2, newcomers=0) == [(0.0, 2.0, 2), (1.0, 2.0, 2)]
+
+
 # -- many views -----------------------------------------------------------------------------------
 
 
@@ -402,8 +459,9 @@ def change_often(rank: int, size: int, times: int) -> Any:
     return first, last, worker.until(*range(size)).finish()
 
 
-def test_thirty_view_changes_leave_nothing_behind() -> None:
+@pytest.mark.parametrize("times", some([8, 30], 0))
+def test_many_view_changes_leave_nothing_behind(times: int) -> None:
     """No thread and no descriptor of a view that has ended."""
-    for first, last, views in run(change_often, 30, workers=3, newcomers=0):
-        assert [number for number, _, _ in views] == list(range(31))
+    for first, last, views in run(change_often, times, workers=3, newcomers=0):
+        assert [number for number, _, _ in views] == list(range(times + 1))
         assert all(a <= b for a, b in zip(last, first, strict=True)), (first, last)

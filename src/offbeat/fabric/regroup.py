@@ -206,35 +206,36 @@ class Participant:
     def _agree(self, number: int, before: Decision, patience: float, new: bool) -> Decision:
         """Who is in view ``number``, after that of ``before``; perhaps not this worker."""
         board, started = self.board.within(f"view/{number}"), time.monotonic()
-        others = [worker for worker in before.members if worker != self.worker]
+        others = set(before.members) - {self.worker}
 
         def arrive() -> None:
             if board.get("decided") is None:
                 board.put(f"here/{self.worker}", new)
                 board.put("wanted", True)
 
-        def look() -> tuple[Any, Any, list[bool], list[bool]]:
-            here = board.has([f"here/{worker}" for worker in others])
-            left = self.board.has([f"left/{worker}" for worker in others])
-            return board.get("decided"), self.board.get("ended"), here, left
+        here: set[int] = set()
+        left: set[int] = set()
+
+        def look() -> tuple[Any, Any]:
+            here.update(board.those("here/{}", others - here))
+            left.update(self.board.those("left/{}", others - here))
+            return board.get("decided"), self.board.get("ended")
 
         self._promptly(arrive)
         pause, longest = _BETWEEN_SECONDS
         while True:
-            decided, ended, come, gone = self._promptly(look)
+            decided, ended = self._promptly(look)
             if decided is not None:
                 return Decision(**decided)
             if ended is not None:
                 raise EndedError(f"rank {self.worker}: the others have ended the training")
             lost = self.lifelines.lost()
-            here = [w for w, there in zip(others, come, strict=True) if there and w not in lost]
-            left = {w for w, there in zip(others, gone, strict=True) if there}
-            awaited = set(others) - set(here) - left - lost
+            awaited, alive = others - here - left - lost, {self.worker, *(here - lost)}
             # So that one with a bad link, by itself, does not leave all others behind too soon.
-            most = 1 + len(here) >= len(awaited)
+            most = len(alive) >= len(awaited)
             over = time.monotonic() - started > (patience if most else self.timeout_seconds)
-            if over or (not awaited and all(self.worker < other for other in here)):
-                self._propose(number, before, sorted([*here, self.worker]))
+            if over or (not awaited and self.worker == min(alive)):
+                self._propose(number, before, sorted(alive))
                 continue
             time.sleep(pause)
             pause = min(2 * pause, longest)

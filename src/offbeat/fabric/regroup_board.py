@@ -5,7 +5,7 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -47,11 +47,12 @@ class Board:
         """Write unless somebody has; what stands there then, for all."""
         return json.loads(self.store.compare_set(key, "", json.dumps(value)))
 
-    def has(self, keys: Sequence[str]) -> list[bool]:
-        """Which of them are there."""
-        if not keys or self.store.check(list(keys)):
-            return [True] * len(keys)
-        return [bool(self.store.check([key])) for key in keys]
+    def those(self, key: str, workers: Iterable[int]) -> list[int]:
+        """The workers for which ``key``, with their number in it, is there."""
+        keys = {worker: key.format(worker) for worker in workers}
+        if not keys or self.store.check(list(keys.values())):
+            return list(keys)
+        return [worker for worker, one in keys.items() if self.store.check([one])]
 
     def promptly(
         self, function: Callable[[], T], who: str, *, seconds: float = _STORE_SECONDS

@@ -53,6 +53,6 @@ class Watch:
 
     def _ask(self) -> None:
         try:
-            self._wanted = self._wanted or self._board.has([self._key])[0]
+            self._wanted = self._wanted or self._board.get(self._key) is not None
         except RuntimeError:
             self._gone = True

@@ -201,11 +201,13 @@ class _Work(Handle[Any]):
     def _block(self) -> None:
         """Wait so that a Ctrl-C gets through; see ``waiting``."""
         if not self._collective:
-            limit = [_FOREVER] if self._patient else []
+            # Named, because gloo ends one at the time-out that its group was opened with.
+            limit = timedelta(seconds=self._life.timeout_seconds)
+            limit = _FOREVER if self._patient else limit
             if needs_waiter():
-                self._life.waiter.wait(functools.partial(self._wait, *limit), self._life.look)
+                self._life.waiter.wait(functools.partial(self._wait, limit), self._life.look)
             else:
-                self._wait(*limit)
+                self._wait(limit)
         elif self._life.backend != "gloo":  # NCCL's ends the operation when the time has passed
             self._wait()
         else:
