@@ -8,6 +8,7 @@ from offbeat.errors import AttachError
 from offbeat.fabric.communicator import Communicator, Transport
 from offbeat.fabric.membership import membership_of
 from offbeat.fabric.network_interface import interface_in_use
+from offbeat.fabric.regroup import open_elastic
 from offbeat.fabric.single import SingleCommunicator
 from offbeat.fabric.torch_distributed import TorchCommunicator
 
@@ -34,7 +35,7 @@ def open_communicator(
         AttachError: no process group was initialised, or there is no ``membership``.
         TypeError: what a transport made is no communicator.
     """
-    made = _open(group, timeout_seconds, what=what)
+    made = _open(group, timeout_seconds, what=what, regroups=regroups)
     if regroups and membership_of(made) is None:
         made.close()
         raise AttachError(
@@ -45,7 +46,11 @@ def open_communicator(
 
 
 def _open(
-    group: dist.ProcessGroup | Transport | None, timeout_seconds: float, *, what: str
+    group: dist.ProcessGroup | Transport | None,
+    timeout_seconds: float,
+    *,
+    what: str,
+    regroups: bool,
 ) -> Communicator:
     make = getattr(group, "make_communicator", None)
     if make is None and not (dist.is_available() and dist.is_initialized()):
@@ -61,10 +66,15 @@ def _open(
             raise TypeError(f"make_communicator() must return a Communicator, got {made!r}")
         return made
     assert group is None or isinstance(group, dist.ProcessGroup)
-    if dist.get_world_size(group) == 1:
+    fabric: Communicator
+    if regroups:
+        fabric = open_elastic(group, timeout_seconds)
+    elif dist.get_world_size(group) == 1:
         return SingleCommunicator(timeout_seconds)
-    fabric = TorchCommunicator(group, timeout_seconds=timeout_seconds)
+    else:
+        fabric = TorchCommunicator(group, timeout_seconds=timeout_seconds)
     if fabric.rank == 0:
-        interface = interface_in_use(fabric.backend)
-        logger.info("%d workers over %s on %s", fabric.size, fabric.backend, interface)
+        backend = str(dist.get_backend(group))
+        interface = interface_in_use(backend)
+        logger.info("%d workers over %s on %s", fabric.size, backend, interface)
     return fabric
