@@ -10,6 +10,7 @@ from offbeat.errors import (
     MismatchError,
     OffbeatError,
 )
+from offbeat.fabric import join
 from offbeat.schedule import LinearScalingWarmup
 from offbeat.simulate import Compute, Network, Simulation, simulate
 from offbeat.strategies import (
@@ -61,6 +62,7 @@ __all__ = [
     "TensorBoard",
     "attach",
     "data",
+    "join",
     "load",
     "parse_strategy",
     "recalibrate_batchnorm",

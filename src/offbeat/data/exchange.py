@@ -116,7 +116,7 @@ class Exchange:
         self._ended_epoch = -1
         self._error: Exception | None = None
         self._peers: dict[int, _Peer] = {}
-        for rank in team.members:
+        for rank in team.ranks:
             if rank != team.rank:
                 self._peers[rank] = _Peer(rank, team.host.promise())
         for peer in self._peers.values():

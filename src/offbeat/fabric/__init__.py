@@ -5,6 +5,7 @@ from offbeat.fabric.communicator import Communicator, Transport, Wrapper
 from offbeat.fabric.connect import open_communicator
 from offbeat.fabric.handle import Completed, Handle, explained
 from offbeat.fabric.host import Host, Promise
+from offbeat.fabric.regroup_join import join
 from offbeat.fabric.single import SingleCommunicator
 from offbeat.fabric.team import Team
 from offbeat.fabric.torch_distributed import TorchCommunicator
@@ -25,5 +26,6 @@ __all__ = [
     "Wire",
     "Wrapper",
     "explained",
+    "join",
     "open_communicator",
 ]

@@ -6,7 +6,9 @@ import torch.distributed as dist
 
 from offbeat.errors import AttachError
 from offbeat.fabric.communicator import Communicator, Transport
+from offbeat.fabric.membership import membership_of
 from offbeat.fabric.network_interface import interface_in_use
+from offbeat.fabric.regroup import open_elastic
 from offbeat.fabric.single import SingleCommunicator
 from offbeat.fabric.torch_distributed import TorchCommunicator
 
@@ -14,7 +16,11 @@ logger = logging.getLogger("offbeat")
 
 
 def open_communicator(
-    group: dist.ProcessGroup | Transport | None, timeout_seconds: float, *, what: str
+    group: dist.ProcessGroup | Transport | None,
+    timeout_seconds: float,
+    *,
+    what: str,
+    regroups: bool = False,
 ) -> Communicator:
     """A communicator of its own for the members of ``group``. A collective.
 
@@ -23,11 +29,29 @@ def open_communicator(
             (``Transport``); None is the default group.
         timeout_seconds: How long one operation may take.
         what: Who asks, for the error.
+        regroups: Whether it must have a ``membership``.
 
     Raises:
-        AttachError: no process group was initialised.
+        AttachError: no process group was initialised, or there is no ``membership``.
         TypeError: what a transport made is no communicator.
     """
+    made = _open(group, timeout_seconds, what=what, regroups=regroups)
+    if regroups and membership_of(made) is None:
+        made.close()
+        raise AttachError(
+            f'{what} with on_failure="continue": a {type(made).__name__} has no membership, so the '
+            'workers cannot agree on who goes on; use on_failure="raise"'
+        )
+    return made
+
+
+def _open(
+    group: dist.ProcessGroup | Transport | None,
+    timeout_seconds: float,
+    *,
+    what: str,
+    regroups: bool,
+) -> Communicator:
     make = getattr(group, "make_communicator", None)
     if make is None and not (dist.is_available() and dist.is_initialized()):
         raise AttachError(
@@ -42,10 +66,15 @@ def open_communicator(
             raise TypeError(f"make_communicator() must return a Communicator, got {made!r}")
         return made
     assert group is None or isinstance(group, dist.ProcessGroup)
-    if dist.get_world_size(group) == 1:
+    fabric: Communicator
+    if regroups:
+        fabric = open_elastic(group, timeout_seconds)
+    elif dist.get_world_size(group) == 1:
         return SingleCommunicator(timeout_seconds)
-    fabric = TorchCommunicator(group, timeout_seconds=timeout_seconds)
+    else:
+        fabric = TorchCommunicator(group, timeout_seconds=timeout_seconds)
     if fabric.rank == 0:
-        interface = interface_in_use(fabric.backend)
-        logger.info("%d workers over %s on %s", fabric.size, fabric.backend, interface)
+        backend = str(dist.get_backend(group))
+        interface = interface_in_use(backend)
+        logger.info("%d workers over %s on %s", fabric.size, backend, interface)
     return fabric

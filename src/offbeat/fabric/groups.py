@@ -7,10 +7,11 @@ find that one's addresses in the store.
 
 import contextlib
 import itertools
+import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -33,6 +34,7 @@ class Group(Protocol):
     alltoall_base: Any
     send: Any
     recv: Any
+    set_timeout: Any
 
     def rank(self) -> int:
         """This worker's."""
@@ -46,20 +48,56 @@ class MeetingError(RuntimeError):
 
 
 class GroupFactory:
-    """Opens groups of the members of ``group``; None is the default group.
+    """Opens groups of some workers, which all open as many.
+
+    Args:
+        store: They meet in it, under ``name``.
+        rank: This worker's in the groups.
+        size: How many members there are.
+        name: Of these members alone.
+        numbers: Of their groups.
+        opening_seconds: How long an opening may take, if less than an operation.
+        lost: Gives the ranks of those whose processes have ended; None if nobody watches them.
 
     Attributes:
-        rank: This worker's in them.
-        size: How many members there are.
+        rank: As above.
+        size: As above.
+        lost: As above.
         store: Of the last opening: keys of these members alone.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        whole: Any = dist.group.WORLD if group is None else group
-        self._members = tuple(dist.get_process_group_ranks(whole))
-        self.rank, self.size = dist.get_rank(group), len(self._members)
-        self._store = whole.get_group_store()
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        name: str,
+        numbers: Iterator[int],
+        *,
+        opening_seconds: float = math.inf,
+        lost: Callable[[], list[int]] | None = None,
+    ) -> None:
+        self.rank, self.size, self.lost = rank, size, lost
         self.store: Any = None
+        self._store, self._name, self._numbers = store, name, numbers
+        self._opening_seconds = opening_seconds
+        self._members: list[int] = []  # in torch's default group
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> "GroupFactory":
+        """Of the members of ``group``; None is the default group."""
+        whole: Any = dist.group.WORLD if group is None else group
+        members = tuple(dist.get_process_group_ranks(whole))
+        store = whole.get_group_store()
+        name = f"offbeat/{'-'.join(map(str, members))}"
+        made = cls(store, dist.get_rank(group), len(members), name, _numbers[members])
+        made._members = list(members)
+        return made
+
+    def keys(self) -> Any:
+        """A store of these members alone, empty: another one each time. All ask as often."""
+        name = f"{self._name}/{next(self._numbers)}"
+        return dist.PrefixStore(name, self._store)  # type: ignore[attr-defined]
 
     def open(self, backend: str, timeout_seconds: float) -> Group:
         """A new group. A collective of the members.
@@ -70,11 +108,14 @@ class GroupFactory:
             MeetingError: one did not come, or gives up.
             RuntimeError: the store is gone, or one left just after it had come.
         """
-        name = f"offbeat/{'-'.join(map(str, self._members))}/{next(_numbers[self._members])}"
-        self.store = dist.PrefixStore(name, self._store)  # type: ignore[attr-defined]
+        self.store = self.keys()
+        opening_seconds = min(self._opening_seconds, timeout_seconds)
         try:
-            self._meet(timeout_seconds)
-            return self._make(backend, timedelta(seconds=timeout_seconds))
+            self._meet(opening_seconds)
+            group = self._make(backend, timedelta(seconds=opening_seconds))
+            if opening_seconds < timeout_seconds:
+                group.set_timeout(timedelta(seconds=timeout_seconds))
+            return group
         except BaseException as error:
             if not isinstance(error, dist.DistNetworkError):  # else nobody would read it
                 with contextlib.suppress(RuntimeError):
@@ -84,9 +125,8 @@ class GroupFactory:
     def _make(self, backend: str, limit: timedelta) -> Group:
         if backend == "gloo":
             return cast(Group, dist.ProcessGroupGloo(self.store, self.rank, self.size, limit))
-        members = list(self._members)
         group = dist.new_group(
-            members, timeout=limit, backend=backend, use_local_synchronization=True
+            self._members, timeout=limit, backend=backend, use_local_synchronization=True
         )
         return cast(Group, group)
 
@@ -95,6 +135,8 @@ class GroupFactory:
         self.store.set(f"here/{self.rank}", "")
         everyone = [f"here/{rank}" for rank in range(self.size)]
         while True:
+            if self.lost is not None and (lost := self.lost()):
+                raise MeetingError(f"{ranks_text(lost)} died")
             if self.store.check([_GIVEN_UP]):  # perhaps after all had come
                 rank = int(self.store.get(_GIVEN_UP))
                 raise MeetingError(f"rank {rank} has given up")

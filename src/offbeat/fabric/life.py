@@ -61,7 +61,7 @@ class Life:
     """What a communicator and its twins share.
 
     Args:
-        factory: Opens the groups.
+        factory: Opens the groups, and may know who is lost; else a group is opened to ask them.
         backend: Of the groups that do the work.
         host: Runs the activities.
         timeout_seconds: How long one operation may take.
@@ -97,9 +97,11 @@ class Life:
         self._first: Failure | None = None  # what it tells of
         self._hung_up: float | None = None  # when
         self._failing = threading.Lock()
-        self._health = Health(self._open("gloo"), health_seconds)
-        self._departures = Departures(factory.store, self.rank)
-        _close_at_exit(self)
+        self._health: Health | None = None
+        if factory.lost is None:
+            self._health = Health(self._open("gloo"), health_seconds)
+        self._departures = Departures(factory.keys(), self.rank)
+        close_at_exit(self)
 
     def _open(self, backend: str) -> groups.Group:
         started = time.perf_counter()
@@ -135,7 +137,8 @@ class Life:
         reads no more from a connection whose next message is for an operation that has failed by
         another connection: what else waits there would wait for the time-out.
         """
-        if any(work.failed() for work in list(self.under_way)) or self._departures.look():
+        failed = any(work.failed() for work in list(self.under_way))
+        if failed or self._departures.look() or self._lost():
             self._hang_up()
         ended = self._hung_up
         return ended is not None and time.perf_counter() - ended > _SETTLE_SECONDS
@@ -181,7 +184,7 @@ class Life:
 
     def _describe(self, failure: Failure) -> Callable[[], CommunicationError]:
         self._hang_up()
-        gone, silent = ([], []) if self.closed else self._health.missing()
+        gone, silent = ([], []) if self.closed else self._missing()
         text = f"rank {self.rank}: {failure.what} failed after {failure.seconds:.1f} s"
         if gone:
             text += f": lost the connection to {self._first_of(gone)}"
@@ -193,6 +196,13 @@ class Life:
         if not self.closed:
             self._departures.tell("failed")
         return self._error(text, failure)
+
+    def _lost(self) -> list[int]:
+        return [] if self._factory.lost is None else self._factory.lost()
+
+    def _missing(self) -> tuple[list[int], list[int]]:
+        """Ranks that are gone, and ranks that are silent, whom a view change finds out itself."""
+        return (self._lost(), []) if self._health is None else self._health.missing()
 
     def _first_of(self, gone: list[int]) -> str:
         """Those who did not leave on account of others, and why they left."""
@@ -253,7 +263,8 @@ class Life:
         self._lines.clear()
         self.waiter.close(self._farewell_seconds)
         self._departures.close()
-        self._health.close()
+        if self._health is not None:
+            self._health.close()
 
     def _loses_track(self) -> bool:
         """Whether an operation runs on although all connections have ended, as happens in gloo."""
@@ -275,9 +286,16 @@ class _BackgroundError(UnexplainedError):
         return self._life.explain(self._failure)
 
 
-def _close_at_exit(life: Life) -> None:
+class Closes(Protocol):
+    """Something with an end."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+def close_at_exit(one: Closes) -> None:
     """Python would abort with a thread inside gloo, and wait for operations that cannot end."""
-    reference = weakref.ref(life)
+    reference = weakref.ref(one)
 
     def close() -> None:
         alive = reference()
@@ -285,7 +303,7 @@ def _close_at_exit(life: Life) -> None:
             alive.close()
 
     atexit.register(close)
-    weakref.finalize(life, atexit.unregister, close).atexit = False
+    weakref.finalize(one, atexit.unregister, close).atexit = False
 
 
 def _first_line(error: RuntimeError) -> str:

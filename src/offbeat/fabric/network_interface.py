@@ -25,6 +25,16 @@ def _address_of(interface: str) -> str | None:
             return None
 
 
+def gloo_address() -> str:
+    """The IPv4 address that gloo binds; loopback's if there is none."""
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    try:
+        found = _address_of(named) if named else socket.gethostbyname(socket.gethostname())
+    except OSError:  # the host's name does not resolve
+        found = None
+    return found or "127.0.0.1"
+
+
 def interface_in_use(backend: str) -> str:
     """Interface and address the backend binds, as ``eth0 (10.0.0.1)``.
 

@@ -51,6 +51,7 @@ class ParameterServer:
         values: 1-D; written and read between ``stage`` and the next request, or after ``take``.
             Where changes are pushed over a lossy wire they are what was last pulled.
         shard: This rank's, if it serves.
+        view: In which it was made: it serves no other.
         pulled_bytes: Bytes of the answers this worker has asked other ranks for.
 
     *Memory*: ``values``; a server has its shard, and a buffer of its size for each other rank: two
@@ -70,8 +71,8 @@ class ParameterServer:
         precision: Precision = "float32",
         pushes: Pushes = "changes",
     ) -> None:
-        self._team = team
-        self.servers = list(team.members) if servers is None else list(servers)
+        self._team, self.view = team, team.view
+        self.servers = list(team.ranks) if servers is None else list(servers)
         self.values = initial
         count = len(self.servers)
         ends = [initial.numel() * i // count for i in range(count + 1)]
@@ -99,7 +100,7 @@ class ParameterServer:
         self._serving: Serving | None = None
         if team.rank in self.servers:
             own = initial[self._places[self.servers.index(team.rank)]].clone()
-            others = {rank: own for rank in team.members if rank != team.rank}
+            others = {rank: own for rank in team.ranks if rank != team.rank}
             links = open_links(precision, others, model="sent" if changes else "received")
             self.shard = Shard(own, rule(), team.size, links, pushes)
             self._serving = Serving(team, self.shard)

@@ -23,7 +23,7 @@ class Serving:
         self.error: Exception | None = None
         self._held: list[Promise[Answer | Exception]] = []  # of the own worker, not answered yet
         self._served: dict[int, Promise[None]] = {}  # by rank: it has left
-        for rank in team.members:
+        for rank in team.ranks:
             if rank != team.rank:
                 served: Promise[None] = team.host.promise()
                 self._served[rank] = served

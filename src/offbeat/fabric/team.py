@@ -3,26 +3,42 @@
 from offbeat.fabric.accounting import Account, Accounting
 from offbeat.fabric.communicator import Communicator
 from offbeat.fabric.host import Host
+from offbeat.fabric.membership import Membership, View, membership_of
 
 
 class Team:
     """The workers of a training, as one of them sees them.
 
-    What depends on how many there are reads ``size`` when it is used, never once for all: that is
-    what a team that changes will need. Nobody joins or leaves yet.
+    What depends on how many there are reads ``size`` when it is used, or is made anew in each view.
 
     Attributes:
         view: Number of this composition of the team; another one for each change.
-        members: Their ranks.
+        members: Who they are, by rank: their ranks in view 0, and further numbers for those that
+            have joined.
         fabric: The communicator. Its bytes and waits are counted in ``account``.
         account: What the training has sent and waited.
+        membership: Agrees on the next view; None: there is none.
     """
 
+    fabric: Accounting
+
     def __init__(self, communicator: Communicator, *, account: Account | None = None) -> None:
-        self.view = 0
-        self.members = tuple(range(communicator.size))
-        self.fabric = Accounting(communicator, account)
-        self.account = self.fabric.account
+        self.account = Account() if account is None else account
+        membership = membership_of(communicator)
+        if membership is None:
+            self._take(View(0, tuple(range(communicator.size)), communicator))
+        else:
+            self._take(membership.view)
+
+    def _take(self, view: View) -> None:
+        self.view, self.members = view.number, view.members
+        self.membership: Membership | None = membership_of(view.communicator)
+        self.fabric = Accounting(view.communicator, self.account)
+
+    def enter(self, view: View) -> None:
+        """The next view; what is under way in this one is abandoned."""
+        self.account.before_waiting.clear()
+        self._take(view)
 
     @property
     def rank(self) -> int:
@@ -33,6 +49,16 @@ class Team:
     def size(self) -> int:
         """How many workers there are."""
         return len(self.members)
+
+    @property
+    def ranks(self) -> range:
+        """The numbers of all workers."""
+        return range(self.size)
+
+    @property
+    def member(self) -> int:
+        """Who this worker is, whatever its number in this view."""
+        return self.members[self.rank]
 
     @property
     def host(self) -> Host:

@@ -45,7 +45,8 @@ class TorchCommunicator(Communicator):
     """Operations over a ``torch.distributed`` process group.
 
     Args:
-        group: The group whose members take part; None is the default group.
+        group: The group whose members take part; None is the default group. Or what opens groups
+            of gloo for them.
         timeout_seconds: How long one operation may take before it fails on every worker.
         health_seconds: How long the others have, after a failure, to say that they are alive.
         farewell_seconds: How long ``close`` waits for threads to end.
@@ -57,20 +58,23 @@ class TorchCommunicator(Communicator):
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup | GroupFactory | None,
         *,
         timeout_seconds: float,
         health_seconds: float = _HEALTH_SECONDS,
         farewell_seconds: float = _FAREWELL_SECONDS,
     ) -> None:
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        if self.rank < 0:
-            raise AttachError("this process is not a member of the group given to attach()")
+        if isinstance(group, GroupFactory):
+            factory, self.backend = group, "gloo"
+        else:
+            if dist.get_rank(group) < 0:
+                raise AttachError("this process is not a member of the group given to attach()")
+            factory, self.backend = GroupFactory.of(group), str(dist.get_backend(group))
+        self.rank, self.size = factory.rank, factory.size
         self.timeout_seconds = timeout_seconds
-        self.backend = str(dist.get_backend(group))
         self.host: ThreadHost = ThreadHost()
         self._life = Life(
-            GroupFactory(group),
+            factory,
             self.backend,
             self.host,
             timeout_seconds=timeout_seconds,
@@ -197,11 +201,13 @@ class _Work(Handle[Any]):
     def _block(self) -> None:
         """Wait so that a Ctrl-C gets through; see ``waiting``."""
         if not self._collective:
-            limit = [_FOREVER] if self._patient else []
+            # Named, because gloo ends one at the time-out that its group was opened with.
+            limit = timedelta(seconds=self._life.timeout_seconds)
+            limit = _FOREVER if self._patient else limit
             if needs_waiter():
-                self._life.waiter.wait(functools.partial(self._wait, *limit), self._life.look)
+                self._life.waiter.wait(functools.partial(self._wait, limit), self._life.look)
             else:
-                self._wait(*limit)
+                self._wait(limit)
         elif self._life.backend != "gloo":  # NCCL's ends the operation when the time has passed
             self._wait()
         else:

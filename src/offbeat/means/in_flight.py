@@ -92,6 +92,7 @@ class InFlight:
         buffers: Gives the floating-point buffers that fly along; asked each time, because modules
             rebind theirs.
         integers: Gives the integer buffers that do.
+        step: Own steps so far.
 
     *Memory*, in copies of the part: the sums; s, if steps are kept; P, if anchored; v. Where the
     residual is kept: P, v and, while it flies, u and the sums as they travel. Neither the snapshot
@@ -130,6 +131,7 @@ class InFlight:
         keeps_residual: bool = False,
         buffers: Callable[[], Sequence[Tensor]] = tuple,
         integers: Callable[[], Sequence[Tensor]] = tuple,
+        step: int = 0,
     ) -> None:
         outer = Outer() if outer is None else outer
         anchored = anchored or keeps_residual or not outer.plain or not wire.exact
@@ -152,7 +154,7 @@ class InFlight:
         device = team.fabric.control_device
         empty = torch.empty(elements, dtype=torch.int64, device=device)
         self.largest = [empty] if elements else []
-        self.flying, self.weight, self.launched_step = False, 0.0, 0
+        self.flying, self.weight, self.launched_step = False, 0.0, step
         self.launched_seconds, self.arrived_seconds = 0.0, None
         self.fade = self.ahead = outer.momentum
         self._told = Completed((outer.momentum, outer.momentum))

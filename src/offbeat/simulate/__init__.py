@@ -2,6 +2,7 @@
 
 from offbeat.simulate.cluster import Span
 from offbeat.simulate.compute import Compute, Straggler
+from offbeat.simulate.faults import Cut, Join, Kill, Pause
 from offbeat.simulate.network import Network
 from offbeat.simulate.run import simulate
 from offbeat.simulate.simulation import Simulation
@@ -9,8 +10,12 @@ from offbeat.simulate.workers import DeadlockError
 
 __all__ = [
     "Compute",
+    "Cut",
     "DeadlockError",
+    "Join",
+    "Kill",
     "Network",
+    "Pause",
     "Simulation",
     "Span",
     "Straggler",

@@ -1,14 +1,14 @@
 """What the communicators of one simulation share: links, messages, collectives, time spent."""
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor
 
 from offbeat.costs import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, broadcast_bytes
-from offbeat.errors import OffbeatError
+from offbeat.errors import CommunicationError, CommunicationTimeout, OffbeatError
 from offbeat.simulate.compute import Compute
 from offbeat.simulate.kernel import Signal
 from offbeat.simulate.network import Network
@@ -16,6 +16,8 @@ from offbeat.simulate.workers import Workers
 
 Collective = Literal["reduce", "broadcast", "gather", "exchange"]
 _Address = tuple[int, int, int, int]  # of messages: group, source, destination, tag
+NOTICE_SECONDS = 0.05
+"""After which the others know that a connection has ended."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +37,50 @@ class Span:
     received: float = 0.0
 
 
-class _Collective:
+class _UnderWay:
+    """An operation between some workers that may fail when one of them is lost.
+
+    Attributes:
+        parties: They.
+        signal: Happens at its end.
+        doomed: One of them is lost: it ends no more.
+        deliver: Once it cannot but end: gives its result to some of them.
+    """
+
+    def __init__(self, parties: Iterable[int], signal: Signal) -> None:
+        self.parties, self.signal = frozenset(parties), signal
+        self.doomed = False
+        self.deliver: Callable[[Iterable[int]], None] | None = None
+
+    @property
+    def ends(self) -> bool:
+        """Whether its end may still come."""
+        return not (self.doomed or self.signal.happened)
+
+
+class _Collective(_UnderWay):
     """One operation of all workers, from the first that joins to the last that has its result."""
 
-    def __init__(self, kind: Collective, what: str) -> None:
+    def __init__(self, kind: Collective, what: str, members: Sequence[int]) -> None:
+        super().__init__(members, Signal())
         self.kind, self.what = kind, what
-        self.signal = Signal()
         self.tensors: dict[int, Tensor] = {}
         self.places: dict[int, Callable[[Any], object]] = {}
+
+
+@dataclass(eq=False)
+class Line:
+    """What connects the workers of one communicator and its twins.
+
+    Attributes:
+        members: The workers, by their ranks there.
+        gone: Those of them that have left.
+        under_way: Operations, where workers may be lost.
+    """
+
+    members: tuple[int, ...]
+    gone: set[int] = field(default_factory=set)
+    under_way: list[_UnderWay] = field(default_factory=list)
 
 
 @dataclass
@@ -55,23 +93,31 @@ class _Nic:
 
 @dataclass
 class SimulatedCluster:
-    """Everything the communicators of one simulation share."""
+    """Everything the communicators of one simulation share.
+
+    Attributes:
+        faulty: Whether workers may be lost: then operations have time-outs.
+    """
 
     workers: Workers
     network: Network
     compute: Compute
     seed: int
+    faulty: bool = False
     spans: list[Span] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.size = len(self.workers.all)
-        self._nics = [_Nic() for _ in range(self.size)]
+        self.size = len(self.workers.all)  # that begin together
+        self._lines: list[Line] = []
+        self._dead: set[int] = set()
+        self._cuts: list[tuple[int, float, float]] = []  # worker, from, to
+        self._nics: dict[int, _Nic] = defaultdict(_Nic)
         self._joined: dict[tuple[int, int], int] = {}  # collectives so far, by group and rank
         self._collectives: dict[tuple[int, int], _Collective] = {}
         self._mail: dict[_Address, deque[Tensor]] = {}
         self._wanted: dict[_Address, deque[tuple[Tensor, Signal]]] = {}
-        self._steps = [0] * self.size
-        self._progress = [0.0] * self.size  # how much of the step at hand is charged
+        self._steps: dict[int, int] = defaultdict(int)
+        self._progress: dict[int, float] = defaultdict(float)  # of the step at hand, charged
         self.twins: dict[tuple[int, int], int] = {}  # numbers of groups made by twin()
 
     def compute_step(self, rank: int, progress: float) -> None:
@@ -83,25 +129,34 @@ class SimulatedCluster:
             return
         seconds = self.compute.seconds(rank, step, self.seed) * (progress - before)
         start = self.workers.kernel.now
-        self.workers.sleep(seconds, f"computing step {step + 1}")
-        self.spans.append(Span(rank, "compute", start, self.workers.kernel.now, "step"))
+        try:
+            self.workers.sleep(seconds, f"computing step {step + 1}")
+        finally:
+            self.spans.append(Span(rank, "compute", start, self.workers.kernel.now, "step"))
 
     def wait(self, rank: int, signal: Signal, what: str) -> None:
         """Block the worker, and remember that it waited."""
         start = self.workers.kernel.now
-        self.workers.wait(signal, what)
+        try:
+            self.workers.wait(signal, what)
+        finally:
+            self._waited(rank, start, what)
+
+    def _waited(self, rank: int, start: float, what: str) -> None:
         if self.workers.kernel.now > start and not self.workers.current.background:
             self.spans.append(Span(rank, "wait", start, self.workers.kernel.now, what))
 
     def nap(self, rank: int, seconds: float, what: str) -> None:
         """Let ``seconds`` pass for a worker that polls in a loop; it counts as waiting."""
         start = self.workers.kernel.now
-        self.workers.sleep(seconds, f"polling {what}")
-        if not self.workers.current.background:
-            self.spans.append(Span(rank, "wait", start, self.workers.kernel.now, what))
+        try:
+            self.workers.sleep(seconds, f"polling {what}")
+        finally:
+            self._waited(rank, start, what)
 
     def join(
         self,
+        line: Line,
         group: int,
         rank: int,
         kind: Collective,
@@ -117,7 +172,11 @@ class SimulatedCluster:
         """
         number = self._joined.get((group, rank), 0)
         self._joined[group, rank] = number + 1
-        operation = self._collectives.setdefault((group, number), _Collective(kind, what))
+        key = (group, number)
+        if key not in self._collectives:
+            self._collectives[key] = _Collective(kind, what, line.members)
+            self._begin(line, self._collectives[key])
+        operation = self._collectives[key]
         first = next(iter(operation.tensors.items()), (rank, tensor))
         if (operation.kind, first[1].shape, first[1].dtype) != (kind, tensor.shape, tensor.dtype):
             raise OffbeatError(
@@ -126,17 +185,21 @@ class SimulatedCluster:
             )
         operation.tensors[rank] = tensor
         operation.places[rank] = place
-        if len(operation.tensors) == self.size:
-            del self._collectives[group, number]
-            self._transfer(operation, tensor.nbytes, combine)
+        if len(operation.tensors) == len(line.members):
+            del self._collectives[key]
+            if operation.ends:
+                self._transfer(operation, line.members, tensor.nbytes, combine)
         return operation.signal
 
     def _transfer(
-        self, operation: _Collective, size_bytes: int, combine: Callable[[Sequence[Tensor]], Any]
+        self,
+        operation: _Collective,
+        ranks: Sequence[int],
+        size_bytes: int,
+        combine: Callable[[Sequence[Tensor]], Any],
     ) -> None:
         """All are there: occupy every network card, and deliver at the end."""
-        kernel, network, n = self.workers.kernel, self.network, self.size
-        ranks = range(n)
+        kernel, network, n = self.workers.kernel, self.network, len(ranks)
         seconds, sent = {
             "reduce": (network.all_reduce_seconds, all_reduce_bytes),
             "broadcast": (network.broadcast_seconds, broadcast_bytes),
@@ -144,22 +207,35 @@ class SimulatedCluster:
             "exchange": (network.all_to_all_seconds, all_to_all_bytes),
         }[operation.kind]
         duration, each = seconds(size_bytes, ranks), sent(size_bytes, n)
-        start = max(kernel.now, *(max(nic.up, nic.down) for nic in self._nics))
-        for rank, nic in enumerate(self._nics):
+        nics = [self._nics[rank] for rank in ranks]
+        start = max(kernel.now, *(max(nic.up, nic.down) for nic in nics))
+        for rank, nic in zip(ranks, nics, strict=True):
             nic.up = nic.down = start + duration
             span = Span(rank, "transfer", start, start + duration, operation.what, each, each)
             self.spans.append(span)
 
-        def deliver() -> None:
+        def deliver(to: Iterable[int]) -> None:
             result = combine([operation.tensors[rank] for rank in ranks])
-            for rank in ranks:
+            for rank in to:
                 operation.places[rank](result)
-            operation.signal.fire()
 
-        kernel.at(start + duration, deliver, f"{operation.what} ends")
+        def end() -> None:
+            if operation.ends:
+                deliver(ranks)
+                operation.signal.fire()
+
+        operation.deliver = deliver
+        self._at(start + duration, ranks, end, f"{operation.what} ends")
 
     def send(
-        self, group: int, source: int, destination: int, tag: int, tensor: Tensor, what: str
+        self,
+        line: Line,
+        group: int,
+        source: int,
+        destination: int,
+        tag: int,
+        tensor: Tensor,
+        what: str,
     ) -> Signal:
         """Start a message; it needs no receiver yet. Ends when the last byte is there.
 
@@ -175,8 +251,12 @@ class SimulatedCluster:
         self.spans.append(Span(source, "transfer", start, up.up, what, sent=size))
         key, arrived = (group, source, destination, tag), Signal()
         message = tensor.detach().clone()
+        operation = _UnderWay((source, destination), arrived)
+        self._begin(line, operation)
 
         def arrive() -> None:
+            if operation.doomed:
+                return
             self._mail.setdefault(key, deque()).append(message)
             arrived.fire()
             self._deliver(key)
@@ -187,26 +267,120 @@ class SimulatedCluster:
             end = down.down + latency
             span = Span(destination, "transfer", begin, end, what, received=size)
             self.spans.append(span)
-            kernel.at(end, arrive, f"{what} arrives at rank {destination}")
+            self._at(end, (source, destination), arrive, f"{what} arrives at rank {destination}")
 
         kernel.at(start, come_in, f"{what} leaves rank {source}")
         return arrived
 
     def receive(
-        self, group: int, source: int, destination: int, tag: int, tensor: Tensor
+        self, line: Line, group: int, source: int, destination: int, tag: int, tensor: Tensor
     ) -> Signal:
         """Want the next message from ``source`` under ``tag``."""
         key, signal = (group, source, destination, tag), Signal()
         self._wanted.setdefault(key, deque()).append((tensor, signal))
         self._deliver(key)
+        self._begin(line, _UnderWay((source, destination), signal))
         return signal
 
     def _deliver(self, key: _Address) -> None:
         mail, wanted = self._mail.get(key), self._wanted.get(key)
         while mail and wanted:
             tensor, signal = wanted.popleft()
-            tensor.copy_(mail.popleft())
-            signal.fire()
+            if not signal.happened:  # else it has failed
+                tensor.copy_(mail.popleft())
+                signal.fire()
+
+    # -- losses ----------------------------------------------------------------------------------
+
+    def open(self, members: Sequence[int]) -> Line:
+        """Connect some workers."""
+        line = Line(tuple(members), self._dead & {*members})
+        if self.faulty:
+            self._lines.append(line)
+        return line
+
+    def leave(self, line: Line, member: int, spared: Iterable[int] = ()) -> None:
+        """A worker's connections end: what is under way with it fails, here and on the others.
+
+        Args:
+            line: Which connections.
+            member: The worker.
+            spared: Workers for whom collectives end all the same to which everybody had come.
+        """
+        if member not in line.members or member in line.gone:
+            return
+        line.gone.add(member)
+        lost = [one for one in line.under_way if member in one.parties and one.ends]
+        for one in lost:
+            one.doomed = True
+        self._tell(line, lost, frozenset(spared))
+
+    def lose(self, member: int, spared: Iterable[int] = ()) -> None:
+        """A worker's process has ended, and with it all its connections."""
+        self._dead.add(member)
+        for line in self._lines:
+            self.leave(line, member, spared)
+
+    def limit(self, signal: Signal, seconds: float, what: str) -> None:
+        """Let what a worker waits for fail after so long."""
+        if not signal.happened:
+            text = (
+                f"no answer. The time-out is timeout_seconds={seconds:g}: raise it in "
+                "attach(..., timeout_seconds=...) if a worker may be that much slower"
+            )
+            end = self.workers.kernel.now + seconds
+            failure = CommunicationTimeout(text)
+            self.workers.kernel.at(end, lambda: signal.fail(failure), f"{what} times out")
+
+    def cut(self, member: int, seconds: float) -> None:
+        """From now on nothing reaches a worker or leaves it, for so long."""
+        self._cuts.append((member, self.workers.kernel.now, self.workers.kernel.now + seconds))
+
+    def cut_until(self, members: Iterable[int]) -> float:
+        """When messages between these workers arrive that would arrive now."""
+        now, some = self.workers.kernel.now, frozenset(members)
+        return max((to for one, start, to in self._cuts if one in some and start <= now), default=0)
+
+    def _at(
+        self, seconds: float, parties: Sequence[int], action: Callable[[], None], label: str
+    ) -> None:
+        """Let something arrive, or later, if one of the ``parties`` is cut off by then."""
+        kernel = self.workers.kernel
+        if not self.faulty:
+            return kernel.at(seconds, action, label)
+
+        def arrive() -> None:
+            later = self.cut_until(parties)
+            if later > kernel.now:
+                kernel.at(later, arrive, label)
+            else:
+                action()
+
+        kernel.at(seconds, arrive, label)
+
+    def _begin(self, line: Line, operation: _UnderWay) -> None:
+        if self.faulty and operation.ends:
+            line.under_way = [one for one in line.under_way if one.ends]
+            line.under_way.append(operation)
+            if line.gone & operation.parties:
+                operation.doomed = True
+                self._tell(line, [operation], frozenset())
+
+    def _tell(self, line: Line, lost: Sequence[_UnderWay], spared: frozenset[int]) -> None:
+        """The workers notice that operations have failed."""
+        kernel = self.workers.kernel
+
+        def notice() -> None:
+            ranks = sorted(line.members.index(member) for member in line.gone)
+            gone = ", ".join(map(str, ranks))
+            text = f"lost the connection to rank {gone}, which died, gave up or was cut off"
+            for one in lost:
+                some = spared & one.parties if one.deliver is not None else frozenset()
+                if one.deliver is not None and not one.signal.happened:
+                    one.deliver(sorted(some))
+                one.signal.fail(CommunicationError(text), spared=some)
+
+        kernel.at(kernel.now + NOTICE_SECONDS, notice, "a loss is noticed")
 
 
 def _show(tensor: Tensor) -> str:

@@ -1,5 +1,6 @@
 """The seam over virtual time: what starts an operation of the simulated cluster."""
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +9,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from offbeat.errors import CommunicationError, CommunicationTimeout
 from offbeat.fabric import Communicator, Handle
+from offbeat.fabric.membership import Membership
 from offbeat.fabric.operation import (
     Await,
     Broadcast,
@@ -20,7 +23,7 @@ from offbeat.fabric.operation import (
     Send,
     Sum,
 )
-from offbeat.simulate.cluster import Collective, SimulatedCluster
+from offbeat.simulate.cluster import Collective, Line, SimulatedCluster
 from offbeat.simulate.host import SimulatedHost, SimulatedPromise
 from offbeat.simulate.kernel import Signal
 
@@ -30,22 +33,31 @@ class SimulatedCommunicator(Communicator):
 
     Args:
         cluster: What the workers share.
-        rank: This worker.
+        member: This worker.
+        line: Connects it with the others, in the order of their ranks.
         group: Collectives meet within a group of this number, in the order of their start.
         host: Its clock; a twin shares that of the original.
-    """
+        timeout_seconds: How long an operation may take. Infinite where no worker can be lost: who
+            waits for ever is in a deadlock, which is found out.
 
-    timeout_seconds = float("inf")  # who waits for ever is in a deadlock, which is found out
+    Attributes:
+        membership: Agrees on who goes on, where workers can be lost.
+    """
 
     def __init__(
         self,
         cluster: SimulatedCluster,
-        rank: int,
+        member: int,
+        line: Line,
         group: int = 0,
         host: SimulatedHost | None = None,
+        timeout_seconds: float = math.inf,
     ) -> None:
-        self.cluster, self.rank, self.size, self._group = cluster, rank, cluster.size, group
-        self.host: SimulatedHost = SimulatedHost(cluster, rank) if host is None else host
+        self.cluster, self.member, self.line, self._group = cluster, member, line, group
+        self.rank, self.size = line.members.index(member), len(line.members)
+        self.timeout_seconds = timeout_seconds
+        self.membership: Membership | None = None
+        self.host: SimulatedHost = SimulatedHost(cluster, member) if host is None else host
         self._twins = 0
 
     @override
@@ -75,14 +87,23 @@ class SimulatedCommunicator(Communicator):
 
                 return self._join("exchange", tensor, what, list, take, result)
             case Send(tensor=tensor, destination=destination, tag=tag, what=what):
-                signal = self.cluster.send(self._group, self.rank, destination, tag, tensor, what)
-                return _SimulatedHandle(self.host, signal, tensor, what)
-            case Receive(tensor=tensor, source=source, tag=tag, what=what):
-                signal = self.cluster.receive(self._group, source, self.rank, tag, tensor)
-                return _SimulatedHandle(self.host, signal, tensor, what)
-            case Await(promise=promise, what=what):
+                there = self.line.members[destination]
+                signal = self.cluster.send(
+                    self.line, self._group, self.member, there, tag, tensor, what
+                )
+                return _SimulatedHandle(self, signal, tensor, what)
+            case Receive(tensor=tensor, source=source, tag=tag, what=what, patient=patient):
+                there = self.line.members[source]
+                signal = self.cluster.receive(
+                    self.line, self._group, there, self.member, tag, tensor
+                )
+                return _SimulatedHandle(self, signal, tensor, what, patient=patient)
+            case Await(promise=promise, what=what, patient=patient):
                 assert isinstance(promise, SimulatedPromise)
-                handle = _SimulatedHandle(self.host, promise.signal, None, what)
+                signal = promise.signal
+                if self.cluster.faulty:  # a time-out is no fulfilment
+                    promise.signal.then((signal := Signal()).fire)
+                handle = _SimulatedHandle(self, signal, None, what, patient=patient)
                 return handle.then(lambda _: promise.result)
         raise TypeError(f"there is no simulated {type(operation).__name__}")
 
@@ -109,24 +130,39 @@ class SimulatedCommunicator(Communicator):
         result: Any = None,
     ) -> Handle[Any]:
         """Start a collective of any kind; see ``SimulatedCluster.join``."""
-        signal = self.cluster.join(self._group, self.rank, kind, tensor, what, combine, place)
-        return _SimulatedHandle(self.host, signal, tensor if result is None else result, what)
+        signal = self.cluster.join(
+            self.line, self._group, self.member, kind, tensor, what, combine, place
+        )
+        return _SimulatedHandle(self, signal, tensor if result is None else result, what)
 
     @override
     def twin(self) -> Communicator:
         twins = self.cluster.twins
         number = twins.setdefault((self._group, self._twins), -1 - len(twins))
         self._twins += 1
-        return SimulatedCommunicator(self.cluster, self.rank, number, self.host)
+        return SimulatedCommunicator(
+            self.cluster, self.member, self.line, number, self.host, self.timeout_seconds
+        )
 
     @override
     def close(self, *, together: bool = False) -> None:
-        """Nothing is held; activities end with the run."""
+        """Nothing is held; activities end with the run, or when what they wait for has failed."""
+        if not together:
+            self.cluster.leave(self.line, self.member)
 
 
 class _SimulatedHandle(Handle[Any]):
-    def __init__(self, host: SimulatedHost, signal: Signal, result: Any, what: str) -> None:
-        self._host, self._signal, self._result, self._what = host, signal, result, what
+    def __init__(
+        self,
+        fabric: SimulatedCommunicator,
+        signal: Signal,
+        result: Any,
+        what: str,
+        *,
+        patient: bool = False,
+    ) -> None:
+        self._fabric, self._host, self._patient = fabric, fabric.host, patient
+        self._signal, self._result, self._what = signal, result, what
 
     @override
     def done(self) -> bool:
@@ -136,8 +172,17 @@ class _SimulatedHandle(Handle[Any]):
 
     @override
     def wait(self) -> Any:
+        fabric, began = self._fabric, self._host.now()
+        if not self._patient and fabric.timeout_seconds < math.inf:
+            fabric.cluster.limit(self._signal, fabric.timeout_seconds, self._what)
         self._host.wait(self._signal, self._what)
-        return self._result
+        failure = self._signal.failure
+        if failure is None or fabric.member in self._signal.spared:
+            return self._result
+        seconds = self._host.now() - began
+        text = f"rank {fabric.rank}: {self._what} failed after {seconds:.1f} s: {failure}"
+        timed_out = isinstance(failure, CommunicationTimeout)
+        raise (CommunicationTimeout if timed_out else CommunicationError)(text)
 
 
 def _larger(total: Tensor, one: Tensor) -> None:

@@ -59,11 +59,25 @@ class Kernel:
 
 
 class Signal:
-    """Something that happens once, and the callbacks that wait for it."""
+    """Something that happens once, and the callbacks that wait for it.
+
+    Attributes:
+        happened: Whether it has.
+        failure: Why what was waited for will not come; None: it has come, or may.
+        spared: Workers for whom it has come all the same.
+    """
 
     def __init__(self) -> None:
         self.happened = False
+        self.failure: Exception | None = None
+        self.spared: frozenset[int] = frozenset()
         self._waiting: list[Callable[[], Any]] = []
+
+    def fail(self, failure: Exception, *, spared: frozenset[int] = frozenset()) -> None:
+        """It cannot happen any more; nothing, if it has."""
+        if not self.happened:
+            self.failure, self.spared = failure, spared
+            self.fire()
 
     def fire(self) -> None:
         """It has happened."""

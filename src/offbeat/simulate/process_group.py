@@ -55,7 +55,8 @@ class SimulatedGroup(dist.ProcessGroup):
     def __init__(
         self, communicator: SimulatedCommunicator, make: Callable[[float], SimulatedCommunicator]
     ) -> None:
-        super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
+        size = max(communicator.size, communicator.member + 1)  # one that joins is alone here
+        super().__init__(communicator.member, size)  # type: ignore[call-arg]
         self._communicator, self.make_communicator = communicator, make
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name

@@ -42,7 +42,7 @@ class Simulation:
         """Collect a finished run, and verify what must hold in every one."""
         ends = [float(worker.finished_seconds or 0.0) for worker in cluster.workers.all]
         spans = sorted(cluster.spans, key=lambda span: (span.end, span.start, span.rank))
-        _verify(spans, ends)
+        _verify(spans, [worker.started_seconds for worker in cluster.workers.all], ends)
         spent = {
             kind: sum(s.end - s.start for s in spans if s.kind == kind)
             for kind in ("compute", "wait")
@@ -58,7 +58,7 @@ class Simulation:
             stats=stats,
             idle=spent["wait"] / busy if busy else 0.0,
             timeline=spans,
-            sent_bytes=[sum(s.sent for s in spans if s.rank == r) for r in range(cluster.size)],
+            sent_bytes=[sum(s.sent for s in spans if s.rank == r) for r in range(len(ends))],
             configuration={
                 "workers": cluster.size,
                 "network": cluster.network.to_dict(),
@@ -116,13 +116,12 @@ class Simulation:
         figure.savefig(path)
 
 
-def _verify(spans: Sequence[Span], ends: Sequence[float]) -> None:
+def _verify(spans: Sequence[Span], starts: Sequence[float], ends: Sequence[float]) -> None:
     """Time never runs backwards, computing and waiting fill it, and no byte is lost.
 
     A breach is a mistake of the simulator, so these are assertions.
     """
-    for rank, end in enumerate(ends):
-        clock = 0.0
+    for rank, (clock, end) in enumerate(zip(starts, ends, strict=True)):
         for span in spans:
             if span.rank == rank and span.kind != "transfer":
                 assert abs(span.start - clock) <= 1e-9 * max(1.0, clock), (rank, clock, span)

@@ -37,18 +37,22 @@ class SimulatedWorker:
         rank: Its number.
         result: What its function returned.
         error: What its function raised.
+        started_seconds: Virtual time at its beginning.
         finished_seconds: Virtual time at its end; None while it runs.
         waits_in: The operation it waits in.
         where: The user's source line that waits.
         background: Whether it is an activity beside the worker of this rank. It must not use
             random numbers.
+        over: Whether it was killed.
     """
 
     def __init__(self, rank: int, seed: int, *, background: bool = False) -> None:
         self.rank = rank
         self.background = background
+        self.over = False
         self.result: Any = None
         self.error: BaseException | None = None
+        self.started_seconds = 0.0
         self.finished_seconds: float | None = None
         self.waits_in = ""
         self.where = ""
@@ -82,6 +86,8 @@ class Workers:
         self._loaded: SimulatedWorker | None = None  # whose random state torch holds
         self._back = threading.Semaphore(0)
         self._stopping = False
+        self._function: Callable[[SimulatedWorker], Any] = lambda worker: None
+        self._paused: dict[int, float] = {}  # by rank: until when
 
     # -- called by the simulation, outside of the workers ----------------------------------------
 
@@ -93,6 +99,7 @@ class Workers:
             Exception: what a worker raised, with a note that names its rank.
         """
         outside = _random_state()
+        self._function = function
         for worker in self.all:
             self._start(worker, function, "starts")
         try:
@@ -125,6 +132,13 @@ class Workers:
         self.kernel.at(seconds, lambda: self._resume(worker), f"rank {worker.rank} {label}")
 
     def _resume(self, worker: SimulatedWorker) -> None:
+        if worker.over:
+            return
+        if self.kernel.now < self._paused.get(worker.rank, 0.0):
+            return self._resume_at(worker, self._paused[worker.rank], "is let go on")
+        self._let_run(worker)
+
+    def _let_run(self, worker: SimulatedWorker) -> None:
         if self._loaded is not worker and not worker.background:
             if self._loaded is not None:
                 self._loaded.random = _random_state()
@@ -138,6 +152,29 @@ class Workers:
             worker.turn.release()
         self._back.acquire()
         self._current = None
+
+    def kill(self, rank: int) -> bool:
+        """End a worker and its activities where they are; false if it has ended already."""
+        if self.all[rank].finished_seconds is not None:
+            return False
+        for worker in (self.all[rank], *(one for one in self._background if one.rank == rank)):
+            worker.over = True
+            if worker.thread is not None and worker.thread.is_alive():
+                self._let_run(worker)
+            worker.finished_seconds = self.kernel.now
+        return True
+
+    def pause(self, rank: int, seconds: float) -> None:
+        """Let a worker and its activities stand still for so long."""
+        self._paused[rank] = max(self._paused.get(rank, 0.0), self.kernel.now + seconds)
+
+    def join(self) -> int:
+        """Start another worker. Returns its rank."""
+        worker = SimulatedWorker(len(self.all), self._seed)
+        worker.started_seconds = self.kernel.now
+        self.all.append(worker)
+        self._start(worker, self._function, "starts")
+        return worker.rank
 
     def _stop(self) -> None:
         """End the threads that still wait."""
@@ -167,7 +204,7 @@ class Workers:
         except _StoppedError:
             pass
         except BaseException as error:
-            worker.error = error
+            worker.error = None if worker.over else error
         if not self._stopping:
             self._back.release()
 
@@ -186,14 +223,16 @@ class Workers:
 
     def wait(self, signal: Signal, what: str) -> None:
         """Block the running worker until ``signal``; virtual time passes."""
+        worker = self.current
+        if worker.over:  # it still unwinds
+            raise _StoppedError
         if signal.happened:
             return
-        worker = self.current
         worker.waits_in, worker.where = what, _user_line()
         signal.then(lambda: self._resume_at(worker, self.kernel.now, f"goes on after {what}"))
         self._back.release()
         worker.turn.acquire()
-        if self._stopping:
+        if self._stopping or worker.over:
             raise _StoppedError
         worker.waits_in = worker.where = ""
 

@@ -89,6 +89,7 @@ class AsyncAveraging(Strategy):
     adapts: ClassVar[bool] = True
     rounds: ClassVar[Rounds] = "boundary"
     meets: ClassVar[bool] = False
+    continues: ClassVar[bool] = True
     staleness: int = setting(16, least=1)
     schedule: Literal["cyclic", "eager"] = "cyclic"
     outer_lr: float = setting(1.0, above=0)
@@ -121,7 +122,9 @@ class AsyncAveraging(Strategy):
                 name="merge",
                 outer=Outer(self.outer_lr, self.outer_momentum),
                 buffers=worker.replica.float_buffers,
-            )
+                step=worker.step,
+            ),
+            merged_step=worker.step,
         )
 
     @override

@@ -108,6 +108,17 @@ class Strategy(ABC):
     averages_state: ClassVar[bool] = False
     """Whether ``optimizer_state="average"`` applies: all wait while models are averaged."""
 
+    continues: ClassVar[bool] = False
+    """Whether training may go on without a worker that is lost, and with one that joins.
+
+    Then ``start`` may be called again at any ``worker.step``, and with another number of workers;
+    see ``attach(..., on_failure="continue")``.
+    """
+
+    replicates: ClassVar[bool] = False
+    """Whether all workers that have stepped hold the same parameters and optimizer state between
+    two rounds, so that those of one worker are those of all."""
+
     non_finite: ClassVar[tuple[NonFinite, ...]] = ("warn", "raise")
     """What ``attach(..., non_finite=…)`` may ask for.
 
@@ -123,9 +134,21 @@ class Strategy(ABC):
     def start(self, worker: Worker) -> Any:
         """Prepare; all workers hold the same model. Returns the mutable state, a dataclass.
 
-        Called again, before the first step, when training begins anew from a consensus.
+        Called again when training begins anew from a consensus: before the first step, from a
+        checkpoint; or, if the strategy ``continues``, at any ``worker.step``, of which only later
+        steps count. ``worker.state`` is then what was returned before, or None on a newcomer.
         """
         return None
+
+    def kept(self, worker: Worker) -> dict[str, Any]:
+        """What stays in the next view of the team, alike on all workers: plain values for JSON.
+
+        For counters and choices that all have in common; those of one worker are taken by all.
+        """
+        return {}
+
+    def take_up(self, worker: Worker, kept: dict[str, Any]) -> None:  # noqa: B027
+        """Go on from what was ``kept``; ``start`` has been called."""
 
     @abstractmethod
     def due(self, worker: Worker) -> bool:

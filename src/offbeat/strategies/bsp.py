@@ -54,6 +54,8 @@ class BSP(Strategy):
     needs_unscaled: ClassVar[bool] = False
     non_finite: ClassVar[tuple[NonFinite, ...]] = ("warn", "raise", "leave_out")
     averages_state: ClassVar[bool] = True  # it is the same on all workers anyway
+    replicates: ClassVar[bool] = True
+    continues: ClassVar[bool] = True
 
     @override
     def start(self, worker: Worker) -> BSPState:

@@ -91,6 +91,7 @@ class DiLoCo(Strategy):
     name: ClassVar[str] = "diloco"
     averages: ClassVar[Averages] = "updates"
     adapts: ClassVar[bool] = True
+    continues: ClassVar[bool] = True
     period: int = setting(100, least=1)
     outer_lr: float = setting(0.7, above=0)
     outer_momentum: float = setting(0.9, least=0, below=1)
@@ -146,10 +147,11 @@ class DiLoCo(Strategy):
                     keeps_steps=self.overlap > 0,
                     buffers=worker.replica.float_buffers if last else tuple,
                     integers=worker.replica.integer_buffers if last else tuple,
+                    step=worker.step,
                 )
             )
             self._release(fragments[-1])
-        return DiLoCoState(fragments)
+        return DiLoCoState(fragments, launched_step=worker.step)
 
     def _release(self, fragment: InFlight) -> None:
         """Free the staging memory of a fragment that is not in flight, while others have theirs."""

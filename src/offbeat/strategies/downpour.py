@@ -144,6 +144,9 @@ class Downpour(ServerStrategy):
         state.sum, state.asked = torch.zeros_like(base.server.values), base.server.values.clone()
         if base.server.shard is not None:  # nobody waits for other clocks than that of rank 0
             base.server.shard.clocks[1:] = [NEVER] * (worker.size - 1)
+        if worker.team.view:  # whoever has been lost, nobody trains alone again
+            state.steps, state.begun = max(worker.step, self.warmup_steps), True
+            state.asked_steps = state.steps
         return state
 
     @override

@@ -117,6 +117,11 @@ class EASGD(ServerStrategy):
     synchronous: bool = False
     difference: Literal["before_step", "after_step"] = "before_step"
 
+    @property
+    def continues(self) -> bool:  # type: ignore[override]
+        """Whether any number of workers will do."""
+        return not self.synchronous or self.alpha is None
+
     def _alpha(self, workers: int) -> float:
         alpha = 0.9 / workers if self.alpha is None else self.alpha
         if self.synchronous and alpha * workers > 1 + 1e-9:

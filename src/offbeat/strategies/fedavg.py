@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from typing_extensions import override
@@ -110,6 +110,11 @@ class FedAvg(Strategy):
             for weight in self.weights:
                 require_number("each of weights", weight, POSITIVE)
 
+    @property
+    def continues(self) -> bool:  # type: ignore[override]
+        """Whether any number of workers will do."""
+        return self.weights is None
+
     @override
     def start(self, worker: Worker) -> FedAvgState:
         """Everyone holds the same model.
@@ -122,7 +127,16 @@ class FedAvg(Strategy):
                 f"weights must hold one number for each of the {worker.size} workers, "
                 f"got {len(self.weights)}: {self.weights}"
             )
-        return FedAvgState()
+        return FedAvgState(last_step=worker.step)
+
+    @override
+    def kept(self, worker: Worker) -> dict[str, Any]:
+        """The draws go on."""
+        return {"rounds": worker.state.rounds}
+
+    @override
+    def take_up(self, worker: Worker, kept: dict[str, Any]) -> None:
+        worker.state.rounds = kept["rounds"]
 
     def _steps_until(self, rounds: int) -> int:
         """Steps in the first so many rounds: ⌈rounds·S/E⌉, the least t with ⌊t·E/S⌋ = rounds."""

@@ -33,6 +33,7 @@ class LocalSGD(Strategy):
     averages_state: ClassVar[bool] = True
     non_finite: ClassVar[tuple[NonFinite, ...]] = ("warn", "raise", "leave_out")
     adapts: ClassVar[bool] = True
+    continues: ClassVar[bool] = True
     period: int = setting(least=1)
     warmup_steps: int = setting(0, least=0)
 

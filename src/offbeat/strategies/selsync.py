@@ -3,7 +3,7 @@
 import logging
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from typing_extensions import override
 
@@ -97,6 +97,7 @@ class SelSync(Strategy):
 
     name: ClassVar[str] = "selsync"
     adapts: ClassVar[bool] = True
+    continues: ClassVar[bool] = True
     delta: float | None = setting(None, least=0, finite=False, hint="0 is BSP, inf never syncs")
     target_lssr: float | None = setting(None, above=0, below=1)
     aggregate: Literal["parameters", "gradients"] = "parameters"
@@ -146,10 +147,16 @@ class SelSync(Strategy):
 
     @override
     def start(self, worker: Worker) -> SelSyncState:
+        """In a later view this worker's own m goes on."""
+        before: SelSyncState | None = worker.state
         averaged = worker.parts if self.aggregate == "gradients" else []
         target, count = self.target_lssr, len(averaged) or 1
         return SelSyncState(
-            changes=[RelativeChange(self.window) for _ in range(count)],
+            changes=(
+                [RelativeChange(self.window) for _ in range(count)]
+                if before is None
+                else before.changes
+            ),
             rounds=[int(self.flags == "deferred")] * count,  # its first step acts on no round
             decided=[0] * count,
             controller=None if target is None else ThresholdController(target),
@@ -164,6 +171,20 @@ class SelSync(Strategy):
             ],
             squared=[0.0] * count,
         )
+
+    @override
+    def kept(self, worker: Worker) -> dict[str, Any]:
+        """The threshold, and how many rounds there were."""
+        controller = worker.state.controller
+        threshold = None if controller is None else [controller.delta, controller.steps]
+        return {"decided": worker.state.decided, "threshold": threshold}
+
+    @override
+    def take_up(self, worker: Worker, kept: dict[str, Any]) -> None:
+        state: SelSyncState = worker.state
+        state.decided = kept["decided"]
+        if state.controller is not None:
+            state.controller.delta, state.controller.steps = kept["threshold"]
 
     @override
     def gradients(self, worker: Worker, part: Part) -> None:

@@ -48,6 +48,7 @@ class ServerStrategy(Strategy):
     pushes: ClassVar[Pushes] = "changes"
     """What workers send to the server; over a lossy wire it matters."""
     meets: ClassVar[bool] = False
+    continues: ClassVar[bool] = True
     servers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -70,14 +71,19 @@ class ServerStrategy(Strategy):
     def serve(self, worker: Worker) -> ServerState:
         """Start the server from the model that all workers hold.
 
+        In a later view those of ``servers`` go on that are left; or all, if none is.
+
         Raises:
             ValueError: a rank in ``servers`` that there is not.
         """
-        if self.servers is not None and max(self.servers) >= worker.size:
+        team, servers = worker.team, self.servers
+        if servers is not None and team.view == 0 and max(servers) >= worker.size:
             raise ValueError(
-                f"servers={self.servers} needs more workers than the {worker.size} there are: "
+                f"servers={servers} needs more workers than the {worker.size} there are: "
                 f"ranks are 0 to {worker.size - 1}"
             )
+        if servers is not None and team.view:
+            servers = tuple(team.members.index(one) for one in servers if one in team.members)
         tensors: list[Tensor] = [p for _, p in worker.replica.parameters]
         double = any(staging_dtype(t) == torch.float64 for t in tensors)
         vector = torch.empty(
@@ -85,13 +91,13 @@ class ServerStrategy(Strategy):
             dtype=torch.float64 if double else torch.float32,
         )
         read(tensors, vector)
-        if isinstance(worker.state, ServerState):  # begun anew from a consensus
+        if isinstance(worker.state, ServerState) and worker.state.server.view == team.view:
             worker.state.server.begin_anew(vector)
             return ServerState(worker.state.server, tensors)
         server = ParameterServer(
-            worker.team,
+            team,
             vector,
-            servers=self.servers,
+            servers=servers or None,
             rule=lambda: self.rule(worker),
             precision=worker.wire.precision,
             pushes=self.pushes,

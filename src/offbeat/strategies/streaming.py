@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from typing_extensions import override
 
@@ -40,6 +40,7 @@ _PARTS_LIMIT = 1024
 _MOST_PARTS = 4
 _MEMORY_STEPS = 50.0  # own steps in which the outer momentum fades to 1/e
 _MORE_BYTES = 8 * 4  # of a vote
+_AGREED = ("precision", "tried", "counts", "patience")  # of ``Pace``
 _MERGES = 5  # over so many passes of the model coherence is smoothed
 
 
@@ -133,6 +134,7 @@ class StreamingAveraging(Strategy):
     averages: ClassVar[Averages] = "updates"
     rounds: ClassVar[Rounds] = "boundary"
     meets: ClassVar[bool] = False
+    continues: ClassVar[bool] = True
     parts: int | Literal["auto"] = setting("auto", least=1)
     staleness: int = setting(64, least=1)
     schedule: Literal["eager", "cyclic"] = "eager"
@@ -175,11 +177,28 @@ class StreamingAveraging(Strategy):
                     keeps_residual=True,
                     # They are few: the last part takes them along.
                     buffers=worker.replica.float_buffers if i == len(cuts) - 1 else tuple,
+                    step=worker.step,
                 )
                 for i, tensors in enumerate(cuts)
             ],
             launched=[0.0] * len(cuts),
+            round_step=worker.step,
+            fresh_step=worker.step,
+            pace=Pace(began=worker.step),
         )
+
+    @override
+    def kept(self, worker: Worker) -> dict[str, Any]:
+        """The choices, and from where the outer momentum fades."""
+        state: StreamingState = worker.state
+        pace = {name: getattr(state.pace, name) for name in _AGREED}
+        return {"step": worker.step, "gain": state.gain, "pace": pace}
+
+    @override
+    def take_up(self, worker: Worker, kept: dict[str, Any]) -> None:
+        state: StreamingState = worker.state
+        state.launched = [float(kept["step"])] * len(state.parts)
+        state.gain, state.pace = kept["gain"], replace(state.pace, **kept["pace"])
 
     def _count(self, model_bytes: float) -> int:
         if self.parts != "auto":

@@ -84,7 +84,7 @@ def require_agreement(
     """
     what = "comparison of the models"
     settings = settings or {}
-    text = "\n".join([f"protocol {PROTOCOL}", *lines]).encode()
+    text = "\n".join(versioned(lines)).encode()
     more = json.dumps(settings).encode()
     hashes = fabric.gather_bytes(_hash(text) + _hash(more), what=what)
     if len({one[: len(_hash(text))] for one in hashes}) > 1:
@@ -98,21 +98,34 @@ def require_agreement(
         warnings.warn(message, stacklevel=4)  # in the line that called attach()
 
 
+def versioned(lines: Sequence[str]) -> list[str]:
+    """The lines after that of the protocol, which must be alike, too."""
+    return [f"protocol {PROTOCOL}", *lines]
+
+
 def _hash(text: bytes) -> bytes:
     return hashlib.sha256(text).digest()
 
 
 def _raise_difference(others: Sequence[Sequence[str]]) -> None:
-    for rank, other in enumerate(others):
-        for i in range(max(len(other), len(others[0]))):
-            theirs = other[i] if i < len(other) else "nothing more"
-            ours = others[0][i] if i < len(others[0]) else "nothing more"
-            if theirs != ours:
-                advice = "; install the same version of offbeat everywhere" if i == 0 else ""
-                raise MismatchError(
-                    f"rank {rank} differs from rank 0: rank {rank} has {theirs}; rank 0 has {ours}"
-                    f"{advice}"
-                )
+    for rank in range(len(others)):
+        if text := difference(others, rank, 0):
+            raise MismatchError(text)
+
+
+def difference(lines: Sequence[Sequence[str]], rank: int, first: int) -> str:
+    """How the lines of ``rank`` differ from those of rank ``first``; empty if they do not."""
+    other, one = lines[rank], lines[first]
+    for i in range(max(len(other), len(one))):
+        theirs = other[i] if i < len(other) else "nothing more"
+        ours = one[i] if i < len(one) else "nothing more"
+        if theirs != ours:
+            advice = "; install the same version of offbeat everywhere" if i == 0 else ""
+            return (
+                f"rank {rank} differs from rank {first}: rank {rank} has {theirs}; rank {first} "
+                f"has {ours}{advice}"
+            )
+    return ""
 
 
 def _differences(told: Sequence[Settings]) -> str:

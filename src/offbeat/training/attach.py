@@ -21,6 +21,7 @@ from offbeat.training.ddp import AroundDDP, unwrapped
 from offbeat.training.optimizers import require_own_state, unwrapped_optimizer
 from offbeat.training.synchronizer import Synchronizer, attached
 from offbeat.training.usable import require_apart, require_usable
+from offbeat.training.views import Means
 
 _LEAST_SECONDS, _YEAR_SECONDS = 0.001, 31_536_000
 
@@ -40,6 +41,8 @@ def attach(
     non_finite: NonFinite = "warn",
     max_grad_norm: float | None = None,
     companions: Sequence[nn.Module] = (),
+    on_failure: Literal["raise", "continue"] = "raise",
+    min_workers: int = 1,
     timeout_seconds: float = 300.0,
 ) -> Synchronizer:
     """Train ``model`` data-parallel under ``strategy``; the training loop stays as it is.
@@ -97,6 +100,13 @@ def attach(
             parameters: each worker goes on with its own, from rank 0's, and in ``consensus`` and
             after ``finish`` they are the mean of all workers', counted alike. Never in between.
             ``save`` does not hold them: give their ``state_dict()`` as ``extra``.
+        on_failure: What happens when a worker dies, hangs or is cut off. "raise" raises
+            ``CommunicationError`` on all others. "continue" lets them go on without it, from what
+            they have in common, and takes in workers that join; see docs/elastic.md for what is
+            lost. With every strategy of this package; not with ``distance_every``, data injection,
+            several optimizers under ``BSP``, ``FedAvg`` with ``weights``, or synchronous ``EASGD``
+            with ``alpha``.
+        min_workers: With "continue": with fewer workers than these all raise (≥ 1).
         timeout_seconds: How long an operation between workers may take before it fails on every
             worker with ``CommunicationTimeout``; a year at most. Larger than the longest time by
             which one worker may lag behind the others between two synchronizations.
@@ -111,7 +121,7 @@ def attach(
             that communicates by itself; a DistributedDataParallel around the model that cannot be
             switched off; a parameter or buffer that
             cannot be written in place (lazy, on the meta device, expanded, sparse, of
-            ``torch.inference_mode()``).
+            ``torch.inference_mode()``); ``on_failure="continue"`` with what cannot.
         MismatchError: another worker has another model, optimizer or strategy.
         CommunicationError: a worker did not take part.
         TypeError, ValueError: an argument that is none of the above.
@@ -133,6 +143,8 @@ def attach(
     if max_grad_norm is not None:
         require_number("max_grad_norm", max_grad_norm, POSITIVE)
     require_timeout(timeout_seconds)
+    require_choice("on_failure", on_failure, ("raise", "continue"))
+    require_integer("min_workers", min_workers, least=1)
     model = unwrapped(model)
     require_usable(model)
     require_beside(model, companions)
@@ -141,21 +153,31 @@ def attach(
     if optimizer_state == "average":
         require_own_state(optimizers)
     parts = _parts(model, optimizers)
+    continues = on_failure == "continue"
+    if continues:
+        require_continuation(strategy, len(parts), distance_every, companions)
+    elif min_workers != 1:
+        raise ValueError(f'min_workers={min_workers} needs on_failure="continue"')
     around = AroundDDP(model, group, strategy, wire)
     try:
-        team = Team(open_communicator(group, timeout_seconds, what="offbeat.attach()"))
+        team = Team(
+            open_communicator(group, timeout_seconds, what="offbeat.attach()", regroups=continues)
+        )
     except BaseException:
         around.remove()
         raise
     try:
+        if not continues and team.view:
+            raise AttachError('a worker that joins needs on_failure="continue", as the others have')
+        if team.size < min_workers:
+            raise AttachError(f"min_workers={min_workers}, and there are {team.size}")
         sync = Synchronizer(
             model,
             parts,
             strategy,
             team,
             scaler=scaler,
-            optimizer_state=optimizer_state,
-            wire=wire,
+            means=Means(wire, optimizer_state),
             log=log,
             distance_every=distance_every,
             beside=partial(open_communicator, group, timeout_seconds, what="distance_every"),
@@ -164,9 +186,12 @@ def attach(
             max_grad_norm=max_grad_norm,
             companions=companions,
             hooks=[around],
+            min_workers=min_workers if continues else None,
         )
     except BaseException:
         around.remove()
+        if continues and team.membership is not None:
+            team.membership.leave(ended=False)
         team.close()
         raise
     around.steps = lambda: sync.step
@@ -246,6 +271,27 @@ def _optimizers(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     if isinstance(given, Iterable) and not isinstance(given, Optimizer):
         return [unwrapped_optimizer(one) for one in given]
     return [unwrapped_optimizer(given)]
+
+
+def require_continuation(
+    strategy: Strategy, optimizers: int, distance_every: object, companions: Sequence[nn.Module]
+) -> None:
+    """Raise unless training can go on after a loss.
+
+    Raises:
+        AttachError: naming what cannot.
+    """
+    cannot = ""
+    if not strategy.continues:
+        cannot = f"{strategy!r} cannot begin anew with other workers (Strategy.continues)"
+    elif strategy.rounds == "gradients" and optimizers > 1:
+        cannot = "several optimizers, whose gradients are averaged one after the other"
+    elif distance_every is not None:
+        cannot = "distance_every, which measures beside the training"
+    elif companions:
+        cannot = "companions, which no newcomer would get"
+    if cannot:
+        raise AttachError(f'on_failure="continue" with {cannot}: use on_failure="raise"')
 
 
 def _parts(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Part]:

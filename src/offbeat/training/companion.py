@@ -33,10 +33,14 @@ class Companions:
         team: The synchronizer's; a companion takes a ``twin`` of it.
         details: The totals of ``Stats.details``, to which companions add their own.
         step: Gives the iterations so far.
+
+    Attributes:
+        refuse: Why none can be taken in; empty if one can.
     """
 
     def __init__(self, team: Team, details: dict[str, Any], step: Callable[[], int]) -> None:
         self.team, self.details, self.step = team, details, step
+        self.refuse = ""
         self._all: list[Companion] = []
         self._closed = False
 
@@ -44,8 +48,10 @@ class Companions:
         """Take one in.
 
         Raises:
-            AttachError: after ``finish`` or ``detach``.
+            AttachError: after ``finish`` or ``detach``, or as ``refuse`` says.
         """
+        if self.refuse:
+            raise AttachError(self.refuse)
         if self._closed:
             raise AttachError("this synchronizer is finished or detached: attach again first")
         self._all.append(companion)

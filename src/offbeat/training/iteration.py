@@ -8,12 +8,13 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
+from typing import Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offbeat.errors import AttachError, OffbeatError
-from offbeat.strategies.base import Strategy, Worker
+from offbeat.errors import AttachError, CommunicationError, OffbeatError
+from offbeat.strategies.base import Part, Strategy, Worker
 from offbeat.strategies.roll import Roll
 from offbeat.training.backward import Backward
 from offbeat.training.change import GradientChange
@@ -29,12 +30,22 @@ class Guard:
     something else came (a Ctrl-C that a notebook caught, say), an OffbeatError: this worker no
     longer knows which operation is everybody's next one.
 
+    Where training goes on after a loss, an operation that failed leaves nobody out of step: all
+    begin anew.
+
     Attributes:
         failure: What came out of it.
+        continues: Whether training goes on after a loss.
     """
 
     def __init__(self) -> None:
         self.failure: BaseException | None = None
+        self.continues = False
+
+    def leave(self, error: BaseException | None) -> None:
+        """It is left with ``error``."""
+        if error is not None and not (self.continues and isinstance(error, CommunicationError)):
+            self.failure = error
 
     def refuse(self) -> None:
         """Raise on account of an earlier failure."""
@@ -56,8 +67,20 @@ class Guard:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is not None:
-            self.failure = error
+        self.leave(error)
+
+
+class Recovery(Protocol):
+    """What training does where it goes on after a loss."""
+
+    def look(self) -> None:
+        """Raise CommunicationError if another view is wanted."""
+
+    def __call__(self, error: CommunicationError) -> bool:
+        """End this view, and begin the next one, or raise.
+
+        Returns whether the model is that of after the step at hand, which others have taken.
+        """
 
 
 class _AtWork:
@@ -78,8 +101,7 @@ class _AtWork:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is not None:
-            self._guard.failure = error
+        self._guard.leave(error)
         if self._companions.any:
             self._companions.busy(False)
 
@@ -113,6 +135,7 @@ class Iteration:
     Attributes:
         active: Whether hooks do anything; false after the end.
         guard: Around all that communicates.
+        recover: Begins the next view of the team after a failure; None: training ends with it.
         stepped: Called when all optimizers have stepped, before the strategy synchronizes.
         change: Told of the gradients, before the strategy changes them.
     """
@@ -133,6 +156,8 @@ class Iteration:
         self.change: GradientChange | None = None
         self._at_work = _AtWork(self.guard, companions)
         self._host = worker.team.host
+        self.recover: Recovery | None = None
+        self._lost: CommunicationError | None = None  # what has failed during backward
         self._rounds = Rounds(strategy, worker, finite)
         self._prepared: set[int] = set()  # optimizers that are about to step
         self._stepped: set[int] = set()  # that have stepped in this iteration
@@ -158,11 +183,17 @@ class Iteration:
             self._backward = Backward(part, self._host, self._bucket_ready)
 
     def _bucket_ready(self, bucket: int) -> bool:
-        if not self.active:
+        if not self.active or self._lost is not None:
             return False
         with self.guard:
             part = self._worker.parts[0]
-            return self.strategy.bucket_ready(self._worker, part, bucket)
+            try:
+                return self.strategy.bucket_ready(self._worker, part, bucket)
+            except CommunicationError as error:
+                if self.recover is None:
+                    raise
+                self._lost = error  # the model must stay as it is while backward runs
+                return False
 
     # -- called by the hooks -----------------------------------------------------------------
 
@@ -208,12 +239,40 @@ class Iteration:
                 self.change.add(part, loss_scale)
                 if last:
                     self.change.end()
-            self.strategy.gradients(worker, part)
-            synced = self._rounds.at_gradients(index, last=last)
+            synced = self._synchronize(part, last=last)
             self._synced = self._synced or synced
             if self._backward is not None:
                 self._backward.end_step()
         self._prepared.add(index)  # not before: a step after a failure must fail, too
+
+    def _synchronize(self, part: Part, *, last: bool) -> bool:
+        """What happens between gradients and step. Returns whether it synchronized."""
+        while True:
+            try:
+                if self._lost is not None:
+                    raise self._lost
+                if self.recover is not None:
+                    self.recover.look()
+                self.strategy.gradients(self._worker, part)
+                return self._rounds.at_gradients(part.index, last=last)
+            except CommunicationError as error:
+                if self.recover is None:
+                    raise
+                if self._overtaken(error, part, last=last):
+                    return True
+
+    def _overtaken(self, error: CommunicationError, part: Part, *, last: bool) -> bool:
+        """Begin the next view before a step; whether it has brought this step along."""
+        assert self.recover is not None
+        worker = self._worker
+        worker.step -= last  # what the view begins with knows nothing of it
+        overtaken = self.recover(error)
+        worker.step += last
+        worker.steps_since_sync = int(last)
+        if overtaken:
+            for parameter in part.parameters:
+                parameter.grad = None  # with which the optimizer does nothing
+        return overtaken
 
     def complete(self, index: int, *, skipped: bool = False) -> None:
         """Optimizer ``index`` has stepped, or a GradScaler has ``skipped`` its step."""
@@ -232,11 +291,31 @@ class Iteration:
             worker.has_news = True
             worker.norm_squared = None
             self.stepped()
-            synced = self._rounds.at_boundary() or self._synced
+            try:
+                synced = self._rounds.at_boundary() or self._synced
+            except CommunicationError as error:
+                if self.recover is None:
+                    raise
+                self.recover(error)
+                synced = True
             self._synced = False
         self._completed(synced)
 
     # -- called by the synchronizer ----------------------------------------------------------
+
+    def begin_view(self, finite: Finite) -> None:
+        """The team has another view: rounds are counted from here, and nothing is under way."""
+        self._rounds = Rounds(self.strategy, self._worker, finite)
+        self._lost, self._host = None, self._worker.team.host
+        if self._backward is not None:
+            self._backward.close()
+            self._backward = None
+        self.watch_backward()
+
+    @property
+    def acted(self) -> int:
+        """Rounds of this view that were acted on."""
+        return self._rounds.acted
 
     @property
     def begun(self) -> bool:
@@ -283,4 +362,4 @@ class Iteration:
         if self._backward is not None:
             self._backward.close()
             self._backward = None
-        self.stepped, self._completed = lambda: None, lambda synced: None
+        self.stepped, self._completed, self.recover = lambda: None, lambda synced: None, None

@@ -15,11 +15,15 @@ class Rounds:
     Every worker takes part in every round, with ``vote`` and ``act`` of the strategy, so no worker
     can miss an operation that the others start. Who does not step contributes weight 0, or what it
     has not contributed before.
+
+    Attributes:
+        acted: Rounds that were acted on, without those in which nobody stepped.
     """
 
     def __init__(self, strategy: Strategy, worker: Worker, finite: Finite) -> None:
         self._strategy, self._worker, self._finite = strategy, worker, finite
         self._number = 0
+        self.acted = 0
         self._pending: Round | None = None  # called and not yet acted on
 
     def at_gradients(self, part: int, *, last: bool) -> bool:
@@ -82,6 +86,7 @@ class Rounds:
         """Let the strategy act, and the wire see how long the workers wait."""
         worker, wire = self._worker, self._worker.wire
         acted = self._strategy.act(worker, round)
+        self.acted += acted is not None
         self._finite.acted(round.own, synchronized=bool(acted))
         if acted is not None:
             wire.acted(round.then(lambda roll: roll.more))

@@ -7,17 +7,16 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from offbeat.errors import AttachError, CheckpointError
-from offbeat.fabric import Communicator, Team, Wire
-from offbeat.fabric.adaptive import AdaptiveWire
-from offbeat.fabric.wire import Precision
-from offbeat.means import ModelMean, OptimizerState, Replica
+from offbeat.errors import AttachError, CheckpointError, CommunicationError
+from offbeat.fabric import Communicator, Team
+from offbeat.fabric.membership import EndedError
+from offbeat.means import Replica
 from offbeat.strategies.base import NonFinite, Part, Roll, Strategy, Worker
 from offbeat.telemetry import Records, Stats, open_sinks
 from offbeat.training.agreement import (
@@ -44,6 +43,9 @@ from offbeat.training.state import (
     require_all,
     state_of,
 )
+from offbeat.training.views import Means, Views, exact_means
+
+T = TypeVar("T")
 
 attached: "weakref.WeakSet[Any]" = weakref.WeakSet()  # models and optimizers in use
 
@@ -59,8 +61,7 @@ class Synchronizer:
         team: Team,
         *,
         scaler: torch.amp.GradScaler | None = None,
-        optimizer_state: str = "local",
-        wire: Precision = "float32",
+        means: Means,
         log: object = None,
         distance_every: int | None = None,
         beside: Callable[[], Communicator] | None = None,
@@ -69,35 +70,41 @@ class Synchronizer:
         max_grad_norm: float | None = None,
         companions: Sequence[nn.Module] = (),
         hooks: Sequence[Removable] = (),
+        min_workers: int | None = None,
     ) -> None:
         self._strategy, self._team, self._active = strategy, team, True
         self._finished = False
         self._host = team.host
         replica = Replica(model, [p for p in model.parameters() if p.requires_grad])
         self._beside = Beside(team, companions)
+        chosen = [f"optimizer_state {means.optimizer_state!r}", f"wire {means.wire!r}"]
+        chosen += [f"distance_every {distance_every}", f"non_finite {non_finite!r}"]
+        chosen.append(f"max_grad_norm {max_grad_norm}")
+        chosen += [] if min_workers is None else [f"min_workers {min_workers}"]
+        lines = [*chosen, *describe(strategy, replica, parts), *self._beside.describe()]
+        began = team.view == 0
         with team.account.paused():
-            chosen = [f"optimizer_state {optimizer_state!r}", f"wire {wire!r}"]
-            chosen += [f"distance_every {distance_every}", f"non_finite {non_finite!r}"]
-            chosen.append(f"max_grad_norm {max_grad_norm}")
-            lines = [*chosen, *describe(strategy, replica, parts), *self._beside.describe()]
-            require_agreement(team.fabric, lines, settings_of(model, parts))
-            copy_rank_0(team.fabric, replica.everything())
-            self._beside.begin()
-            adapts = wire == "auto" and strategy.default_wire != "auto"
-            means = AdaptiveWire(team) if adapts else Wire(team, wire)
-            models = ModelMean(team, replica, means, referenced=strategy.averages == "models")
-        if optimizer_state == "average":
-            optimizers = [part.optimizer for part in parts]
-            models.optimizer_state = OptimizerState(team, replica.parameters, optimizers)
-        worker = self._worker = Worker(team, replica, parts, means, models)
+            if began:
+                require_agreement(team.fabric, lines, settings_of(model, parts))
+                copy_rank_0(team.fabric, replica.everything())
+                self._beside.begin()
+                pair = means.open(team, strategy, replica, parts)
+            else:
+                pair = exact_means(team, replica)
+        worker = self._worker = Worker(team, replica, parts, *pair)
         self._stats = Stats(details=worker.details)
         self._companions = Companions(team, worker.details, lambda: self.step)
         worker.scaled = scaler is not None and scaler.is_enabled()
         worker.guarded = non_finite == "raise"
         finite = Finite(strategy, worker, non_finite)
         self._iteration = Iteration(strategy, worker, self._companions, finite, self._completed)
-        self._records = Records(open_sinks(log, rank=team.rank), rank=team.rank)
-        worker.state = strategy.start(worker)
+        self._records = Records(open_sinks(log, rank=team.member), rank=team.member)
+        self._views: Views | None = None
+        self._ends = False  # whether the model is the final one
+        if min_workers is not None:
+            self._continue(means, lines, min_workers, non_finite, began=began)
+        if began:
+            worker.state = strategy.start(worker)
         self._distance: Distance | None = None
         if distance_every is not None and beside is not None:
             self._distance = Distance(worker, strategy, distance_every, beside())
@@ -112,6 +119,41 @@ class Synchronizer:
         self._host.watch(lambda: self._stats)
         self._clock = self._host.now()
         self._seen = (team.account.wait_seconds, team.account.payload_bytes)
+
+    def _continue(
+        self,
+        means: Means,
+        lines: list[str],
+        min_workers: int,
+        non_finite: NonFinite,
+        *,
+        began: bool,
+    ) -> None:
+        """Go on after a loss; if this worker has joined, begin where the others are."""
+        iteration = self._iteration
+        self._views = iteration.recover = views = Views(
+            self._strategy,
+            self._worker,
+            means,
+            lambda: self._stats,
+            lines,
+            min_workers=min_workers,
+            non_finite=non_finite,
+        )
+        views.iteration, views.lasted = iteration, self._pass
+        iteration.guard.continues = True
+        self._companions.refuse = (
+            'on_failure="continue" cannot take anything else along that has messages of its own'
+        )
+        if began:
+            views.tell()
+        else:
+            with self._team.account.paused():
+                views.join()
+
+    def _pass(self, seconds: float) -> None:
+        """Some time is not the training's."""
+        self._clock += seconds
 
     def _hook(self, scaler: torch.amp.GradScaler | None) -> None:
         for part in self._worker.parts:
@@ -163,6 +205,7 @@ class Synchronizer:
     def _completed(self, synced: bool) -> None:
         """An iteration has ended."""
         stats, account, worker = self._stats, self._team.account, self._worker
+        self._ends = False
         now = self._host.now()
         waited = account.wait_seconds - self._seen[0]
         sent = account.payload_bytes - self._seen[1]
@@ -176,7 +219,9 @@ class Synchronizer:
         more = dict(worker.record)
         worker.record.clear()
         decision = "sync" if synced else "local"
-        self._records.write(stats.steps, self.rank, decision, computed, waited, sent, more=more)
+        self._records.write(
+            stats.steps, self._team.member, decision, computed, waited, sent, more=more
+        )
 
     def _measure(self) -> None:
         """Go on with measurements of the distance, whose time is not the training's."""
@@ -221,6 +266,16 @@ class Synchronizer:
 
     # -- meeting the others ------------------------------------------------------------------
 
+    def _surely(self, function: Callable[[], T]) -> T:
+        """Call ``function``, again in the next view if a worker is lost meanwhile."""
+        while True:
+            try:
+                return function()
+            except CommunicationError as error:
+                if self._views is None or isinstance(error, EndedError):
+                    raise
+                self._views(error)
+
     def _meet(self, *, finishing: bool) -> Roll:
         """Take part in the others' rounds with weight 0 until nobody steps any more."""
         self._companions.away()
@@ -248,7 +303,7 @@ class Synchronizer:
         self._require_parameters()
         start = self._host.now()
         with self._iteration.guard, self._team.account.paused():
-            own = self._take_consensus(self._meet(finishing=False))
+            own = self._surely(lambda: self._take_consensus(self._meet(finishing=False)))
         try:
             with self._iteration.forbidden("consensus()"):
                 yield
@@ -287,21 +342,32 @@ class Synchronizer:
             return
         self._iteration.require_own_model("finish()")
         self._require_parameters()
-        worker, team = self._worker, self._team
+        team = self._team
         with self._iteration.guard:
-            roll = self._meet(finishing=True)
-            while roll.finishing < team.size:  # the others are in consensus(): help, and wait on
-                with team.account.paused():
-                    self._restore(self._take_consensus(roll))
-                roll = self._meet(finishing=True)
-            self._strategy.consensus(worker, roll, final=True)
-            copy_rank_0(team.fabric, worker.replica.other_buffers())
-            self._beside.average(final=True)
+            try:
+                self._surely(self._come_to_the_end)
+            except EndedError:
+                if not self._ends:  # else the others have seen that all have come to the end
+                    raise
             self._companions.leave()
         self._stats.wait_seconds += team.account.wait_seconds - self._seen[0]
         self._stats.payload_bytes += team.account.payload_bytes - self._seen[1]
         self._finished = True
         self._end(together=True)
+
+    def _come_to_the_end(self) -> None:
+        worker, team, self._ends = self._worker, self._team, False
+        roll = self._meet(finishing=True)
+        while roll.finishing < team.size:  # the others are in consensus(): help, and wait on
+            with team.account.paused():
+                self._restore(self._take_consensus(roll))
+            roll = self._meet(finishing=True)
+        self._strategy.consensus(worker, roll, final=True)
+        copy_rank_0(team.fabric, worker.replica.other_buffers())
+        self._beside.average(final=True)
+        self._ends = True
+        if self._views is not None:  # who leaves now is not missed by one that has to begin again
+            worker.barrier("the end of training")
 
     def detach(self) -> None:
         """Remove all hooks and leave this worker's model as it is. Not a collective.
@@ -328,6 +394,8 @@ class Synchronizer:
         try:
             self._records.close()
         finally:
+            if self._team.membership is not None and self._views is not None:
+                self._team.membership.leave(ended=together)
             self._team.close(together=together)
 
     def _require_active(self, what: str) -> None:
@@ -381,7 +449,7 @@ class Synchronizer:
         self._require_active("state_dict()")
         self._iteration.require_boundary("state_dict()")
         with self._iteration.guard:
-            self._strategy.before_save(worker, self._meet_quietly)
+            self._surely(lambda: self._strategy.before_save(worker, self._meet_quietly))
         return state_of(self._strategy, worker, self._stats)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

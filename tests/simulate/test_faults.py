@@ -1,0 +1,108 @@
+"""Faults of simulated workers: what the others see, and when, by hand."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import offbeat
+from offbeat import Compute, Network, simulate
+from offbeat.errors import CommunicationError, CommunicationTimeout
+from offbeat.simulate import Cut, Join, Kill, Pause
+from offbeat.simulate.cluster import NOTICE_SECONDS
+
+NETWORK = Network("1Gbit/s", latency="1ms")
+
+
+def attempt(steps: int = 10, timeout_seconds: float = 5.0) -> dict[str, Any]:
+    """Train; what came of it, and at what virtual time."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    result: dict[str, Any] = {"error": None}
+    try:
+        sync = offbeat.attach(model, optimizer, offbeat.BSP(), timeout_seconds=timeout_seconds)
+    except CommunicationError as error:
+        return {"error": type(error), "text": str(error)}
+    try:
+        for _ in range(steps):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        sync.finish()
+    except CommunicationError as error:
+        result.update(error=type(error), text=str(error))
+        sync.detach()
+    return {**result, "steps": sync.step, "seconds": sync._host.now()}
+
+
+def run(*faults: Any, **options: Any) -> Any:
+    return simulate(
+        lambda: attempt(**options), workers=3, network=NETWORK, compute=Compute(1.0), faults=faults
+    )
+
+
+def test_a_killed_worker_is_noticed() -> None:
+    """In the middle of the fourth step; the others wait for it from its end on."""
+    found = run(Kill(worker=1, at="3.5 s"))
+    assert found.results[1] is None
+    for rank in (0, 2):
+        one = found.results[rank]
+        assert one["error"] is CommunicationError
+        assert "lost the connection to rank 1" in one["text"]
+        assert f"rank {rank}: mean of the gradients failed" in one["text"]
+        assert one["steps"] == 3
+        # set-up and three means take milliseconds; the failed sum was begun after the loss
+        assert 4 + NOTICE_SECONDS <= one["seconds"] < 4 + NOTICE_SECONDS + 0.1
+    assert found.stats[1].steps == 3
+
+
+def test_a_loss_ends_what_is_under_way_at_the_notice() -> None:
+    """Who waits already fails a notice after the loss."""
+    found = run(Kill(worker=1, at="3.5 s"), Pause(worker=1, at="2.5 s", seconds="2 s"))
+    for rank in (0, 2):
+        assert found.results[rank]["seconds"] == pytest.approx(3.5 + NOTICE_SECONDS)
+
+
+@pytest.mark.parametrize("kind", [Pause, Cut])
+def test_silence_is_noticed_after_the_time_out(kind: Any) -> None:
+    """The first wait that is not answered lasts ``timeout_seconds``."""
+    found = run(kind(worker=1, at="3.5 s", seconds="30 s"))
+    for rank in (0, 2):
+        one = found.results[rank]
+        assert one["error"] is CommunicationTimeout
+        assert "timeout_seconds=5" in one["text"]
+        assert 9 <= one["seconds"] < 9.1
+
+
+@pytest.mark.parametrize("kind", [Pause, Cut])
+def test_a_short_silence_costs_its_time(kind: Any) -> None:
+    """Less than the time-out: nobody fails."""
+    ends = [run(*faults).seconds for faults in ([], [kind(worker=1, at="3.5 s", seconds="2 s")])]
+    assert 1.0 < ends[1] - ends[0] < 2.1
+
+
+def test_a_newcomer_waits_in_vain_where_nobody_regroups() -> None:
+    """The others have not asked for it; it fails after its time-out."""
+    found = run(Join(at="2 s"), timeout_seconds=3.0)
+    assert [one["error"] for one in found.results[:3]] == [None] * 3
+    assert "nobody has answered" in str(found.results[3])
+
+
+def test_faults_name_workers_that_there_are() -> None:
+    """One for each that joins."""
+    with pytest.raises(ValueError, match="there are 3 workers"):
+        run(Kill(worker=3, at=1.0))
+    with pytest.raises(TypeError, match="Kill, Pause, Cut or Join"):
+        run("kill")
+    with pytest.raises(ValueError, match="seconds"):
+        Pause(worker=0, at=0.0, seconds=-1.0)
+
+
+def test_ranks_of_newcomers_go_on_counting() -> None:
+    """They have no group with the others."""
+
+    def worker() -> tuple[int, int]:
+        return dist.get_rank(), dist.get_world_size()
+
+    found = simulate(worker, workers=2, faults=[Join(at=0.5)])
+    assert found.results == [(0, 2), (1, 2), (2, 3)]

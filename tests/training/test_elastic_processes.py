@@ -1,0 +1,79 @@
+"""Training that goes on when real workers die and join."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import offbeat
+from cells import some
+from loops import sgd
+from offbeat.fabric import regroup_watch
+from problems import flat, loss_of, make_batch, make_model
+from workers import run
+
+STRATEGIES = [
+    "bsp",
+    "local:period=3",
+    "selsync:target_lssr=0.5",
+    "async:staleness=4",
+    "streaming",
+    "diloco:period=4",
+    "ssp:staleness=2",
+]
+
+
+def store() -> Any:
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
+
+
+def train(rank: int, size: int, strategy: str) -> Any:
+    """Rank 1 dies at step 10; a newcomer comes then; all take some steps more."""
+    regroup_watch._STORE_SECONDS = 0.1  # between looks whether somebody asks
+    os.environ["OFFBEAT_KERNELS"] = "0"  # numba is slow to import
+    kept = store()
+    if rank == size:
+        kept.wait(["died"])
+    model, group = make_model(rank), offbeat.join() if rank == size else None
+    optimizer = sgd(model)
+    sync = offbeat.attach(
+        model,
+        optimizer,
+        offbeat.parse_strategy(strategy),
+        group=group,
+        on_failure="continue",
+        timeout_seconds=20,
+    )
+    begun, more, deadline = sync.step, 8, time.monotonic() + 40
+    while more:
+        assert time.monotonic() < deadline, sync.stats
+        if rank == 1 and sync.step == 10:
+            kept.set("died", "")
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        loss_of(model, make_batch(rank, sync.step)).backward()
+        optimizer.step()
+        members = [n for n in range(size + 1) if n != 1]
+        more -= sync.stats.details["members"] == members
+        time.sleep(0.002)
+    sync.finish()
+    return flat(model), begun, sync.step, dict(sync.stats.details)
+
+
+@pytest.mark.parametrize("strategy", some(STRATEGIES, 0, 4))
+def test_training_goes_on(strategy: str) -> None:
+    """Without one that is killed, with one that joins: all end with one model."""
+    first, _, *others = run(train, strategy, workers=4, newcomers=1, may_die=(1,))
+    model, begun, steps, details = first
+    assert begun == 0
+    assert steps >= 18
+    assert details["members"] == [0, 2, 3, 4]
+    assert model.isfinite().all()
+    for other, _, _, others_details in others:
+        assert torch.equal(other, model)
+        assert others_details["members"] == [0, 2, 3, 4]
+    assert others[-1][1] >= 10, "a newcomer goes on from the others' step"
