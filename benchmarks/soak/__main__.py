@@ -41,7 +41,7 @@ class Soak:
         if not needs_checkpoints(case):
             outcomes = [self._run(case, Run("training"))]
         elif case.kind == "kill in load":
-            before = self._run(case, Run("before", checkpoints, breaks=False))
+            before = self._run(case, Run("before", checkpoints, breaks=False, until=6))
             broken = self._run(case, Run("loading", checkpoints, loads=True))
             again = self._run(case, Run("again", checkpoints, loads=True, breaks=False))
             outcomes = [broken, before, again]

@@ -19,7 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.soak.plan import Case
-from benchmarks.soak.worker import ATTACHED, CONNECTED, FIRST_STEP, Progress, Report, Run, main
+from benchmarks.soak.worker import (
+    CONNECTED,
+    FINISHED,
+    FIRST_STEP,
+    Progress,
+    Report,
+    Run,
+    main,
+)
 from offbeat.lab.cluster import Cluster
 
 # torch asks for the name of every connection, and a name server that is out of reach keeps it
@@ -233,7 +241,7 @@ def _until(case: Case, progress: Progress, processes: list[_Process], value: int
             return False
         time.sleep(0.0005)
     time.sleep(case.delay_seconds)
-    return not victim.poll()
+    return not victim.poll() and progress.read(case.victim) < FINISHED
 
 
 def _signals(*numbers: int, everyone: bool = False) -> _Break:
@@ -324,6 +332,3 @@ def working_folder() -> Iterator[Path]:
         yield Path(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-__all__ = ["ATTACHED", "Outcome", "StartError", "perform", "working_folder"]

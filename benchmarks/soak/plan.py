@@ -55,6 +55,9 @@ KINDS = {
 }
 """What happens, and how often beside the others."""
 
+BY_ITSELF = ("exception", "detach", "slow", "not finite")
+"""What a worker does; the others are done to it."""
+
 SAVING = ("kill in save", "kill all in save", "kill in load")
 
 

@@ -14,6 +14,7 @@ from benchmarks.soak.worker import Report
 
 _EXACT, _ROUNDED = 1e-5, 1e-3  # of ``Report.spread``: over an exact wire, and over any other
 SLACK_SECONDS = 1.0  # of a machine on which four workers share two cores
+_DETACH_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -98,11 +99,13 @@ POLICIES: dict[str, Policy] = {"stop": Stop()}
 def _promise(case: Case) -> tuple[str, str, float]:
     """Class and text of the survivors' error, and the seconds after which it is there."""
     rank = f"rank {case.victim}"
+    keeper = case.own_store and case.victim == 0
     if case.kind in ("stop", "unplug"):
-        return "CommunicationTimeout", f"no answer from .*{rank}", case.timeout_seconds + 3
+        seconds = case.timeout_seconds + 3 + keeper
+        return "CommunicationTimeout", f"no answer from .*{rank}", seconds
     if case.kind == "kill before attach":
         return "CommunicationError", f"{rank}|opening connections", case.timeout_seconds
-    if case.own_store and case.victim == 0:  # nobody can say why it left
+    if keeper:  # nobody can say why it left
         return "CommunicationError", f"lost the connection to .*{rank}", 2.0
     gave_up = case.kind in ("exception", "detach", "interrupt")
     how = "gave up" if gave_up else "died or was cut off"
@@ -145,7 +148,11 @@ def _whole(case: Case, outcomes: list[Outcome]) -> Iterator[str]:
                     f"{name}: the model of rank {rank} is no whole: numbers that must be equal are "
                     f"{report.spread:.2g} apart"
                 )
-            if report.descriptors > 0 or report.threads > 0:
+            if report.left - report.at > _DETACH_SECONDS + SLACK_SECONDS:
+                yield f"{name}: rank {rank} took {report.left - report.at:.1f} s to detach"
+            # Who asks a store whose process is stopped waits for it, in a thread of its own.
+            asks = case.kind == "stop" and case.own_store and case.victim == 0
+            if (report.descriptors > 0 or report.threads > 0) and not asks:
                 yield (
                     f"{name}: rank {rank} keeps {report.descriptors} descriptors and "
                     f"{report.threads} threads"
@@ -175,6 +182,8 @@ def _victim(case: Case, outcome: Outcome) -> Iterator[str]:
 
 def _finished(case: Case, outcome: Outcome, expected: list[str] | None) -> Iterator[str]:
     """All have finished, with the same model."""
+    if outcome.run.until < STEPS:
+        return
     reports = [report for report in outcome.reports if report is not None]
     for rank, report in enumerate(outcome.reports):
         if report is None or report.outcome != "finished" or report.step != STEPS:

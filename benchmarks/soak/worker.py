@@ -23,11 +23,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import offbeat
-from benchmarks.soak.plan import STEPS, Case
+from benchmarks.soak.plan import BY_ITSELF, STEPS, Case
 from offbeat.strategies.base import Strategy
 
 CONNECTED, ATTACHED = 1, 2  # what a worker has reached before its first step
 FIRST_STEP = 10
+FINISHED = FIRST_STEP + STEPS + 1
 _WORD = struct.Struct("q")
 
 
@@ -40,12 +41,14 @@ class Run:
         checkpoints: Directory of the checkpoints; None: none are saved.
         loads: Whether it goes on from them.
         breaks: Whether the fault happens in it.
+        until: The step after which all leave.
     """
 
     name: str
     checkpoints: str | None = None
     loads: bool = False
     breaks: bool = True
+    until: int = STEPS
 
 
 @dataclass
@@ -56,7 +59,8 @@ class Report:
         outcome: "finished", or the class of what ended it.
         kinds: Names of the error's classes, the first is its own.
         text: Of the error.
-        at: When it ended, by the machine's monotonic clock.
+        at: When its error came out, or it finished, by the machine's monotonic clock.
+        left: When it had detached.
         since: When its last call of anything that may wait for others began.
         fault_at: When the fault happened, if this worker knows.
         step: Own steps.
@@ -74,6 +78,7 @@ class Report:
     kinds: list[str] = field(default_factory=list)
     text: str = ""
     at: float = 0.0
+    left: float = 0.0
     since: float = 0.0
     fault_at: float | None = None
     step: int = 0
@@ -254,12 +259,11 @@ def _train(case: Case, run: Run, rank: int, report: Report, progress: Progress) 
         with sync:
             _steps(case, run, rank, sync, model, optimizer, report, progress)
     except BaseException as error:
-        report.at = time.monotonic()
-        if error.__traceback__ is not None:
-            error.__traceback__ = None  # it holds the model
+        report.at = report.at or time.monotonic()
+        error.__traceback__ = None  # it holds the model
         raise
     finally:
-        report.at = report.at or time.monotonic()
+        report.left = time.monotonic()
         if sync is not None:
             report.step = sync.step
             numbers = [p.detach().double() for p in model.parameters()]
@@ -305,12 +309,12 @@ def _steps(
             progress.write(rank, FIRST_STEP - 1)
             found = offbeat.load(run.checkpoints, sync)
         report.loaded = -1 if found is None else found.step
-    while sync.step < STEPS:
+    while sync.step < run.until:
         step = sync.step
         progress.write(rank, FIRST_STEP + step)
         time.sleep(draw.uniform(0.002, 0.01))
         number = gradient(case, rank, step)
-        if victim and step == case.step:
+        if victim and step == case.step and case.kind in BY_ITSELF:
             report.fault_at = time.monotonic()
             number = _break(case, sync, number)
         with _waiting(report):
@@ -320,16 +324,24 @@ def _steps(
             if run.checkpoints is not None and sync.step % 3 == 0:
                 progress.write(rank, FIRST_STEP + sync.step)
                 offbeat.save(run.checkpoints, sync)
-    progress.write(rank, FIRST_STEP + STEPS)
+    progress.write(rank, FIRST_STEP + run.until)
+    if run.until < STEPS:
+        report.at = time.monotonic()
+        return
     with _waiting(report):
         sync.finish()
     report.at = time.monotonic()
+    progress.write(rank, FINISHED)
 
 
 @contextlib.contextmanager
 def _waiting(report: Report) -> Iterator[None]:
     report.since = time.monotonic()
-    yield
+    try:
+        yield
+    except BaseException:
+        report.at = time.monotonic()
+        raise
 
 
 def _break(case: Case, sync: Any, number: float) -> float:

@@ -11,6 +11,7 @@ from offbeat.strategies.base import (
     Averages,
     Costs,
     Forecast,
+    NonFinite,
     Roll,
     Round,
     Rounds,
@@ -70,7 +71,8 @@ class AsyncAveraging(Strategy):
 
     *Communication*: one mean of the model a merge, and seven numbers; overlapped with τ/2 steps.
     *Memory*: two flat copies (the snapshot, the sum in flight), and a third inside ``consensus``;
-    two more with outer momentum; with a lossy wire P (once) and the errors. *State*: all of these,
+    two more with outer momentum; with a lossy wire P (once) and the errors; P with
+    ``non_finite="leave_out"``, from which a worker that is left out goes on. *State*: all of these,
     counters; kept in checkpoints. The optimizer's state stays as it is.
 
     *Differs from the paper*: models are sent instead of updates, where they can be, which is the
@@ -87,6 +89,7 @@ class AsyncAveraging(Strategy):
     name: ClassVar[str] = "async"
     averages: ClassVar[Averages] = "updates"
     adapts: ClassVar[bool] = True
+    non_finite: ClassVar[tuple[NonFinite, ...]] = ("warn", "raise", "leave_out")
     rounds: ClassVar[Rounds] = "boundary"
     meets: ClassVar[bool] = False
     staleness: int = setting(16, least=1)
@@ -114,6 +117,7 @@ class AsyncAveraging(Strategy):
                 worker.wire,
                 [p for _, p in worker.replica.parameters],
                 name="merge",
+                anchored=worker.leaves_out,
                 outer=Outer(self.outer_lr, self.outer_momentum),
                 buffers=worker.replica.float_buffers,
             )
@@ -170,6 +174,10 @@ class AsyncAveraging(Strategy):
     def _launch(self, worker: Worker, round: Round) -> None:
         """Take a snapshot and start its mean."""
         state: AsyncState = worker.state
+        # It may have become NaN while the roll travelled: it sends an update of 0 then.
+        if worker.leaves_out and self.schedule == "eager" and not state.merge.finite():
+            self.restore(worker)
+            worker.untold = True
         state.merge.launch(
             round.then(lambda roll: roll.weight),
             contribute=round.own.weight != 0,
@@ -177,6 +185,12 @@ class AsyncAveraging(Strategy):
             what=f"merge {state.merges + 1} of the models",
         )
         state.round, worker.has_news = round, False
+
+    @override
+    def restore(self, worker: Worker) -> None:
+        """x ← P, which is kept for this; a merge in flight lands on it."""
+        worker.state.merge.restore()
+        worker.forget_not_finite()
 
     def _land(self, worker: Worker) -> bool:
         """Apply the merge in flight, if there is one: x ← x + (P − s). Waits for it."""

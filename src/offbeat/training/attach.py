@@ -77,13 +77,16 @@ def attach(
             ``relative_change`` in the records. Reads the gradients once, sends nothing.
         non_finite: What happens when a worker is about to contribute NaN or infinity to a mean,
             which would make all others so. "warn" logs it, once, with that worker's rank and the
-            step. "raise" raises on all workers before any model has taken it in. "leave_out", with
-            ``BSP``, ``LocalSGD`` and ``SelSync`` (parameters), gives that worker weight 0 in the
-            round; it takes over the mean of the others, and what is not finite in its optimizer's
-            state begins anew. It costs one look at what is about to be sent, and no message: what
-            becomes infinite after the look, in the step itself or (``AsyncAveraging``, eager)
-            while the roll travels, is found one round later. Not looked at are pushes to a
-            parameter server, nor gradients under a ``scaler``.
+            step. "raise" raises on all workers before any model has taken it in. "leave_out" gives
+            that worker weight 0 in the round; it takes over the mean of the others, or goes on from
+            the model that all have in common (``AsyncAveraging``, which keeps that for this, one
+            more copy; ``StreamingAveraging``; ``DiLoCo``), and what is not finite in its
+            optimizer's state begins anew. Not with ``SelSync`` of gradients. With a parameter
+            server, which knows no mean, "warn" and "raise" look at a worker's pushes, and speak on
+            that worker alone: it raises before it pushes, and the others learn that it gave up. It
+            costs one look at what is about to be sent, and no message: what becomes infinite after
+            the look, in the step itself or ("raise", ``AsyncAveraging``, eager) while the roll
+            travels, is found one round later. Not looked at are gradients under a ``scaler``.
         timeout_seconds: How long an operation between workers may take before it fails on every
             worker with ``CommunicationTimeout``; a year at most. Larger than the longest time by
             which one worker may lag behind the others between two synchronizations.
@@ -207,7 +210,8 @@ def require_non_finite(non_finite: str, strategy: Strategy) -> None:
     require_choice("non_finite", non_finite, ("warn", "raise", "leave_out"))
     if non_finite not in strategy.non_finite:
         can = " or ".join(f'"{one}"' for one in strategy.non_finite)
-        raise ValueError(f'non_finite="{non_finite}" with {strategy}: it can {can}')
+        why = ": a server takes in push after push" if strategy.averages == "pushes" else ""
+        raise ValueError(f'non_finite="{non_finite}" with {strategy}: it can {can}{why}')
 
 
 def _parts(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Part]:
