@@ -9,12 +9,15 @@ from typing import Any
 from typing_extensions import override
 
 from benchmarks.soak.faults import Outcome
-from benchmarks.soak.plan import SAVING, STEPS, Case
-from benchmarks.soak.worker import Report
+from benchmarks.soak.plan import EAGER, SAVING, SERVERS, STEPS, Case
+from benchmarks.soak.worker import Report, non_finite_of
+from offbeat import parse_strategy
 
 _EXACT, _ROUNDED = 1e-5, 1e-3  # of ``Report.spread``: over an exact wire, and over any other
 SLACK_SECONDS = 1.0  # of a machine on which four workers share two cores
-_DETACH_SECONDS = 2.0
+# The rest of a message that has arrived in part is waited for so long when its connection ends; a
+# thread then waits on, for the time-out.
+_DETACH_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -148,11 +151,13 @@ def _whole(case: Case, outcomes: list[Outcome]) -> Iterator[str]:
                     f"{name}: the model of rank {rank} is no whole: numbers that must be equal are "
                     f"{report.spread:.2g} apart"
                 )
-            if report.left - report.at > _DETACH_SECONDS + SLACK_SECONDS:
-                yield f"{name}: rank {rank} took {report.left - report.at:.1f} s to detach"
+            detached = report.left - report.at
+            if detached > _DETACH_SECONDS + SLACK_SECONDS:
+                yield f"{name}: rank {rank} took {detached:.1f} s to detach"
             # Who asks a store whose process is stopped waits for it, in a thread of its own.
-            asks = case.kind == "stop" and case.own_store and case.victim == 0
-            if (report.descriptors > 0 or report.threads > 0) and not asks:
+            waits = case.kind == "stop" and case.own_store and case.victim == 0
+            waits = waits or detached > _DETACH_SECONDS
+            if (report.descriptors > 0 or report.threads > 0) and not waits:
                 yield (
                     f"{name}: rank {rank} keeps {report.descriptors} descriptors and "
                     f"{report.threads} threads"
@@ -201,18 +206,28 @@ def _finished(case: Case, outcome: Outcome, expected: list[str] | None) -> Itera
 
 def _not_finite(case: Case, outcome: Outcome) -> Iterator[str]:
     """As ``non_finite`` says."""
-    raised = f"rank {case.victim} would contribute NaN or infinity"
-    asked = outcome.run.name  # of what the strategy can do
+    asked = non_finite_of(case, parse_strategy(case.strategy))
+    serves = case.strategy in SERVERS
+    told = f"rank {case.victim} would {'push' if serves else 'contribute'} NaN or infinity"
     for rank, report in enumerate(outcome.reports):
         if report is None:
             continue
-        if case.non_finite == "raise" and report.outcome != "finished":
-            if raised not in report.text:
-                yield f"rank {rank} raised {report.outcome}: {report.text}"
+        if asked == "raise":
+            gave_up = f"lost the connection to rank {case.victim}"
+            if (gave_up if serves and rank != case.victim else told) not in report.text:
+                yield f"rank {rank} should have raised: {_of(report)}"
             if rank != case.victim and not report.finite:
                 yield f"rank {rank} has taken NaN in before it raised"
-        elif report.outcome != "finished":
-            yield f"{asked}: rank {rank} has not finished: {_of(report)}"
+            continue
+        if report.outcome != "finished":
+            yield f"rank {rank} has not finished: {_of(report)}"
+        if asked == "leave_out" and not report.finite:
+            yield f"rank {rank} is not finite"
+        # Eager ones may have sent it on before they are told.
+        wanted = "NaN or infinity" if case.strategy in EAGER else told
+        heard = any(wanted in line for line in report.warnings)
+        if not heard and (rank == case.victim or not serves) and "selsync" not in case.strategy:
+            yield f"rank {rank} was not told: {report.warnings}"
 
 
 def _of(report: Report | None) -> str:

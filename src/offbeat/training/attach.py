@@ -79,14 +79,14 @@ def attach(
             which would make all others so. "warn" logs it, once, with that worker's rank and the
             step. "raise" raises on all workers before any model has taken it in. "leave_out" gives
             that worker weight 0 in the round; it takes over the mean of the others, or goes on from
-            the model that all have in common (``AsyncAveraging``, which keeps that for this, one
-            more copy; ``StreamingAveraging``; ``DiLoCo``), and what is not finite in its
+            the model that all have in common (``StreamingAveraging``, ``DiLoCo`` and
+            ``AsyncAveraging``, which keeps one more copy for it), and what is not finite in its
             optimizer's state begins anew. Not with ``SelSync`` of gradients. With a parameter
             server, which knows no mean, "warn" and "raise" look at a worker's pushes, and speak on
             that worker alone: it raises before it pushes, and the others learn that it gave up. It
             costs one look at what is about to be sent, and no message: what becomes infinite after
-            the look, in the step itself or ("raise", ``AsyncAveraging``, eager) while the roll
-            travels, is found one round later. Not looked at are gradients under a ``scaler``.
+            the look, in the step itself or ("warn", eager schedules) while the roll travels, is
+            found one round later. Not looked at are gradients under a ``scaler``.
         timeout_seconds: How long an operation between workers may take before it fails on every
             worker with ``CommunicationTimeout``; a year at most. Larger than the longest time by
             which one worker may lag behind the others between two synchronizations.
