@@ -67,7 +67,7 @@ ROWS = [
         "after `timeout_seconds`, and up to 3 s more; 4 s if it keeps the store",
         "`CommunicationTimeout: … no answer from rank 1`",
         LIVES,
-        "training/test_failures.py::test_a_stuck_worker_is_named_after_the_time_out",
+        "training/test_failures.py::test_a_stopped_worker_is_named_after_the_time_out",
     ),
     Row(
         "a worker is slow, by less than `timeout_seconds`",

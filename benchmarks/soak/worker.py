@@ -271,7 +271,7 @@ def _train(case: Case, run: Run, rank: int, report: Report, progress: Progress) 
             report.spread = spread_of(sync) if report.finite else 0.0
             report.values = [float(n[0]).hex() for n in numbers]
         del sync
-        _settle(report, before)
+        _settle(report, before, case.timeout_seconds + 2)
 
 
 def non_finite_of(case: Case, strategy: Strategy) -> Any:
@@ -279,9 +279,13 @@ def non_finite_of(case: Case, strategy: Strategy) -> Any:
     return case.non_finite if case.non_finite in strategy.non_finite else "warn"
 
 
-def _settle(report: Report, before: tuple[int, int]) -> None:
-    """Count what ``attach`` has left open; a thread is in the list a moment longer."""
-    deadline = time.monotonic() + 1.0
+def _settle(report: Report, before: tuple[int, int], seconds: float) -> None:
+    """Count what ``attach`` has left open.
+
+    gloo may leave a thread to an operation that has missed the end of its connections: it ends with
+    the time-out of that.
+    """
+    deadline = time.monotonic() + seconds
     while True:
         now = _held()
         report.descriptors, report.threads = (a - b for a, b in zip(now, before, strict=True))
