@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO := runs/demo
+SEED ?= 0
+MINUTES ?= 20
 
-.PHONY: help demo test nightly lint bench docs clean
+.PHONY: help demo test nightly soak lint bench docs clean
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -44,6 +46,9 @@ test: $(VENV)/.dev lint  ## all checks: lint, types, tests
 
 nightly: $(VENV)/.dev  ## the tests of values on real processes, too
 	$(BIN)/python -m pytest -n 2 -m "not quiet" --world gloo
+
+soak: $(VENV)/.dev  ## random faults over real processes, for MINUTES=20, all from SEED=0
+	$(BIN)/python -m benchmarks.soak --seed $(SEED) --minutes $(MINUTES) --output runs/soak.jsonl
 
 lint: $(VENV)/.dev  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -64,10 +64,10 @@ ROWS = [
     ),
     Row(
         "a worker is stopped (SIGSTOP), stuck, or cut off without a word",
-        "after `timeout_seconds`, and up to 3 s more",
+        "after `timeout_seconds`, and up to 3 s more; 4 s if it keeps the store",
         "`CommunicationTimeout: … no answer from rank 1`",
         LIVES,
-        "training/test_failures.py::test_a_stuck_worker_is_named_after_the_time_out",
+        "training/test_failures.py::test_a_stopped_worker_is_named_after_the_time_out",
     ),
     Row(
         "a worker is slow, by less than `timeout_seconds`",
@@ -106,10 +106,31 @@ ROWS = [
     ),
     Row(
         "NaN or infinity in one worker's model or gradients",
-        "not",
-        "NaN from the next mean on",
+        "at the next mean, or push; a warning names the rank",
+        "NaN from then on",
         "the last checkpoint",
         "test_survival.py::test_nan_of_one_worker_is_everyones",
+    ),
+    Row(
+        'the same with `non_finite="raise"`',
+        "before the next mean, or push",
+        "`OffbeatError: rank 1 would contribute NaN …`; of a push, `… rank 1, which gave up`",
+        LIVES,
+        "training/test_non_finite.py::test_raise_stops_all_workers_before_the_mean",
+    ),
+    Row(
+        'the same with `non_finite="leave_out"`',
+        "at the next mean; a warning names the rank",
+        "the mean of the others; that worker, too",
+        "training goes on",
+        "training/test_non_finite.py::test_who_is_left_out_changes_no_mean",
+    ),
+    Row(
+        "a worker is killed while checkpoints are written",
+        "at once",
+        "`CommunicationError: … rank 1, which died or was cut off`",
+        "this checkpoint or the one before, on all workers; none if it is the first",
+        "training/test_checkpoints.py::test_a_killed_writer_leaves_this_checkpoint_or_the_one_before",
     ),
     Row(
         "a worker dies under `torchrun --max-restarts`, as below",
@@ -200,6 +221,6 @@ def train_to_nan(rank: int, size: int, text: str) -> list[bool]:
 
 @pytest.mark.parametrize("text", ["bsp", "local:period=1"])
 def test_nan_of_one_worker_is_everyones(text: str) -> None:
-    """Nothing raises, and no worker is left out of a mean."""
+    """By default nothing raises, and no worker is left out of a mean."""
     for finite in simulated(train_to_nan, text, workers=3):
         assert finite == [True, False, False, False]

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import stat
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -283,7 +284,13 @@ def killed(rank: int, size: int, folder: Path, moment: str) -> str:
         if moment == "in the file":  # half-way through the bytes
             torch.save = lambda contents, file: (file.write(b"PK" * 99), file.flush(), die())
         elif moment == "before its name":
-            Path.replace = die  # type: ignore[method-assign,assignment]
+
+            def die_later(*args: Any) -> None:  # rank 0's has its name, and is the only one left
+                while [path.name for path in folder.glob("*.rank0.pt")] != ["step-1.rank0.pt"]:
+                    time.sleep(0.001)
+                die()
+
+            Path.replace = die_later  # type: ignore[method-assign,assignment]
         else:
             Path.unlink = die  # type: ignore[method-assign,assignment]
     kinds, _ = error_of(lambda: offbeat.save(folder, sync, keep=1))
@@ -300,18 +307,50 @@ def found_after(rank: int, size: int, folder: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("moment", "step"), [("in the file", 0), ("before its name", 0), ("while others go", 1)]
+    ("moment", "step"), [("in the file", 0), ("before its name", 1), ("while others go", 1)]
 )
-def test_a_killed_writer_leaves_the_checkpoint_before(
+def test_a_killed_writer_leaves_this_checkpoint_or_the_one_before(
     moment: str, step: int, tmp_path: Path
 ) -> None:
-    """Even where one alone is kept: it goes only when all have the new one."""
+    """Even where one alone is kept: it goes only when the new one is on the disks of all."""
     (error, _) = workers.run(killed, tmp_path, moment, workers=2, may_die=(1,))
     assert (error == "CommunicationError") == (step == 0)
     assert run(found_after, tmp_path, workers=2) == [step, step]
     names = {path.name for path in tmp_path.iterdir() if not path.name.endswith(".damaged")}
     again = "-1"  # the same step once more
     assert names == {f"step-{step}{again}.rank{rank}.pt" for rank in range(2)}
+
+
+def killed_at_first(rank: int, size: int, folder: Path) -> list[str]:
+    """Rank 1 is killed while it writes the first checkpoint; the others have written theirs."""
+    model = make_model(rank)
+    sync = attach(model, sgd(model), "local:period=2")
+    if rank == 1:
+
+        def die(contents: Any, file: Any) -> None:
+            while len(list(folder.glob(".*.partial"))) < size - 1:
+                time.sleep(0.001)
+            file.write(b"PK" * 99)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        torch.save = die
+    return error_of(lambda: offbeat.save(folder, sync))[0]
+
+
+def none_yet(rank: int, size: int, folder: Path) -> bool:
+    model = make_model(rank)
+    sync = attach(model, sgd(model), "local:period=2")
+    found = offbeat.load(folder, sync)
+    offbeat.save(folder, sync)
+    return found is None
+
+
+def test_a_first_checkpoint_that_was_not_written_by_all_is_none(tmp_path: Path) -> None:
+    """A restart begins anew: the others' files of it are no checkpoint that was lost."""
+    first, _, last = workers.run(killed_at_first, tmp_path, workers=3, may_die=(1,))
+    assert (first[0], last[0]) == ("CommunicationError", "CommunicationError")
+    assert run(none_yet, tmp_path, workers=3) == [True] * 3
+    assert {path.name for path in tmp_path.iterdir()} == {f"step-0.rank{r}.pt" for r in range(3)}
 
 
 # -- what is refused -----------------------------------------------------------------------------
@@ -579,5 +618,6 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(
     monkeypatch.setattr(os, "fsync", flushed)
     monkeypatch.setattr(Path, "replace", named)
     files.write(path, {**files.sealed({"a": torch.ones(3)}), "id": "x"})
+    files.give_name(path)
     assert order == [(False, False), ("named", True), (True, True)]
     assert torch.equal(files.read(path)["a"], torch.ones(3))

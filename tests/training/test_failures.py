@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import offbeat
+from cells import nightly
 from loops import Quick, attach, error_of, meet, sgd
 from offbeat.fabric import open_communicator
 from offbeat.fabric.recording import Recording
@@ -187,6 +188,40 @@ def test_a_stuck_worker_is_named_after_the_time_out(strategy: Strategy, tmp_path
         assert "timeout_seconds=1.5: raise it in attach(..., timeout_seconds=...)" in text
     kinds, text = results[1]
     assert "CommunicationError" in kinds, "the one that was stuck must not go on alone"
+
+
+def be_stopped(rank: int, size: int, strategy: Strategy, folder: str) -> Any:
+    """Rank 1 is stopped by the kernel; the last one to notice lets it go on."""
+    model = make_model(seed=rank)
+    optimizer = sgd(model)
+    attach(model, optimizer, strategy, timeout_seconds=1.5, group=Quick())
+    Path(folder, f"pid{rank}").write_text(str(os.getpid()))
+
+    def train() -> None:
+        for step in range(40):
+            if rank == 1 and step == 3:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            train_step(model, optimizer, make_batch(rank, step))
+
+    started = time.perf_counter()
+    result = error_of(train), time.perf_counter() - started
+    if rank != 1:
+        meet(folder, rank, [0, 2])
+        os.kill(int(Path(folder, "pid1").read_text()), signal.SIGCONT)
+    return *result, bool(flat(model).isfinite().all())
+
+
+@pytest.mark.parametrize("strategy", [KINDS[1], *nightly([KINDS[0], KINDS[3]])], ids=str)
+def test_a_stopped_worker_is_named_after_the_time_out(strategy: Strategy, tmp_path: Path) -> None:
+    """SIGSTOP: its connections stay open. It learns it, too, when it is let go on."""
+    results = run(be_stopped, strategy, str(tmp_path), workers=3)
+    for rank in (0, 2):
+        (kinds, text), seconds, finite = results[rank]
+        assert kinds[0] == "CommunicationTimeout", text
+        assert "no answer from rank 1," in text
+        assert 1.4 <= seconds < 1.5 + 3
+        assert finite
+    assert "CommunicationError" in results[1][0][0]
 
 
 # -- exceptions -----------------------------------------------------------------------------------

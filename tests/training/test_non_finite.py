@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import offbeat
+import workers
+from cells import nightly
 from loops import attach, close, error_of
 from offbeat.significance import squared_norm
 from offbeat.strategies.roll import Ballot
@@ -90,7 +92,14 @@ def test_bsp_goes_on_without_it(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["sgd", "momentum", "adamw"])
 @pytest.mark.parametrize(
-    ("text", "period"), [("local:period=3", 3), ("local:period=1", 1), ("selsync:delta=0", 1)]
+    ("text", "period"),
+    [
+        ("local:period=3", 3),
+        ("local:period=1", 1),
+        ("selsync:delta=0", 1),
+        ("fedavg:period=3", 3),
+        ("diloco:period=3,outer_lr=1,outer_momentum=0", 3),
+    ],
 )
 def test_means_of_models_go_on_without_it(text: str, period: int, kind: str) -> None:
     """x ← the mean of the others on all workers, and its optimizer begins anew."""
@@ -105,6 +114,115 @@ def test_means_of_models_go_on_without_it(text: str, period: int, kind: str) -> 
         assert error == "nothing was raised"
         close(trace[-1], reference.flat()[0])
         close(final, reference.flat()[0])
+
+
+def train_alike(rank: int, size: int, text: str, bad: tuple[int, ...]) -> Any:
+    """All workers read the same batches, so every mean is the same, whoever is left out of it."""
+    model = nn.Sequential(make_model(seed=0), nn.BatchNorm1d(1).double())
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    sync = attach(model, optimizer, text, **LEAVE_OUT)
+    trace, buffers = [], []
+    for step in range(14):
+        x, y = make_batch(0, step)
+        if step == BAD_STEP and rank in bad:
+            x = x * math.nan
+        train_step(model, optimizer, (x, y))
+        trace.append(flat(model))
+        buffers.append(torch.cat([model[1].running_mean, model[1].running_var]))
+    sync.finish()
+    return torch.stack(trace), torch.stack(buffers), flat(model), sync.stats.details
+
+
+@pytest.mark.parametrize(
+    ("text", "same", "back"),
+    [
+        ("fedavg:period=3", 5, 3),
+        ("diloco:period=3", 5, 3),
+        ("diloco:period=3,fragments=3", 3, 3),
+        ("diloco:period=4,fragments=2,overlap=1", 6, 4),
+        ("async:staleness=4", 7, 4),
+        ("async:staleness=4,outer_momentum=0.5,outer_lr=0.7", 7, 4),
+        ("async:staleness=4,schedule=eager", 0, 9),
+        ("streaming:parts=2,schedule=cyclic,staleness=4", 5, 3),
+        ("streaming:parts=3,staleness=6,outer_gain=1", 0, 9),
+        ("streaming:parts=1,staleness=6", 0, 9),
+    ],
+)
+def test_who_is_left_out_changes_no_mean(text: str, same: int, back: int) -> None:
+    """The others' models are those of a run without it for ``same`` steps, a landing included.
+
+    The one that is left out has a model again after ``back`` steps. Later its updates count again.
+    """
+    want = simulated(train_alike, text, (), workers=3)
+    got = simulated(train_alike, text, (BAD_RANK,), workers=3)
+    for rank, (trace, buffers, final, details) in enumerate(got):
+        if rank != BAD_RANK:
+            close(trace[:same], want[rank][0][:same])
+            assert trace.isfinite().all()
+            assert buffers.isfinite().all()
+        assert trace[back - 1 :].isfinite().all()
+        assert buffers[-1].isfinite().all()
+        assert torch.equal(final, got[0][2])
+        assert final.isfinite().all()
+        assert (details.get("not_finite", 0) > 0) == (rank == BAD_RANK)
+
+
+def fail_last(rank: int, size: int, text: str) -> Tensor:
+    """The last step before ``finish`` has the NaN in it."""
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    sync = attach(model, optimizer, text, **LEAVE_OUT)
+    for step in range(BAD_STEP + 1):
+        train_step(model, optimizer, batch_of(rank, step))
+    sync.finish()
+    return flat(model)
+
+
+@pytest.mark.parametrize("text", ["fedavg:period=100", "fedavg:period=100,fraction=0.34"])
+def test_the_final_mean_goes_on_without_it(text: str) -> None:
+    """Also where not all models count in a round, and the others were not drawn."""
+    reference = Simulated.start(3, "sgd")
+    for step in range(BAD_STEP + 1):
+        reference.step(step)
+    reference.average([1.0, 0.0, 1.0])
+    for model in simulated(fail_last, text, workers=3):
+        close(model, reference.flat()[0])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "diloco:period=2",
+        "diloco:period=4,fragments=2,overlap=2",
+        "async:staleness=2",
+        "async:staleness=8",
+        "async:schedule=eager",
+        "streaming:parts=2,schedule=cyclic,staleness=4",
+        "streaming:parts=2",
+    ],
+)
+def test_the_final_mean_is_finite(text: str) -> None:
+    """A worker that can go on from the common model does so before it is averaged."""
+    first, *others = simulated(fail_last, text, workers=3)
+    assert first.isfinite().all()
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_a_round_of_nobody_changes_nothing() -> None:
+    """FedAvg with one worker drawn at a time, which is the one: the others go on."""
+    bad = next(rank for rank in range(3) if draws_of(rank, range(BAD_STEP + 1, BAD_STEP + 2)))
+    for rank, (trace, final, error, details) in enumerate(
+        run(
+            *(train, "fedavg:period=1,fraction=0.34,unselected=restart", "momentum", 8),
+            *((bad,), LEAVE_OUT),
+            workers=3,
+        )
+    ):
+        assert error == "nothing was raised"
+        assert final.isfinite().all()
+        assert trace[-1].isfinite().all()
+        assert trace[BAD_STEP].isfinite().all() == (rank != bad)
+        assert (details.get("not_finite", 0) > 0) == (rank == bad)
 
 
 def test_a_model_that_has_become_nan_between_two_rounds_is_left_out() -> None:
@@ -275,10 +393,14 @@ def test_who_is_not_drawn_contributes_nothing() -> None:
 
 def draws_after(rank: int) -> int:
     """How often FedAvg draws ``rank`` of 3, one at a time, from the step with the NaN on."""
+    return len(draws_of(rank, range(BAD_STEP + 1, 5)))
+
+
+def draws_of(rank: int, rounds: range) -> list[int]:
+    """In which of the rounds FedAvg draws ``rank`` of 3, one at a time."""
     purpose = int.from_bytes(b"fedavg", "big")
-    rounds = range(BAD_STEP + 1, 5)
-    draws = [np.random.default_rng([0, purpose, r]).permutation(3)[0] for r in rounds]
-    return draws.count(rank)
+    draws = {r: np.random.default_rng([0, purpose, r]).permutation(3)[0] for r in rounds}
+    return [r for r, drawn in draws.items() if drawn == rank]
 
 
 def test_what_a_strategy_cannot_do_is_refused() -> None:
@@ -287,12 +409,66 @@ def test_what_a_strategy_cannot_do_is_refused() -> None:
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     with pytest.raises(ValueError, match='non_finite must be "warn", "raise" or "leave_out"'):
         attach(model, optimizer, "bsp", non_finite="ignore")
-    for text in ("fedavg:period=3", "diloco:period=3", "async", "streaming"):
-        with pytest.raises(ValueError, match=f'="leave_out" with {text}.*can "warn" or "raise"'):
+    for text in SERVERS:
+        can = 'it can "warn" or "raise": a server takes in push after push'
+        with pytest.raises(ValueError, match=f'="leave_out" with {text}.*: {can}'):
             attach(model, optimizer, text, non_finite="leave_out")
-    for text in ("ssp:staleness=1", "easgd", "downpour", "selsync:aggregate=gradients"):
-        with pytest.raises(ValueError, match=r"non_finite=\"raise\" with .*: it can \"warn\""):
-            attach(model, optimizer, text, non_finite="raise")
+    with pytest.raises(ValueError, match=r"non_finite=\"raise\" with .*: it can \"warn\""):
+        attach(model, optimizer, "selsync:aggregate=gradients", non_finite="raise")
+
+
+SERVERS = ["ssp:staleness=1", "easgd:period=2", "downpour"]
+
+
+def push(rank: int, size: int, text: str, wire: str, non_finite: str) -> Any:
+    model = make_wide(seed=rank)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    sync = attach(model, optimizer, text, wire=wire, non_finite=non_finite)
+
+    def loop() -> None:
+        for step in range(8):
+            x, y = batch_of(rank, step)
+            optimizer.zero_grad()
+            (model(x.float()) - y.float()).square().mean().backward()
+            optimizer.step()
+        sync.finish()
+
+    kinds, text = error_of(loop)
+    sync.detach()
+    return kinds, text, sync.step, bool(flat(model).isfinite().all())
+
+
+@pytest.mark.parametrize("wire", ["int8", *nightly(["float32"])])
+@pytest.mark.parametrize("text", [SERVERS[0], *nightly(SERVERS[1:])])
+def test_nothing_is_pushed_that_is_not_finite(text: str, wire: str) -> None:
+    """The worker itself says so; the others' models have not taken it in when they learn of it."""
+    results = workers.run(push, text, wire, "raise", workers=3)
+    for rank, (kinds, message, step, finite) in enumerate(results):
+        if rank == BAD_RANK:
+            assert kinds[0] == "OffbeatError"
+            found = f"rank {rank} would push NaN or infinity to the parameter server at step "
+            assert message.startswith(found)
+            told = int(message.removeprefix(found).split(";")[0])
+            assert told in (step, step + 1), "after the last step, or in one"
+            assert step >= BAD_STEP
+        else:
+            assert kinds[0] == "CommunicationError"
+            assert f"lost the connection to rank {BAD_RANK}, which gave up" in message
+            assert finite
+
+
+@pytest.mark.parametrize("text", SERVERS)
+def test_a_push_that_is_not_finite_is_told_once(
+    text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    results = simulated(push, text, "float32", "warn", workers=3)
+    told = [r.getMessage() for r in caplog.records if "would push" in r.getMessage()]
+    assert len(told) <= 3
+    ranks = [int(one.split()[1]) for one in told]
+    assert ranks[0] == BAD_RANK
+    assert len({*ranks}) == len(ranks), "the others when it has come back to them, once each"
+    assert [kinds for kinds, *_ in results] == [[]] * 3
+    assert not any(finite for *_, finite in results)
 
 
 def scaled(rank: int, size: int) -> tuple[int, bool]:

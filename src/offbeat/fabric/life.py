@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from typing_extensions import override
@@ -193,6 +193,7 @@ class Life:
                 f": no answer from {ranks_text(silent)}, busy elsewhere or stuck "
                 "(one that skips a step under a GradScaler needs attach(..., scaler=scaler))"
             )
+            failure = replace(failure, timed_out=True)  # another worker's, perhaps, which hung up
         if not self.closed:
             self._departures.tell("failed")
         return self._error(text, failure)

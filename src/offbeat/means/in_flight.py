@@ -236,6 +236,26 @@ class InFlight:
         tensors = (t for b in self.buckets[: self.parameter_buckets] for t in b.tensors)
         return math.isfinite(squared_norm(t.detach() for t in tensors))
 
+    def restore(self) -> None:
+        """x ← P: this worker's own steps are lost; what it has sent of them stays sent.
+
+        What is under way lands as if it had been launched from there. Of floating-point buffers
+        there is no P: what is NaN in them becomes 0, and the mean when they land the next time.
+        """
+        assert self.base, "P is not kept"
+        self._find_tensors()
+        for i, base in enumerate(self.base):
+            tensors = self.buckets[i].tensors
+            unpack(base, tensors)
+            if self.own:
+                self.own[i].copy_(base)
+            if self._keeps_residual and self.flying:  # it will be taken away
+                run = Run(tensors)
+                run.add(self._updates[i].sent.whole(), 0)
+                run.write_back()
+        for buffer in self._buffers():
+            buffer.masked_fill_(buffer.isnan(), 0.0)  # infinity may be meant, as in a mask
+
     def arrived(self) -> bool:
         """Whether landing would not wait. Never blocks; asks one operation, mostly."""
         if self.flying and self.arrived_seconds is None:

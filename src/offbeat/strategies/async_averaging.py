@@ -11,6 +11,7 @@ from offbeat.strategies.base import (
     Averages,
     Costs,
     Forecast,
+    NonFinite,
     Roll,
     Round,
     Rounds,
@@ -70,8 +71,10 @@ class AsyncAveraging(Strategy):
 
     *Communication*: one mean of the model a merge, and seven numbers; overlapped with τ/2 steps.
     *Memory*: two flat copies (the snapshot, the sum in flight), and a third inside ``consensus``;
-    two more with outer momentum; with a lossy wire P (once) and the errors. *State*: all of these,
-    counters; kept in checkpoints. The optimizer's state stays as it is.
+    two more with outer momentum; with a lossy wire P (once) and the errors; P, too, with
+    ``non_finite="leave_out"``, where it is what a worker that is left out goes on from, and with
+    "raise" and the eager schedule. *State*: all of these, counters; kept in checkpoints. The
+    optimizer's state stays as it is.
 
     *Differs from the paper*: models are sent instead of updates, where they can be, which is the
     same in exact arithmetic, needs no copy of x_init, and re-anchors the workers on one shared
@@ -87,6 +90,7 @@ class AsyncAveraging(Strategy):
     name: ClassVar[str] = "async"
     averages: ClassVar[Averages] = "updates"
     adapts: ClassVar[bool] = True
+    non_finite: ClassVar[tuple[NonFinite, ...]] = ("warn", "raise", "leave_out")
     rounds: ClassVar[Rounds] = "boundary"
     meets: ClassVar[bool] = False
     continues: ClassVar[bool] = True
@@ -120,6 +124,8 @@ class AsyncAveraging(Strategy):
                 worker.wire,
                 [p for _, p in worker.replica.parameters],
                 name="merge",
+                # An update of 0 can be sent then, by who has nothing finite to send.
+                anchored=worker.leaves_out or (worker.guarded and self.schedule == "eager"),
                 outer=Outer(self.outer_lr, self.outer_momentum),
                 buffers=worker.replica.float_buffers,
                 step=worker.step,
@@ -178,13 +184,24 @@ class AsyncAveraging(Strategy):
     def _launch(self, worker: Worker, round: Round) -> None:
         """Take a snapshot and start its mean."""
         state: AsyncState = worker.state
+        # What has become NaN while the roll travelled stays here; the next vote tells of it.
+        sends = self.schedule != "eager" or not worker.guarded or state.merge.finite()
+        if worker.leaves_out and not sends:
+            self.restore(worker)
+            worker.untold = True
         state.merge.launch(
             round.then(lambda roll: roll.weight),
-            contribute=round.own.weight != 0,
+            contribute=round.own.weight != 0 and sends,
             step=worker.step,
             what=f"merge {state.merges + 1} of the models",
         )
         state.round, worker.has_news = round, False
+
+    @override
+    def restore(self, worker: Worker) -> None:
+        """x ← P, which is kept for this; a merge in flight lands on it."""
+        worker.state.merge.restore()
+        worker.forget_not_finite()
 
     def _land(self, worker: Worker) -> bool:
         """Apply the merge in flight, if there is one: x ← x + (P − s). Waits for it."""

@@ -123,7 +123,7 @@ class Strategy(ABC):
     """What ``attach(..., non_finite=…)`` may ask for.
 
     "leave_out" is for those in whose rounds weight 0 leaves a worker out, which then takes the mean
-    of the others.
+    of the others; or that can ``restore`` it to what all hold in common.
     """
 
     def __post_init__(self) -> None:
@@ -181,6 +181,18 @@ class Strategy(ABC):
             alone = worker.steps_since_sync > 1  # the model was everyone's before this step
             return worker.finite_gradients(worker.parts) and (not alone or worker.finite_model())
         return worker.finite_model()
+
+    def restore(self, worker: Worker) -> None:  # noqa: B027
+        """This worker is left out: put its model back to what all workers hold in common.
+
+        For those whose workers keep that. Called before the vote of a round in which it takes no
+        step, or whose ``rounds`` are "boundary"; others take the next mean whole.
+        """
+
+    @staticmethod
+    def nobody(roll: Roll) -> bool:
+        """Whether all that a round is about were left out of it, if any was."""
+        return roll.weight == 0
 
     def call(self, worker: Worker, part: int, ballot: Ballot) -> Handle[Roll]:
         """Send the ballot. For algorithms that let it ride on something else that they send."""

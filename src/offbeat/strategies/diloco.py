@@ -13,6 +13,7 @@ from offbeat.strategies.base import (
     Averages,
     Costs,
     Forecast,
+    NonFinite,
     Roll,
     Round,
     Strategy,
@@ -76,7 +77,7 @@ class DiLoCo(Strategy):
     ``consensus`` and ``finish`` take the mean of the models of all workers that have moved since
     they last sent everything; those that have not hold θ. ``finish`` applies what is in flight
     first. After a whole number of periods, with one fragment and no overlap, nobody has moved,
-    and the model is θ.
+    and the model is θ. With ``non_finite="leave_out"`` a worker that is left out goes on from θ.
 
     *Differs from the papers*: Streaming DiLoCo mixes θ with a worker's own model in a fixed
     proportion; here own steps are kept whole. Its fragments are strided layers and its outer
@@ -92,6 +93,7 @@ class DiLoCo(Strategy):
     averages: ClassVar[Averages] = "updates"
     adapts: ClassVar[bool] = True
     continues: ClassVar[bool] = True
+    non_finite: ClassVar[tuple[NonFinite, ...]] = ("warn", "raise", "leave_out")
     period: int = setting(100, least=1)
     outer_lr: float = setting(0.7, above=0)
     outer_momentum: float = setting(0.9, least=0, below=1)
@@ -201,6 +203,8 @@ class DiLoCo(Strategy):
         # On a worker that took part without stepping fewer than k own steps may have passed.
         self._land(worker, i)
         contribute = round.own.weight != 0
+        if worker.left_out:
+            self.restore(worker)
         fragment.launch(
             round.then(lambda roll: roll.weight),
             contribute=contribute,
@@ -216,6 +220,15 @@ class DiLoCo(Strategy):
             if fragment is state.fragments[-1]:
                 worker.models.average_optimizer_state(float(contribute), fragment.weight)
         return state.applied > applied
+
+    @override
+    def restore(self, worker: Worker) -> None:
+        """x ← θ, all of it: other fragments may not be finite either."""
+        for fragment in worker.state.fragments:
+            fragment.restore()
+            if not fragment.flying:
+                fragment.launched_step = worker.step  # there is nothing of its own in it
+        worker.forget_not_finite()
 
     def _land(self, worker: Worker, i: int) -> None:
         """The outer step on a fragment in flight. Waits if its sum has not arrived."""

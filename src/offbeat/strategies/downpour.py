@@ -238,6 +238,7 @@ class Downpour(ServerStrategy):
         if not state.server.free or not (state.push or state.fetch):
             return
         if state.push:
+            self.look(worker, state.sum)
             state.server.hand_over(state.sum)
             state.unpushed = 0
         if state.fetch:
@@ -255,6 +256,7 @@ class Downpour(ServerStrategy):
         if state.unpushed or state.server.lossy:
             state.server.settle()
             self._take(worker)
+            self.look(worker, state.sum)
             state.server.stage().copy_(state.sum)
             state.sum.zero_()
             state.unpushed = 0

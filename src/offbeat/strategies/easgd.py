@@ -167,6 +167,7 @@ class EASGD(ServerStrategy):
         state.exchanges += 1
         if not state.staged:
             read(state.tensors, state.server.stage())
+        self.look(worker, state.server.values)
         before, state.staged = state.staged, False
         clock = state.exchanges if self.synchronous else -1
         state.server.push_pull(clock=clock, least=max(clock, 0)).wait()
@@ -180,6 +181,7 @@ class EASGD(ServerStrategy):
     def flush(self, worker: Worker) -> None:
         """The steps since the last difference move the centre, too."""
         read(worker.state.tensors, worker.state.server.stage())
+        self.look(worker, worker.state.server.values)
         worker.state.server.push()
 
     @override

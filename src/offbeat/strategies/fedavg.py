@@ -9,7 +9,16 @@ import numpy as np
 from typing_extensions import override
 
 from offbeat.arguments import POSITIVE, require_number, setting
-from offbeat.strategies.base import Costs, Forecast, Roll, Round, Strategy, Vote, Worker
+from offbeat.strategies.base import (
+    Costs,
+    Forecast,
+    NonFinite,
+    Roll,
+    Round,
+    Strategy,
+    Vote,
+    Worker,
+)
 from offbeat.strategies.forecast import ROLL_BYTES, number
 
 _PURPOSE = int.from_bytes(b"fedavg", "big")  # in (seed, purpose, round)
@@ -65,7 +74,8 @@ class FedAvg(Strategy):
 
     ``consensus`` and ``finish`` take the mean, weighted alike, of all models; where the last round
     left all workers equal (``fraction=1`` or "restart"), of those with steps since then. So a
-    partial last round is not lost.
+    partial last round is not lost. With ``non_finite="leave_out"`` a worker gets the others' mean
+    when it takes the next one; a round in which all that were drawn are left out changes nothing.
 
     *Differs from the papers*: workers that are not drawn compute, too. A worker need not see all
     of its data in a round. Floating-point buffers are averaged, integer ones take the maximum.
@@ -77,6 +87,7 @@ class FedAvg(Strategy):
     name: ClassVar[str] = "fedavg"
     adapts: ClassVar[bool] = True
     averages_state: ClassVar[bool] = True  # those who are not drawn keep theirs
+    non_finite: ClassVar[tuple[NonFinite, ...]] = ("warn", "raise", "leave_out")
     period: int | None = setting(None, least=1)
     rounds_per_epoch: float | None = setting(None, least=1 / _FINEST)
     steps_per_epoch: int | None = setting(None, least=1)
@@ -172,9 +183,23 @@ class FedAvg(Strategy):
 
     @override
     def vote(self, worker: Worker, part: int, *, stepping: bool, finishing: bool) -> Vote:
-        """The weight is that of the drawn workers, the measure that of all."""
+        """The weight is that of the drawn workers, the measure that of all in a consensus."""
         weight = self._weight(worker) if stepping or worker.has_news else 0.0
-        return Vote(weight=weight if self._draws(worker) else 0.0, measure=weight)
+        counts = weight if self._leaves_all_equal(worker) else self._weight(worker)
+        return Vote(
+            weight=weight if self._draws(worker) else 0.0,
+            measure=0.0 if worker.left_out else counts,
+        )
+
+    def _leaves_all_equal(self, worker: Worker) -> bool:
+        """Whether all workers hold the same model after a round."""
+        return self.unselected == "restart" or self._count(worker.size) == worker.size
+
+    @override
+    @staticmethod
+    def nobody(roll: Roll) -> bool:
+        """A round in which all that were drawn are left out changes nothing."""
+        return roll.measure == 0
 
     @override
     def act(self, worker: Worker, round: Round) -> bool:
@@ -192,10 +217,10 @@ class FedAvg(Strategy):
     @override
     def consensus(self, worker: Worker, roll: Roll, *, final: bool) -> None:
         """The mean of all models; of those that have moved if the last round made all equal."""
-        own, total = self._weight(worker), float(worker.size)
-        if self.unselected == "restart" or self._count(worker.size) == worker.size:
-            own, total = own * worker.has_news, roll.measure
-        worker.average_all(own, total, final=final)
+        total = float(worker.size)
+        if self._leaves_all_equal(worker) or (roll.not_finite and worker.leaves_out):
+            total = roll.measure
+        worker.average_all(roll.own.measure, total, final=final)
 
     @override
     def forecast(self, costs: Costs) -> Forecast:

@@ -1,5 +1,7 @@
 """What the strategies with a parameter server share: the model as a vector, meetings, the end."""
 
+import logging
+import math
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,11 +12,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from offbeat.arguments import require_integer
+from offbeat.errors import OffbeatError
 from offbeat.fabric.link import Pushes
 from offbeat.fabric.parameter_server import ParameterServer
 from offbeat.fabric.shard import Rule
 from offbeat.means.replica import as_real, read, staging_dtype, unpack
+from offbeat.significance import squared_norm
 from offbeat.strategies.base import Averages, NonFinite, Roll, Strategy, Worker, transient
+
+logger = logging.getLogger("offbeat")
 
 
 @dataclass
@@ -23,6 +29,7 @@ class ServerState:
 
     server: ParameterServer = transient()
     tensors: list[Tensor] = transient()  # the model's parameters, in the order of the vector
+    warned: bool = transient(default=False)  # of a push that is not finite
     saved: dict[str, Any] = field(default_factory=dict)  # the server, as it was when last saved
 
 
@@ -44,7 +51,7 @@ class ServerStrategy(Strategy):
     """
 
     averages: ClassVar[Averages] = "pushes"
-    non_finite: ClassVar[tuple[NonFinite, ...]] = ("warn",)
+    non_finite: ClassVar[tuple[NonFinite, ...]] = ("warn", "raise")
     pushes: ClassVar[Pushes] = "changes"
     """What workers send to the server; over a lossy wire it matters."""
     meets: ClassVar[bool] = False
@@ -123,8 +130,28 @@ class ServerStrategy(Strategy):
 
     @override
     def finite(self, worker: Worker, part: int, *, stepping: bool) -> bool:
-        """Pushes are not looked at, and what meets here is on the server already."""
+        """What meets here is on the server already; see ``look``."""
         return True
+
+    def look(self, worker: Worker, values: Tensor) -> None:
+        """Look at what is about to be pushed. Reads it once.
+
+        The server takes in one push after the other, so none of them can be left out of a mean.
+
+        Raises:
+            OffbeatError: it is not finite, and the run is to end before the server takes it in.
+        """
+        if worker.size == 1 or math.isfinite(squared_norm([values])):
+            return
+        worker.details["not_finite"] = worker.details.get("not_finite", 0) + 1
+        found = f"rank {worker.rank} would push NaN or infinity to the parameter server at step "
+        found += f"{worker.step}"
+        if worker.guarded:
+            raise OffbeatError(f'{found}; its model is as before (non_finite="raise")')
+        if not worker.state.warned:
+            worker.state.warned = True
+            prevents = 'attach(..., non_finite="raise") prevents it'
+            logger.warning("%s, and so to all workers; %s", found, prevents)
 
     @override
     def due(self, worker: Worker) -> bool:

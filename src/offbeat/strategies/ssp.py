@@ -103,10 +103,10 @@ class SSP(ServerStrategy):
             return True
         self._add_update(state, worker.size)
         refreshed = self._take(worker)
-        self._send(state)
+        self._send(worker)
         while state.slowest < state.clock - self.staleness:
             refreshed = self._take(worker, wait=True) or refreshed
-            self._send(state)
+            self._send(worker)
         unpack(state.view, state.tensors)
         worker.has_news = state.unsent > 0 or state.server.lossy  # S holds what rounding took
         worker.record["staleness"] = max(0, state.clock - state.slowest)
@@ -139,12 +139,14 @@ class SSP(ServerStrategy):
         worker.synchronized(steps_since=state.clock - state.asked)
         return True
 
-    def _send(self, state: SSPState) -> None:
+    def _send(self, worker: Worker) -> None:
         """Send S if nothing is under way, and ask for the server's model if it is wanted."""
+        state: SSPState = worker.state
         least = state.clock - self.staleness
         due = state.slowest < least
         if not state.server.free or not (state.unsent or due):
             return
+        self.look(worker, state.sum)
         state.server.hand_over(state.sum)
         state.unsent = 0
         state.asking = due or self.refresh == "ahead"
@@ -161,6 +163,7 @@ class SSP(ServerStrategy):
         state: SSPState = worker.state
         state.server.settle(now=True)
         self._take(worker)
+        self.look(worker, state.sum)
         state.server.stage().copy_(state.sum)
         state.sum.zero_()
         state.unsent = 0

@@ -21,6 +21,7 @@ from offbeat.strategies.base import (
     Averages,
     Costs,
     Forecast,
+    NonFinite,
     Part,
     Roll,
     Round,
@@ -135,6 +136,7 @@ class StreamingAveraging(Strategy):
     rounds: ClassVar[Rounds] = "boundary"
     meets: ClassVar[bool] = False
     continues: ClassVar[bool] = True
+    non_finite: ClassVar[tuple[NonFinite, ...]] = ("warn", "raise", "leave_out")
     parts: int | Literal["auto"] = setting("auto", least=1)
     staleness: int = setting(64, least=1)
     schedule: Literal["eager", "cyclic"] = "eager"
@@ -255,9 +257,17 @@ class StreamingAveraging(Strategy):
 
     @override
     def finite(self, worker: Worker, part: int, *, stepping: bool) -> bool:
-        """Of the part whose turn it is; a round may launch further ones, unseen."""
+        """Of the part whose turn it is; a launch looks at further ones. At rest, of all."""
         state: StreamingState = worker.state
-        return state.parts[state.next].finite()
+        parts = [state.parts[state.next]] if stepping else state.parts
+        return all(part.finite() for part in parts)
+
+    @override
+    def restore(self, worker: Worker) -> None:
+        """x ← P, all of it: other parts may not be finite either."""
+        for part in worker.state.parts:
+            part.restore()
+        worker.forget_not_finite()
 
     @override
     def vote(self, worker: Worker, part: int, *, stepping: bool, finishing: bool) -> Vote:
@@ -352,6 +362,9 @@ class StreamingAveraging(Strategy):
             began = worker.team.host.now()
             # What has become NaN since the vote stays here; the next vote tells of it.
             sends = not worker.guarded or part.finite()
+            if worker.leaves_out and not sends:
+                self.restore(worker)
+                worker.untold = True
             part.launch(
                 launch.round.then(lambda roll: roll.weight),
                 contribute=launch.round.own.weight != 0 and sends,

@@ -13,6 +13,7 @@ from offbeat.fabric import Communicator, Completed, Handle, Team, Wire
 from offbeat.fabric.control_only import ControlOnly
 from offbeat.means import ModelMean, Replica
 from offbeat.means.gradient_mean import gradient_buckets
+from offbeat.means.optimizer_state import forget_not_finite
 from offbeat.significance import squared_norm
 from offbeat.strategies.roll import Ballot, Roll
 
@@ -54,7 +55,10 @@ class Worker:
         steps_since_sync: Those since the models were last averaged.
         has_news: Whether this worker's model holds steps that no mean of models has seen.
         scaled: Whether a GradScaler is at work, for whom gradients that are not finite are normal.
-        guarded: Whether the run ends before others take in what is not finite.
+        guarded: Whether nobody may take in what is not finite: it is asked for by ``non_finite``.
+        leaves_out: Whether who would contribute that is left out; else the run ends.
+        left_out: Whether it is this worker, in the round that is about to be called.
+        untold: Whether it was this worker after the last vote, so that the next one has to tell.
         norm_squared: ‖g‖² of this iteration, if it was measured.
         record: Numbers for this iteration's telemetry record.
         details: Totals of the strategy's own, shown as ``Stats.details``.
@@ -70,7 +74,7 @@ class Worker:
         self.step = 0
         self.steps_since_sync = 0
         self.has_news = False
-        self.scaled = self.guarded = False
+        self.scaled = self.guarded = self.leaves_out = self.left_out = self.untold = False
         self.norm_squared: float | None = None
         self.record: dict[str, Any] = {}
         self.details: dict[str, Any] = {}
@@ -116,6 +120,11 @@ class Worker:
     def finite_model(self) -> bool:
         """Whether no averaged parameter is NaN or infinite. Reads them once."""
         return math.isfinite(squared_norm(p.detach() for _, p in self.replica.parameters))
+
+    def forget_not_finite(self) -> None:
+        """What is not finite in the optimizers' state begins anew."""
+        for part in self.parts:
+            forget_not_finite(part.optimizer)
 
     def barrier(self, what: str) -> None:
         """Wait until all workers have come."""

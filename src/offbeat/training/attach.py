@@ -87,13 +87,16 @@ def attach(
             ``relative_change`` in the records. Reads the gradients once, sends nothing.
         non_finite: What happens when a worker is about to contribute NaN or infinity to a mean,
             which would make all others so. "warn" logs it, once, with that worker's rank and the
-            step. "raise" raises on all workers before any model has taken it in. "leave_out", with
-            ``BSP``, ``LocalSGD`` and ``SelSync`` (parameters), gives that worker weight 0 in the
-            round; it takes over the mean of the others, and what is not finite in its optimizer's
-            state begins anew. It costs one look at what is about to be sent, and no message: what
-            becomes infinite after the look, in the step itself or (``AsyncAveraging``, eager)
-            while the roll travels, is found one round later. Not looked at are pushes to a
-            parameter server, nor gradients under a ``scaler``.
+            step. "raise" raises on all workers before any model has taken it in. "leave_out" gives
+            that worker weight 0 in the round; it takes over the mean of the others, or goes on from
+            the model that all have in common (``StreamingAveraging``, ``DiLoCo`` and
+            ``AsyncAveraging``, which keeps one more copy for it), and what is not finite in its
+            optimizer's state begins anew. Not with ``SelSync`` of gradients. With a parameter
+            server, which knows no mean, "warn" and "raise" look at a worker's pushes, and speak on
+            that worker alone: it raises before it pushes, and the others learn that it gave up. It
+            costs one look at what is about to be sent, and no message: what becomes infinite after
+            the look, in the step itself or ("warn", eager schedules) while the roll travels, is
+            found one round later. Not looked at are gradients under a ``scaler``.
         max_grad_norm: Clip the gradients of each optimizer to this L2 norm (> 0) just before its
             step: what the strategy has made of them, so under ``BSP`` the mean. None does not.
         companions: Modules beside the model that follow it, such as a moving average of its
@@ -264,7 +267,8 @@ def require_non_finite(non_finite: str, strategy: Strategy) -> None:
     require_choice("non_finite", non_finite, ("warn", "raise", "leave_out"))
     if non_finite not in strategy.non_finite:
         can = " or ".join(f'"{one}"' for one in strategy.non_finite)
-        raise ValueError(f'non_finite="{non_finite}" with {strategy}: it can {can}')
+        why = ": a server takes in push after push" if strategy.averages == "pushes" else ""
+        raise ValueError(f'non_finite="{non_finite}" with {strategy}: it can {can}{why}')
 
 
 def _optimizers(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:

@@ -19,12 +19,15 @@ from offbeat.errors import CheckpointError
 from offbeat.training.aside import Aside
 from offbeat.training.files import (
     Number,
+    discard,
     files_of,
+    give_name,
     held_by_all,
     path_of,
     prune,
     read,
     sealed,
+    unnamed_of,
     write,
 )
 from offbeat.training.synchronizer import Synchronizer, aside_of
@@ -75,9 +78,9 @@ def save(
     number of workers, and any strategy, can begin from.
 
     The file is ``step-STEP.rankRANK.pt``. It is written under another name, and gets its own when
-    all of it is on the disk; older ones are deleted when all workers have theirs. Whatever crashes
-    meanwhile, the checkpoint before stays whole. It holds a digest, and ``torch.load`` reads it
-    with ``weights_only=True``. The random states of torch, numpy and Python are saved, too. The
+    those of all workers are on the disk; older ones are deleted then. Whatever crashes meanwhile,
+    either this checkpoint or the one before is whole. It holds a digest, and ``torch.load`` reads
+    it with ``weights_only=True``. The random states of torch, numpy and Python are saved, too. The
     time that all of this takes does not count in ``stats``; a worker that takes longer to write
     than ``timeout_seconds`` lets the others fail.
 
@@ -136,8 +139,9 @@ def save(
             refused = f"{path} could not be written: {error}"
         answers = aside.gather(refused, "offbeat.save()")
         if any(answers) and refused is None:
-            path.unlink()
+            discard(path)
         _require_all("save", answers)
+        give_name(path)
         prune(folder, {*sorted({*common, number})[-keep:]}, aside.rank, aside.size)
         return path
 
@@ -176,7 +180,7 @@ def load(
     with aside_of(sync, "offbeat.load()", loads=True) as aside:
         folder = Path(directory)
         here = {**files_of(folder, 0), **files_of(folder, aside.rank)}  # of a consensus any will do
-        lists = aside.gather(sorted(here), "offbeat.load()")
+        lists = _meet_on(folder, here, aside)
         if not any(lists):
             return None
         number, contents = _newest_whole(folder, here, held_by_all(lists), lists, aside)
@@ -243,6 +247,22 @@ def _common_step(folder: Path, answers: Sequence[Any], common: set[Number]) -> i
             "from it with offbeat.load(), or save to another directory"
         )
     return reached
+
+
+def _meet_on(folder: Path, here: dict[Number, Path], aside: Aside) -> list[list[Number]]:
+    """What each worker has.
+
+    What has its name on one worker is on the disks of all: who crashed before it gave its own the
+    name does so now, and adds it to ``here``.
+    """
+    unnamed = unnamed_of(folder, aside.rank)
+    told = aside.gather([sorted(here), sorted(unnamed)], "offbeat.load()")
+    pairs = [[[(step, again) for step, again in one] for one in both] for both in told]
+    named = {number for some, _ in pairs for number in some}
+    for number in named & (unnamed.keys() - files_of(folder, aside.rank).keys()):
+        give_name(unnamed[number])
+        here[number] = unnamed[number]
+    return [sorted({*some, *named.intersection(others)}) for some, others in pairs]
 
 
 def _newest_whole(

@@ -1,9 +1,10 @@
 """Checkpoints in a directory: a file for each rank and step, written whole or not at all.
 
-There is no list of what is complete, which a crash could leave wrong. A file gets its name when all
-of it is on the disk, and nothing older is deleted before every worker has its file. So whatever
-happens, the newest step of which all workers have a file is whole; it is found by asking them,
-whether they share the directory or each has one on a disk of its own.
+There is no list of what is complete, which a crash could leave wrong. A file is written under
+another name, and gets its own when those of all workers are on the disk; only then is anything
+older deleted. So where one worker has a file of a step, every other one has it, too, perhaps under
+that other name; and before a first checkpoint is whole there is none. It is found by asking all
+workers, whether they share the directory or each has one on a disk of its own.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ from offbeat.errors import CheckpointError
 
 FORMAT = 1
 _NAME = re.compile(r"step-(\d+)(?:-(\d+))?\.rank(\d+)\.pt")
+_WRITTEN = re.compile(rf"\.({_NAME.pattern})\.partial")
 Number = tuple[int, int]
 """Of a checkpoint: the step, and how often that had been saved before."""
 
@@ -45,6 +47,17 @@ def all_files(folder: Path) -> list[tuple[Number, int, Path]]:
     return found
 
 
+def unnamed_of(folder: Path, rank: int) -> dict[Number, Path]:
+    """Names that files of this rank would get: written, in full or in part, when a crash came."""
+    found = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if parts := _WRITTEN.fullmatch(path.name):
+            name, step, again, owner = parts.groups()
+            if int(owner) == rank:
+                found[int(step), int(again or 0)] = path.with_name(name)
+    return found
+
+
 def held_by_all(lists: Sequence[Sequence[Sequence[int]]]) -> set[Number]:
     """Of the lists of all workers, as they come out of JSON, what is in each."""
     return set.intersection(*({(step, again) for step, again in one} for one in lists))
@@ -60,23 +73,36 @@ def sealed(contents: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(path: Path, contents: dict[str, Any]) -> None:
-    """All of it, or no file of that name."""
-    partial = path.with_name(f".{path.name}.partial")
+    """All of it to the disk, where it waits for its name; or nothing."""
+    partial = _unnamed(path)
     try:
         with partial.open("wb") as file:
             torch.save(contents, file)
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    with contextlib.suppress(OSError):  # where a directory cannot be opened: the name, too
+
+
+def give_name(path: Path) -> None:
+    """Give its name to what was written."""
+    _unnamed(path).replace(path)
+    with contextlib.suppress(OSError):  # where a directory cannot be opened: to the disk, too
         handle = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def discard(path: Path) -> None:
+    """Delete what was written and has no name."""
+    _unnamed(path).unlink(missing_ok=True)
+
+
+def _unnamed(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -1,11 +1,10 @@
 """What becomes of a round to which a worker would contribute NaN or infinity."""
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from offbeat.errors import OffbeatError
-from offbeat.means.optimizer_state import forget_not_finite
 from offbeat.strategies.base import NonFinite, Strategy, Worker
 from offbeat.strategies.roll import Ballot, Roll
 
@@ -22,10 +21,17 @@ class Heed:
         rank: Of this worker.
         policy: What to do; see ``Finite``.
         known: What the strategy could do.
+        nobody: ``Strategy.nobody``.
     """
 
-    def __init__(self, rank: int, policy: NonFinite, known: Collection[NonFinite]) -> None:
-        self._rank, self._policy, self._known = rank, policy, known
+    def __init__(
+        self,
+        rank: int,
+        policy: NonFinite,
+        known: Collection[NonFinite],
+        nobody: Callable[[Roll], bool],
+    ) -> None:
+        self._rank, self._policy, self._known, self._nobody = rank, policy, known, nobody
         self._told = False
 
     def __call__(self, roll: Roll, step: int) -> Roll:
@@ -40,7 +46,7 @@ class Heed:
         found = f"{who} would contribute NaN or infinity to the mean at step {step}"
         if self._policy == "raise":
             raise OffbeatError(f'{found}; the models are as before (non_finite="raise")')
-        if self._policy == "leave_out" and roll.weight == 0:
+        if self._policy == "leave_out" and self._nobody(roll):
             raise OffbeatError(f'{found}, and nobody else anything (non_finite="leave_out")')
         if not self._told:
             self._told = True
@@ -71,14 +77,23 @@ class Finite:
 
     def __init__(self, strategy: Strategy, worker: Worker, non_finite: NonFinite) -> None:
         self._strategy, self._worker, self._policy = strategy, worker, non_finite
-        self.heed = Heed(worker.rank, non_finite, strategy.non_finite)
+        worker.guarded, worker.leaves_out = non_finite != "warn", non_finite == "leave_out"
+        self.heed = Heed(worker.rank, non_finite, strategy.non_finite, strategy.nobody)
 
     def look(self, part: int, *, stepping: bool) -> bool:
         """Whether what this worker is about to contribute is finite, if it contributes."""
-        worker = self._worker
+        worker, strategy = self._worker, self._strategy
+        worker.left_out = False
         if worker.size == 1 or not (stepping or worker.has_news):
             return True
-        return self._strategy.finite(worker, part, stepping=stepping)
+        finite = strategy.finite(worker, part, stepping=stepping)
+        if not finite and worker.leaves_out:
+            worker.left_out = True
+            if strategy.rounds == "boundary" or not stepping:  # else it is about to step
+                strategy.restore(worker)
+        if worker.untold:
+            worker.left_out, worker.untold, finite = True, False, False
+        return finite
 
     def mark(self, ballot: Ballot, finite: bool) -> Ballot:
         """The ballot as it is sent."""
@@ -89,8 +104,7 @@ class Finite:
         weight = 0.0 if self._policy == "leave_out" else ballot.weight
         return replace(ballot, weight=weight, rank=worker.rank, finite=False)
 
-    def acted(self, ballot: Ballot, *, synchronized: bool) -> None:
+    def acted(self, *, synchronized: bool) -> None:
         """A round has ended: who was left out has the others' mean, and needs a state to match."""
-        if self._policy == "leave_out" and synchronized and not ballot.finite:
-            for part in self._worker.parts:
-                forget_not_finite(part.optimizer)
+        if synchronized and self._worker.left_out:
+            self._worker.forget_not_finite()

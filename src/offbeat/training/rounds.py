@@ -87,7 +87,7 @@ class Rounds:
         worker, wire = self._worker, self._worker.wire
         acted = self._strategy.act(worker, round)
         self.acted += acted is not None
-        self._finite.acted(round.own, synchronized=bool(acted))
+        self._finite.acted(synchronized=bool(acted))
         if acted is not None:
             wire.acted(round.then(lambda roll: roll.more))
             worker.details.update(wire.told())

@@ -95,7 +95,6 @@ class Synchronizer:
         self._stats = Stats(details=worker.details)
         self._companions = Companions(team, worker.details, lambda: self.step)
         worker.scaled = scaler is not None and scaler.is_enabled()
-        worker.guarded = non_finite == "raise"
         finite = Finite(strategy, worker, non_finite)
         self._iteration = Iteration(strategy, worker, self._companions, finite, self._completed)
         self._records = Records(open_sinks(log, rank=team.member), rank=team.member)

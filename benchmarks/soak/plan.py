@@ -1,0 +1,161 @@
+"""Which fault comes next: everything about it follows from the seed and its number."""
+
+import random
+from dataclasses import dataclass
+
+STEPS = 12
+"""Of each run."""
+
+# Of each the run is the same in every repetition, bit for bit.
+REPEATABLE = (
+    "bsp",
+    "local:period=2",
+    "fedavg:period=2,fraction=0.5",
+    "fedavg:period=3,fraction=0.5,unselected=restart",
+    "selsync:delta=0.3",
+    "selsync:delta=0.3,aggregate=gradients",
+    "diloco:period=3",
+    "diloco:period=4,fragments=2,overlap=1",
+    "async:staleness=4",
+    "async:staleness=4,outer_momentum=0.5,outer_lr=0.7",
+    "streaming:parts=2,schedule=cyclic,staleness=4",
+)
+EAGER = (
+    "async:staleness=4,schedule=eager",
+    "streaming:staleness=8",
+    "streaming:parts=3,staleness=4,outer_gain=1",
+)
+SERVERS = (
+    "ssp:staleness=2",
+    "ssp:staleness=2,servers=0/",
+    "downpour",
+    "downpour:servers=0/",
+    "easgd:period=2",
+    "easgd:period=2,synchronous=true,alpha=0.2,servers=0/",
+)
+STRATEGIES = (*REPEATABLE, *EAGER, *SERVERS)
+WIRES = ("float32", "float32", "bfloat16", "int8", "int4")
+
+KINDS = {
+    "kill": 5,
+    "terminate": 1,
+    "kill server": 2,
+    "stop": 3,
+    "pause": 2,
+    "slow": 2,
+    "exception": 3,
+    "detach": 2,
+    "interrupt": 3,
+    "not finite": 3,
+    "unplug": 2,
+    "kill in save": 4,
+    "kill all in save": 2,
+    "kill in load": 2,
+    "kill before attach": 1,
+}
+"""What happens, and how often beside the others."""
+
+BY_ITSELF = ("exception", "detach", "slow", "not finite")
+"""What a worker does; the others are done to it."""
+
+SAVING = ("kill in save", "kill all in save", "kill in load")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault.
+
+    Attributes:
+        index: Its number.
+        kind: A key of ``KINDS``.
+        strategy: As text.
+        wire: Of ``attach``.
+        workers: How many processes.
+        victim: The rank to which it happens.
+        step: Own steps that the victim has taken then.
+        delay_seconds: From that step on, where somebody else does it to the victim.
+        elements: Numbers of the model's smaller half.
+        shaped_bits: Rate of the links; 0: loopback.
+        own_store: Whether rank 0 keeps the process group's store, else a file is it.
+        lingers: Whether a survivor lives on until all have noticed; else it ends at once.
+        timeout_seconds: Of ``attach``.
+        non_finite: Of ``attach``.
+        seed: Of the gradients and of the time that steps take.
+    """
+
+    index: int
+    kind: str
+    strategy: str
+    wire: str
+    workers: int
+    victim: int
+    step: int
+    delay_seconds: float
+    elements: int
+    shaped_bits: float
+    own_store: bool
+    lingers: bool
+    timeout_seconds: float
+    non_finite: str
+    seed: int
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether two runs without a fault end with the same bits."""
+        return self.strategy in REPEATABLE
+
+    @property
+    def name(self) -> str:
+        """In a few words."""
+        where = f"{self.shaped_bits / 1e6:g} Mbit/s" if self.shaped_bits else "loopback"
+        return (
+            f"{self.kind} of rank {self.victim} of {self.workers} at step {self.step}, "
+            f"{self.strategy} --wire {self.wire}, {where}"
+        )
+
+
+def case(seed: int, index: int, *, shaped: bool) -> Case:
+    """Fault number ``index`` of ``seed``.
+
+    Args:
+        seed: Of all.
+        index: From 0.
+        shaped: Whether links can be shaped here; else those faults run over loopback, and what
+            needs a link of its own becomes another.
+    """
+    draw = random.Random(f"soak {seed} {index}")
+    kind = draw.choices(list(KINDS), weights=list(KINDS.values()))[0]
+    workers = draw.choice((2, 3, 3, 4))
+    strategy = draw.choice(SERVERS if kind == "kill server" else STRATEGIES)
+    wires = list(WIRES)
+    if strategy in EAGER[1:] or (strategy in REPEATABLE and "streaming" not in strategy):
+        wires.append("auto")
+    wire = draw.choice(wires)
+    victim = 0 if "servers=0/" in strategy and kind == "kill server" else draw.randrange(workers)
+    step, delay = draw.randrange(1, 6), draw.uniform(0, 0.06)
+    rate = draw.choice((0.0, 0.0, 0.0, 20e6, 100e6))
+    own_store, lingers, small = (draw.random() < p for p in (0.3, 0.5, 0.6))
+    non_finite = draw.choice(("warn", "raise", "leave_out"))
+    if kind == "unplug":
+        if shaped:
+            rate = rate or 100e6
+        else:
+            kind = "stop"
+    rate = rate if shaped else 0.0
+    return Case(
+        index,
+        kind,
+        strategy,
+        wire,
+        workers,
+        victim,
+        step,
+        delay,
+        elements=1_000 if small else 30_000,
+        shaped_bits=rate,
+        own_store=own_store and not rate,
+        lingers=lingers,
+        timeout_seconds=2.0 if kind in ("stop", "unplug", "kill before attach") else 8.0,
+        non_finite=non_finite if kind == "not finite" else "warn",
+        seed=draw.randrange(2**31),
+    )
