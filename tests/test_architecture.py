@@ -5,6 +5,8 @@ import graphlib
 import importlib
 import inspect
 import pkgutil
+import subprocess
+import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +23,8 @@ every_module = pytest.mark.parametrize(
 
 # From the bottom up. A module imports only from below, or from its own package.
 LEVELS = [
-    {"errors", "units", "arguments", "kernels"},
-    {"checkpoint", "costs", "significance", "telemetry", "schedule", "batchnorm", "table", "plots"},
+    {"errors", "units", "arguments", "kernels", "late", "table"},
+    {"checkpoint", "costs", "significance", "telemetry", "schedule", "batchnorm", "plots"},
     {"fabric"},
     {"means", "simulate"},
     {"strategies"},
@@ -244,15 +246,16 @@ def test_importing_offbeat_needs_no_module_of_one_platform() -> None:
 
 
 def test_all_is_every_public_name() -> None:
-    """``offbeat.__all__`` equals what a user sees; submodules count only if they are meant."""
-    seen = {
-        name
-        for name, value in vars(offbeat).items()
-        if not name.startswith("_")
-        and not (isinstance(value, types.ModuleType) and name not in offbeat.__all__)
-    }
-    assert set(offbeat.__all__) == seen
+    """``offbeat.__all__`` equals what a user sees, and what a type checker is told."""
+    assert {name for name in dir(offbeat) if not name.startswith("_")} == set(offbeat.__all__)
     assert len(offbeat.__all__) == len(set(offbeat.__all__))
+    tree = ast.parse((ROOT / "__init__.py").read_text())
+    (checked,) = (one for one in tree.body if isinstance(one, ast.If))
+    shown = {name.rpartition(".") for name in imports(ast.Module(checked.body, []))}
+    assert {name for _, _, name in shown} == set(offbeat.__all__)
+    for home, _, name in shown:  # what a type checker sees is what there is
+        expected = getattr(importlib.import_module(home), name)
+        assert getattr(offbeat, name) is expected, name
     assert set(offbeat.data.__all__) == {
         name
         for name, value in vars(offbeat.data).items()
@@ -261,6 +264,29 @@ def test_all_is_every_public_name() -> None:
     submodules = {module.name for module in pkgutil.iter_modules(offbeat.__path__)}
     assert submodules & set(offbeat.__all__) == {"data", "simulate"}
     assert callable(offbeat.simulate), "the function hides the package of the same name"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import offbeat.simulate.run; offbeat.simulate.__name__; import offbeat.simulate.network; "
+        "from offbeat import simulate; simulate.__name__; offbeat.simulate.__name__",
+        "from offbeat import *; simulate.__name__, data.SelDPSampler; "
+        "from offbeat.lab import *; recipe, Task",
+    ],
+)
+def test_names_are_there_in_whatever_order_modules_are_imported(code: str) -> None:
+    """Public names come at their first use; the function ``simulate`` is never the package."""
+    call = [sys.executable, "-c", code]
+    ran = subprocess.run(call, capture_output=True, text=True, timeout=60, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("package", ["offbeat", "offbeat.lab"])
+def test_a_name_that_is_not_there_is_an_attribute_error(package: str) -> None:
+    """As of any other module."""
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'no_such'"):
+        _ = importlib.import_module(package).no_such
 
 
 PUBLIC = {

@@ -1,36 +1,10 @@
 """Offbeat trains PyTorch models data-parallel on slow networks without waiting for them."""
 
-from offbeat import data
-from offbeat.batchnorm import recalibrate_batchnorm
-from offbeat.errors import (
-    AttachError,
-    CheckpointError,
-    CommunicationError,
-    CommunicationTimeout,
-    MismatchError,
-    OffbeatError,
-)
-from offbeat.fabric import join
-from offbeat.schedule import LinearScalingWarmup
-from offbeat.simulate import Compute, Network, Simulation, simulate
-from offbeat.strategies import (
-    BSP,
-    EASGD,
-    SSP,
-    AsyncAveraging,
-    DiLoCo,
-    Downpour,
-    FedAvg,
-    LocalSGD,
-    SelSync,
-    Strategy,
-    StreamingAveraging,
-    parse_strategy,
-)
-from offbeat.telemetry import JsonLines, Stats, TensorBoard
-from offbeat.training.attach import attach
-from offbeat.training.checkpoints import load, save
-from offbeat.training.synchronizer import Synchronizer
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from offbeat.late import late
 
 __version__ = "0.1.0"
 
@@ -69,3 +43,60 @@ __all__ = [
     "save",
     "simulate",
 ]
+
+if TYPE_CHECKING:
+    from offbeat import data
+    from offbeat.batchnorm import recalibrate_batchnorm
+    from offbeat.errors import (
+        AttachError,
+        CheckpointError,
+        CommunicationError,
+        CommunicationTimeout,
+        MismatchError,
+        OffbeatError,
+    )
+    from offbeat.fabric import join
+    from offbeat.schedule import LinearScalingWarmup
+    from offbeat.simulate import Compute, Network, Simulation, simulate
+    from offbeat.strategies import (
+        BSP,
+        EASGD,
+        SSP,
+        AsyncAveraging,
+        DiLoCo,
+        Downpour,
+        FedAvg,
+        LocalSGD,
+        SelSync,
+        Strategy,
+        StreamingAveraging,
+        parse_strategy,
+    )
+    from offbeat.telemetry import JsonLines, Stats, TensorBoard
+    from offbeat.training.attach import attach
+    from offbeat.training.checkpoints import load, save
+    from offbeat.training.synchronizer import Synchronizer
+else:
+    __getattr__ = late(
+        __name__,
+        __all__,
+        (
+            *("data", "batchnorm", "errors", "fabric", "schedule", "simulate", "strategies"),
+            *("telemetry", "training.attach", "training.checkpoints", "training.synchronizer"),
+        ),
+    )
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]
+
+
+class _Package(ModuleType):
+    """Keeps ``simulate`` the function, whenever the package of that name is imported."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name != "simulate" or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -11,7 +11,10 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, Literal
+
+Precision = Literal["float32", "bfloat16", "int8", "int4", "int2", "auto"]
+"""How numbers travel; ``offbeat.fabric.wire`` is where they do."""
 
 _LARGEST = 3.4e38  # of float32
 _LARGEST_INTEGER = 2**63 - 1

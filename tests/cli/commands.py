@@ -68,9 +68,9 @@ def started(*argv: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate(timeout=10)
 
 
-def ended(*argv: str) -> Ended:
+def ended(*argv: str, **environment: str) -> Ended:
     """What a process gave that ends by itself."""
-    with started(*argv) as process:
+    with started(*argv, **environment) as process:
         out, err = process.communicate(timeout=LIMIT)
         return process.returncode, plain(out), plain(err)
 

@@ -13,20 +13,16 @@ except ImportError:
     raise SystemExit(2) from None
 
 import offbeat
-from offbeat.cli.lists import recipes, strategies
-from offbeat.cli.network import plan, probe
-from offbeat.cli.runs import compare, simulate, train
+from offbeat.cli.commands import COMMANDS
 from offbeat.errors import OffbeatError
-from offbeat.lab.train import find_own_modules
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     help="Train PyTorch models data-parallel on slow networks without waiting for them.",
 )
-for command in (train, simulate, compare, plan, probe, recipes, strategies):
+for command in COMMANDS:
     app.command()(command)
 
 INTERRUPTED = "interrupted; all workers have been ended"
@@ -78,7 +74,6 @@ def main() -> None:
 
 def _run() -> NoReturn:
     try:
-        find_own_modules()
         status = app(standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         _fail(INTERRUPTED, 130)

@@ -16,12 +16,7 @@ from offbeat.table import Table
 
 
 def recipes() -> None:
-    """List the recipes.
-
-    [bold]Example[/bold]
-
-    offbeat recipes
-    """
+    """List the recipes."""
     rows = tuple(
         (
             one.name,
@@ -36,12 +31,7 @@ def recipes() -> None:
 
 
 def strategies() -> None:
-    """List the strategies and their settings, and the baselines that they are compared with.
-
-    [bold]Example[/bold]
-
-    offbeat strategies
-    """
+    """List the strategies and their settings, and the baselines that they are compared with."""
     _show_kinds("strategy", STRATEGIES)
     console.print("As text: name:setting=value,setting=value\n", highlight=False)
     _show_kinds("baseline", BASELINES)

@@ -3,14 +3,12 @@
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch.distributed as dist
-import typer
 
 from offbeat import plan as planning
 from offbeat.arguments import POSITIVE, require_number
-from offbeat.cli.options import USUAL_LATENCY, Jitter, Latency
 from offbeat.cli.view import console, show
 from offbeat.errors import OffbeatError
 from offbeat.fabric.wire import Precision
@@ -24,51 +22,21 @@ _MOST_WORKERS = 10**6
 
 
 def plan(
-    bandwidth: Annotated[
-        str | None, typer.Option(help="Of each worker's link, as in 5Gbit/s.", show_default=False)
-    ] = None,
-    parameters: Annotated[
-        str | None, typer.Option(help="Of the model, as in 25M.", show_default=False)
-    ] = None,
-    step_time: Annotated[
-        str | None, typer.Option(help="A step computed alone, as in 120ms.", show_default=False)
-    ] = None,
-    workers: Annotated[int, typer.Option("--workers", "-n", help="How many.")] = 4,
-    latency: Latency = USUAL_LATENCY,
-    jitter: Jitter = 0.0,
-    lssr: Annotated[float, typer.Option(help="Share of local steps asked of SelSync.")] = 0.9,
-    wire: Annotated[
-        Precision | None,
-        typer.Option(
-            help="How models and gradients travel.", show_default="float32; streaming chooses"
-        ),
-    ] = None,
-    strategies: Annotated[
-        list[str] | None,
-        typer.Option("--strategy", "-s", help="Forecast these instead of the usual; repeat it."),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Measure parameters and step time of this recipe, or file, on one worker."
-        ),
-    ] = None,
-    data: Annotated[Path | None, typer.Option(help="Directory of the recipe's data.")] = None,
-    probe: Annotated[
-        bool, typer.Option("--probe", help="Measure the network; start it with torchrun.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    bandwidth: str | None,
+    parameters: str | None,
+    step_time: str | None,
+    workers: int,
+    latency: str,
+    jitter: float,
+    lssr: float,
+    wire: Precision | None,
+    strategies: list[str] | None,
+    model: str | None,
+    data: Path | None,
+    probe: bool,
+    as_json: bool,
 ) -> None:
-    """Predict the time of a step under each strategy, and say which to try first.
-
-    [bold]Examples[/bold]
-
-    offbeat plan --parameters 25M --step-time 120ms --workers 16 --bandwidth 5gbit
-
-    offbeat plan --model digits --workers 4 --bandwidth 100Mbit/s -s bsp -s diloco:period=50
-
-    torchrun --nproc-per-node 2 -m offbeat.cli plan --model digits --probe
-    """
+    """Predict the time of a step under each strategy, and say which to try first."""
     for text in filter(is_baseline, strategies or []):
         raise ValueError(f"plan forecasts strategies; {text} is a baseline, to be run by compare")
     told: dict[str, Any] = {"jitter": jitter, "lssr": lssr, "workers": workers, "latency": latency}
@@ -113,17 +81,8 @@ def plan(
     console.print(f"\n{advice}", highlight=False)
 
 
-def probe(
-    seconds: Annotated[float, typer.Option(help="Time to aim for.")] = 20.0,
-    pairs: Annotated[bool, typer.Option("--pairs", help="Show every pair, too.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
-    """Measure the network between the workers that torchrun started, and warn of what is odd.
-
-    [bold]Example[/bold]
-
-    torchrun --nproc-per-node 2 -m offbeat.cli probe --seconds 5
-    """
+def probe(seconds: float, pairs: bool, as_json: bool) -> None:
+    """Measure the network between the workers that torchrun started, and warn of what is odd."""
     require_number("seconds", seconds, POSITIVE)
     found = _measure_network(seconds)
     if int(os.environ["RANK"]) != 0:

@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
 
 import torch.distributed as dist
-import typer
 
 from offbeat.arguments import require_integer
-from offbeat.cli.options import USUAL_LATENCY, Bandwidth, Jitter, Latency, StepTime, with_job
+from offbeat.cli.options import USUAL_LATENCY
 from offbeat.cli.outputs import require_file, require_folder, require_picture
 from offbeat.cli.view import Bar, console, show_narrow
 from offbeat.lab import compare as comparison
@@ -22,7 +20,6 @@ from offbeat.lab import report
 from offbeat.lab.baselines import parse_method, require_virtual
 from offbeat.lab.job import Job
 from offbeat.lab.measure import measure_recipe
-from offbeat.lab.method import SAVING
 from offbeat.lab.places import Loopback, Place, ShapedLinks, Torchrun, VirtualCluster
 from offbeat.lab.recipes import Task
 from offbeat.lab.results import Result
@@ -34,27 +31,8 @@ from offbeat.units import parse_bandwidth, show_seconds
 _MOST_SEEDS = 1000
 
 
-@with_job()
-def train(
-    job: Job,
-    bandwidth: Bandwidth = None,
-) -> None:
-    """Train a recipe under one strategy on local worker processes, or on those of torchrun.
-
-    Instead of a strategy also under a baseline; `offbeat strategies` lists both.
-
-    [bold]Examples[/bold]
-
-    offbeat train digits --strategy selsync:delta=0.3 --workers 4
-
-    offbeat train mnist:cnn -s local:period=8 --data ~/mnist --records runs/mnist.jsonl
-
-    offbeat train digits -s diloco --checkpoints runs/digits --save-every 100
-
-    offbeat train digits -s diloco --checkpoints runs/digits --save-every 100 --resume
-
-    torchrun --nproc-per-node 4 -m offbeat.cli train digits -s async:staleness=16
-    """
+def train(job: Job, bandwidth: str | None) -> None:
+    """Train a recipe under one strategy on local worker processes, or on those of torchrun."""
     job = _sized(job)
 
     def check() -> None:
@@ -70,26 +48,16 @@ def train(
         _show([result])
 
 
-@with_job("log", "timeout_seconds", *SAVING)
 def simulate(
     job: Job,
-    bandwidth: Annotated[str, typer.Option(help="Of each link, as in 5Gbit/s.")] = "1Gbit/s",
-    latency: Latency = USUAL_LATENCY,
-    step_time: StepTime = None,
-    jitter: Jitter = 0.0,
-    timeline: Annotated[
-        Path | None, typer.Option(help="Draw who computed and waited when, as PNG.")
-    ] = None,
-    as_json: Annotated[
-        Path | None, typer.Option("--json", help="Write totals and timeline as JSON.")
-    ] = None,
+    bandwidth: str,
+    latency: str,
+    step_time: str | None,
+    jitter: float,
+    timeline: Path | None,
+    as_json: Path | None,
 ) -> None:
-    """Train a recipe on simulated workers in this process: real training, virtual seconds.
-
-    [bold]Example[/bold]
-
-    offbeat simulate digits -s bsp --workers 16 --bandwidth 5gbit --latency 50us --step-time 80ms
-    """
+    """Train a recipe on simulated workers in this process: real training, virtual seconds."""
     _refuse_torchrun("offbeat simulate")
     require_virtual(job.strategy)
     require_picture("--timeline", timeline)
@@ -114,56 +82,18 @@ def simulate(
         _say_where("json    ", as_json)
 
 
-@with_job("log", *SAVING)
 def compare(
     job: Job,
-    strategy: Annotated[
-        list[str],
-        typer.Option(
-            "--strategy",
-            "-s",
-            help="A strategy, perhaps with options for it alone; repeat for more.",
-        ),
-    ],
-    seeds: Annotated[int, typer.Option(help="Repeat everything with so many seeds.")] = 1,
-    bandwidth: Bandwidth = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="Directory of results, table, plot and report.",
-            show_default="runs/RECIPE-TIME",
-        ),
-    ] = None,
-    simulated: Annotated[
-        bool, typer.Option("--simulate", help="On simulated workers, in virtual time.")
-    ] = False,
-    latency: Latency = USUAL_LATENCY,
-    step_time: StepTime = None,
-    jitter: Jitter = 0.0,
+    strategy: list[str],
+    seeds: int,
+    bandwidth: str | None,
+    output: Path | None,
+    simulated: bool,
+    latency: str,
+    step_time: str | None,
+    jitter: float,
 ) -> None:
-    """Run strategies one after the other under the same seeds; write table, plot and report.
-
-    Baselines, too: [bold]ideal[/bold] is what bsp would do on an infinitely fast network,
-    [bold]torch:…[/bold] are torch's own methods; `offbeat strategies` lists them.
-
-    [bold]Examples[/bold]
-
-    offbeat compare digits -s bsp -s local:period=8 -s selsync:target_lssr=0.9 --workers 4
-
-    offbeat compare digits -s bsp -s async:staleness=16 --bandwidth 100Mbit/s --seeds 3
-
-    offbeat compare digits -s bsp -s local:period=8 --simulate --workers 16 --step-time 80ms
-
-    offbeat compare digits -s bsp -s 'local:period=8 --wire int8 --lr-scale 2'
-
-    offbeat compare digits -s ideal -s bsp -s torch:ddp -s torch:ddp,hook=powersgd,rank=2
-
-    offbeat compare path/to/file.py -s bsp -s local:period=8
-
-    torchrun --nproc-per-node 4 -m offbeat.cli compare digits -s bsp -s local:period=8
-    """
+    """Run strategies one after the other under the same seeds; write table, plot and report."""
     require_integer("seeds", seeds, least=1)
     if seeds > _MOST_SEEDS:
         raise ValueError(f"seeds must be at most {_MOST_SEEDS}, got {seeds}")

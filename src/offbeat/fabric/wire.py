@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from offbeat.arguments import Precision as Precision
 from offbeat.arguments import require_choice
 from offbeat.fabric.accounting import Account
 from offbeat.fabric.coding import Coding, gathers
@@ -32,7 +33,6 @@ from offbeat.fabric.team import Team
 from offbeat.kernels import BLOCK, kernels
 
 T = TypeVar("T")
-Precision = Literal["float32", "bfloat16", "int8", "int4", "int2", "auto"]
 
 
 def require_precision(precision: object) -> None:

@@ -3,9 +3,9 @@
 The names here are those for a recipe of one's own.
 """
 
-from offbeat.lab.recipes.base import HeldOut, Setup, Task, accuracy
-from offbeat.lab.recipes.own import recipe
-from offbeat.lab.recipes.schedules import decay_at, decay_every, warmup_cosine
+from typing import TYPE_CHECKING
+
+from offbeat.late import late
 
 __all__ = [
     "HeldOut",
@@ -17,3 +17,10 @@ __all__ = [
     "recipe",
     "warmup_cosine",
 ]
+
+if TYPE_CHECKING:
+    from offbeat.lab.recipes.base import HeldOut, Setup, Task, accuracy
+    from offbeat.lab.recipes.own import recipe
+    from offbeat.lab.recipes.schedules import decay_at, decay_every, warmup_cosine
+else:
+    __getattr__ = late(__name__, __all__, ("recipes.base", "recipes.own", "recipes.schedules"))

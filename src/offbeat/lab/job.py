@@ -1,23 +1,22 @@
-"""One training run, as a value that files, processes and command lines agree on."""
+"""One training run, as a value that files, processes and command lines agree on.
+
+The help of the command line is made from its fields: what only a run needs, torch above all, is
+imported where it is used.
+"""
 
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from torch.utils.data import Sampler
+from offbeat.arguments import Precision, check_settings, setting, types_of
 
-from offbeat.arguments import check_settings, setting, types_of
-from offbeat.fabric.wire import Precision
-from offbeat.lab.baselines import parse_method
-from offbeat.lab.method import Baseline
-from offbeat.lab.recipes import Setup, Task, find_recipe
-from offbeat.lab.recipes.own import try_out
-from offbeat.lab.samplers import make_sampler, parse_injection
-from offbeat.strategies import Strategy
-from offbeat.training.attach import require_optimizer_state, require_timeout, require_wire
-from offbeat.training.files import all_files
+if TYPE_CHECKING:
+    from torch.utils.data import Sampler
+
+    from offbeat.lab.method import Baseline
+    from offbeat.lab.recipes import Setup, Task
 
 MOST_WORKERS = 1000
 MOST_SEED = 4_000_000  # each worker has a thousandfold one of its own, of 32 bits
@@ -145,13 +144,15 @@ class Job:
         of_method=True,
     )
 
-    def setup(self) -> Setup:
+    def setup(self) -> "Setup":
         """The recipe's part of it."""
+        from offbeat.lab.recipes import Setup, find_recipe
+
         recipe = find_recipe(self.recipe)
         epochs = recipe.epochs if self.epochs is None else self.epochs
         return Setup(self.workers, epochs, self.seed, Path(self.data) if self.data else None)
 
-    def check(self, task: Task | None = None) -> Task:
+    def check(self, task: "Task | None" = None) -> "Task":
         """Build everything once, so that mistakes show before any worker starts.
 
         Args:
@@ -161,6 +162,10 @@ class Job:
             ValueError, TypeError: an unknown recipe or strategy, or an impossible setting.
             FileNotFoundError: the data are not there.
         """
+        from offbeat.lab.recipes import find_recipe
+        from offbeat.lab.recipes.own import try_out
+        from offbeat.lab.samplers import parse_injection
+
         check_settings(self)
         self._check_bounds()
         self.check_method()
@@ -179,6 +184,8 @@ class Job:
 
     def _check_checkpoints(self) -> None:
         """Whether the options for them go together, and with what is in the directory."""
+        from offbeat.training.files import all_files
+
         if self.checkpoints is None:
             if self.save_every is not None or self.resume:
                 flag = "--resume" if self.resume else "--save-every"
@@ -202,6 +209,8 @@ class Job:
 
     def _check_bounds(self) -> None:
         """Raise ValueError for numbers that no run has a use for."""
+        from offbeat.training.attach import require_timeout
+
         if self.workers > MOST_WORKERS:
             raise ValueError(f"workers must be at most {MOST_WORKERS}, got {self.workers}")
         if self.seed > MOST_SEED:
@@ -214,6 +223,10 @@ class Job:
         Raises:
             ValueError, TypeError: it cannot, or there is none of that name.
         """
+        from offbeat.lab.baselines import parse_method
+        from offbeat.lab.method import Baseline
+        from offbeat.training.attach import require_optimizer_state, require_wire
+
         method = parse_method(self.strategy)
         if isinstance(method, Baseline):
             self._refuse(method)
@@ -221,7 +234,7 @@ class Job:
         require_wire(self.wire or method.default_wire, method)
         require_optimizer_state(self.optimizer_state, method)
 
-    def _refuse(self, method: Baseline) -> None:
+    def _refuse(self, method: "Baseline") -> None:
         """Raise ValueError for an option that ``method`` cannot honour."""
         for one in dataclasses.fields(self):
             about, value = option_of(one), getattr(self, one.name)
@@ -246,6 +259,9 @@ class Job:
 
     def _usual(self, name: str) -> object:
         """Another way to write the default: the strategy's own wire."""
+        from offbeat.lab.baselines import parse_method
+        from offbeat.strategies import Strategy
+
         if name != "wire":
             return None
         try:
@@ -283,8 +299,10 @@ class Job:
                     raise ValueError(f"in {text!r}: {flag} must be a number") from None
         return dataclasses.replace(self, strategy=strategy, **told)
 
-    def sampler_for(self, task: Task, rank: int) -> Sampler[int]:
+    def sampler_for(self, task: "Task", rank: int) -> "Sampler[int]":
         """Which samples worker ``rank`` reads, and in which order."""
+        from offbeat.lab.samplers import make_sampler
+
         return make_sampler(
             task,
             self.workers,

@@ -1,0 +1,82 @@
+"""Help and shell completion: there at once, because they do not import torch."""
+
+import inspect
+import json
+import sys
+
+import pytest
+
+from cli.commands import ended
+from offbeat.cli import commands, lists, network, runs
+from offbeat.lab.method import SAVING
+
+HELP = """
+import contextlib, io, json, sys
+from offbeat import cli
+
+def shown(*argv):
+    sys.argv = ["offbeat", *argv]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        cli.main()
+    return out.getvalue()
+
+pages = [shown("--help"), shown("--version")]
+pages += [shown(one.__name__, "--help") for one in cli.COMMANDS]
+print(json.dumps([[len(page) for page in pages], sorted({"torch", "numpy"} & {*sys.modules})]))
+"""
+
+
+def test_help_and_version_do_not_import_torch() -> None:
+    """Not that of any command, either; numpy stays out, too."""
+    code, out, err = ended(sys.executable, "-c", HELP)
+    assert (code, err) == (0, "")
+    lengths, imported = json.loads(out)
+    assert imported == []
+    assert lengths[1] == len("offbeat 0.1.0\n")
+    assert min(lengths[:1] + lengths[2:]) > 300, "each is a page"
+
+
+COMPLETE = """
+import sys
+from offbeat import cli
+
+sys.argv = ["offbeat"]
+try:
+    cli.main()
+finally:
+    print("torch" in sys.modules, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("offbeat s", ["simulate", "strategies"]),
+        ("offbeat train digits --wi", ["--wire"]),
+        ("offbeat train digits --wire int", ["int8", "int4", "int2"]),
+    ],
+)
+def test_the_shell_completes_without_torch(typed: str, offered: list[str]) -> None:
+    """Commands, options, and the values of options that have few."""
+    with_bash = {"_OFFBEAT_COMPLETE": "complete_bash", "COMP_WORDS": typed}
+    word = str(len(typed.split()) - 1)
+    code, out, err = ended(sys.executable, "-c", COMPLETE, COMP_CWORD=word, **with_bash)
+    assert (code, out.split(), err) == (0, offered, "False\n")
+
+
+@pytest.mark.parametrize("command", commands.COMMANDS, ids=lambda one: one.__name__)
+def test_a_command_and_what_carries_it_out_take_the_same(command: object) -> None:
+    """Each option of a command is a parameter of the function of its name, in order."""
+    name = command.__name__  # type: ignore[attr-defined]
+    (function,) = (vars(one)[name] for one in (runs, network, lists) if name in vars(one))
+    does = [*inspect.signature(function).parameters]
+    asked = [*inspect.signature(command).parameters]  # type: ignore[arg-type]
+    own = does[1:] if does[:1] == ["job"] else does
+    assert [one for one in asked if one in own] == own
+    if does[:1] != ["job"]:
+        assert asked == own
+
+
+def test_only_train_saves() -> None:
+    """What the commands leave out are the fields of a job that need a state."""
+    assert commands._SAVING == SAVING
