@@ -1,6 +1,8 @@
-"""A table as a value: made once, shown as Markdown, on a page or on a terminal."""
+"""A table as a value: made once, shown as Markdown, on a page, in a notebook or on a terminal."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from html import escape
 
 
 @dataclass(frozen=True)
@@ -23,3 +25,16 @@ class Table:
         lines += [f"| {' | '.join((f'`{first}`', *rest))} |" for first, *rest in self.rows]
         above = [self.caption, ""] if self.caption else []
         return "\n".join([*above, *lines, ""])
+
+    def html(self) -> str:
+        """The same as HTML; all text is escaped, and a narrow page scrolls the table alone."""
+        head = "".join(f"<th>{escape(one)}</th>" for one in self.headings)
+        above = f"<caption>{escape(self.caption)}</caption>" if self.caption else ""
+        rows = "".join(f"<tr>{_cells(row)}</tr>" for row in self.rows)
+        table = f"<table>{above}<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+        return f'<div style="overflow-x: auto">{table}</div>'
+
+
+def _cells(row: Iterable[str]) -> str:
+    first, *rest = map(escape, row)
+    return "".join(f"<td>{one}</td>" for one in (f"<code>{first}</code>", *rest))

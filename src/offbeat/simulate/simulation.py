@@ -9,7 +9,11 @@ from typing import Any
 from offbeat.plots import new_figure
 from offbeat.simulate.cluster import SimulatedCluster, Span
 from offbeat.simulate.communicator import SimulatedCommunicator
+from offbeat.table import Table
 from offbeat.telemetry import Stats
+from offbeat.units import show_bytes, show_seconds
+
+_MOST_ROWS = 16  # of a notebook's table
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,40 @@ class Simulation:
         axes.set(xlabel="virtual seconds", ylabel="worker", title="simulated")
         axes.legend(loc="upper right", ncols=3, fontsize="small")
         figure.savefig(path)
+
+    def _repr_html_(self) -> str:
+        """A row and a bar for each of the first workers: how long it computed and waited."""
+        spent = [{"compute": 0.0, "wait": 0.0, "transfer": 0.0} for _ in self.results]
+        for span in self.timeline:
+            spent[span.rank][span.kind] += span.end - span.start
+        split = [(one["compute"], one["wait"]) for one in spent[:_MOST_ROWS]]
+        rows = []
+        for rank, (computed, waited) in enumerate(split):
+            stats = self.stats[rank]
+            counted = ("-", "-") if stats is None else (str(stats.steps), str(stats.syncs))
+            idle = f"{waited / (computed + waited) if waited else 0.0:.0%}"
+            times = show_seconds(computed), show_seconds(waited)
+            rows.append((str(rank), *counted, *times, idle, show_bytes(self.sent_bytes[rank])))
+        whole = f"simulated: {show_seconds(self.seconds)}, idle {self.idle:.0%}"
+        of = f"; the first {_MOST_ROWS} of {len(spent)} workers" if len(spent) > len(rows) else ""
+        headings = ("worker", "steps", "syncs", "computed", "waited", "idle", "sent")
+        return Table(headings, tuple(rows), whole + of).html() + self._bars(split)
+
+    def _bars(self, split: Sequence[tuple[float, float]]) -> str:
+        """Computing (blue) and waiting (red) of each worker, as SVG, a second as long for all."""
+        scale = 600 / self.seconds if self.seconds else 0.0
+        bars = []
+        for rank, (computed, waited) in enumerate(split):
+            for start, length, colour in ((0, computed, "#1f77b4"), (computed, waited, "#d62728")):
+                bars.append(
+                    f'<rect x="{start * scale:.1f}" y="{14 * rank}" width="{length * scale:.1f}" '
+                    f'height="11" fill="{colour}"/>'
+                )
+        about = f"<title>computing (blue) and waiting (red) of {len(split)} workers</title>"
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 {14 * len(split)}" '
+            f'style="width: 100%; max-width: 600px">{about}{"".join(bars)}</svg>'
+        )
 
 
 def _verify(spans: Sequence[Span], starts: Sequence[float], ends: Sequence[float]) -> None:

@@ -184,6 +184,11 @@ class Synchronizer:
         """The number of workers."""
         return self._team.size
 
+    def _repr_html_(self) -> str:
+        state = "at work" if self._active else "finished" if self._finished else "detached"
+        who = f"worker {self.rank} of {self.size}, {state}: {self._strategy}"
+        return self._stats.table(who).html()
+
     def record(self, **values: object) -> None:
         """Add ``values`` (``loss=loss``, say) to the telemetry record of the coming step.
 
