@@ -233,7 +233,16 @@ def imported_with_offbeat() -> Iterator[tuple[str, set[str]]]:
 
 def test_the_command_line_and_the_lab_are_optional() -> None:
     """Importing offbeat needs torch and numpy alone: extras are imported where they are used."""
-    extras = {"typer", "rich", "matplotlib", "tensorboard", "lightning", "sklearn", "torchvision"}
+    extras = {
+        "typer",
+        "rich",
+        "matplotlib",
+        "tensorboard",
+        "wandb",
+        "lightning",
+        "sklearn",
+        "torchvision",
+    }
     for module, top in imported_with_offbeat():
         assert not top & extras, module
 

@@ -6,6 +6,7 @@ import math
 import sys
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -455,3 +456,88 @@ def test_tensorboard_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ImportError, match=r"pip install 'offbeat\[tensorboard\]'"):
         offbeat.TensorBoard("unused")
+
+
+# -- Weights & Biases -----------------------------------------------------------------------------
+
+
+class Run:
+    """Stands in for wandb's run: what it was told, in order."""
+
+    name = "eager-otter-7"
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.told.append((name, step_metric))
+
+    def log(self, values: dict[str, Any]) -> None:
+        assert all(type(value) is float for value in values.values())
+        self.told.append(values)
+
+    def finish(self) -> None:
+        self.told.append("finished")
+
+
+DEFINED = [("offbeat/step", None), ("offbeat/*", "offbeat/step")]
+RECORDS: list[dict[str, Any]] = [
+    {"step": 1, "decision": "local", "loss": torch.tensor(2.5), "flag": True, "t": [1]},
+    {"step": 2, "decision": "sync", "loss": np.float64(1.5), "flag": False, "note": "x"},
+]
+LOGGED = [
+    {"offbeat/step": 1, "offbeat/decision": 0, "offbeat/loss": 2.5, "offbeat/flag": 1},
+    {"offbeat/step": 2, "offbeat/decision": 1, "offbeat/loss": 1.5, "offbeat/flag": 0},
+]
+
+
+def test_wandb_gets_one_curve_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a step of their own; a run that the sink has begun is finished with it."""
+    run = Run()
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda: run))
+    sink = offbeat.WandB()
+    for record in RECORDS:
+        sink.write(record)
+    sink.close()
+    assert run.told == [*DEFINED, *LOGGED, "finished"]
+    assert str(sink) == "wandb run eager-otter-7"
+
+
+def test_a_run_that_was_given_to_wandb_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has begun it finishes it. Nothing is imported for it."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    run = Run()
+    records = Records(open_sinks(offbeat.WandB(run), rank=0), rank=0)
+    records.write(1, 0, "sync", 0.5, 0.25, 8, more={})
+    records.close()
+    each = {"step": 1, "rank": 0, "decision": 1, "compute_seconds": 0.5, "wait_seconds": 0.25}
+    assert run.told == [
+        *DEFINED,
+        {f"offbeat/{name}": value for name, value in {**each, "payload_bytes": 8}.items()},
+    ]
+
+
+def test_wandb_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without wandb the error names the extra; what is no run is refused."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match=r"pip install 'offbeat\[wandb\]'"):
+        offbeat.WandB()
+    with pytest.raises(TypeError, match=r"what wandb\.init\(\) returned, got 'project'"):
+        offbeat.WandB("project")
+
+
+def test_the_real_wandb_takes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is installed: a run off line ends with the last point of each curve."""
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = wandb.init(project="offbeat", dir=str(tmp_path), mode="offline")
+    sink = offbeat.WandB(run)
+    run.log({"mine": 1.0}, step=100)
+    for record in RECORDS:
+        sink.write(record)
+    sink.close()
+    run.log({"mine": 2.0})
+    last = {name: value for name, value in dict(run.summary).items() if name[0] != "_"}
+    assert last == {**LOGGED[1], "mine": 2.0}
+    run.finish()

@@ -34,6 +34,7 @@ __all__ = [
     "StreamingAveraging",
     "Synchronizer",
     "TensorBoard",
+    "WandB",
     "attach",
     "data",
     "join",
@@ -72,7 +73,7 @@ if TYPE_CHECKING:
         StreamingAveraging,
         parse_strategy,
     )
-    from offbeat.telemetry import JsonLines, Stats, TensorBoard
+    from offbeat.telemetry import JsonLines, Stats, TensorBoard, WandB
     from offbeat.training.attach import attach
     from offbeat.training.checkpoints import load, save
     from offbeat.training.synchronizer import Synchronizer

@@ -206,17 +206,61 @@ class TensorBoard:
 
     def write(self, record: Record) -> None:
         """Add one point to each curve."""
-        step = int(record["step"])
-        for name, value in record.items():
-            number = _number(value)
-            if name == "decision":
-                number = float(number == "sync")
-            if name != "step" and isinstance(number, bool | int | float):
-                self._writer.add_scalar(f"offbeat/{name}", float(number), step)
+        numbers = _numbers(record)
+        step = int(numbers.pop("step"))
+        for name, number in numbers.items():
+            self._writer.add_scalar(f"offbeat/{name}", number, step)
 
     def close(self) -> None:
         """Flush and close."""
         self._writer.close()
+
+
+class WandB:
+    """Curves for Weights & Biases, one per number in a record (needs ``offbeat[wandb]``).
+
+    They are drawn over ``offbeat/step``, whatever else is logged to the same run.
+
+    Args:
+        run: What ``wandb.init()`` has returned; it is left open. None begins a run of its own, as
+            wandb's environment variables say, and finishes it at the end.
+    """
+
+    def __init__(self, run: Any = None) -> None:
+        self._own = run is None
+        if run is None:
+            try:
+                import wandb
+            except ImportError as error:
+                raise ImportError(
+                    "the Weights & Biases sink needs wandb: pip install 'offbeat[wandb]'"
+                ) from error
+            run = wandb.init()
+        elif not callable(getattr(run, "define_metric", None)):
+            raise TypeError(f"run must be what wandb.init() returned, got {run!r}")
+        self._run = run
+        run.define_metric("offbeat/step")
+        run.define_metric("offbeat/*", step_metric="offbeat/step")
+
+    def __str__(self) -> str:
+        return f"wandb run {self._run.name}"
+
+    def write(self, record: Record) -> None:
+        """Add one point to each curve."""
+        self._run.log({f"offbeat/{name}": number for name, number in _numbers(record).items()})
+
+    def close(self) -> None:
+        """Finish the run, unless it was given."""
+        if self._own:
+            self._run.finish()
+
+
+def _numbers(record: Record) -> dict[str, float]:
+    """What of a record can be drawn; the decision is 1 at a synchronization."""
+    values = {name: _number(value) for name, value in record.items()}
+    if "decision" in values:
+        values["decision"] = values["decision"] == "sync"
+    return {k: float(v) for k, v in values.items() if isinstance(v, bool | int | float)}
 
 
 def open_sinks(log: object, *, rank: int) -> list[Sink]:
