@@ -6,7 +6,7 @@ DEMO := runs/demo
 SEED ?= 0
 MINUTES ?= 20
 
-.PHONY: help demo test nightly soak lint bench docs clean
+.PHONY: help demo test nightly soak lint bench docs dist clean
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -60,6 +60,11 @@ bench: $(VENV)/.dev  ## every benchmark, as ratios; appends to benchmarks/result
 
 docs: $(VENV)/.docs  ## build the documentation into site/
 	$(BIN)/mkdocs build --strict
+
+dist: $(VENV)/.dev  ## build wheel and sdist into dist/, and train with the wheel
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	.ci/try-wheel $(BIN)/python dist/*.whl
 
 clean:  ## remove what the other targets made, results of runs excepted
 	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,88 @@
+"""What a new user sees first says what is there: versions, the list of what is public, figures."""
+
+import importlib
+import inspect
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import offbeat
+from pages import DOCS
+
+ROOT = Path(__file__).parent.parent
+API = (DOCS / "api.md").read_text(encoding="utf-8")
+
+
+def section(page: str, heading: str) -> str:
+    """The text below ``## heading``, up to the next one."""
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    return text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
+def names_in_table(text: str) -> list[str]:
+    """What is set as code in the last column of the first table."""
+    rows = [line.rsplit("|", 2)[1] for line in text.splitlines() if line.startswith("|")]
+    return [name for row in rows[2:] for name in re.findall(r"`(\w+)`", row)]
+
+
+def shown_in_api() -> dict[str, Any]:
+    """Each thing that the page describes, by its path."""
+    found = {}
+    for path in re.findall(r"^::: ([\w.]+)$", API, re.MULTILINE):
+        home, _, name = path.rpartition(".")
+        try:
+            found[path] = getattr(importlib.import_module(home), name)
+        except AttributeError:
+            found[path] = importlib.import_module(path)
+    return found
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    """In the package, in what pip reads, and in what is cited."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    cited = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert [project["version"]] == [offbeat.__version__] == cited
+
+
+def test_what_is_public_is_what_the_page_lists() -> None:
+    """A name more or less is a decision, made in two places."""
+    listed = names_in_table(section("api", "What is public"))
+    assert len(listed) == len(set(listed))
+    assert set(listed) == {name for name in dir(offbeat) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("name", sorted({*offbeat.__all__, *offbeat.data.__all__} - {"data"}))
+def test_what_is_public_is_described(name: str) -> None:
+    """With its docstring, on the page of the API."""
+    thing = getattr(offbeat, name, None) or getattr(offbeat.data, name)
+    shown = shown_in_api()
+    errors = vars(shown["offbeat.errors"]).values()
+    assert any(thing is one for one in [*shown.values(), *errors])
+
+
+def test_a_short_path_is_a_public_name() -> None:
+    """`offbeat.X` on the page is what a program writes."""
+    short = [path for path in shown_in_api() if path.count(".") == 1]
+    assert {path.rpartition(".")[2] for path in short} <= {*offbeat.__all__, "errors"}
+
+
+def test_the_table_of_attach_has_all_of_its_arguments() -> None:
+    """Each once."""
+    asked = names_in_table(section("api", "Attach"))
+    assert sorted(asked) == sorted(inspect.signature(offbeat.attach).parameters)
+
+
+def test_the_first_page_quotes_the_measurement() -> None:
+    """Its seconds at 50 Mbit/s are those of the table on the page of streaming averaging."""
+    text = (DOCS / "index.md").read_text(encoding="utf-8")
+    (quote,) = (one for one in text.split("\n\n") if "(streaming.md#what-was-measured)" in one)
+    rows = section("streaming", "What was measured").partition("50 Mbit/s: the ideal")[2]
+    ideal, streaming, diloco, local = (line.split("|") for line in rows.splitlines()[:4])
+    assert "`streaming`" in streaming[1]
+    assert "`diloco`" in diloco[1]
+    assert "`local:" in local[1]
+    measured = [row[-4].split()[0] for row in (streaming, ideal, diloco, local)]  # to 50 %
+    assert re.findall(r"([\d.]+)\ss\b", quote) == measured
