@@ -6,7 +6,7 @@ DEMO := runs/demo
 SEED ?= 0
 MINUTES ?= 20
 
-.PHONY: help demo test nightly soak lint bench docs clean
+.PHONY: help demo test install side-by-side alone nightly soak lint bench docs clean
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -40,9 +40,17 @@ demo: $(VENV)/.demo  ## train digits under four strategies on 4 workers, about 3
 	  -s bsp -s local:period=8 -s selsync:target_lssr=0.9 -s async:staleness=32; \
 	echo "$$*"; "$$@"
 
-test: $(VENV)/.dev lint  ## all checks: lint, types, tests
+test:  ## all checks: lint, types, tests
+	@MAKE='$(MAKE)' .ci/timed install lint side-by-side alone
+
+install: $(VENV)/.dev
+
+side-by-side: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 -m "not quiet and not nightly"
-	$(BIN)/python -m pytest -m quiet
+
+# Of the files that have some: to collect all takes longer than to run these.
+alone: $(VENV)/.dev
+	$(BIN)/python -m pytest -m quiet $$(grep -rl mark.quiet tests)
 
 nightly: $(VENV)/.dev  ## the tests of values on real processes, too
 	$(BIN)/python -m pytest -n 2 -m "not quiet" --world gloo

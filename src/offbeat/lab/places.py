@@ -64,8 +64,8 @@ class Loopback(_Processes):
         return "loopback"
 
     @override
-    def command(self, rank: int, argv: Sequence[str]) -> list[str]:
-        return list(argv)
+    def command(self, rank: int, argv: Sequence[str]) -> list[str] | None:
+        return None
 
 
 class ShapedLinks(Cluster, _Processes):
