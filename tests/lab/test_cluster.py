@@ -10,7 +10,10 @@ import pytest
 
 from offbeat.errors import OffbeatError
 from offbeat.lab import cluster as lab
-from offbeat.lab.cluster import Cluster
+from offbeat.lab.cluster import Cluster, _run
+from offbeat.lab.events import Evaluation, Start, Step
+from offbeat.lab.job import Job
+from offbeat.lab.places import ShapedLinks, at_half
 
 needs_namespaces = pytest.mark.skipif(Cluster.why_not() is not None, reason=f"{Cluster.why_not()}")
 
@@ -92,3 +95,34 @@ def test_why_not_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_number_of_workers_is_checked() -> None:
     with pytest.raises(ValueError, match="workers must be between 1 and 200"):
         Cluster(0, 1e9)
+
+
+@needs_namespaces
+def test_links_are_given_another_rate_while_they_are_in_use() -> None:
+    """Both ends of every link, as the kernel tells it, and back again after a run."""
+
+    def rates(links: ShapedLinks) -> set[int]:
+        ends = [(links._node(rank), links.interface) for rank in range(2)]
+        ends += [(links._switch, f"port{rank}") for rank in range(2)]
+        shown = (_run("tc", "-n", one, "-j", "qdisc", "show", "dev", dev) for one, dev in ends)
+        return {json.loads(text)[0]["options"]["rate"] for text in shown}
+
+    with ShapedLinks(2, 8e6, later=4e6) as links:
+        assert str(links) == "8 Mbit/s shaped links, 4 Mbit/s in the second half"
+        assert rates(links) == {1_000_000}  # bytes
+        links.reshape(4e6)
+        assert rates(links) == {500_000}
+        with pytest.raises(OffbeatError):  # it ends before it begins
+            links.run(Job("digits", "nope", 2), lambda event: None)
+        assert rates(links) == {1_000_000}
+
+
+def test_the_second_half_begins_at_the_step_in_the_middle() -> None:
+    """Once, before its event is told; a run that is evaluated then counts as one that is not."""
+    for middle in (Step(3, 1.0), Evaluation(4, 1.0, 0.5, {})):
+        seen: list[object] = []
+        listen = at_half(lambda seen=seen: seen.append("act"), seen.append)
+        events = [Start(6, 4), Step(1, 0.1), Step(2, 0.2), middle, Step(5, 2.0), Step(6, 3.0)]
+        for event in events:
+            listen(event)
+        assert seen == [*events[:3], "act", *events[3:]]

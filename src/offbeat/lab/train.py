@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from offbeat.data import DataInjection, injected_batch_size
 from offbeat.errors import OffbeatError
-from offbeat.lab.baselines import parse_method
+from offbeat.lab.baselines import is_ideal, parse_method
 from offbeat.lab.evaluation import Looks, affordable, evaluate_together, expected_seconds, gather
 from offbeat.lab.events import (
     Chosen,
@@ -36,11 +36,13 @@ from offbeat.lab.events import (
 )
 from offbeat.lab.job import Job
 from offbeat.lab.leaving import Leaving
+from offbeat.lab.links import measure_links
 from offbeat.lab.method import Attached, Baseline, Method
 from offbeat.lab.recipes import Task, find_recipe
 from offbeat.lab.recipes.samples import to_device
 from offbeat.lab.resume import Checkpoints, History
 from offbeat.lab.samplers import Batches, parse_injection
+from offbeat.lab.uneven import Uneven, parse_slow
 from offbeat.strategies import Strategy
 from offbeat.training.attach import attach
 from offbeat.training.synchronizer import Synchronizer
@@ -81,10 +83,22 @@ def train_worker(job: Job, emit: Callable[[Event], None], leaving: Leaving | Non
     recipe = find_recipe(job.recipe)
     tell(Waiting("loading the data"))
     task = recipe.build(job.setup())
+    if job.max_steps is not None:  # the schedule stays that of the whole run
+        task.steps = min(task.steps, job.max_steps)
     task.model.to(device)
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(job.seed * 1000 + rank)  # augmentation differs between workers, the model does not
     tell(Waiting("meeting the other workers"))
+    _measure_links(job, tell)
+    if (job.jitter or job.slow) and dist.get_backend() != "simulated":  # whose clock does it
+        tell(Waiting("measuring a step"))
+        task.loss = Uneven(
+            task,
+            lambda: _batches(job, task, device),
+            slowdown=parse_slow(job.slow, job.workers).get(rank, 1.0),
+            jitter=job.jitter,
+            seed=job.seed,
+        )
     method = _begin(job, task, device)
     tell(Start(task.steps, _bytes(task.model)))
     looks = Looks(task.steps, job.evaluations)
@@ -97,6 +111,8 @@ def train_worker(job: Job, emit: Callable[[Event], None], leaving: Leaving | Non
         metrics = None
         if method.step in looks:
             tell(Waiting("evaluating"))
+            if _is_over(job, method, device):
+                break
             metrics = _look(task, method, looks, device, tell)
         if metrics is None:
             tell(Step(method.step, method.seconds))
@@ -109,6 +125,7 @@ def train_worker(job: Job, emit: Callable[[Event], None], leaving: Leaving | Non
     tell(Waiting("finishing"))
     method.finish()
     totals = gather(method.stats.to_dict(), device, "the totals of all workers")
+    _measure_links(job, tell)
     tell(Waiting("evaluating"))
     metrics = evaluate_together(task.evaluate, task.model, device)
     tell(Evaluation(method.step, method.seconds, metrics[recipe.metric], metrics))
@@ -131,8 +148,32 @@ def _begin(job: Job, task: Task, device: torch.device) -> Method:
 
     chosen = parse_method(job.strategy)
     if isinstance(chosen, Baseline):
-        return chosen.start(task, job.lr_scale, under, lambda: _batches(job, task, device))
+        return chosen.start(
+            task,
+            job.lr_scale,
+            under,
+            lambda: _batches(job, task, device),
+            job.timeout_seconds,
+        )
     return Attached(task, job.lr_scale, under(chosen))
+
+
+def _measure_links(job: Job, tell: Callable[[Event], None]) -> None:
+    """Tell how fast the links are, if the job asks for it; virtual ones are as they are said."""
+    if job.measure_links and job.workers > 1 and dist.get_backend() == "gloo":
+        if is_ideal(job.strategy):  # it has none
+            return
+        tell(Waiting("measuring the links"))
+        tell(measure_links())
+
+
+def _is_over(job: Job, method: Method, device: torch.device) -> bool:
+    """Whether the run has taken the seconds that it may. A collective, not timed."""
+    if job.max_seconds is None:
+        return False
+    with method.consensus():
+        slowest = max(gather(method.seconds, device, "the training seconds of all workers"))
+    return float(slowest) >= job.max_seconds
 
 
 def _look(
