@@ -4,14 +4,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from offbeat.errors import OffbeatError
 from offbeat.lab import cluster as lab
+from offbeat.lab import places
 from offbeat.lab.cluster import Cluster, _run
-from offbeat.lab.events import Evaluation, Start, Step
+from offbeat.lab.events import Evaluation, Event, Start, Step
 from offbeat.lab.job import Job
 from offbeat.lab.places import ShapedLinks, at_half
 
@@ -98,8 +100,19 @@ def test_number_of_workers_is_checked() -> None:
 
 
 @needs_namespaces
-def test_links_are_given_another_rate_while_they_are_in_use() -> None:
-    """Both ends of every link, as the kernel tells it, and back again after a run."""
+def test_links_are_given_another_rate_while_they_are_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both ends of every link, as the kernel tells it; and back again after a run that failed."""
+    seen: list[set[int]] = []
+
+    def fail(job: Job, on_event: Callable[[Event], None], links: ShapedLinks) -> None:
+        on_event(Start(2, 4))
+        on_event(Step(1, 0.1))
+        seen.append(rates(links))
+        raise OffbeatError("a worker died")
+
+    monkeypatch.setattr(places, "run_job", fail)
 
     def rates(links: ShapedLinks) -> set[int]:
         ends = [(links._node(rank), links.interface) for rank in range(2)]
@@ -110,10 +123,9 @@ def test_links_are_given_another_rate_while_they_are_in_use() -> None:
     with ShapedLinks(2, 8e6, later=4e6) as links:
         assert str(links) == "8 Mbit/s shaped links, 4 Mbit/s in the second half"
         assert rates(links) == {1_000_000}  # bytes
-        links.reshape(4e6)
-        assert rates(links) == {500_000}
-        with pytest.raises(OffbeatError):  # it ends before it begins
-            links.run(Job("digits", "nope", 2), lambda event: None)
+        with pytest.raises(OffbeatError, match="a worker died"):
+            links.run(Job("digits", "bsp", 2), lambda event: None)
+        assert seen == [{500_000}]
         assert rates(links) == {1_000_000}
 
 

@@ -30,6 +30,8 @@ def report(
     """
     if results.is_dir():
         raise ValueError(f"{results} is a directory; name its results.jsonl")
+    if not results.exists():
+        raise FileNotFoundError(f"looked for results in {results}, which does not exist")
     path = results.with_name("report.html") if output is None else output
     require_file("--output", path)
     found = read_results(results)

@@ -16,22 +16,21 @@ import torch.distributed as dist
 import typer
 
 from offbeat.arguments import require_integer
+from offbeat.cli.checks import check_method, parse_lr_scales, refuse_twice, refuse_virtual
 from offbeat.cli.options import USUAL_LATENCY, Bandwidth, Jitter, Latency, StepTime, with_job
 from offbeat.cli.outputs import require_file, require_folder, require_picture
 from offbeat.cli.view import Bar, console, show_narrow
 from offbeat.lab import compare as comparison
 from offbeat.lab import report
-from offbeat.lab.baselines import parse_method, require_virtual
+from offbeat.lab.baselines import require_virtual
 from offbeat.lab.job import Job
 from offbeat.lab.measure import measure_recipe
 from offbeat.lab.method import SAVING
 from offbeat.lab.places import Loopback, Place, ShapedLinks, Torchrun, VirtualCluster
-from offbeat.lab.recipes import Task
 from offbeat.lab.results import Result
 from offbeat.lab.train import choose_backend, share_cores
 from offbeat.lab.uneven import parse_slow
 from offbeat.simulate import Compute, Network
-from offbeat.strategies import Strategy
 from offbeat.units import parse_bandwidth, show_seconds
 
 _MOST_SEEDS = 1000
@@ -183,7 +182,7 @@ def compare(
     require_integer("seeds", seeds, least=1)
     if seeds > _MOST_SEEDS:
         raise ValueError(f"seeds must be at most {_MOST_SEEDS}, got {seeds}")
-    scales = _lr_scales(lr_scale)
+    scales = parse_lr_scales(lr_scale)
     job = replace(_sized(job), lr_scale=scales[0], jitter=jitter, slow=slow)
     job = replace(job, measure_links=not simulated)
     if simulated:
@@ -192,9 +191,9 @@ def compare(
     def check() -> None:
         task = None
         for scale in scales:
-            _refuse_twice(replace(job, lr_scale=scale), strategy)
+            refuse_twice(replace(job, lr_scale=scale), strategy)
         if not simulated:
-            _refuse_virtual(latency=latency, step_time=step_time)
+            refuse_virtual(latency=latency, step_time=step_time)
         if output is not None:
             require_folder("--output", output)
         for text in strategy:
@@ -202,7 +201,7 @@ def compare(
                 one = replace(job, lr_scale=scale)
                 if simulated:
                     require_virtual(one.under(text).strategy)
-                task = _check(one, text, task)
+                task = check_method(one, text, task)
 
     folder = output
     if folder is None:
@@ -234,64 +233,9 @@ def compare(
             _say_where(f"{what:7}", path)
 
 
-def _check(job: Job, text: str, task: Task | None) -> Task:
-    """Check the job under one strategy of a comparison; ``task`` is what it builds, or has built.
-
-    Raises:
-        ValueError, TypeError, FileNotFoundError: as ``Job.check``.
-    """
-    one = job.under(text)
-    parse_method(one.strategy)
-    try:
-        one.check_method()
-    except ValueError as error:
-        if one != replace(job, strategy=one.strategy):  # its own options are to blame
-            raise
-        raise ValueError(
-            f"{error}; an option for some strategies only goes with them, as in "
-            "-s 'local:period=8 --wire int8'"
-        ) from None
-    return one.check(task)
-
-
 def _check_records(job: Job) -> None:
     if job.log is not None:
         require_file("--records", Path(job.log))
-
-
-def _refuse_twice(job: Job, strategies: list[str]) -> None:
-    """Raise ValueError if two of them train alike: their results would have one name."""
-    seen: dict[object, str] = {}
-    for text in strategies:
-        one = job.under(text)
-        method = parse_method(one.strategy)
-        usual = method.default_wire if isinstance(method, Strategy) else None
-        kind = replace(one, strategy="", wire=one.wire or usual), repr(method)
-        if kind in seen:
-            raise ValueError(
-                f"{text!r} is given twice"
-                if text == seen[kind]
-                else f"{text!r} and {seen[kind]!r} are the same; leave one out, and repeat with "
-                "--seeds"
-            )
-        seen[kind] = text
-
-
-def _lr_scales(text: str) -> tuple[float, ...]:
-    """The factors of ``--lr-scale``.
-
-    Raises:
-        ValueError: something else than numbers, or one of them twice.
-    """
-    try:
-        found = tuple(map(float, text.split(",")))
-    except ValueError:
-        raise ValueError(
-            f"lr-scale must be a number, or several as in 0.3,1,3, got {text!r}"
-        ) from None
-    if len(set(found)) < len(found):
-        raise ValueError(f"lr-scale {text}: a factor is given twice")
-    return found
 
 
 def _command() -> str:
@@ -301,13 +245,6 @@ def _command() -> str:
         local = os.environ.get("LOCAL_WORLD_SIZE", "1")
         program = ["torchrun", "--nproc-per-node", local, "-m", "offbeat.cli"]
     return shlex.join([*program, *sys.argv[1:]])
-
-
-def _refuse_virtual(*, latency: str, step_time: str | None) -> None:
-    """Raise ValueError for an option that only simulated workers can honour."""
-    asked = {"--step-time": step_time is not None, "--latency": latency != USUAL_LATENCY}
-    for option in (name for name, given in asked.items() if given):
-        raise ValueError(f"{option} is for simulated workers; add --simulate, or leave it out")
 
 
 def _file_name(recipe: str) -> str:

@@ -111,9 +111,9 @@ def train_worker(job: Job, emit: Callable[[Event], None], leaving: Leaving | Non
         metrics = None
         if method.step in looks:
             tell(Waiting("evaluating"))
-            if _is_over(job, method, device):
+            metrics = _look(job, task, method, looks, device, tell)
+            if looks.over:
                 break
-            metrics = _look(task, method, looks, device, tell)
         if metrics is None:
             tell(Step(method.step, method.seconds))
         else:
@@ -167,16 +167,8 @@ def _measure_links(job: Job, tell: Callable[[Event], None]) -> None:
         tell(measure_links())
 
 
-def _is_over(job: Job, method: Method, device: torch.device) -> bool:
-    """Whether the run has taken the seconds that it may. A collective, not timed."""
-    if job.max_seconds is None:
-        return False
-    with method.consensus():
-        slowest = max(gather(method.seconds, device, "the training seconds of all workers"))
-    return float(slowest) >= job.max_seconds
-
-
 def _look(
+    job: Job,
     task: Task,
     method: Method,
     looks: Looks,
@@ -185,17 +177,23 @@ def _look(
 ) -> dict[str, float] | None:
     """The metrics of the consensus.
 
-    At the first time perhaps how often there will be some is chosen; None if not now, then.
+    At the first time perhaps how often there will be some is chosen; None if not now, then. None,
+    too, where the run has taken the seconds that it may: that ends it.
     """
     began = time.perf_counter()
     with method.consensus():  # what happens inside does not count as training
+        if job.max_seconds is not None:
+            taken = gather(method.seconds, device, "the training seconds of all workers")
+            looks.over = max(taken) >= job.max_seconds
+            if looks.over:
+                return None
         if looks.open:
             met = time.perf_counter() - began
-            taken = met + expected_seconds(task.evaluate, task.model)
-            own = affordable(taken, method.seconds / method.step * task.steps)
+            cost = met + expected_seconds(task.evaluate, task.model)
+            own = affordable(cost, method.seconds / method.step * task.steps)
             number = int(gather(own, device, "the number of evaluations")[0])
             looks.choose(number)
-            tell(Chosen(number, taken))
+            tell(Chosen(number, cost))
             if method.step not in looks:
                 return None
         return evaluate_together(task.evaluate, task.model, device)
