@@ -6,9 +6,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cells import some
 from offbeat.errors import OffbeatError
 from offbeat.lab import cluster as lab
 from offbeat.lab import places
@@ -39,6 +41,43 @@ def namespaces(process: int) -> set[str]:
     return {name for name in names if name.startswith(f"offbeat-{process}-")}
 
 
+def on_nodes(cluster: Cluster, program: str, *values: Any) -> list[float]:
+    """What the program prints on each node, told its rank, the number of nodes and ``values``."""
+    processes = [
+        subprocess.Popen(
+            cluster.command(
+                rank,
+                [sys.executable, "-c", program, json.dumps([rank, cluster.workers, *values])],
+            ),
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": cluster.interface},
+        )
+        for rank in range(cluster.workers)
+    ]
+    return [float(process.communicate(timeout=60)[0]) for process in processes]
+
+
+LINKS = """
+import json, sys, torch.distributed as dist
+from offbeat.lab.links import measure_links
+rank, size, folder = json.loads(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{folder}/r", rank=rank, world_size=size)
+print(measure_links().bytes_per_second)
+"""
+
+
+@needs_namespaces
+@pytest.mark.quiet
+@pytest.mark.parametrize(("workers", "rate"), some([(2, 100e6), (3, 10e6)], 0))
+def test_links_are_measured_as_they_are_shaped(workers: int, rate: float, tmp_path: Path) -> None:
+    """To within a fifth, both ways at once; the same on all workers."""
+    with Cluster(workers, rate) as cluster:
+        found = on_nodes(cluster, LINKS, str(tmp_path))
+    assert len(set(found)) == 1
+    assert 8 * found[0] == pytest.approx(rate, rel=0.2)
+
+
 @needs_namespaces
 @pytest.mark.quiet
 def test_an_all_reduce_runs_at_the_shaped_rate(tmp_path: Path) -> None:
@@ -46,19 +85,7 @@ def test_an_all_reduce_runs_at_the_shaped_rate(tmp_path: Path) -> None:
     elements = 2_000_000
     with Cluster(3, 200e6) as cluster:
         before = cluster.bytes_sent(0)
-        processes = [
-            subprocess.Popen(
-                cluster.command(
-                    rank,
-                    [sys.executable, "-c", WORKER, json.dumps([rank, 3, str(tmp_path), elements])],
-                ),
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "GLOO_SOCKET_IFNAME": cluster.interface},
-            )
-            for rank in range(3)
-        ]
-        seconds = [float(process.communicate(timeout=60)[0]) for process in processes]
+        seconds = on_nodes(cluster, WORKER, str(tmp_path), elements)
         sent = cluster.bytes_sent(0) - before
     ring = 2 * (2 / 3) * 4 * elements * 8 / 200e6
     assert 0.9 * ring < max(seconds) < 1.35 * ring

@@ -12,7 +12,7 @@ from offbeat import Stats
 from offbeat.errors import OffbeatError
 from offbeat.lab import compare as lab
 from offbeat.lab import report
-from offbeat.lab.events import Chosen, End, Evaluation, Event, Start
+from offbeat.lab.events import Chosen, End, Evaluation, Event, Paced, Start
 from offbeat.lab.job import Job
 from offbeat.lab.places import Loopback, Place
 from offbeat.lab.results import Result, read_results
@@ -149,6 +149,8 @@ class Choosing(Loopback):
         on_event(Start(1, 4))
         if job.evaluations is None:
             on_event(Chosen(5, 2.0))
+        if job.slow is not None:
+            on_event(Paced(0.5 if job.alone_seconds is None else job.alone_seconds))
         on_event(Evaluation(1, 0.5, 0.5, {}))
         on_event(End((Stats(),)))
 
@@ -159,6 +161,15 @@ def test_the_first_run_chooses_how_often_all_evaluate(tmp_path: Path) -> None:
     results = compare(place, tmp_path, seeds=2)
     assert [job.evaluations for job in place.jobs] == [None, 5, 5, 5]
     assert [one.job.evaluations for one in results] == [5] * 4
+
+
+def test_the_first_run_measures_how_long_all_sleep(tmp_path: Path) -> None:
+    """Also where a comparison goes on."""
+    results = compare(Choosing(), tmp_path, seeds=1, slow="1=2")
+    assert [one.job.alone_seconds for one in results] == [0.5] * 2
+    place = Choosing()
+    compare(place, tmp_path, seeds=2, slow="1=2")
+    assert [(job.seed, job.alone_seconds) for job in place.jobs] == [(8, 0.5)] * 2
 
 
 def test_a_strategy_has_options_of_its_own(tmp_path: Path) -> None:

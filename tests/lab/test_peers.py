@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 import workers
 from lab import tiny
+from offbeat.lab import launch
 from offbeat.lab.events import Evaluation, Event
 from offbeat.lab.job import Job
 from offbeat.lab.peers import PEERS
@@ -101,3 +103,12 @@ def test_fragments_hold_every_parameter_once_in_order(sizes: tuple[int, ...], nu
 def test_more_fragments_than_tensors_are_refused() -> None:
     with pytest.raises(ValueError, match="3 fragments of a model with 2 parameter tensors"):
         fragments_of(nn.Linear(2, 2), 3)
+
+
+def test_a_failed_worker_is_told_by_its_error_whatever_follows(tmp_path: Path) -> None:
+    """Threads of a peer's may write on while the process ends."""
+    text = "warning: a\nerror: rank 1 failed in batch 3\n[INFO] heartbeat failed\n"
+    (tmp_path / "stderr1").write_text(text)
+    (tmp_path / "stderr2").write_text("Segmentation fault\n")
+    assert str(launch._failure([0, 1], tmp_path)) == "worker 1 failed: rank 1 failed in batch 3"
+    assert str(launch._failure([0, 0, 1], tmp_path)) == "worker 2 failed: Segmentation fault"

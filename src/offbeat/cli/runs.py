@@ -145,7 +145,8 @@ def compare(
     step_time: StepTime = None,
     jitter: Jitter = 0.0,
     slow: Annotated[
-        str | None, typer.Option(help="Slower workers, RANK=FACTOR, as in 1=2 or 0=1.5,3=2.")
+        str | None,
+        typer.Option(help="Slower workers, RANK=FACTOR, as in 0=2; the clock is that of rank 0."),
     ] = None,
     lr_scale: Annotated[
         str,

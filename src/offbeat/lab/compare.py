@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import offbeat
-from offbeat.lab.events import Chosen, End, Evaluation, Event, Measured, Start
+from offbeat.lab.events import Chosen, End, Evaluation, Event, Measured, Paced, Start
 from offbeat.lab.job import Job, option_of_method
 from offbeat.lab.places import Place
 from offbeat.lab.recipes import find_recipe
@@ -18,7 +18,8 @@ from offbeat.lab.results import Result, public_job, read_results
 from offbeat.telemetry import Stats
 
 RESULTS = "results.jsonl"
-_OF_A_RUN = {"strategy", "seed", "evaluations", *option_of_method()}
+_FOUND = ("evaluations", "alone_seconds")  # by the first run, for all
+_OF_A_RUN = {"strategy", "seed", *_FOUND, *option_of_method()}
 _FREE = {"log", "checkpoints", "save_every", "resume", "timeout_seconds", "measure_links"}
 
 
@@ -54,6 +55,8 @@ def run_and_record(
                 model_bytes.append(event.model_bytes)
             case Chosen():
                 job = replace(job, evaluations=event.evaluations)
+            case Paced():
+                job = replace(job, alone_seconds=event.step_seconds)
             case Measured():
                 links.append(event)
             case Evaluation():
@@ -111,7 +114,7 @@ def compare(
 
     A strategy may be followed by options for it alone; see ``Job.under``. Seeds are the outer loop,
     so that a machine that slows down slows all strategies down. The first run chooses how often all
-    evaluate, so that their curves have the same steps.
+    evaluate, so that their curves have the same steps, and by how much uneven workers sleep.
 
     What is in the file already, with the same configuration, is not run again: a comparison that
     was interrupted goes on, and one can be widened by further strategies, seeds and factors.
@@ -138,18 +141,18 @@ def compare(
     path = output if output.suffix == ".jsonl" else output / RESULTS
     path.parent.mkdir(parents=True, exist_ok=True)
     results = _kept(path, job, place)
-    if job.evaluations is None and results:
-        job = replace(job, evaluations=results[0].job.evaluations)
+    if results:
+        job = _as_found(job, results[0].job)
     with path.open("a", encoding="utf-8") as file:
         for one, scales in _runs(job, strategies, seeds, lr_scales):
-            one = replace(one, evaluations=job.evaluations)
+            one = _as_found(one, job)
             found = next((old for old in results if _same(old, one)), None)
             if found is not None:
                 on_kept(found)
                 continue
             on_start(one)
             result = run_and_record(one, on_event, place, lr_scales=scales, command=command)
-            job = replace(job, evaluations=result.job.evaluations)
+            job = _as_found(job, result.job)
             results.append(result)
             file.write(json.dumps(result.to_dict()) + "\n")
             file.flush()
@@ -216,9 +219,16 @@ def _about(values: dict[str, Any]) -> dict[str, Any]:
     return {name: one for name, one in values.items() if name not in _OF_A_RUN | _FREE}
 
 
+def _as_found(job: Job, other: Job) -> Job:
+    """``job`` with what another has found, where it is still open."""
+    is_open = [name for name in _FOUND if getattr(job, name) is None]
+    return replace(job, **{name: getattr(other, name) for name in is_open})
+
+
 def _same(old: Result, job: Job) -> bool:
     """Whether ``old`` is what a run of ``job`` would give."""
     one, other = public_job(old.job), public_job(job)
-    if other["evaluations"] is None:
-        del one["evaluations"]
+    for name in _FOUND:
+        if other[name] is None:
+            del one[name]
     return all(other[name] == value for name, value in one.items() if name not in _FREE)

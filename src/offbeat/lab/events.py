@@ -89,6 +89,17 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class Paced:
+    """What uneven workers' sleeps are multiples of; see ``lab.uneven``.
+
+    Attributes:
+        step_seconds: A step of a worker alone, the mean over the workers.
+    """
+
+    step_seconds: float
+
+
+@dataclass(frozen=True)
 class Resumed:
     """The run goes on from a checkpoint; what it had told until then follows.
 
@@ -126,10 +137,12 @@ class End:
     step_seconds: float | None = None
 
 
-Event: TypeAlias = Start | Step | Evaluation | Waiting | Chosen | Measured | Resumed | Left | End
+Event: TypeAlias = (
+    Start | Step | Evaluation | Waiting | Chosen | Measured | Paced | Resumed | Left | End
+)
 
 _KINDS: dict[
-    str, type[Start | Step | Evaluation | Waiting | Chosen | Measured | Resumed | Left]
+    str, type[Start | Step | Evaluation | Waiting | Chosen | Measured | Paced | Resumed | Left]
 ] = {
     "start": Start,
     "step": Step,
@@ -137,6 +150,7 @@ _KINDS: dict[
     "waiting": Waiting,
     "chosen": Chosen,
     "measured": Measured,
+    "paced": Paced,
     "resumed": Resumed,
     "left": Left,
 }

@@ -78,8 +78,9 @@ class Job:
     Its fields are the options of the commands ``train``, ``compare`` and ``simulate``, each with
     its name, default, range and help. An option more is a field more, and what is done with it.
 
-    Three have no option of their own: ``jitter`` and ``slow``, the uneven computing of real workers
-    (see ``lab.uneven``), and ``measure_links``, whether the links are measured before and after.
+    Four have no option of their own: ``jitter`` and ``slow``, the uneven computing of real workers,
+    ``alone_seconds``, the step alone that their sleeps are multiples of (None: as the run measures;
+    see ``lab.uneven``), and ``measure_links``, whether links are measured before and after.
     """
 
     recipe: str = option(
@@ -111,6 +112,7 @@ class Job:
     )
     jitter: float = setting(0.0, least=0)
     slow: str | None = None
+    alone_seconds: float | None = setting(None, above=0)
     measure_links: bool = False
     log: str | None = option(  # torchrun has options of its own that begin with --log
         None, "--records", help="JSON lines of every step, one file a worker.", is_path=True

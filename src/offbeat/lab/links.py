@@ -46,8 +46,9 @@ def _pass_on(tensor: torch.Tensor) -> float:
     taken = torch.empty_like(tensor)
     began = time.perf_counter()
     try:
-        both = [dist.isend(tensor, (rank + 1) % size), dist.irecv(taken, (rank - 1) % size)]
-        for one in both:
+        # Posted first: of two workers that both send first, one waits for the other's to end.
+        coming = dist.irecv(taken, (rank - 1) % size)
+        for one in (dist.isend(tensor, (rank + 1) % size), coming):
             if one is not None:
                 one.wait()
     except RuntimeError as error:

@@ -28,6 +28,7 @@ from offbeat.lab.events import (
     End,
     Evaluation,
     Event,
+    Paced,
     Start,
     Step,
     Waiting,
@@ -92,13 +93,16 @@ def train_worker(job: Job, emit: Callable[[Event], None], leaving: Leaving | Non
     _measure_links(job, tell)
     if (job.jitter or job.slow) and dist.get_backend() != "simulated":  # whose clock does it
         tell(Waiting("measuring a step"))
-        task.loss = Uneven(
+        uneven = Uneven(
             task,
             lambda: _batches(job, task, device),
             slowdown=parse_slow(job.slow, job.workers).get(rank, 1.0),
             jitter=job.jitter,
             seed=job.seed,
+            step_seconds=job.alone_seconds,
         )
+        task.loss = uneven
+        tell(Paced(uneven.step_seconds))
     method = _begin(job, task, device)
     tell(Start(task.steps, _bytes(task.model)))
     looks = Looks(task.steps, job.evaluations)

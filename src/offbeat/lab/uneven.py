@@ -17,7 +17,7 @@ _PURPOSE = 0x756E6576  # in (seed, purpose, rank): no other draw shares the stre
 class Uneven:
     """A loss that takes longer: this worker sleeps beside it.
 
-    **Update**, for the step time t of a worker alone, measured at the start:
+    **Update**, for the step time t of a worker alone:
 
         sleep = t · (slowdown · (1 + jitter·|z|) − 1),  z ~ N(0, 1)
 
@@ -30,6 +30,8 @@ class Uneven:
         slowdown: Of this worker (≥ 1).
         jitter: Of its steps (≥ 0).
         seed: Of z.
+        step_seconds: t; None: as measured now, the mean over the workers. In a comparison the first
+            run measures for all, so that all sleep alike.
     """
 
     def __init__(
@@ -40,11 +42,14 @@ class Uneven:
         slowdown: float,
         jitter: float,
         seed: int,
+        step_seconds: float | None = None,
     ) -> None:
         self._loss, self._slowdown, self._jitter = task.loss, slowdown, jitter
-        alone = Alone(task, 1.0, batches)
-        alone.measure()
-        self.step_seconds = alone.step_seconds
+        if step_seconds is None:
+            alone = Alone(task, 1.0, batches)
+            alone.measure()
+            step_seconds = alone.step_seconds
+        self.step_seconds = step_seconds
         self._draw = np.random.default_rng((seed, _PURPOSE, dist.get_rank()))
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:

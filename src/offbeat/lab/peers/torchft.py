@@ -1,7 +1,6 @@
 """torchft's LocalSGD and DiLoCo, by their own code: a manager a worker, and one lighthouse."""
 
 import logging
-import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -138,7 +137,6 @@ class Group:
     """
 
     def __init__(self, timeout_seconds: float) -> None:
-        os.environ.setdefault("RUST_LOG", "error")  # its servers write a line for every step
         logging.getLogger("torchft").setLevel(logging.WARNING)
         from torchft.coordination import LighthouseServer
         from torchft.manager import Manager
