@@ -89,7 +89,7 @@ def test_arrivals_are_at_shares_of_the_ideal() -> None:
     slow = make("bsp", [(5, 0.95), (8, 0.97), (10, 0.984)])
     found = report.arrivals([IDEAL, slow])
     assert found is not None
-    assert found.headings == ("strategy", "95 % = 0.95", "98 % = 0.98", "99.5 % = 0.995")
+    assert found.headings == ("strategy", "95%: 0.95", "98%: 0.98", "99.5%: 0.995")
     assert found.rows[0] == ("ideal", "2.0 s [100 %]", "3.0 s [100 %]", "4.0 s [100 %]")
     assert found.rows[1] == ("bsp", "5.0 s [40 %]", "10.0 s [30 %]", "never")
     assert report.arrivals([slow]) is None
@@ -108,7 +108,7 @@ def test_a_loss_is_over_the_share() -> None:
     one = make("ideal", [(1, 2.2), (2, 2.1), (3, 2.0)], recipe="stdlib-lm")
     found = report.arrivals([one])
     assert found is not None
-    assert found.headings[1] == f"95 % = {2.0 / 0.95:.4g}"
+    assert found.headings[1] == f"95%: {2.0 / 0.95:.4g}"
     assert found.rows[0][1] == "2.0 s [100 %]"
 
 

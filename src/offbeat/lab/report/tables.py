@@ -161,7 +161,7 @@ def arrivals(results: Sequence[Result], *, ranges: bool = True) -> Table | None:
             for target in targets.values()
         ]
         cells.append((row.name, *times))
-    headings = [f"{100 * share:g} % = {target:.4g}" for share, target in targets.items()]
+    headings = [f"{100 * share:g}%: {target:.4g}" for share, target in targets.items()]
     text = (
         f"Seconds to shares of the ideal's final {results[0].metric}; in brackets the ideal's "
         "seconds over the row's"
