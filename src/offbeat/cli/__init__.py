@@ -15,6 +15,7 @@ except ImportError:
 import offbeat
 from offbeat.cli.lists import recipes, strategies
 from offbeat.cli.network import plan, probe
+from offbeat.cli.reports import report
 from offbeat.cli.runs import compare, simulate, train
 from offbeat.errors import OffbeatError
 from offbeat.lab.train import find_own_modules
@@ -26,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train PyTorch models data-parallel on slow networks without waiting for them.",
 )
-for command in (train, simulate, compare, plan, probe, recipes, strategies):
+for command in (train, simulate, compare, report, plan, probe, recipes, strategies):
     app.command()(command)
 
 INTERRUPTED = "interrupted; all workers have been ended"

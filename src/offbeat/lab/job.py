@@ -15,6 +15,7 @@ from offbeat.lab.method import Baseline
 from offbeat.lab.recipes import Setup, Task, find_recipe
 from offbeat.lab.recipes.own import try_out
 from offbeat.lab.samplers import make_sampler, parse_injection
+from offbeat.lab.uneven import parse_slow
 from offbeat.strategies import Strategy
 from offbeat.training.attach import require_optimizer_state, require_timeout, require_wire
 from offbeat.training.files import all_files
@@ -76,6 +77,10 @@ class Job:
 
     Its fields are the options of the commands ``train``, ``compare`` and ``simulate``, each with
     its name, default, range and help. An option more is a field more, and what is done with it.
+
+    Four have no option of their own: ``jitter`` and ``slow``, the uneven computing of real workers,
+    ``alone_seconds``, the step alone that their sleeps are multiples of (None: as the run measures;
+    see ``lab.uneven``), and ``measure_links``, whether links are measured before and after.
     """
 
     recipe: str = option(
@@ -101,6 +106,14 @@ class Job:
         unset="24, or as many as cost a tenth of the time",
         least=1,
     )
+    max_steps: int | None = option(None, help="End after so many steps of each worker.", least=1)
+    max_seconds: float | None = option(
+        None, help="End at the first evaluation after so many training seconds.", above=0
+    )
+    jitter: float = setting(0.0, least=0)
+    slow: str | None = None
+    alone_seconds: float | None = setting(None, above=0)
+    measure_links: bool = False
     log: str | None = option(  # torchrun has options of its own that begin with --log
         None, "--records", help="JSON lines of every step, one file a worker.", is_path=True
     )
@@ -202,6 +215,7 @@ class Job:
 
     def _check_bounds(self) -> None:
         """Raise ValueError for numbers that no run has a use for."""
+        parse_slow(self.slow, self.workers)
         if self.workers > MOST_WORKERS:
             raise ValueError(f"workers must be at most {MOST_WORKERS}, got {self.workers}")
         if self.seed > MOST_SEED:
@@ -213,10 +227,12 @@ class Job:
 
         Raises:
             ValueError, TypeError: it cannot, or there is none of that name.
+            ImportError: its package is not installed.
         """
         method = parse_method(self.strategy)
         if isinstance(method, Baseline):
             self._refuse(method)
+            method.require()
             return
         require_wire(self.wire or method.default_wire, method)
         require_optimizer_state(self.optimizer_state, method)
@@ -303,6 +319,11 @@ def _of_method() -> "dict[dataclasses.Field[Any], Option]":
         if about is not None and about.of_method:
             found[one] = about
     return found
+
+
+def option_of_method() -> frozenset[str]:
+    """The names of the fields that belong to the method."""
+    return frozenset(one.name for one in _of_method())
 
 
 def _pairs(text: str, words: list[str]) -> Iterator[tuple[str, str]]:

@@ -184,13 +184,17 @@ def _listen(
 
 
 def _failure(codes: list[int | None], folder: Path) -> WorkerError:
-    """The error of a worker that was killed, else of the first that said something."""
+    """The error of a worker that was killed, else of the first that said something.
+
+    What others' threads have written after it, as torchft's servers do, is left out.
+    """
     for rank, code in enumerate(codes):
         if code is not None and code < 0:
             return WorkerError(f"worker {rank} was ended by {signal.Signals(-code).name}")
     for rank, code in enumerate(codes):
         if code:
             words = (folder / f"stderr{rank}").read_text(errors="replace").strip().splitlines()
-            last = words[-1].removeprefix("error: ") if words else f"exit status {code}"
+            told = [line for line in words if line.startswith("error: ")] or words
+            last = told[-1].removeprefix("error: ") if told else f"exit status {code}"
             return WorkerError(f"worker {rank} failed: {last}")
     return WorkerError("a worker failed")
