@@ -84,6 +84,27 @@ ROWS = [
         "fabric/test_failures.py::test_who_does_not_come_is_named",
     ),
     Row(
+        'a worker is killed, under `on_failure="continue"`',
+        "at once",
+        "they go on from what they have in common, with means over who is there",
+        "all but the steps that the lost worker had not contributed",
+        "training/test_elastic_processes.py::test_training_goes_on",
+    ),
+    Row(
+        "a worker is stopped or cut off for too long, under the same",
+        "after `timeout_seconds`",
+        "they go on; it raises `CommunicationError: … left behind` when it comes back",
+        "the same",
+        "fabric/test_regroup.py::test_one_that_was_stopped_is_left_behind_and_disturbs_nobody",
+    ),
+    Row(
+        "more are lost than `min_workers` allows",
+        "as above",
+        "`CommunicationError: … min_workers=3`",
+        LIVES,
+        "training/test_elastic.py::test_fewer_than_min_workers_all_raise",
+    ),
+    Row(
         "NaN or infinity in one worker's model or gradients",
         "not",
         "NaN from the next mean on",

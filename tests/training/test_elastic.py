@@ -1,16 +1,22 @@
 """Training that goes on when workers are lost and join, on simulated workers."""
 
+import copy
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import offbeat
-from loops import Sink, sgd
-from offbeat import Compute, Network, simulate
-from offbeat.simulate import Kill
-from problems import flat, loss_of, make_batch, make_model
+from cells import some
+from loops import Sink, close, sgd
+from offbeat import AttachError, CommunicationError, Compute, MismatchError, Network, simulate
+from offbeat.data import DataInjection
+from offbeat.simulate import Cut, Join, Kill, Pause
+from problems import Simulated, flat, gradients, loss_of, make_batch, make_model, train_step
 
 STRATEGIES = [
     "bsp",
@@ -41,7 +47,7 @@ STRATEGIES = [
 STEPS = 12
 
 
-def attach(model: torch.nn.Module, strategy: str, **options: Any) -> Any:
+def attach(model: nn.Module, strategy: str, **options: Any) -> Any:
     optimizer = options.pop("optimizer", None) or sgd(model)
     chosen = offbeat.parse_strategy(strategy)
     options = {"on_failure": "continue", "timeout_seconds": 2.0, **options}
@@ -49,7 +55,7 @@ def attach(model: torch.nn.Module, strategy: str, **options: Any) -> Any:
 
 
 def train(strategy: str, steps: int = STEPS, **options: Any) -> dict[str, Any]:
-    rank = torch.distributed.get_rank()
+    rank = dist.get_rank()
     model, sink = make_model(rank), Sink()
     optimizer, sync = attach(model, strategy, log=sink, **options)
     begun = sync.step
@@ -96,9 +102,402 @@ def check(results: Sequence[Any], members: list[int]) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_others_go_on(strategy: str) -> None:
-    """Whichever of four is killed, and wherever it is."""
-    for lost, at in [(0, 0.061), (2, 0.1), (3, 0.083)]:
-        results = run(lambda: train(strategy), Kill(worker=lost, at=at))
-        assert results[lost] is None
+def test_one_is_lost_and_one_joins(strategy: str) -> None:
+    """All who are there in the end hold one finite model, and have all steps behind them."""
+    results = run(lambda: train(strategy), Kill(worker=2, at=0.061), Join(at=0.07))
+    assert results[2] is None
+    check(results, [0, 1, 3, 4])
+    newcomer = results[4]
+    assert 0 < newcomer["begun"] < STEPS
+    assert newcomer["records"][0]["step"] == newcomer["begun"] + 1
+
+
+@pytest.mark.parametrize("lost", range(4))
+@pytest.mark.parametrize("strategy", some(STRATEGIES, 0, STRATEGIES.index("ssp:staleness=2")))
+def test_whoever_is_lost_the_others_go_on(strategy: str, lost: int) -> None:
+    """Rank 0, too, and who serves a share of a parameter server; at different operations."""
+    for at in (0.05 + 0.003 * lost, 0.1 + 0.003 * lost):
+        spared = ((lost + 1) % 4,) if at > 0.1 else ()
+        results = run(lambda: train(strategy), Kill(worker=lost, at=at, spared=spared))
         check(results, [rank for rank in range(4) if rank != lost])
+
+
+def exact(function: Callable[[], Any], *faults: Any, workers: int = 4) -> list[Any]:
+    """Steps of 10 ms, one after the other, and a network that takes next to no time."""
+    return simulate(
+        function,
+        workers=workers,
+        network=Network("100Gbit/s", latency="1us"),
+        compute=Compute("10ms"),
+        faults=faults,
+    ).results
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def train_momentum(strategy: str) -> dict[str, Any]:
+    rank = dist.get_rank()
+    model = make_model(rank)
+    optimizer, sync = attach(model, strategy, optimizer=momentum(model))
+    begun = sync.step
+    for step in range(begun, STEPS):
+        train_step(model, optimizer, make_batch(rank, step))
+    sync.finish()
+    return {"model": flat(model), "begun": begun, "details": dict(sync.stats.details)}
+
+
+def reference_bsp(ranks_of: Callable[[int], Sequence[int]]) -> Tensor:
+    """One worker that uses the mean gradient of those who are there in each step."""
+    model = make_model(0)
+    optimizer = momentum(model)
+    for step in range(STEPS):
+        each = [gradients(model, make_batch(rank, step)) for rank in ranks_of(step)]
+        for p, *parts in zip(model.parameters(), *each, strict=True):
+            p.grad = sum(parts) / len(parts)  # type: ignore[assignment]
+        optimizer.step()
+    return flat(model)
+
+
+def test_bsp_goes_on_with_the_mean_of_those_who_are_there() -> None:
+    """Rank 2 is lost in its fifth step, rank 0 in its eighth: every mean is over who is left."""
+    # 50 ms until a loss is noticed, 50 ms to agree: the eighth step is from 170 to 180 ms
+    results = exact(
+        lambda: train_momentum("bsp"), Kill(worker=2, at=0.045), Kill(worker=0, at=0.175)
+    )
+
+    def ranks(step: int) -> Sequence[int]:
+        return range(4) if step < 4 else (0, 1, 3) if step < 7 else (1, 3)
+
+    left = survivors(results)
+    assert [one["details"]["view"] for one in left] == [2, 2]
+    for one in left:
+        close(one["model"], reference_bsp(ranks))
+
+
+def test_a_newcomer_takes_its_first_bsp_step_with_the_others() -> None:
+    """They wait for it with the gradients of that step; its momentum is theirs."""
+    results = exact(lambda: train_momentum("bsp"), Join(at=0.055))
+    assert [one["begun"] for one in results] == [0, 0, 0, 0, 5]
+    expected = reference_bsp(lambda step: range(4 if step < 5 else 5))
+    for one in results:
+        close(one["model"], expected)
+
+
+def test_a_bsp_step_that_reached_some_is_everybodys() -> None:
+    """The mean of step 4 has come to rank 0 alone when rank 2 is lost: the others take it over."""
+
+    def worker() -> dict[str, Any]:
+        return train_momentum("bsp")
+
+    def at(*faults: Any) -> Any:
+        return simulate(
+            worker,
+            workers=4,
+            network=Network("1Mbit/s", latency="1ms"),
+            compute=Compute("10ms"),
+            faults=faults,
+        )
+
+    spans = [s for s in at().timeline if s.kind == "transfer" and s.rank == 0]
+    means = [s for s in spans if s.what == "mean of the gradients"]
+    middle = (means[4].start + means[4].end) / 2
+    for spared, until in [((), 4), ((0,), 5), ((1, 3), 5)]:
+        results = at(Kill(worker=2, at=middle, spared=spared)).results
+        expected = reference_bsp(lambda step, last=until: range(4) if step < last else (0, 1, 3))
+        for one in survivors(results):
+            close(one["model"], expected)
+
+
+def test_local_sgd_goes_on_with_the_mean_of_those_who_are_there() -> None:
+    """Rank 2 is lost in its fifth step; the mean after step 6 is over the other three."""
+    results = exact(lambda: train_momentum("local:period=3"), Kill(worker=2, at=0.045))
+    workers = Simulated.start(4, "momentum")
+    workers.optimizers = [momentum(model) for model in workers.models]
+    for step in range(STEPS):
+        workers.step(step)
+        if step % 3 == 2:
+            workers.average([1, 1, float(step < 4), 1])
+    for one in survivors(results):
+        close(one["model"], workers.flat()[0])
+
+
+def test_a_newcomer_begins_at_the_mean_of_local_models() -> None:
+    """Asked for in the fifth step, between whose gradients and step the others take their mean.
+
+    That step and two more are left until the next one; the newcomer has rank 0's momentum.
+    """
+    results = exact(lambda: train_momentum("local:period=3"), Join(at=0.045))
+    workers = Simulated.start(4, "momentum")
+    workers.optimizers = [momentum(model) for model in workers.models]
+    for step in range(4):
+        workers.step(step)
+        if step == 2:
+            workers.average()
+    for rank, model in enumerate(workers.models):
+        parts = gradients(model, make_batch(rank, 4))
+        for p, gradient in zip(model.parameters(), parts, strict=True):
+            p.grad = gradient
+    workers.average()
+    newcomer = make_model(0)
+    newcomer.load_state_dict(workers.models[0].state_dict())
+    fifth = momentum(newcomer)
+    fifth.load_state_dict(copy.deepcopy(workers.optimizers[0].state_dict()))
+    for optimizer in workers.optimizers:
+        optimizer.step()
+    workers.models.append(newcomer)
+    workers.optimizers.append(fifth)
+    train_step(newcomer, fifth, make_batch(4, 4))
+    assert results[4]["begun"] == 4
+    for step in range(5, STEPS):
+        workers.step(step)
+        if step in (6, 9):
+            workers.average()
+    workers.average()
+    for one in results:
+        close(one["model"], workers.flat()[0])
+
+
+class Drift(nn.Module):
+    """Its gradient is 1 everywhere: with learning rate 1 every step of every worker takes 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.zeros(8, dtype=torch.float64))
+        self.q = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+    def forward(self) -> Tensor:
+        return self.p.sum() + self.q.sum()
+
+
+TOGETHER = [one for one in STRATEGIES if one.startswith(("bsp", "local", "selsync", "fedavg"))]
+OTHERS = ["async:staleness=4", "diloco:period=3,outer_lr=1,outer_momentum=0"]
+
+
+@pytest.mark.parametrize("strategy", some([*TOGETHER, *OTHERS], 0, 1, 8, 9))
+def test_no_step_of_those_who_are_left_is_lost(strategy: str) -> None:
+    """Nor counted twice: the model has gone as far as each of them has stepped."""
+
+    def worker() -> dict[str, Any]:
+        model = Drift()
+        optimizer, sync = attach(model, strategy, optimizer=sgd(model, lr=1.0))
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+        sync.finish()
+        return {"model": flat(model)}
+
+    for at, spared in [(0.061, ()), (0.1, (1, 3)), (0.123, (0,))]:
+        for one in survivors(run(worker, Kill(worker=2, at=at, spared=spared))):
+            close(one["model"], torch.full((11,), -float(STEPS), dtype=torch.float64))
+
+
+def test_two_losses_are_two_view_changes_or_one() -> None:
+    """At once; and the second while the others begin the view after the first."""
+    for gap, views in [(0.0, {1}), (0.03, {1}), (0.06, {1, 2}), (0.08, {2})]:
+        for strategy in ("bsp", "local:period=3", "streaming"):
+            faults = Kill(worker=0, at=0.07), Kill(worker=3, at=0.07 + gap)
+            results = run(lambda name=strategy: train(name), *faults)
+            check(results, [1, 2])
+            assert results[1]["details"]["view"] in views
+
+
+def test_all_but_one_may_be_lost() -> None:
+    """The last one goes on alone, and has somebody again."""
+    losses = [Kill(worker=rank, at=0.05 + 0.02 * rank) for rank in range(3)]
+    for strategy in ("bsp", "local:period=3", "selsync", "async:staleness=4", "ssp:staleness=2"):
+        results = run(lambda name=strategy: train(name, steps=30), *losses, Join(at=0.35))
+        left = survivors(results)
+        assert [one["details"]["members"] for one in left] == [[3, 4]] * 2
+        assert torch.equal(left[0]["model"], left[1]["model"])
+
+
+def test_fewer_than_min_workers_all_raise() -> None:
+    """One error, which names the number, on every worker that is left."""
+
+    def worker() -> str:
+        with pytest.raises(CommunicationError) as error:
+            train("local:period=3", min_workers=3)
+        return str(error.value)
+
+    results = run(worker, Kill(worker=0, at=0.06), Kill(worker=1, at=0.2))
+    for text in results[2:]:
+        assert "2 workers are left" in text
+        assert "ranks 2, 3" in text
+        assert "min_workers=3" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"), [(Pause, "left behind|training has ended"), (Cut, "nobody could be reached")]
+)
+def test_one_that_was_silent_is_left_behind(kind: Any, told: str) -> None:
+    """The others go on after the time-out; it is told, and cannot disturb them."""
+
+    def worker() -> Any:
+        try:
+            return train("bsp", timeout_seconds=0.5)
+        except CommunicationError as error:
+            return str(error)
+
+    results = run(worker, kind(worker=1, at=0.06, seconds=3.0))
+    for rank in (0, 2, 3):
+        assert results[rank]["details"]["members"] == [0, 2, 3]
+        assert torch.equal(results[rank]["model"], results[0]["model"])
+    assert re.search(told, results[1])
+
+
+def test_a_silence_below_the_time_out_changes_nothing() -> None:
+    """Nobody is left out."""
+    results = run(lambda: train("bsp"), Pause(worker=1, at=0.06, seconds=1.0))
+    assert [one["details"]["view"] for one in results] == [0] * 4
+
+
+@pytest.mark.parametrize(
+    "strategy", ["bsp", "local:period=3", "async:staleness=4", "easgd:period=2"]
+)
+def test_a_loss_in_consensus_and_in_finish(strategy: str) -> None:
+    """Those who are left see one consensus, their own model again, and one end."""
+
+    def worker() -> dict[str, Any]:
+        rank = dist.get_rank()
+        model = make_model(rank)
+        optimizer, sync = attach(model, strategy)
+        for step in range(4):
+            train_step(model, optimizer, make_batch(rank, step))
+        if rank == 1:
+            sync._host.sleep(1.0, "something else")  # the others wait for it
+        before = flat(model)
+        with sync.consensus():
+            seen = flat(model)
+        after = flat(model)
+        for step in range(4, 8):
+            train_step(model, optimizer, make_batch(rank, step))
+        if rank == 2:
+            sync._host.sleep(1.0, "something else")
+        sync.finish()
+        return {"before": before, "seen": seen, "after": after, "model": flat(model)}
+
+    results = run(worker, Kill(worker=1, at=0.7), Kill(worker=2, at=1.6))
+    assert results[1] is None
+    assert results[2] is None
+    for one in (results[0], results[3]):
+        assert torch.equal(one["seen"], results[0]["seen"])
+        assert torch.equal(one["model"], results[0]["model"])
+        close(one["after"], one["seen"])  # a view began from there
+
+
+def test_a_newcomer_with_another_model_is_refused() -> None:
+    """It learns how it differs; the others go on without it."""
+
+    def worker() -> Any:
+        if dist.get_rank() < 3:
+            return train("local:period=3")
+        other = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2), nn.Linear(2, 1)).double()
+        with pytest.raises(MismatchError, match=r"rank 3 has parameter '0.weight': shape \(5, 3"):
+            attach(other, "local:period=3")
+        return None
+
+    check(run(worker, Join(at=0.06), workers=3), [0, 1, 2])
+
+
+def test_a_newcomer_gets_buffers_and_optimizer_state() -> None:
+    """Adam's moments and counters, and the statistics of BatchNorm; with gradients averaged."""
+
+    def worker() -> Any:
+        rank = dist.get_rank()
+        with torch.random.fork_rng():
+            torch.manual_seed(rank)
+            model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        optimizer, sync = attach(model, "bsp", optimizer=optimizer)
+        if rank == 3:
+            state = copy.deepcopy(optimizer.state_dict()["state"])
+            buffers = {name: one.clone() for name, one in model.named_buffers()}
+        while sync.step < STEPS:
+            if rank == 0 and sync.step == 6:
+                state = copy.deepcopy(optimizer.state_dict()["state"])
+                buffers = {name: one.clone() for name, one in model.named_buffers()}
+            train_step(model, optimizer, make_batch(rank, sync.step, 8, torch.float32))
+        sync.finish()
+        return (
+            {"model": flat(model), "state": state, "buffers": buffers} if rank in (0, 3) else None
+        )
+
+    # steps of 10 ms: rank 0 has six behind it when it is asked, in the seventh
+    results = exact(worker, Join(at=0.065), workers=3)
+    first, newcomer = results[0], results[3]
+    torch.testing.assert_close(first["state"], newcomer["state"], rtol=0, atol=0)
+    assert newcomer["buffers"]["1.running_mean"].abs().sum() > 0
+    assert torch.equal(first["model"], newcomer["model"])
+
+
+def test_views_are_told_in_totals_and_records() -> None:
+    """The step in which a view begins names it, and how many workers it has."""
+    results = run(lambda: train("local:period=3"), Kill(worker=2, at=0.061), Join(at=0.07))
+    one = results[0]
+    assert one["details"]["view_changes"] == one["details"]["view"] >= 1
+    assert one["details"]["view_seconds"] > 0
+    told = [(r["view"], r["workers"]) for r in one["records"] if "view" in r]
+    assert told[0] == (0, 4)
+    assert told[-1] == (one["details"]["view"], 4)
+    assert [r["step"] for r in one["records"]] == list(range(1, STEPS + 1))
+    assert {r["rank"] for r in results[4]["records"]} == {4}
+
+
+def test_a_state_after_a_loss_is_that_of_fewer_workers() -> None:
+    """It loads where as many attach."""
+
+    def save() -> Any:
+        rank = dist.get_rank()
+        model = make_model(rank)
+        optimizer, sync = attach(model, "local:period=3")
+        for step in range(8):
+            train_step(model, optimizer, make_batch(rank, step))
+        return sync.rank, model.state_dict(), sync.state_dict()
+
+    saved = survivors(run(save, Kill(worker=1, at=0.045)))
+    assert [rank for rank, _, _ in saved] == [0, 1, 2]
+
+    def load() -> int:
+        model = make_model()
+        _, sync = attach(model, "local:period=3")
+        _, parameters, state = saved[dist.get_rank()]
+        model.load_state_dict(parameters)
+        sync.load_state_dict(state)
+        sync.finish()
+        return sync.step
+
+    assert run(load, workers=3) == [8] * 3
+
+
+def refused(message: str, strategy: Any = "bsp", **options: Any) -> None:
+    model = make_model()
+    with pytest.raises(AttachError, match=message):
+        attach(model, strategy, **options)
+
+
+def test_what_cannot_go_on_is_refused() -> None:
+    """At ``attach``, with its name."""
+
+    def worker() -> None:
+        refused("distance_every", distance_every=3)
+        model = make_model()
+        two = [sgd(model[0]), sgd(model[2])]
+        with pytest.raises(AttachError, match="several optimizers"):
+            offbeat.attach(model, two, offbeat.BSP(), on_failure="continue")
+        refused("FedAvg", "fedavg:period=2,weights=1/2")
+        refused("EASGD", "easgd:alpha=0.1,synchronous=true")
+        refused("min_workers=3, and there are 2", min_workers=3)
+        with pytest.raises(ValueError, match="on_failure"):
+            attach(model, "bsp", on_failure="maybe")
+        with pytest.raises(ValueError, match='needs on_failure="continue"'):
+            attach(model, "bsp", on_failure="raise", min_workers=2)
+        _, sync = attach(model, "bsp")
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(8, 1)))
+        with pytest.raises(AttachError, match="messages of its own"):
+            DataInjection(loader, 0.5, 0.5, sync=sync)
+        sync.finish()
+
+    run(worker, workers=2)

@@ -25,8 +25,16 @@ class _Arrival:
     """
 
     signal: Signal
-    view: View | None = None
+    view: "_Entered | None" = None
     error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class _Entered:
+    """A view, and the communicator of one of its workers."""
+
+    view: View
+    communicator: SimulatedCommunicator
 
 
 class Roster:
@@ -58,13 +66,11 @@ class Roster:
             CommunicationError: nobody has taken it in.
         """
         if member < self.cluster.size:
-            first = View(0, self._line.members, self._open(member, self._number + 1))
-            return self._with_membership(first)
+            return self._enter(member, self._number + 1, frozenset()).communicator
         arrival = self._asking[member] = _Arrival(Signal())
         if self._ended:
             raise EndedError(f"worker {member} cannot join: training has ended")
-        view = self._wait(arrival, member, "being taken in")
-        return self._with_membership(view)
+        return self._wait(arrival, member, "being taken in").communicator
 
     def wanted(self, member: int) -> bool:
         """Whether the next view has been begun, or should be."""
@@ -98,9 +104,7 @@ class Roster:
                 f"view {number + 1} waits no longer",
             )
         self._look()
-        after = self._wait(arrival, member, f"view {view + 1}")
-        self._with_membership(after)
-        return after
+        return self._wait(arrival, member, f"view {view + 1}").view
 
     def lose(self, member: int) -> None:
         """A member has gone for good."""
@@ -128,7 +132,7 @@ class Roster:
         if number != self._view or not self._here:
             return
         newcomers = frozenset(self._asking)
-        members = sorted({*self._here, *newcomers})
+        members = tuple(sorted({*self._here, *newcomers}))
         self._line, self._view = self.cluster.open(members), number + 1
         arrivals = self._here | self._asking
         self._here, self._asking = {}, {}
@@ -136,14 +140,15 @@ class Roster:
 
         def begin() -> None:
             for member, one in arrivals.items():
-                one.view = View(number + 1, tuple(members), self._open(member, group), newcomers)
+                one.view = self._enter(member, group, newcomers)
                 one.signal.fire()
 
         kernel = self.cluster.workers.kernel
         kernel.at(kernel.now + NOTICE_SECONDS, begin, f"view {number + 1} begins")
 
-    def _open(self, member: int, group: int) -> SimulatedCommunicator:
-        return SimulatedCommunicator(
+    def _enter(self, member: int, group: int, newcomers: frozenset[int]) -> _Entered:
+        """Open the communicator of a worker in the view that is now."""
+        communicator = SimulatedCommunicator(
             self.cluster,
             member,
             self._line,
@@ -151,14 +156,11 @@ class Roster:
             self._hosts.setdefault(member, SimulatedHost(self.cluster, member)),
             self._timeout_seconds,
         )
+        view = View(self._view, self._line.members, communicator, newcomers)
+        communicator.membership = SimulatedMembership(self, member, view)
+        return _Entered(view, communicator)
 
-    def _with_membership(self, view: View) -> SimulatedCommunicator:
-        communicator = view.communicator
-        assert isinstance(communicator, SimulatedCommunicator)
-        communicator.membership = SimulatedMembership(self, view)
-        return communicator
-
-    def _wait(self, arrival: _Arrival, member: int, what: str) -> View:
+    def _wait(self, arrival: _Arrival, member: int, what: str) -> _Entered:
         if member in self._asking:
             self.cluster.limit(arrival.signal, self._timeout_seconds, what)
         self.cluster.wait(member, arrival.signal, what)
@@ -178,13 +180,12 @@ class SimulatedMembership(Membership):
 
     Args:
         roster: Whom it asks.
+        member: This worker.
         view: Of its communicator.
     """
 
-    def __init__(self, roster: Roster, view: View) -> None:
-        self._roster, self._view = roster, view
-        assert isinstance(view.communicator, SimulatedCommunicator)
-        self._member = view.communicator.member
+    def __init__(self, roster: Roster, member: int, view: View) -> None:
+        self._roster, self._member, self._view = roster, member, view
 
     @property
     @override

@@ -1,5 +1,6 @@
 """Run an ordinary training function on simulated workers."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -91,14 +92,11 @@ def simulate(
 
             def make(timeout_seconds: float) -> SimulatedCommunicator:
                 number = len(mine)
-                if not faults:
-                    made = SimulatedCommunicator(cluster, one.rank, everybody, group=number + 1)
-                else:
-                    if number not in rosters:
-                        rosters[number] = Roster(cluster, number, timeout_seconds)
-                    made = rosters[number].begin(one.rank)
-                mine.append(made)
-                return made
+                if number not in rosters:
+                    limit = timeout_seconds if faults else math.inf
+                    rosters[number] = Roster(cluster, number, limit)
+                mine.append(rosters[number].begin(one.rank))
+                return mine[-1]
 
             line = everybody if one.rank < workers else cluster.open([one.rank])
             group = 0 if one.rank < workers else -1_000_000 - one.rank

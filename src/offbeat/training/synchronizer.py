@@ -213,7 +213,9 @@ class Synchronizer:
         more = dict(worker.record)
         worker.record.clear()
         decision = "sync" if synced else "local"
-        self._records.write(stats.steps, self.rank, decision, computed, waited, sent, more=more)
+        self._records.write(
+            stats.steps, self._team.member, decision, computed, waited, sent, more=more
+        )
 
     def _measure(self) -> None:
         """Go on with measurements of the distance, whose time is not the training's."""
