@@ -446,6 +446,7 @@ def held(most: tuple[int, int] = (0, 0)) -> tuple[int, int]:
 
 
 def change_often(rank: int, size: int, times: int) -> Any:
+    gc.freeze()  # else each look would go through all that the tests have imported
     worker, first = Worker(rank, size), (0, 0)
     while worker.view.number < times:
         worker.until(*range(size))

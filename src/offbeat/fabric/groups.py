@@ -26,15 +26,13 @@ _LOOKS = 0.0005, 0.05  # seconds between looks who has come: at first, and at mo
 _MORE_SECONDS = 1.0  # than its time-out: how long gloo may take to notice that
 _numbers: dict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 """By members: how many groups this process has opened with them; the same on all of them."""
-
-
 _left: list[tuple[threading.Thread, float]] = []
-"""Threads that are left to themselves, and until when they may take."""
+"""Openings that are left to themselves, and until when they may take."""
 
 
 @atexit.register
-def _join_left() -> None:
-    """Python would abort with one that comes out of gloo during its end."""
+def _await_left() -> None:
+    """Python would abort with a thread that comes out of gloo during its end."""
     for thread, deadline in _left:
         thread.join(max(0.0, deadline - time.monotonic()))
 
@@ -171,6 +169,7 @@ class GroupFactory:
                     if time.monotonic() > deadline:
                         raise MeetingError("gloo did not connect all who had come")
         except BaseException:
+            _left[:] = [(one, until) for one, until in _left if one.is_alive()]
             _left.append((thread, deadline))
             raise
         if failed:
