@@ -501,3 +501,32 @@ def test_what_cannot_go_on_is_refused() -> None:
         sync.finish()
 
     run(worker, workers=2)
+
+
+@pytest.mark.parametrize("strategy", ["ssp:staleness=2", "downpour", "downpour:push_every=3"])
+@pytest.mark.parametrize("at", [0.083, 0.117])
+def test_a_server_that_is_left_has_every_push(strategy: str, at: float) -> None:
+    """Worker 3 serves nothing: of its steps, all that had reached the server are there, too.
+
+    A step of the first view counts 1/4, one of the second 1/3, wherever its push was.
+    """
+
+    def worker() -> dict[str, Any]:
+        model, syncs, shares = Drift(), [], []
+        optimizer = sgd(model, lr=1.0)
+        optimizer.register_step_post_hook(lambda *_: shares.append(1 / syncs[0].size))
+        text = f"{strategy}{',' if ':' in strategy else ':'}servers=0/1"
+        syncs.append(attach(model, text, optimizer=optimizer)[1])
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+        syncs[0].finish()
+        return {"model": flat(model), "moved": sum(shares), "first": shares.count(1 / 4)}
+
+    left = survivors(run(worker, Kill(worker=3, at=at)))
+    for one in left:
+        lost = (-one["model"] - sum(other["moved"] for other in left)) * 4  # its steps
+        close(lost, lost.round(), atol=1e-9)
+        assert lost.min() == lost.max()
+        assert 1 <= lost[0] <= max(other["first"] for other in left) + 2

@@ -252,10 +252,9 @@ class Views:
         plan = plan_of(told, strategy)
         self._copy(plan, told)
         if plan.contributing:
-            own = float(team.rank in plan.contributing)
-            exact = exact_means(team, worker.replica)[1]
-            what = f"mean of the models at the beginning of view {team.view}"
-            exact.average(own, float(len(plan.contributing)), exact=True, what=what)
+            which = plan.contributing
+            kept = [one.kept if rank in which else None for rank, one in enumerate(told)]
+            strategy.reunite(worker, kept, lambda: self._average(which))
         self._fresh, self._common, self._acted = False, team.view, 0
         worker.wire, worker.models = self._means.open(team, strategy, worker.replica, worker.parts)
         worker.synchronized()
@@ -265,6 +264,13 @@ class Views:
         strategy.take_up(worker, told[plan.source].kept)
         worker.barrier(f"the beginning of view {team.view}")  # nobody pushes before all have begun
         logger.info("rank %d of %d begins view %d", team.rank, team.size, team.view)
+
+    def _average(self, contributing: Sequence[int]) -> None:
+        """x ← mean(x) over some workers, on all."""
+        worker, team = self._worker, self._worker.team
+        own, total = float(team.rank in contributing), float(len(contributing))
+        what = f"mean of the models at the beginning of view {team.view}"
+        exact_means(team, worker.replica)[1].average(own, total, exact=True, what=what)
 
     def _give_up(self) -> None:
         team = self._worker.team
