@@ -54,7 +54,6 @@ def _main(
             is_master=rank == 0,
             master_listen_fd=listener.fileno() if rank == 0 else None,
             wait_for_workers=False,
-            use_libuv=False,  # torch 2.6 could not take a descriptor there
             timeout=timedelta(seconds=30),
         )
         dist.init_process_group(
