@@ -75,7 +75,6 @@ def _store(port: int, listener: socket.socket | None = None) -> Any:
         is_master=listener is not None,
         master_listen_fd=None if listener is None else listener.fileno(),
         wait_for_workers=False,
-        use_libuv=False,  # torch 2.6 could not take a descriptor there
         timeout=timedelta(seconds=30),
     )
 

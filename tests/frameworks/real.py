@@ -26,7 +26,7 @@ def environment(rank: int, size: int) -> None:
 
 def run(function: Any, *args: Any) -> list[Any]:
     """Of two processes, in such an environment."""
-    return workers.run(_in_environment, function, args, workers=2, seconds=100)
+    return workers.run(_in_environment, function, args, workers=2, seconds=110)
 
 
 def _in_environment(rank: int, size: int, function: Any, args: tuple[Any, ...]) -> Any:
