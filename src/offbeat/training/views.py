@@ -255,13 +255,14 @@ class Views:
             which = plan.contributing
             kept = [one.kept if rank in which else None for rank, one in enumerate(told)]
             strategy.reunite(worker, kept, lambda: self._average(which))
-        self._fresh, self._common, self._acted = False, team.view, 0
+        self._common, self._acted = team.view, 0
         worker.wire, worker.models = self._means.open(team, strategy, worker.replica, worker.parts)
         worker.synchronized()
         worker.norm_squared = None
         worker.overlaps_backward = worker.size > 1 and len(worker.parts) == 1
         worker.state = strategy.start(worker)
         strategy.take_up(worker, told[plan.source].kept)
+        self._fresh = False  # not before: until now there was nothing that could be kept
         worker.barrier(f"the beginning of view {team.view}")  # nobody pushes before all have begun
         logger.info("rank %d of %d begins view %d", team.rank, team.size, team.view)
 
