@@ -315,11 +315,25 @@ def test_all_but_one_may_be_lost() -> None:
 
 
 def test_fewer_than_min_workers_all_raise() -> None:
-    """One error, which names the number, on every worker that is left."""
+    """One error, which names the number, on every worker that is left, and again at each step."""
 
     def worker() -> str:
+        rank = dist.get_rank()
+        model = make_model(rank)
+        optimizer, sync = attach(model, "local:period=3", min_workers=3)
+
+        def steps() -> None:
+            for step in range(STEPS):
+                train_step(model, optimizer, make_batch(rank, step))
+
         with pytest.raises(CommunicationError) as error:
-            train("local:period=3", min_workers=3)
+            steps()
+        seconds = sync._host.now()
+        for _ in range(3):
+            with pytest.raises(CommunicationError, match="min_workers=3"):
+                train_step(model, optimizer, make_batch(rank, 0))
+        assert sync._host.now() < seconds + 1  # of a time-out of 2 s
+        sync.detach()
         return str(error.value)
 
     results = run(worker, Kill(worker=0, at=0.06), Kill(worker=1, at=0.2))
