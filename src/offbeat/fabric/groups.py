@@ -70,6 +70,7 @@ class GroupFactory:
         numbers: Of their groups.
         opening_seconds: How long an opening may take, if less than an operation.
         lost: Gives the ranks of those whose processes have ended; None if nobody watches them.
+        over: Key in ``store`` that is there once some of them will open no more.
 
     Attributes:
         rank: As above.
@@ -88,11 +89,12 @@ class GroupFactory:
         *,
         opening_seconds: float = math.inf,
         lost: Callable[[], list[int]] | None = None,
+        over: str = "",
     ) -> None:
         self.rank, self.size, self.lost = rank, size, lost
         self.store: Any = None
         self._store, self._name, self._numbers = store, name, numbers
-        self._opening_seconds = opening_seconds
+        self._opening_seconds, self._over = opening_seconds, over
         self._members: list[int] = []  # in torch's default group
 
     @classmethod
@@ -181,6 +183,8 @@ class GroupFactory:
         """Raise if not all will come, or one that had come has left."""
         if self.lost is not None and (lost := self.lost()):
             raise MeetingError(f"{ranks_text(lost)} died")
+        if self._over and self._store.check([self._over]):
+            raise MeetingError("others have given up this view")
         if self.store.check([_GIVEN_UP]):
             raise MeetingError(f"rank {int(self.store.get(_GIVEN_UP))} has given up")
 
