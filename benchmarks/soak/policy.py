@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from benchmarks.soak.faults import Outcome
 from benchmarks.soak.plan import EAGER, SAVING, SERVERS, STEPS, Case
-from benchmarks.soak.worker import Report, non_finite_of
+from benchmarks.soak.worker import FIRST_STEP, Report, non_finite_of
 from offbeat import parse_strategy
 
 _EXACT, _ROUNDED = 1e-5, 1e-3  # of ``Report.spread``: over an exact wire, and over any other
@@ -60,6 +60,10 @@ class Policy(ABC):
             if not ended:
                 found.append(f"nothing was done, and it failed: {_told(first)}")
             return Verdict(found, missed=True)
+        others = [one for rank, one in enumerate(first.reports) if rank != case.victim]
+        done = all(one is not None and one.outcome == "finished" for one in others)
+        if done and first.reports[case.victim] is None and first.reached >= FIRST_STEP + STEPS:
+            return Verdict(found, missed=True)  # killed when it had taken part in all that there is
         found += self.survivors(case, first)
         found += _victim(case, first)
         for outcome in later:
@@ -213,8 +217,8 @@ def _not_finite(case: Case, outcome: Outcome) -> Iterator[str]:
         if report is None:
             continue
         if asked == "raise":
-            gave_up = f"lost the connection to rank {case.victim}"
-            if (gave_up if serves and rank != case.victim else told) not in report.text:
+            late = rank != case.victim and "which gave up" in report.text  # as the others raised
+            if told not in report.text and not late:
                 yield f"rank {rank} should have raised: {_of(report)}"
             if rank != case.victim and not report.finite:
                 yield f"rank {rank} has taken NaN in before it raised"

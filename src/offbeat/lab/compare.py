@@ -81,14 +81,23 @@ def compare(
     """
     output.mkdir(parents=True, exist_ok=True)
     results = []
-    with (output / "results.jsonl").open("w", encoding="utf-8") as file:
-        for seed in range(job.seed, job.seed + seeds):
-            for strategy in strategies:
-                one = replace(job.under(strategy), seed=seed)
-                on_start(one)
-                result = run_and_record(one, on_event, place)
-                job = replace(job, evaluations=result.job.evaluations)
-                results.append(result)
-                file.write(json.dumps(result.to_dict()) + "\n")
-                file.flush()
+    path = output / "results.jsonl"
+    path.write_text("", encoding="utf-8")
+    for seed in range(job.seed, job.seed + seeds):
+        for strategy in strategies:
+            one = replace(job.under(strategy), seed=seed)
+            on_start(one)
+            result = run_and_record(one, on_event, place)
+            job = replace(job, evaluations=result.job.evaluations)
+            results.append(result)
+            _append(path, json.dumps(result.to_dict()) + "\n")
     return results
+
+
+def _append(path: Path, line: str) -> None:
+    """To a file, which the error of a full disk names."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None

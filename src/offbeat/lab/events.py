@@ -100,6 +100,17 @@ class Left:
 
 
 @dataclass(frozen=True)
+class Unsaved:
+    """The run was asked to end early, and ends without a checkpoint of where it was.
+
+    Attributes:
+        why: In a few words.
+    """
+
+    why: str
+
+
+@dataclass(frozen=True)
 class End:
     """Training is over.
 
@@ -113,9 +124,9 @@ class End:
     step_seconds: float | None = None
 
 
-Event: TypeAlias = Start | Step | Evaluation | Waiting | Chosen | Resumed | Left | End
+Event: TypeAlias = Start | Step | Evaluation | Waiting | Chosen | Resumed | Left | Unsaved | End
 
-_KINDS: dict[str, type[Start | Step | Evaluation | Waiting | Chosen | Resumed | Left]] = {
+_KINDS: dict[str, type[Start | Step | Evaluation | Waiting | Chosen | Resumed | Left | Unsaved]] = {
     "start": Start,
     "step": Step,
     "evaluation": Evaluation,
@@ -123,6 +134,7 @@ _KINDS: dict[str, type[Start | Step | Evaluation | Waiting | Chosen | Resumed | 
     "chosen": Chosen,
     "resumed": Resumed,
     "left": Left,
+    "unsaved": Unsaved,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 

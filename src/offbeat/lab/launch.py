@@ -16,7 +16,7 @@ from typing import Protocol
 
 from offbeat.errors import OffbeatError
 from offbeat.lab.cleanup import surely
-from offbeat.lab.events import Event, from_json
+from offbeat.lab.events import Event, Left, Unsaved, from_json
 from offbeat.lab.job import Job
 from offbeat.lab.leaving import Leaving
 from offbeat.lab.train import encode
@@ -58,7 +58,7 @@ def run_job(job: Job, on_event: Callable[[Event], None], nodes: Nodes) -> None:
 
     ``on_event`` is called with the events of rank 0; see ``train_worker``. Whatever ends this
     function, a Ctrl-C included, ends every process first. A job with checkpoints saves one more
-    then, if it can within 10 s, and tells where in a ``Left``.
+    then, if it can within 10 s, and tells where in a ``Left``; or why not in an ``Unsaved``.
 
     Raises:
         WorkerError: a worker failed or was killed; the message names its rank and its last words.
@@ -84,7 +84,7 @@ def run_job(job: Job, on_event: Callable[[Event], None], nodes: Nodes) -> None:
             _listen(processes, on_event, Path(folder))
         except BaseException as error:
             if leaving is not None and not isinstance(error, Exception):  # asked to end
-                _let_leave(Leaving(leaving, job.workers), processes, on_event)
+                _let_leave(Leaving(leaving, job.workers), processes, on_event, Path(folder))
             raise
         finally:
             surely(lambda: _end(processes))
@@ -94,6 +94,7 @@ def _let_leave(
     leaving: Leaving,
     processes: Sequence[subprocess.Popen[bytes]],
     on_event: Callable[[Event], None],
+    folder: Path,
 ) -> None:
     """Let all workers save at one step, and end; those that have not are ended soon."""
     deadline = time.monotonic() + _SAVING_SECONDS
@@ -101,7 +102,7 @@ def _let_leave(
         return
     pipe = processes[0].stdout
     assert pipe is not None
-    buffer = b""
+    buffer, saved = b"", False
     while time.monotonic() < deadline:
         codes = [process.poll() for process in processes]
         while chunk := pipe.read(1 << 16):
@@ -109,10 +110,16 @@ def _let_leave(
         *lines, buffer = buffer.split(b"\n")
         for line in lines:
             with contextlib.suppress(ValueError, KeyError):  # the signal came within a line
-                on_event(from_json(line))
+                event = from_json(line)
+                saved = saved or isinstance(event, Left)
+                on_event(event)
         if None not in codes or any(codes):
-            return
+            break
         time.sleep(0.02)
+    if not saved:
+        failed = any(process.poll() for process in processes)
+        why = str(_failure([p.poll() for p in processes], folder)) if failed else ""
+        on_event(Unsaved(why or f"not all workers had saved within {_SAVING_SECONDS:g} s"))
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
