@@ -93,7 +93,7 @@ ROWS = [
     Row(
         'the same with `non_finite="raise"`',
         "before the next mean, or push",
-        "`OffbeatError: rank 1 would contribute NaN …`; or `… which gave up`, once others raised it",
+        "`OffbeatError: rank 1 would contribute NaN …`; or `… which gave up`, after others",
         LIVES,
         "training/test_non_finite.py::test_raise_stops_all_workers_before_the_mean",
     ),

@@ -9,7 +9,7 @@ from typing import Any
 from typing_extensions import override
 
 from benchmarks.soak.faults import Outcome
-from benchmarks.soak.plan import EAGER, SAVING, SERVERS, STEPS, Case
+from benchmarks.soak.plan import BY_ITSELF, EAGER, SAVING, SERVERS, STEPS, Case
 from benchmarks.soak.worker import FIRST_STEP, Report, non_finite_of
 from offbeat import parse_strategy
 
@@ -62,8 +62,9 @@ class Policy(ABC):
             return Verdict(found, missed=True)
         others = [one for rank, one in enumerate(first.reports) if rank != case.victim]
         done = all(one is not None and one.outcome == "finished" for one in others)
-        if done and first.reports[case.victim] is None and first.reached >= FIRST_STEP + STEPS:
-            return Verdict(found, missed=True)  # killed when it had taken part in all that there is
+        late = first.reached >= FIRST_STEP + STEPS and case.kind not in (*BY_ITSELF, "pause")
+        if done and late:  # the victim had taken part in all that there is
+            return Verdict(found, missed=True)
         found += self.survivors(case, first)
         found += _victim(case, first)
         for outcome in later:
