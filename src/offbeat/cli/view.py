@@ -8,7 +8,17 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from offbeat.lab.evaluation import MOST
-from offbeat.lab.events import Chosen, Evaluation, Event, Left, Resumed, Start, Step, Waiting
+from offbeat.lab.events import (
+    Chosen,
+    Evaluation,
+    Event,
+    Left,
+    Resumed,
+    Start,
+    Step,
+    Unsaved,
+    Waiting,
+)
 from offbeat.lab.job import Job
 from offbeat.lab.recipes import find_recipe
 from offbeat.lab.results import Result
@@ -80,6 +90,9 @@ class Bar:
             case Left():
                 where = f"saved at step {event.step} in {event.directory}"
                 console.print(f"{self._name}  {where}: --resume goes on from it", soft_wrap=True)
+            case Unsaved():
+                where = f"no checkpoint was saved at the end: {event.why}"
+                console.print(f"{self._name}  {where}", soft_wrap=True)
             case Waiting():
                 self._progress.update(self._task, metric=f"{event.what} …")
             case Chosen():

@@ -143,19 +143,17 @@ def compare(
     results = _kept(path, job, place)
     if results:
         job = _as_found(job, results[0].job)
-    with path.open("a", encoding="utf-8") as file:
-        for one, scales in _runs(job, strategies, seeds, lr_scales):
-            one = _as_found(one, job)
-            found = next((old for old in results if _same(old, one)), None)
-            if found is not None:
-                on_kept(found)
-                continue
-            on_start(one)
-            result = run_and_record(one, on_event, place, lr_scales=scales, command=command)
-            job = _as_found(job, result.job)
-            results.append(result)
-            file.write(json.dumps(result.to_dict()) + "\n")
-            file.flush()
+    for one, scales in _runs(job, strategies, seeds, lr_scales):
+        one = _as_found(one, job)
+        found = next((old for old in results if _same(old, one)), None)
+        if found is not None:
+            on_kept(found)
+            continue
+        on_start(one)
+        result = run_and_record(one, on_event, place, lr_scales=scales, command=command)
+        job = _as_found(job, result.job)
+        results.append(result)
+        _append(path, json.dumps(result.to_dict()) + "\n")
     return results
 
 
@@ -232,3 +230,12 @@ def _same(old: Result, job: Job) -> bool:
         if other[name] is None:
             del one[name]
     return all(other[name] == value for name, value in one.items() if name not in _FREE)
+
+
+def _append(path: Path, line: str) -> None:
+    """To a file, which the error of a full disk names."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None

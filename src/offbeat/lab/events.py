@@ -124,6 +124,17 @@ class Left:
 
 
 @dataclass(frozen=True)
+class Unsaved:
+    """The run was asked to end early, and ends without a checkpoint of where it was.
+
+    Attributes:
+        why: In a few words.
+    """
+
+    why: str
+
+
+@dataclass(frozen=True)
 class End:
     """Training is over.
 
@@ -138,11 +149,14 @@ class End:
 
 
 Event: TypeAlias = (
-    Start | Step | Evaluation | Waiting | Chosen | Measured | Paced | Resumed | Left | End
+    Start | Step | Evaluation | Waiting | Chosen | Measured | Paced | Resumed | Left | Unsaved | End
 )
 
 _KINDS: dict[
-    str, type[Start | Step | Evaluation | Waiting | Chosen | Measured | Paced | Resumed | Left]
+    str,
+    type[
+        Start | Step | Evaluation | Waiting | Chosen | Measured | Paced | Resumed | Left | Unsaved
+    ],
 ] = {
     "start": Start,
     "step": Step,
@@ -153,6 +167,7 @@ _KINDS: dict[
     "paced": Paced,
     "resumed": Resumed,
     "left": Left,
+    "unsaved": Unsaved,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 

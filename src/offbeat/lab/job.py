@@ -120,7 +120,9 @@ class Job:
     checkpoints: str | None = option(
         None, help="Directory where every worker saves checkpoints of the run.", is_path=True
     )
-    save_every: int | None = option(None, help="Steps between two checkpoints.", least=1)
+    save_every: int | None = option(
+        None, help="Steps between two checkpoints.", least=1, unset="at the end, or on Ctrl-C"
+    )
     resume: bool = option(
         False, "--resume", help="Go on from the newest checkpoint that all workers have whole."
     )
@@ -197,8 +199,6 @@ class Job:
                 flag = "--resume" if self.resume else "--save-every"
                 raise ValueError(f"{flag} needs --checkpoints, the directory of the checkpoints")
             return
-        if self.save_every is None and not self.resume:
-            raise ValueError("--checkpoints needs --save-every, or --resume, or both")
         if self.injection is not None:
             raise ValueError(
                 "--checkpoints with --injection: samples that are on their way between workers are "

@@ -16,7 +16,7 @@ from typing import IO, Protocol
 from offbeat.errors import OffbeatError
 from offbeat.lab import forking
 from offbeat.lab.cleanup import surely
-from offbeat.lab.events import Event, from_json
+from offbeat.lab.events import Event, Left, Unsaved, from_json
 from offbeat.lab.job import Job
 from offbeat.lab.leaving import Leaving
 from offbeat.lab.train import encode
@@ -62,7 +62,7 @@ def run_job(job: Job, on_event: Callable[[Event], None], nodes: Nodes) -> None:
 
     ``on_event`` is called with the events of rank 0; see ``train_worker``. Whatever ends this
     function, a Ctrl-C included, ends every process first. A job with checkpoints saves one more
-    then, if it can within 10 s, and tells where in a ``Left``.
+    then, if it can within 10 s, and tells where in a ``Left``; or why not in an ``Unsaved``.
 
     Raises:
         WorkerError: a worker failed or was killed; the message names its rank and its last words.
@@ -83,7 +83,8 @@ def run_job(job: Job, on_event: Callable[[Event], None], nodes: Nodes) -> None:
                 _listen(workers, events, on_event, Path(folder))
             except BaseException as error:
                 if leaving is not None and not isinstance(error, Exception):  # asked to end
-                    _let_leave(Leaving(leaving, job.workers), workers, events, on_event)
+                    asked = Leaving(leaving, job.workers)
+                    _let_leave(asked, workers, events, on_event, Path(folder))
                 raise
             finally:
                 surely(lambda: _end(workers))
@@ -117,13 +118,14 @@ def _let_leave(
     workers: Sequence[Worker],
     events: IO[bytes],
     on_event: Callable[[Event], None],
+    folder: Path,
 ) -> None:
     """Let all workers save at one step, and end; those that have not are ended soon."""
     deadline = time.monotonic() + _SAVING_SECONDS
     if not workers or leaving.ask(_SAVING_SECONDS) is None:
         return
     os.set_blocking(events.fileno(), False)
-    buffer = b""
+    buffer, saved = b"", False
     while time.monotonic() < deadline:
         codes = [worker.poll() for worker in workers]
         while chunk := events.read(1 << 16):
@@ -131,10 +133,16 @@ def _let_leave(
         *lines, buffer = buffer.split(b"\n")
         for line in lines:
             with contextlib.suppress(ValueError, KeyError):  # the signal came within a line
-                on_event(from_json(line))
+                event = from_json(line)
+                saved = saved or isinstance(event, Left)
+                on_event(event)
         if None not in codes or any(codes):
-            return
+            break
         time.sleep(0.02)
+    if not saved:
+        codes = [worker.poll() for worker in workers]
+        why = str(_failure(codes, folder)) if any(codes) else ""
+        on_event(Unsaved(why or f"not all workers had saved within {_SAVING_SECONDS:g} s"))
 
 
 def _end(workers: Sequence[Worker]) -> None:

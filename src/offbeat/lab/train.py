@@ -123,7 +123,7 @@ def train_worker(job: Job, emit: Callable[[Event], None], leaving: Leaving | Non
         else:
             seconds = method.seconds
             tell(Evaluation(method.step, seconds, metrics[recipe.metric], metrics))
-        checkpoints.step_taken()
+        checkpoints.step_taken(task.steps)
         if checkpoints.leaves(leaving, task.steps):
             return
     tell(Waiting("finishing"))
