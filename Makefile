@@ -6,9 +6,9 @@ DEMO := runs/demo
 SEED ?= 0
 MINUTES ?= 20
 
-.PHONY: help demo test nightly soak lint bench docs dist clean
+.PHONY: help demo test install side-by-side alone nightly soak frameworks lowest lint bench docs dist clean
 help:  ## show this list
-	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # Modules are compiled when they are first imported: compiling all of torch takes half a minute.
 export PYTHONDONTWRITEBYTECODE :=
@@ -40,15 +40,43 @@ demo: $(VENV)/.demo  ## train digits under four strategies on 4 workers, about 3
 	  -s bsp -s local:period=8 -s selsync:target_lssr=0.9 -s async:staleness=32; \
 	echo "$$*"; "$$@"
 
-test: $(VENV)/.dev lint  ## all checks: lint, types, tests
+test:  ## all checks: lint, types, tests
+	@MAKE='$(MAKE)' .ci/timed install lint side-by-side alone
+
+install: $(VENV)/.dev
+
+side-by-side: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 -m "not quiet and not nightly"
-	$(BIN)/python -m pytest -m quiet
+
+# Of the files that have some: to collect all takes longer than to run these.
+alone: $(VENV)/.dev
+	$(BIN)/python -m pytest -m quiet $$(grep -rl mark.quiet tests)
 
 nightly: $(VENV)/.dev  ## the tests of values on real processes, too
 	$(BIN)/python -m pytest -n 2 -m "not quiet" --world gloo
 
 soak: $(VENV)/.dev  ## random faults over real processes, for MINUTES=20, all from SEED=0
 	$(BIN)/python -m benchmarks.soak --seed $(SEED) --minutes $(MINUTES) --output runs/soak.jsonl
+
+# Environments of their own. timm would bring a torchvision that is built for another torch.
+frameworks:  ## the tests with the real frameworks: Trainer, Lightning, Accelerate and others
+	test -x .venv-frameworks/bin/python || $(PYTHON) -m venv .venv-frameworks
+	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+	  -c constraints.txt -e '.[transformers,lightning]' opacus peft pytest pytest-timeout
+	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check --no-deps timm
+	.venv-frameworks/bin/python -m pytest tests/frameworks
+
+# The torch of that version on PyPI is the one with CUDA, for Linux: some gigabytes.
+LOWEST := torch==2.9.0 numpy==1.26.0 typing-extensions==4.10.0 typer==0.19.2 rich==13.0.0
+CORE := tests/cli/test_cli_lists.py tests/means tests/simulate \
+  tests/strategies/test_strategies_agree.py tests/training/test_attach.py \
+  tests/training/test_checkpoint.py tests/training/test_clipping.py tests/training/test_ddp.py \
+  tests/training/test_hooks.py tests/training/test_optimizers.py
+lowest:  ## the core of the tests with the lowest versions that pyproject.toml allows
+	test -x .venv-lowest/bin/python || $(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+	  -e . $(LOWEST) pytest pytest-timeout pytest-xdist hypothesis
+	.venv-lowest/bin/python -m pytest $(CORE)
 
 lint: $(VENV)/.dev  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -67,4 +95,4 @@ dist: $(VENV)/.dev  ## build wheel and sdist into dist/, and train with the whee
 	.ci/try-wheel $(BIN)/python dist/*.whl
 
 clean:  ## remove what the other targets made, results of runs excepted
-	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-frameworks .venv-lowest site .pytest_cache .mypy_cache .ruff_cache .hypothesis

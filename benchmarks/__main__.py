@@ -1,7 +1,11 @@
-"""Every benchmark that has a target, one after the other: ``python -m benchmarks [NAME …]``."""
+"""Every benchmark that has a target, one after the other: ``python -m benchmarks [NAME …]``.
+
+``python -m benchmarks race …`` has options of its own.
+"""
 
 import argparse
 import importlib
+import sys
 
 from benchmarks.harness import HEADER, markdown, report
 
@@ -26,6 +30,11 @@ NAMES = (
 )
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["race"]:
+        from benchmarks import race
+
+        race.main(sys.argv[2:])
+        raise SystemExit
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", default=NAMES, help=f"of {', '.join(NAMES)}")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions, nothing saved")

@@ -5,6 +5,7 @@ That they round well is tested with the codecs, in tests/fabric/test_codec.py.
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -108,6 +109,20 @@ def test_a_worker_without_them_trains_with_others(
     for result in results[1:]:
         assert torch.equal(result["P"], results[0]["P"])
         assert torch.equal(result["end"], results[0]["end"])
+
+
+def test_squares_do_not_depend_on_the_pieces() -> None:
+    """A flight that was loaded from a checkpoint lands in others, and must give the same gain."""
+    loops = kernels.kernels()
+    assert loops is not None
+    x = torch.randn(7 * BLOCK + 91, generator=torch.Generator().manual_seed(0)).numpy()
+    whole, cut = np.zeros(2), np.zeros(2)
+    loops.measure(x, whole, 1)
+    for start, stop in ((0, 2), (2, 3), (3, 8)):
+        loops.measure(x[start * BLOCK : stop * BLOCK], cut, 1)
+    assert whole.tolist() == cut.tolist()
+    assert whole[1] == pytest.approx(float((x.astype(np.float64) ** 2).sum()), rel=1e-5)
+    assert whole[0] == 0
 
 
 def test_they_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import re
 import tomllib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,11 @@ def names_in_table(text: str) -> list[str]:
     return [name for row in rows[2:] for name in re.findall(r"`(\w+)`", row)]
 
 
+@cache
 def shown_in_api() -> dict[str, Any]:
-    """Each thing that the page describes, by its path."""
+    """Each thing that the page describes, by its path; not what needs another framework."""
     found = {}
-    for path in re.findall(r"^::: ([\w.]+)$", API, re.MULTILINE):
+    for path in re.findall(r"^::: (?!offbeat.integrations)([\w.]+)$", API, re.MULTILINE):
         home, _, name = path.rpartition(".")
         try:
             found[path] = getattr(importlib.import_module(home), name)

@@ -114,7 +114,7 @@ ROWS = [
     Row(
         'the same with `non_finite="raise"`',
         "before the next mean, or push",
-        "`OffbeatError: rank 1 would contribute NaN …`; of a push, `… rank 1, which gave up`",
+        "`OffbeatError: rank 1 would contribute NaN …`; or `… which gave up`, after others",
         LIVES,
         "training/test_non_finite.py::test_raise_stops_all_workers_before_the_mean",
     ),
@@ -138,6 +138,34 @@ ROWS = [
         "all are started again, and resume",
         "training goes on",
         "training/test_restart.py::test_torchrun_restarts_what_resumes",
+    ),
+    Row(
+        "a disk is full: `offbeat.save`",
+        "at once",
+        "`CheckpointError: rank 0 cannot save, so no worker does: … No space left on device`",
+        "the checkpoint before; training goes on",
+        "test_full_disk.py::test_a_checkpoint_that_does_not_fit_is_refused_by_all",
+    ),
+    Row(
+        "the same: the `log` of `attach`",
+        "at once; a warning names the file",
+        "nothing",
+        "training goes on",
+        "test_full_disk.py::test_a_log_that_does_not_fit_ends_and_training_goes_on",
+    ),
+    Row(
+        "the same: `offbeat compare --output`",
+        "when a run has ended",
+        "`error: runs/x/results.jsonl: No space left on device`, exit status 2",
+        "results of earlier runs",
+        "cli/test_cli_full_disk.py::test_results_that_do_not_fit_are_one_line",
+    ),
+    Row(
+        "the same: a checkpoint of `offbeat train`",
+        "when it is saved",
+        "`error: worker 0 failed: rank 0 cannot save …`; after a signal a line says so",
+        "the checkpoint before",
+        "cli/test_cli_full_disk.py::test_who_is_interrupted_is_told_that_nothing_was_saved",
     ),
     Row(
         "a worker of `offbeat train` or `compare` is killed",

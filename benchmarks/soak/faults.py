@@ -53,6 +53,7 @@ class Outcome:
         fault_at: When the fault happened, by the monotonic clock; None: it did not.
         hung: Ranks that had not ended in time.
         statuses: How the processes ended, as by ``os.waitstatus_to_exitcode``.
+        reached: How far the victim has come; see ``Progress``.
         left: What has been left behind.
         said: Last lines of the standard errors, of those that hung or failed to start.
     """
@@ -63,6 +64,7 @@ class Outcome:
     hung: list[int] = field(default_factory=list)
     statuses: list[int | None] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
+    reached: int = 0
     said: str = ""
 
 
@@ -138,7 +140,9 @@ def _perform(case: Case, run: Run, folder: Path, cluster: Cluster | None, outcom
             for process in processes:
                 while not process.poll():
                     time.sleep(0.005)
+            reached = progress.read(case.victim)
     outcome.statuses = [p.status for p in processes]
+    outcome.reached = reached
     for rank in range(case.workers):
         path = folder / f"report{rank}"
         outcome.reports.append(Report(**json.loads(path.read_text())) if path.exists() else None)

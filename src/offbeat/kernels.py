@@ -21,6 +21,7 @@ BLOCK = 512
 """Numbers a block; integers of a block share one scale."""
 SMALLEST = 2.0**-100
 """A smaller scale counts as zero: its inverse would overflow."""
+_LANES = 16
 _INFINITE = 0x7F800000  # bits of a float32; those of a larger absolute value are NaN
 _ROUNDING = np.float32(1.5 * 2.0**23)  # has no fraction: adding it rounds to nearest even
 
@@ -130,6 +131,24 @@ def move(
             shift[i] = step - sent[i]
 
 
+def measure(values: Floats, squares: NDArray[np.float64], index: int) -> None:
+    """Add ‖values‖² to ``squares[index]``: the same bits, however whole blocks are divided."""
+    lanes = np.zeros(_LANES, np.float32)
+    for start in range(0, values.size, BLOCK):
+        there = min(BLOCK, values.size - start)
+        block = values[start : start + there]
+        for lane in range(_LANES):
+            lanes[lane] = np.float32(0)
+        whole = there // _LANES * _LANES
+        for row in range(0, whole, _LANES):
+            for lane in range(_LANES):
+                lanes[lane] += block[row + lane] * block[row + lane]
+        for lane in range(there - whole):
+            lanes[lane] += block[whole + lane] * block[whole + lane]
+        for lane in range(_LANES):
+            squares[index] += lanes[lane]
+
+
 def land(
     payloads: NDArray[np.uint8],
     bits: int,
@@ -160,12 +179,12 @@ def land(
         fade: As in ``move``.
         ahead: As in ``move``.
         lr: As in ``move``.
-        squares: ‖D‖² and ‖u‖² are added to it.
+        squares: ‖D‖² and ‖u‖² are added to it, as ``measure`` does.
     """
     keep, forward, rate = np.float32(fade), np.float32(ahead), np.float32(lr)
     divisor = np.float32(weight)
     mean, own = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
-    mean_squares, own_squares = np.zeros(BLOCK, np.float32), np.zeros(BLOCK, np.float32)
+    lanes = np.zeros((2, _LANES), np.float32)
     rows = payloads.shape[0]
     for start in range(0, shift.size, BLOCK):
         there, block = min(BLOCK, shift.size - start), first + start // BLOCK
@@ -189,9 +208,16 @@ def land(
                         part[j] = np.float32(np.int8(fields[j] << up & highest)) * step
         for i in range(there):
             mean[i] /= divisor
-        for i in range(there):
-            mean_squares[i] += mean[i] * mean[i]
-            own_squares[i] += own[i] * own[i]
+        for i in range(there, BLOCK):  # not of the tensor
+            mean[i] = own[i] = np.float32(0)
+        lanes[:] = np.float32(0)
+        for i in range(0, BLOCK, _LANES):  # as in ``measure``
+            for lane in range(_LANES):
+                lanes[0, lane] += mean[i + lane] * mean[i + lane]
+                lanes[1, lane] += own[i + lane] * own[i + lane]
+        for lane in range(_LANES):
+            squares[0] += lanes[0, lane]
+            squares[1] += lanes[1, lane]
         moved, shared = shift[start : start + there], base[start : start + there]
         if velocity.size:
             kept = velocity[start : start + there]
@@ -206,9 +232,6 @@ def land(
                 delta = mean[i] * rate
                 shared[i] += delta
                 moved[i] = delta - own[i]
-    for i in range(BLOCK):
-        squares[0] += mean_squares[i]
-        squares[1] += own_squares[i]
 
 
 @dataclass(frozen=True)
@@ -219,6 +242,7 @@ class Kernels:
     decode: Callable[..., None]
     move: Callable[..., None]
     land: Callable[..., None]
+    measure: Callable[..., None]
 
 
 @cache
@@ -246,6 +270,7 @@ def kernels() -> Kernels | None:
         _compiled(decode, payload),
         _compiled(move, landing),
         _compiled(land, whole),
+        _compiled(measure, numba.void(floats, pair, count)),
     )
 
 

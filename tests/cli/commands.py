@@ -1,7 +1,6 @@
 """The command line as tests start it, and the processes that it starts."""
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -87,17 +86,15 @@ def alive(pid: int) -> bool:
 
 
 def workers_writing(log: Path) -> dict[int, int]:
-    """The process of each rank whose job has this ``log``."""
+    """The process of each rank whose job has this ``log``: it holds the file of its records."""
+    ranks = {str(log.with_suffix(f".rank{rank}.jsonl")): rank for rank in range(2)}
     found = {}
     for entry in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            argv = Path(f"/proc/{entry}/cmdline").read_bytes().decode(errors="replace").split("\0")
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if argv[1:3] == ["-m", "offbeat.lab.train"]:
-            told = json.loads(argv[3])
-            if told["job"]["log"] == str(log):
-                found[told["rank"]] = int(entry)
+        with contextlib.suppress(OSError):  # gone, or another's
+            for file in os.listdir(f"/proc/{entry}/fd"):
+                rank = ranks.get(os.readlink(f"/proc/{entry}/fd/{file}"))
+                if rank is not None:
+                    found[rank] = int(entry)
     return found
 
 

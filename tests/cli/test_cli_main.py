@@ -17,7 +17,7 @@ from offbeat.cli import runs
 from offbeat.lab.job import Job
 from offbeat.lab.recipes import RECIPES
 
-COMMANDS = ("train", "simulate", "compare", "plan", "probe", "recipes", "strategies")
+COMMANDS = ("train", "simulate", "compare", "report", "plan", "probe", "recipes", "strategies")
 APP: Any = typer.main.get_command(cli.app)
 
 

@@ -28,6 +28,7 @@ VALUES = {  # of every option, another than its default
     **{"seed": 7, "data": "some/where", "log": "runs/log.jsonl", "timeout_seconds": 9.5},
     **{"lr_scale": 0.25, "partition": "label:1", "sampler": "defdp", "injection": "0.5,0.25"},
     **{"wire": "int8", "optimizer_state": "average", "evaluations": 3},
+    **{"max_steps": 100, "max_seconds": 2.5},
     **{"checkpoints": "runs/saved", "save_every": 5, "resume": True},
 }
 
@@ -57,7 +58,7 @@ def test_every_option_arrives(
     """What is typed is what the job says."""
     seen: list[Job] = []
 
-    def note(job: Job, *args: Any) -> None:
+    def note(job: Job, *args: Any, **kwargs: Any) -> None:
         seen.append(job)
         raise KeyboardInterrupt
 
@@ -74,7 +75,8 @@ def test_every_option_arrives(
         argv += ["--step-time", "1ms"]
     assert call(*argv)[0] == 130
     told = {name: value for name, value in VALUES.items() if name in flags}
-    assert seen == [Job(**told)]  # type: ignore[arg-type]
+    measured = command == "compare"  # which has no option for it
+    assert seen == [Job(**told, measure_links=measured)]  # type: ignore[arg-type]
 
 
 def test_a_field_more_is_an_option_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from cli.commands import (
 )
 from offbeat.cli import runs, view
 from offbeat.errors import OffbeatError
-from offbeat.lab import launch
+from offbeat.lab import forking, launch
 from offbeat.lab.cleanup import surely
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.events import Evaluation, Event
@@ -308,7 +308,7 @@ SAVED = re.compile(r"  saved at step (\d+) in (\S+): --resume goes on from it\n"
     ],
 )
 def test_a_signal_lets_all_workers_save(
-    number: signal.Signals, strategy: str, tmp_path: Path
+    call: Call, number: signal.Signals, strategy: str, tmp_path: Path
 ) -> None:
     """At one step, told in one line; the resumed run has the metrics of an unbroken one."""
     folder = tmp_path / "saved"
@@ -331,7 +331,7 @@ def test_a_signal_lets_all_workers_save(
     if strategy.startswith("local"):
         ends = []
         for one in (argv, (*saving, "--resume")):
-            code, out, err = ended(*COMMAND, *one)
+            code, out, err = call(*one)
             assert code == 0, err
             ends.append(re.findall(r"  step (\d+)  \S+ s  (.*)", out))
         assert len(ends[0]) >= 8
@@ -427,7 +427,7 @@ def test_workers_can_be_interrupted_whoever_started_the_command() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         argv = [sys.executable, "-c", show]
-        shown = subprocess.check_output(argv, preexec_fn=launch._prepare_worker, text=True)
+        shown = subprocess.check_output(argv, preexec_fn=forking.prepare_worker, text=True)
     finally:
         signal.signal(signal.SIGINT, before)
     assert "default_int_handler" in shown
@@ -555,7 +555,8 @@ def test_compare(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     page = (folder / "report.html").read_text()
     assert ON_PLACE in page
     assert "real processes" not in page
-    ((title, axis),) = shown
+    (title, axis), (_, again), *_ = shown
+    assert again == axis
     assert ON_PLACE in one_line(title)
     assert axis == "training seconds (simulated)"
     assert (folder / "plot.png").read_bytes().startswith(PNG)
@@ -609,7 +610,7 @@ def test_a_failed_run_is_one_line(
 ) -> None:
     """Exit code 1, and the error of the run."""
 
-    def fail(*args: Any) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
         raise OffbeatError("worker 1 failed: out of luck")
 
     monkeypatch.setattr(runs.comparison, "run_and_record", fail)

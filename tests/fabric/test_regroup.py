@@ -5,6 +5,7 @@ Each adds up 2 to the power of its number, so that a sum says who has taken part
 
 import gc
 import os
+import re
 import signal
 import socket
 import time
@@ -134,20 +135,20 @@ def test_the_others_go_on(victims: list[int]) -> None:
 def kill_at(place: str) -> None:
     """Let this process die when it comes to ``place`` of the next view change."""
     if place == "before it is here":
-        regroup.Participant._agree = lambda *args: die()
+        regroup.Participant._agree = lambda *args, **named: die()
     elif place == "before it proposes":
-        regroup.Participant._propose = lambda *args: die()
+        regroup.Participant._propose = lambda *args, **named: die()
     elif place == "before it opens":
-        regroup.Participant.enter = lambda *args: die()
+        regroup.Participant.enter = lambda *args, **named: die()
     else:
-        groups.GroupFactory._make = lambda *args: die()
+        groups.GroupFactory._make = lambda *args, **named: die()
 
 
 PLACES = ["before it is here", "before it proposes", "before it opens", "while all connect"]
 
 
 def lose_another(rank: int, size: int, place: str) -> Any:
-    worker = Worker(rank, size, silence_seconds=1.0).until(*range(size))
+    worker = Worker(rank, size).until(*range(size))
     if rank == 0:  # the lowest, who proposes
         kill_at(place)
     if rank == 2:
@@ -157,13 +158,13 @@ def lose_another(rank: int, size: int, place: str) -> Any:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_one_may_die_while_the_others_agree(place: str) -> None:
-    """Wherever it has come to: the next lowest proposes, or another view follows."""
+    """Wherever it has come to: the next lowest proposes, or another view follows; at once."""
     results = run(lose_another, place, workers=4, newcomers=0, may_die=(0, 2))
     for rank in (1, 3):
         views, seconds = results[rank]
         assert views[-1][1:] == ((1, 3), [])
         assert views[-1][0] == (1 if place in PLACES[:2] else 2)
-        assert seconds < 8
+        assert seconds < 5
 
 
 def keep_the_store(rank: int, size: int) -> Any:
@@ -180,8 +181,8 @@ def test_without_the_store_nobody_goes_on() -> None:
     """If a worker kept it, the error says so, and what to do."""
     for rank, (text, seconds) in enumerate(run(keep_the_store, workers=3, may_die=(0,))[1:], 1):
         assert text.startswith(f"rank {rank}: agreeing on who goes on failed: the store of the ")
-        assert ", which rank 0 kept, is gone" in text
-        assert "keep it in a process that outlives them" in text
+        assert ", which rank 0 kept, cannot be reached" in text
+        assert "keep it in one that outlives them" in text
         assert seconds < 8
 
 
@@ -212,7 +213,7 @@ def test_one_that_was_stopped_is_left_behind_and_disturbs_nobody() -> None:
     for before, after in others:
         assert before == [(0, (0, 1, 2), []), (1, (0, 1), [])]
         assert after == [*before, (2, (0, 1, 3), [3])]
-    assert text.startswith("rank 2 was left behind at view 1, in which ranks 0, 1 go on")
+    assert re.match(r"rank 2 was left behind at step \d+: ranks 0, 1 are in view 1", text), text
     assert "they wait 0.5 s for one that is silent" in text
     assert "group=offbeat.join(...)" in text
     assert views == [(2, (0, 1, 3), [3])]
@@ -307,9 +308,9 @@ def come_and_die(rank: int, size: int, place: str) -> Any:
         store().wait(["come"])
         kill_at(place)
         if place == "having asked":
-            regroup_join.Newcomer._ask = lambda *args: die()
+            regroup_join.Newcomer._ask = lambda *args, **named: die()
         Worker(rank, size)
-    worker = Worker(rank, size, silence_seconds=1.0).until(*range(size))
+    worker = Worker(rank, size).until(*range(size))
     if rank == 0:
         store().set("come", "")
     worker.until(*range(size), key="died")
@@ -323,7 +324,7 @@ def test_a_newcomer_that_dies_is_left_out(place: str) -> None:
     for views, seconds in results[:2]:
         assert views[0] == (0, (0, 1), [])
         assert views[-1][1:] == ((0, 1), [])
-        assert seconds < 8
+        assert seconds < 5
         assert all(newcomers in ([], [2]) for _, _, newcomers in views)
 
 
@@ -446,6 +447,7 @@ def held(most: tuple[int, int] = (0, 0)) -> tuple[int, int]:
 
 
 def change_often(rank: int, size: int, times: int) -> Any:
+    gc.freeze()  # else each look would go through all that the tests have imported
     worker, first = Worker(rank, size), (0, 0)
     while worker.view.number < times:
         worker.until(*range(size))

@@ -271,7 +271,10 @@ def test_records_are_of_strategies() -> None:
 @pytest.mark.parametrize("name", BASELINES)
 def test_baselines_are_read_by_name(name: str) -> None:
     """And only the ideal is simulated."""
-    needed = {"torch:postlocal": ",period=4", "torch:accumulate": ",steps=4"}
+    needed = {"torch:accumulate": ",steps=4"} | dict.fromkeys(
+        ("torch:postlocal", "torchft:localsgd", "torchft:diloco", "accelerate:localsgd"),
+        ",period=4",
+    )
     text = name + needed.get(name, "")
     assert type(parse_method(text)) is BASELINES[name]
     if name == "ideal":

@@ -4,13 +4,19 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from offbeat.errors import OffbeatError
 from offbeat.lab import cluster as lab
-from offbeat.lab.cluster import Cluster
+from offbeat.lab import places
+from offbeat.lab.cluster import Cluster, _run
+from offbeat.lab.events import Evaluation, Event, Start, Step
+from offbeat.lab.job import Job
+from offbeat.lab.places import ShapedLinks, at_half
 
 needs_namespaces = pytest.mark.skipif(Cluster.why_not() is not None, reason=f"{Cluster.why_not()}")
 
@@ -34,6 +40,45 @@ def namespaces(process: int) -> set[str]:
     return {name for name in names if name.startswith(f"offbeat-{process}-")}
 
 
+def on_nodes(cluster: Cluster, program: str, *values: Any) -> list[float]:
+    """What the program prints on each node, told its rank, the number of nodes and ``values``."""
+    processes = [
+        subprocess.Popen(
+            cluster.command(
+                rank,
+                [sys.executable, "-c", program, json.dumps([rank, cluster.workers, *values])],
+            ),
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": cluster.interface},
+        )
+        for rank in range(cluster.workers)
+    ]
+    return [float(process.communicate(timeout=60)[0]) for process in processes]
+
+
+LINKS = """
+import json, sys, torch.distributed as dist
+from offbeat.lab.links import measure_links
+rank, size, folder = json.loads(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{folder}/r", rank=rank, world_size=size)
+print(measure_links().bytes_per_second)
+"""
+
+
+@needs_namespaces
+@pytest.mark.quiet
+@pytest.mark.parametrize(
+    ("workers", "rate"), [(2, 100e6), pytest.param(3, 10e6, marks=pytest.mark.nightly)]
+)
+def test_links_are_measured_as_they_are_shaped(workers: int, rate: float, tmp_path: Path) -> None:
+    """To within a fifth, both ways at once; the same on all workers."""
+    with Cluster(workers, rate) as cluster:
+        found = on_nodes(cluster, LINKS, str(tmp_path))
+    assert len(set(found)) == 1
+    assert 8 * found[0] == pytest.approx(rate, rel=0.2)
+
+
 @needs_namespaces
 @pytest.mark.quiet
 def test_an_all_reduce_runs_at_the_shaped_rate(tmp_path: Path) -> None:
@@ -41,19 +86,7 @@ def test_an_all_reduce_runs_at_the_shaped_rate(tmp_path: Path) -> None:
     elements = 2_000_000
     with Cluster(3, 200e6) as cluster:
         before = cluster.bytes_sent(0)
-        processes = [
-            subprocess.Popen(
-                cluster.command(
-                    rank,
-                    [sys.executable, "-c", WORKER, json.dumps([rank, 3, str(tmp_path), elements])],
-                ),
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "GLOO_SOCKET_IFNAME": cluster.interface},
-            )
-            for rank in range(3)
-        ]
-        seconds = [float(process.communicate(timeout=60)[0]) for process in processes]
+        seconds = on_nodes(cluster, WORKER, str(tmp_path), elements)
         sent = cluster.bytes_sent(0) - before
     ring = 2 * (2 / 3) * 4 * elements * 8 / 200e6
     assert 0.9 * ring < max(seconds) < 1.35 * ring
@@ -92,3 +125,44 @@ def test_why_not_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_number_of_workers_is_checked() -> None:
     with pytest.raises(ValueError, match="workers must be between 1 and 200"):
         Cluster(0, 1e9)
+
+
+@needs_namespaces
+def test_links_are_given_another_rate_while_they_are_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both ends of every link, as the kernel tells it; and back again after a run that failed."""
+    seen: list[set[int]] = []
+
+    def fail(job: Job, on_event: Callable[[Event], None], links: ShapedLinks) -> None:
+        on_event(Start(2, 4))
+        on_event(Step(1, 0.1))
+        seen.append(rates(links))
+        raise OffbeatError("a worker died")
+
+    monkeypatch.setattr(places, "run_job", fail)
+
+    def rates(links: ShapedLinks) -> set[int]:
+        ends = [(links._node(rank), links.interface) for rank in range(2)]
+        ends += [(links._switch, f"port{rank}") for rank in range(2)]
+        shown = (_run("tc", "-n", one, "-j", "qdisc", "show", "dev", dev) for one, dev in ends)
+        return {json.loads(text)[0]["options"]["rate"] for text in shown}
+
+    with ShapedLinks(2, 8e6, later=4e6) as links:
+        assert str(links) == "8 Mbit/s shaped links, 4 Mbit/s in the second half"
+        assert rates(links) == {1_000_000}  # bytes
+        with pytest.raises(OffbeatError, match="a worker died"):
+            links.run(Job("digits", "bsp", 2), lambda event: None)
+        assert seen == [{500_000}]
+        assert rates(links) == {1_000_000}
+
+
+def test_the_second_half_begins_at_the_step_in_the_middle() -> None:
+    """Once, before its event is told; a run that is evaluated then counts as one that is not."""
+    for middle in (Step(3, 1.0), Evaluation(4, 1.0, 0.5, {})):
+        seen: list[object] = []
+        listen = at_half(lambda seen=seen: seen.append("act"), seen.append)
+        events = [Start(6, 4), Step(1, 0.1), Step(2, 0.2), middle, Step(5, 2.0), Step(6, 3.0)]
+        for event in events:
+            listen(event)
+        assert seen == [*events[:3], "act", *events[3:]]

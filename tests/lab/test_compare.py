@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from offbeat import Stats
 from offbeat.errors import OffbeatError
 from offbeat.lab import compare as lab
 from offbeat.lab import report
-from offbeat.lab.events import Chosen, End, Evaluation, Event, Start
+from offbeat.lab.events import Chosen, End, Evaluation, Event, Paced, Start
 from offbeat.lab.job import Job
 from offbeat.lab.places import Loopback, Place
 from offbeat.lab.results import Result, read_results
@@ -148,6 +149,8 @@ class Choosing(Loopback):
         on_event(Start(1, 4))
         if job.evaluations is None:
             on_event(Chosen(5, 2.0))
+        if job.slow is not None:
+            on_event(Paced(0.5 if job.alone_seconds is None else job.alone_seconds))
         on_event(Evaluation(1, 0.5, 0.5, {}))
         on_event(End((Stats(),)))
 
@@ -158,6 +161,15 @@ def test_the_first_run_chooses_how_often_all_evaluate(tmp_path: Path) -> None:
     results = compare(place, tmp_path, seeds=2)
     assert [job.evaluations for job in place.jobs] == [None, 5, 5, 5]
     assert [one.job.evaluations for one in results] == [5] * 4
+
+
+def test_the_first_run_measures_how_long_all_sleep(tmp_path: Path) -> None:
+    """Also where a comparison goes on."""
+    results = compare(Choosing(), tmp_path, seeds=1, slow="1=2")
+    assert [one.job.alone_seconds for one in results] == [0.5] * 2
+    place = Choosing()
+    compare(place, tmp_path, seeds=2, slow="1=2")
+    assert [(job.seed, job.alone_seconds) for job in place.jobs] == [(8, 0.5)] * 2
 
 
 def test_a_strategy_has_options_of_its_own(tmp_path: Path) -> None:
@@ -185,6 +197,66 @@ def test_a_strategy_has_options_of_its_own(tmp_path: Path) -> None:
     assert read_results(tmp_path / "results.jsonl") == results
 
 
+def test_every_method_is_tried_with_every_factor(tmp_path: Path) -> None:
+    """But one that has a factor of its own; seeds are still the outer loop."""
+    place = Choosing()
+    results = lab.compare(
+        Job("digits", "bsp", 2),
+        ("bsp", "async --lr-scale 2"),
+        seeds=2,
+        lr_scales=(0.3, 1.0),
+        place=place,
+        output=tmp_path,
+        on_start=ignore,
+        on_event=ignore,
+    )
+    told = [(one.job.seed, one.strategy, one.job.lr_scale, one.lr_scales) for one in results]
+    each = [("bsp", 0.3, (0.3, 1.0)), ("bsp", 1.0, (0.3, 1.0)), ("async", 2.0, ())]
+    assert told == [(seed, *one) for seed in (0, 1) for one in each]
+    assert read_results(tmp_path / "results.jsonl") == results
+
+
+def test_what_is_in_the_results_is_not_run_again(tmp_path: Path) -> None:
+    """A comparison that failed goes on, and one can be widened; the others' results stay."""
+    with pytest.raises(OffbeatError):
+        compare(Nowhere(), tmp_path, seeds=3)
+    place, kept = Choosing(), list[Result]()
+    results = compare(place, tmp_path, seeds=3, on_kept=kept.append)
+    assert [(job.seed, job.strategy) for job in place.jobs] == [
+        *((8, "async"), (9, "bsp"), (9, "async"))
+    ]
+    assert [one.job.seed for one in kept] == [7, 7, 8]
+    assert results[:3] == kept
+    assert read_results(tmp_path / "results.jsonl") == results
+    assert compare(Choosing(), tmp_path, seeds=3) == results
+
+
+def test_a_line_that_was_cut_off_is_run_again(tmp_path: Path) -> None:
+    place = Choosing()
+    compare(place, tmp_path, seeds=1)
+    path = tmp_path / "results.jsonl"
+    path.write_bytes(path.read_bytes()[:-10])
+    again = Choosing()
+    compare(again, tmp_path, seeds=1)
+    assert [job.strategy for job in again.jobs] == ["async"]
+    assert len(read_results(path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [({"epochs": 3.0}, "epochs=None"), ({"workers": 4}, "workers=2"), ({"jitter": 0.5}, "jitter")],
+)
+def test_results_of_another_comparison_are_not_mixed_in(
+    change: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    """They stay as they are, and the message names the file and what differs."""
+    compare(Choosing(), tmp_path, seeds=1)
+    before = (tmp_path / "results.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=rf"jsonl, line 1, .*{name}.* name another --output"):
+        compare(Choosing(), tmp_path, seeds=1, **change)
+    assert (tmp_path / "results.jsonl").read_bytes() == before
+
+
 class Nowhere(Loopback):
     """Where a job ends after one evaluation, and the fourth fails."""
 
@@ -200,8 +272,14 @@ class Nowhere(Loopback):
         on_event(End((Stats(),)))
 
 
-def compare(place: Place, output: Path, seeds: int) -> list[Result]:
-    job = Job("digits", "bsp", 2, seed=7)
+def compare(
+    place: Place,
+    output: Path,
+    seeds: int,
+    on_kept: Callable[[Result], None] = lambda result: None,
+    **change: Any,
+) -> list[Result]:
+    job = replace(Job("digits", "bsp", 2, seed=7), **change)
     return lab.compare(
         job,
         ("bsp", "async"),
@@ -210,6 +288,7 @@ def compare(place: Place, output: Path, seeds: int) -> list[Result]:
         output=output,
         on_start=ignore,
         on_event=ignore,
+        on_kept=on_kept,
     )
 
 

@@ -10,6 +10,8 @@ from offbeat.lab.events import (
     End,
     Evaluation,
     Event,
+    Measured,
+    Paced,
     Start,
     Step,
     Waiting,
@@ -30,6 +32,11 @@ LINES: list[tuple[Event, dict[str, object]]] = [
     ),
     (Waiting("evaluating"), {"event": "waiting", "what": "evaluating"}),
     (Chosen(6, 1.5), {"event": "chosen", "evaluations": 6, "seconds": 1.5}),
+    (Paced(0.25), {"event": "paced", "step_seconds": 0.25}),
+    (
+        Measured(1.25e7, 0.0005),
+        {"event": "measured", "bytes_per_second": 1.25e7, "latency_seconds": 0.0005},
+    ),
     (End((), 0.25), {"event": "end", "stats": [], "step_seconds": 0.25}),
     (
         End((STATS,)),

@@ -1,6 +1,5 @@
 """Table, plot and page from results written by hand: they say what the events say, no more."""
 
-import base64
 import html
 import re
 import sys
@@ -18,6 +17,7 @@ from offbeat.lab.events import Evaluation
 from offbeat.lab.job import Job
 from offbeat.lab.recipes import find_recipe
 from offbeat.lab.results import Result
+from offbeat.plots import INK
 
 NO_MORE: dict[str, float] = {}
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -162,9 +162,9 @@ def test_shares_of_the_ideal() -> None:
 def test_shares_are_explained_where_there_are_some() -> None:
     """In one sentence, below the table and on the page."""
     runs = [make("bsp", [(8, 0.99)]), make("ideal", [(2, 0.99)])]
-    for shown in (report.markdown(runs), report.page(runs, None)):
+    for shown in (report.markdown(runs), report.page(runs)):
         assert report.SHARE_MEANS in shown
-    for shown in (report.markdown(runs[:1]), report.page(runs[:1], None)):
+    for shown in (report.markdown(runs[:1]), report.page(runs[:1])):
         assert "ideal" not in shown.replace("that is not the ideal", "")
 
 
@@ -188,7 +188,7 @@ def test_seeds_are_one_row_with_median_and_range() -> None:
     assert cell(runs, "final") == "0.9900 (0.9900-0.9900)"
     assert "3 seeds" in report.caption(runs)
     missed = make("bsp", [(9, 0.5)], seed=9)
-    assert cell([*runs, missed], "time to target") == "not reached"
+    assert cell([*runs, missed], "time to target") == "not reached, 3 of 4"
 
 
 def test_caption_says_what_was_compared() -> None:
@@ -242,7 +242,7 @@ class Elements(HTMLParser):
 def test_page_holds_the_same_table() -> None:
     """The cells of report.html are those of the table, in order."""
     results = [make("bsp", [(1, 0.5)]), make("async", [(1, 0.99)])]
-    page = Elements(report.page(results, None))
+    page = Elements(report.page(results))
     assert page.cells == [text for row in rows(results) for text in row]
     assert "img" not in page.tags
 
@@ -258,12 +258,12 @@ def test_further_metrics_are_told_below_the_table() -> None:
     second = "top-5 accuracy 0.2500, top-10 accuracy 0.5000"
     lines = report.markdown(runs).splitlines()
     assert lines[-3:] == ["", f"- `bsp`: {first}", f"- `async`: {second}"]
-    page = report.page(runs, None)
+    page = report.page(runs)
     assert f"<li><code>bsp</code>: {first}</li><li><code>async</code>: {second}</li>" in page
     assert Elements(page).cells == [text for row in rows(runs) for text in row]
     alone = [make("bsp", [(1, 0.5)])]
     assert report.further(alone) == []
-    assert "At the end" not in report.markdown(alone) + report.page(alone, None)
+    assert "At the end" not in report.markdown(alone) + report.page(alone)
 
 
 def test_page_escapes_names() -> None:
@@ -272,22 +272,46 @@ def test_page_escapes_names() -> None:
     one = make("bsp", [(1, 0.5)])
     job = replace(one.job, strategy=evil, recipe=evil)
     one = replace(one, job=job, link=evil, machine=evil, metric=evil)
-    text = report.page([one], None)
+    text = report.page([one])
     page = Elements(text)
     assert "script" not in page.tags
     assert page.cells[0] == evil
     assert "<script>" not in text
-    assert html.escape(evil) in text
+    assert html.escape(evil).replace("&quot;", "&#34;") in text
 
 
-def test_page_needs_no_other_file(tmp_path: Path) -> None:
-    """The plot is inside the page, byte for byte; nothing else is loaded."""
-    paths = report.write_report([make("bsp", [(1, 0.5), (2, 0.99)])], tmp_path)
-    (source,) = Elements(paths["report"].read_text(encoding="utf-8")).sources
-    kind, _, data = source.partition(",")
-    assert kind == "data:image/png;base64"
-    assert base64.b64decode(data) == paths["plot"].read_bytes()
-    assert not re.search(r"https?://", paths["report"].read_text(encoding="utf-8"))
+def test_page_needs_no_other_file() -> None:
+    """Its figures are inside; what they refer to is in the page, and nothing is loaded."""
+    text = report.page([make("bsp", [(1, 0.5), (2, 0.99)]), make("ideal", [(1, 0.99)])])
+    page = Elements(text)
+    assert page.tags.count("svg") == 3
+    assert all(source.startswith("#") for source in page.sources)
+    assert not re.findall(r"https?://(?!www\.w3\.org/)", text)
+    assert not re.search(r"@import|url\((?!#)", text)
+
+
+def test_figures_have_the_colours_of_the_page() -> None:
+    """Text and axes are drawn in its ink, which a dark page makes light; no ground is drawn."""
+    text = report.page([make("bsp", [(1, 0.5), (2, 0.99)])])
+    assert "prefers-color-scheme: dark" in text
+    assert "currentColor" in text
+    assert INK not in text
+    for drawing in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+        assert "#ffffff" not in drawing
+        assert not re.search(r"(fill|stroke): #000000", drawing)
+
+
+def test_page_tells_how_to_repeat_it() -> None:
+    """The command as it was typed, once; every configuration, and no directory of anybody's."""
+    job = replace(make("bsp", [(1, 0.5)]).job, data="/home/somebody/data", lr_scale=0.25)
+    runs = [replace(make("bsp", [(1, 0.5)]), job=job, command="offbeat compare 'a b' -s bsp")]
+    runs += [replace(runs[0], job=replace(job, seed=seed)) for seed in (1, 2)]
+    text = html.unescape(report.page(runs))
+    assert text.count("offbeat compare 'a b' -s bsp") == 1
+    assert '"lr_scale": 0.25' in text
+    assert '"data": "data"' in text
+    assert "somebody" not in text
+    assert text.count('{"seed": ') == 3
 
 
 @pytest.fixture
@@ -307,8 +331,8 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize("recipe", ["digits", "stdlib-lm"])
-def test_plot_draws_every_run(drawn: list[Any], tmp_path: Path, recipe: str) -> None:
-    """A line for each run at its points, one legend entry a strategy, the target across."""
+def test_plot_draws_every_strategy(drawn: list[Any], tmp_path: Path, recipe: str) -> None:
+    """A line for each strategy at the medians, one legend entry, the target across."""
     runs = [
         make("bsp", [(1, 0.95), (2, 0.99)], recipe=recipe),
         make("async", [(1, 0.96), (3, 0.97)], recipe=recipe),
@@ -318,9 +342,13 @@ def test_plot_draws_every_run(drawn: list[Any], tmp_path: Path, recipe: str) -> 
     ((axes,),) = (figure.axes for figure in drawn)
     *lines, target = axes.get_lines()
     got = sorted(tuple(zip(*line.get_data(), strict=True)) for line in lines)
-    want = sorted(tuple((p.seconds, p.metric) for p in run.points) for run in runs)
-    assert got == want
-    assert lines[0].get_color() == lines[1].get_color() != lines[2].get_color()
+    want = [((1, 0.945), (2, 0.985)), ((1, 0.96), (3, 0.97))]
+    numbers = [number for line in got for point in line for number in point]
+    assert numbers == pytest.approx([number for line in want for point in line for number in point])
+    assert lines[0].get_color() != lines[1].get_color()
+    (band,) = axes.collections  # of the one with two seeds
+    heights = sorted({round(float(y), 6) for x, y in band.get_paths()[0].vertices if x == 1})
+    assert heights == [0.94, 0.95]
     assert set(target.get_ydata()) == {runs[0].target}
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["bsp", "async"]
     assert axes.get_ylabel() == runs[0].metric
@@ -344,4 +372,4 @@ def test_without_matplotlib_there_is_no_plot(
     paths = report.write_report(results, tmp_path)
     assert set(paths) == {"table", "report"}
     assert {path.name for path in tmp_path.iterdir()} == {"table.md", "report.html"}
-    assert "<img" not in paths["report"].read_text(encoding="utf-8")
+    assert "<svg" not in paths["report"].read_text(encoding="utf-8")

@@ -96,6 +96,18 @@ def test_what_a_resumed_run_tells_again_goes_through_a_pipe() -> None:
     assert [from_json(to_json(event)) for event in told] == told
 
 
+def test_a_directory_alone_is_for_the_end(tmp_path: Path) -> None:
+    """One checkpoint after the last step, which a resumed run ends from, and saves no other."""
+    saving = replace(JOB, evaluations=2, checkpoints=str(tmp_path))
+    first, _ = trained(saving)
+    names = {f"step-{STEPS}.rank{rank}.pt" for rank in range(2)}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    again, events = trained(replace(saving, resume=True))
+    assert again.final_metrics == first.final_metrics
+    assert {path.name for path in tmp_path.iterdir()} == names
+    assert not [event for event in events if isinstance(event, Step)]
+
+
 def test_a_run_that_had_ended_ends_again(tmp_path: Path) -> None:
     saving = replace(JOB, evaluations=2, checkpoints=str(tmp_path), save_every=15)
     first, _ = trained(saving)
@@ -131,7 +143,6 @@ def test_another_run_is_not_resumed(changes: dict[str, Any], message: str, tmp_p
             False,
             "--save-every needs --checkpoints, the directory of the check.*",
         ),
-        ({"checkpoints": "."}, False, "--checkpoints needs --save-every, or --resume, or both"),
         ({"checkpoints": ".", "save_every": 0}, False, "save_every must be at least 1, got 0"),
         (
             {"checkpoints": ".", "save_every": 5, "injection": "0.5,0.5"},

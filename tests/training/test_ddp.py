@@ -1,6 +1,7 @@
 """DistributedDataParallel around an attached model: switched off, left to a node, or refused."""
 
 import contextlib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
@@ -106,6 +109,19 @@ def test_a_wrapper_changes_nothing() -> None:
     assert not torch.equal(local[0][0][0], other_local[0][0][0]), "between two means they differ"
 
 
+def communicating() -> list[Any]:
+    """What attach says to torch's own optimizers that communicate."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # importing them is deprecated in part
+        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+        from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+    model = make_model(0)
+    sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    averaging = PostLocalSGDOptimizer(sgd(model), PeriodicModelAverager(period=4))
+    given = sharded, averaging
+    return [error_of(lambda o=o: attach(model, o, offbeat.BSP())) for o in given]  # type: ignore[misc]
+
+
 def life(rank: int, size: int) -> Any:
     model = make_model(rank)
     wrapper = DistributedDataParallel(model)
@@ -118,6 +134,11 @@ def life(rank: int, size: int) -> Any:
     found.append(reduces(rank, wrapper))
     found.append(reduces(rank, DistributedDataParallel(make_model(rank))))
     errors = []
+    mesh = init_device_mesh("cpu", (size,))
+    divided = nn.Linear(4, 4)
+    divided.weight = nn.Parameter(distribute_tensor(divided.weight, mesh, [Shard(0)]))
+    errors.append(error_of(lambda: attach(divided, sgd(divided), offbeat.BSP())))
+    errors += communicating()
     static = DistributedDataParallel(make_model(0), static_graph=True)
     errors.append(error_of(lambda: attach(static, sgd(static), offbeat.BSP())))
     alone = dist.new_group([rank], use_local_synchronization=True)
@@ -140,7 +161,11 @@ def test_a_wrapper_reduces_again_after_the_end() -> None:
         assert found == [True, False, True, True]
         assert late[0][0] == "AttachError"
         assert "in the middle of the training" in late[1]
-        assert "static_graph" in errors[0][1]
+        assert "it is a DTensor, divided among workers" in errors[0][1]
+        for _, text in errors[1:3]:
+            assert "communicates in its step by itself" in text
+        assert "static_graph" in errors[3][1]
+        assert [text for _, text in errors[4:]] == ["nothing was raised"] * 2
 
 
 def documented(rank: int, size: int) -> Any:
@@ -150,6 +175,9 @@ def documented(rank: int, size: int) -> Any:
     names["optimizer"] = sgd(names["model"])
     exec(code_on("coming-from-ddp", "across"), names)
     names["sync"].finish()
+    model = DistributedDataParallel(make_model(rank))
+    error = error_of(lambda: attach(model, sgd(model), offbeat.BSP(), group=names["node"]))
+    assert "over ranks 0, 1, 2, 3, and attach() trains it over ranks" in error[1]
     return [dist.get_process_group_ranks(names[one]) for one in ("node", "across")]
 
 

@@ -315,11 +315,25 @@ def test_all_but_one_may_be_lost() -> None:
 
 
 def test_fewer_than_min_workers_all_raise() -> None:
-    """One error, which names the number, on every worker that is left."""
+    """One error, which names the number, on every worker that is left, and again at each step."""
 
     def worker() -> str:
+        rank = dist.get_rank()
+        model = make_model(rank)
+        optimizer, sync = attach(model, "local:period=3", min_workers=3)
+
+        def steps() -> None:
+            for step in range(STEPS):
+                train_step(model, optimizer, make_batch(rank, step))
+
         with pytest.raises(CommunicationError) as error:
-            train("local:period=3", min_workers=3)
+            steps()
+        seconds = sync._host.now()
+        for _ in range(3):
+            with pytest.raises(CommunicationError, match="min_workers=3"):
+                train_step(model, optimizer, make_batch(rank, 0))
+        assert sync._host.now() < seconds + 1  # of a time-out of 2 s
+        sync.detach()
         return str(error.value)
 
     results = run(worker, Kill(worker=0, at=0.06), Kill(worker=1, at=0.2))
@@ -386,6 +400,52 @@ def test_a_loss_in_consensus_and_in_finish(strategy: str) -> None:
         assert torch.equal(one["seen"], results[0]["seen"])
         assert torch.equal(one["model"], results[0]["model"])
         close(one["after"], one["seen"])  # a view began from there
+
+
+@pytest.mark.parametrize("strategy", ["local:period=5", "bsp"])
+def test_a_loss_in_the_last_message_ends_training_alike(strategy: str) -> None:
+    """Who has seen the end has left; the others have its model, and learn that it was the end."""
+
+    def at(*faults: Any) -> Any:
+        return simulate(
+            lambda: train(strategy),
+            workers=4,
+            network=Network("1Mbit/s", latency="1ms"),
+            compute=Compute("10ms"),
+            faults=faults,
+        )
+
+    spans = [s for s in at(Kill(worker=0, at=1e3)).timeline if s.kind == "transfer" and s.rank == 0]
+    assert spans[-1].what == "the end of training"
+    for span in spans[-3:]:
+        middle = (span.start + span.end) / 2
+        results = survivors(at(Kill(worker=2, at=middle, spared=(0,))).results)
+        assert len(results) == 3
+        for one in results:
+            close(one["model"], results[0]["model"])
+
+
+def test_one_that_detaches_is_not_waited_for() -> None:
+    """An exception that leaves the block does the same."""
+
+    def worker() -> Any:
+        model = make_model(dist.get_rank())
+        optimizer, sync = attach(model, "local:period=2")
+        try:
+            with sync:
+                for step in range(STEPS):
+                    train_step(model, optimizer, make_batch(dist.get_rank(), step))
+                    if (dist.get_rank(), step) == (1, 4):
+                        raise KeyError("something of the user's own")
+        except KeyError:
+            return None
+        return {"model": flat(model), "seconds": sync._host.now()}
+
+    left = survivors(run(worker, Pause(worker=1, at=1e3, seconds=1.0)))  # losses can be seen
+    assert len(left) == 3
+    for one in left:
+        assert torch.equal(one["model"], left[0]["model"])
+        assert one["seconds"] < 1  # of a time-out of 2 s
 
 
 def test_a_newcomer_with_another_model_is_refused() -> None:
@@ -501,3 +561,32 @@ def test_what_cannot_go_on_is_refused() -> None:
         sync.finish()
 
     run(worker, workers=2)
+
+
+@pytest.mark.parametrize("strategy", ["ssp:staleness=2", "downpour", "downpour:push_every=3"])
+@pytest.mark.parametrize("at", [0.083, 0.117])
+def test_a_server_that_is_left_has_every_push(strategy: str, at: float) -> None:
+    """Worker 3 serves nothing: of its steps, all that had reached the server are there, too.
+
+    A step of the first view counts 1/4, one of the second 1/3, wherever its push was.
+    """
+
+    def worker() -> dict[str, Any]:
+        model, syncs, shares = Drift(), [], []
+        optimizer = sgd(model, lr=1.0)
+        optimizer.register_step_post_hook(lambda *_: shares.append(1 / syncs[0].size))
+        text = f"{strategy}{',' if ':' in strategy else ':'}servers=0/1"
+        syncs.append(attach(model, text, optimizer=optimizer)[1])
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+        syncs[0].finish()
+        return {"model": flat(model), "moved": sum(shares), "first": shares.count(1 / 4)}
+
+    left = survivors(run(worker, Kill(worker=3, at=at)))
+    for one in left:
+        lost = (-one["model"] - sum(other["moved"] for other in left)) * 4  # its steps
+        close(lost, lost.round(), atol=1e-9)
+        assert lost.min() == lost.max()
+        assert 1 <= lost[0] <= max(other["first"] for other in left) + 2

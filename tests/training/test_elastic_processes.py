@@ -12,7 +12,9 @@ import torch.distributed as dist
 import offbeat
 from cells import some
 from loops import sgd
+from offbeat.errors import CommunicationError
 from offbeat.fabric import regroup_watch
+from offbeat.training import views
 from problems import flat, loss_of, make_batch, make_model
 from workers import run
 
@@ -31,13 +33,26 @@ def store() -> Any:
     return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
 
 
-def train(rank: int, size: int, strategy: str) -> Any:
+def stumble() -> None:
+    """Let this worker lose a connection when it first begins a view."""
+    real = views.Means.open
+
+    def fail(*args: Any) -> Any:
+        views.Means.open = real  # type: ignore[method-assign]
+        raise CommunicationError("stumbled")
+
+    views.Means.open = fail  # type: ignore[method-assign]
+
+
+def train(rank: int, size: int, strategy: str, stumbles: bool = False) -> Any:
     """Rank 1 dies at step 10; a newcomer comes then; all take some steps more."""
     regroup_watch._STORE_SECONDS = 0.1  # between looks whether somebody asks
     os.environ["OFFBEAT_KERNELS"] = "0"  # numba is slow to import
     kept = store()
     if rank == size:
         kept.wait(["died"])
+        if stumbles:
+            stumble()
     model, group = make_model(rank), offbeat.join() if rank == size else None
     optimizer = sgd(model)
     sync = offbeat.attach(
@@ -64,10 +79,9 @@ def train(rank: int, size: int, strategy: str) -> Any:
     return flat(model), begun, sync.step, dict(sync.stats.details)
 
 
-@pytest.mark.parametrize("strategy", some(STRATEGIES, 0, 4))
-def test_training_goes_on(strategy: str) -> None:
-    """Without one that is killed, with one that joins: all end with one model."""
-    first, _, *others = run(train, strategy, workers=4, newcomers=1, may_die=(1,))
+def check(results: list[Any]) -> None:
+    """All end with one model, and know of each other."""
+    first, _, *others = results
     model, begun, steps, details = first
     assert begun == 0
     assert steps >= 18
@@ -77,3 +91,16 @@ def test_training_goes_on(strategy: str) -> None:
         assert torch.equal(other, model)
         assert others_details["members"] == [0, 2, 3, 4]
     assert others[-1][1] >= 10, "a newcomer goes on from the others' step"
+
+
+@pytest.mark.parametrize("strategy", some(STRATEGIES, 0, 4))
+def test_training_goes_on(strategy: str) -> None:
+    """Without one that is killed, with one that joins."""
+    check(run(train, strategy, workers=4, newcomers=1, may_die=(1,)))
+
+
+def test_a_newcomer_may_fail_before_it_has_begun() -> None:
+    """It begins again with the next view, still with nothing to contribute; nobody waits long."""
+    started = time.monotonic()
+    check(run(train, "streaming", True, workers=4, newcomers=1, may_die=(1,)))
+    assert time.monotonic() - started < 15

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import worlds
-from cells import nightly
+from cells import nightly, some
 from loops import attach
 from offbeat.lab.cluster import Cluster
 from problems import flat, make_batch, make_wide, wide_loss
@@ -79,7 +79,7 @@ def train_each(rank: int, size: int, wire: str) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("wire", LOSSY)
+@pytest.mark.parametrize("wire", some(LOSSY, 1))
 def test_gloo_and_the_simulator_agree(wire: str) -> None:
     """Models, looks at the consensus and bytes; all workers end with the same bits."""
     real = zip(*worlds.real(train_each, wire, workers=3), strict=True)

@@ -112,11 +112,23 @@ def compare(
     latency: Latency = USUAL_LATENCY,
     step_time: StepTime = None,
     jitter: Jitter = 0.0,
+    slow: Annotated[
+        str | None,
+        typer.Option(help="Slower workers, RANK=FACTOR, as in 0=2; the clock is that of rank 0."),
+    ] = None,
+    lr_scale: Annotated[
+        str,
+        typer.Option(
+            help="Factor on the recipe's learning rate; of several, as in 0.3,1,3, the best of "
+            "each strategy is shown."
+        ),
+    ] = "1",
 ) -> None:
     """Run strategies one after the other under the same seeds; write table, plot and report.
 
     Baselines, too: [bold]ideal[/bold] is what bsp would do on an infinitely fast network,
-    [bold]torch:…[/bold] are torch's own methods; `offbeat strategies` lists them.
+    [bold]torch:…[/bold] are torch's own methods, others have packages of their own; `offbeat
+    strategies` lists them. The same command with the same --output goes on with what was cut short.
 
     [bold]Examples[/bold]
 
@@ -130,9 +142,31 @@ def compare(
 
     offbeat compare digits -s ideal -s bsp -s torch:ddp -s torch:ddp,hook=powersgd,rank=2
 
+    offbeat compare digits -s ideal -s bsp -s local:period=8 --lr-scale 0.3,1,3 --seeds 3
+
     offbeat compare path/to/file.py -s bsp -s local:period=8
 
     torchrun --nproc-per-node 4 -m offbeat.cli compare digits -s bsp -s local:period=8
+    """
+
+
+@carried_out_in("reports")
+def report(
+    results: Annotated[Path, typer.Argument(help="A results.jsonl, as compare writes them.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="The page to write.", show_default="report.html beside it"
+        ),
+    ] = None,
+) -> None:
+    """Make the page of a comparison from its results: one HTML file that needs no other.
+
+    [bold]Examples[/bold]
+
+    offbeat report runs/digits/results.jsonl
+
+    offbeat report runs/digits/results.jsonl -o page.html
     """
 
 
@@ -219,4 +253,4 @@ def strategies() -> None:
     """
 
 
-COMMANDS = (train, simulate, compare, plan, probe, recipes, strategies)
+COMMANDS = (train, simulate, compare, report, plan, probe, recipes, strategies)

@@ -3,6 +3,8 @@
 import contextlib
 import os
 import re
+import shlex
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,20 +14,19 @@ from pathlib import Path
 import torch.distributed as dist
 
 from offbeat.arguments import require_integer
-from offbeat.cli.options import USUAL_LATENCY
+from offbeat.cli.checks import check_method, parse_lr_scales, refuse_twice, refuse_virtual
 from offbeat.cli.outputs import require_file, require_folder, require_picture
 from offbeat.cli.view import Bar, console, show_narrow
 from offbeat.lab import compare as comparison
 from offbeat.lab import report
-from offbeat.lab.baselines import parse_method, require_virtual
+from offbeat.lab.baselines import require_virtual
 from offbeat.lab.job import Job
 from offbeat.lab.measure import measure_recipe
 from offbeat.lab.places import Loopback, Place, ShapedLinks, Torchrun, VirtualCluster
-from offbeat.lab.recipes import Task
 from offbeat.lab.results import Result
 from offbeat.lab.train import choose_backend, share_cores
+from offbeat.lab.uneven import parse_slow
 from offbeat.simulate import Compute, Network
-from offbeat.strategies import Strategy
 from offbeat.units import parse_bandwidth, show_seconds
 
 _MOST_SEEDS = 1000
@@ -92,26 +93,33 @@ def compare(
     latency: str,
     step_time: str | None,
     jitter: float,
+    slow: str | None,
+    lr_scale: str,
 ) -> None:
     """Run strategies one after the other under the same seeds; write table, plot and report."""
     require_integer("seeds", seeds, least=1)
     if seeds > _MOST_SEEDS:
         raise ValueError(f"seeds must be at most {_MOST_SEEDS}, got {seeds}")
-    job = _sized(job)
+    scales = parse_lr_scales(lr_scale)
+    job = replace(_sized(job), lr_scale=scales[0], jitter=jitter, slow=slow)
+    job = replace(job, measure_links=not simulated)
     if simulated:
         _refuse_torchrun("--simulate")
 
     def check() -> None:
         task = None
-        _refuse_twice(job, strategy)
+        for scale in scales:
+            refuse_twice(replace(job, lr_scale=scale), strategy)
         if not simulated:
-            _refuse_virtual(latency=latency, step_time=step_time, jitter=jitter)
+            refuse_virtual(latency=latency, step_time=step_time)
         if output is not None:
             require_folder("--output", output)
         for text in strategy:
-            if simulated:
-                require_virtual(job.under(text).strategy)
-            task = _check(job, text, task)
+            for scale in scales:
+                one = replace(job, lr_scale=scale)
+                if simulated:
+                    require_virtual(one.under(text).strategy)
+                task = check_method(one, text, task)
 
     folder = output
     if folder is None:
@@ -120,44 +128,27 @@ def compare(
         place: Place | None
         if simulated:
             check()
-            place = _virtual(job, bandwidth, latency, step_time, jitter)
+            place = _virtual(job, bandwidth, latency, step_time, jitter, slow)
         else:
             place = stack.enter_context(_real(job, bandwidth, check))
             if place is None:
                 return
-        with Bar() as bar:
+        with Bar(comparison.count_runs(job, strategy, seeds, scales)) as bar:
             results = comparison.compare(
                 job,
                 strategy,
                 seeds=seeds,
+                lr_scales=scales,
                 place=place,
                 output=folder,
                 on_start=bar.start,
                 on_event=bar.event,
+                on_kept=bar.keep,
+                command=_command(),
             )
         _show(results)
         for what, path in report.write_report(results, folder).items():
             _say_where(f"{what:7}", path)
-
-
-def _check(job: Job, text: str, task: Task | None) -> Task:
-    """Check the job under one strategy of a comparison; ``task`` is what it builds, or has built.
-
-    Raises:
-        ValueError, TypeError, FileNotFoundError: as ``Job.check``.
-    """
-    one = job.under(text)
-    parse_method(one.strategy)
-    try:
-        one.check_method()
-    except ValueError as error:
-        if one != replace(job, strategy=one.strategy):  # its own options are to blame
-            raise
-        raise ValueError(
-            f"{error}; an option for some strategies only goes with them, as in "
-            "-s 'local:period=8 --wire int8'"
-        ) from None
-    return one.check(task)
 
 
 def _check_records(job: Job) -> None:
@@ -165,30 +156,13 @@ def _check_records(job: Job) -> None:
         require_file("--records", Path(job.log))
 
 
-def _refuse_twice(job: Job, strategies: list[str]) -> None:
-    """Raise ValueError if two of them train alike: their results would have one name."""
-    seen: dict[object, str] = {}
-    for text in strategies:
-        one = job.under(text)
-        method = parse_method(one.strategy)
-        usual = method.default_wire if isinstance(method, Strategy) else None
-        kind = replace(one, strategy="", wire=one.wire or usual), repr(method)
-        if kind in seen:
-            raise ValueError(
-                f"{text!r} is given twice"
-                if text == seen[kind]
-                else f"{text!r} and {seen[kind]!r} are the same; leave one out, and repeat with "
-                "--seeds"
-            )
-        seen[kind] = text
-
-
-def _refuse_virtual(*, latency: str, step_time: str | None, jitter: float) -> None:
-    """Raise ValueError for an option that only simulated workers can honour."""
-    asked = {"--step-time": step_time is not None, "--jitter": jitter != 0}
-    asked["--latency"] = latency != USUAL_LATENCY
-    for option in (name for name, given in asked.items() if given):
-        raise ValueError(f"{option} is for simulated workers; add --simulate, or leave it out")
+def _command() -> str:
+    """What was typed, to be typed again."""
+    program = ["offbeat"]
+    if _under_torchrun():
+        local = os.environ.get("LOCAL_WORLD_SIZE", "1")
+        program = ["torchrun", "--nproc-per-node", local, "-m", "offbeat.cli"]
+    return shlex.join([*program, *sys.argv[1:]])
 
 
 def _file_name(recipe: str) -> str:
@@ -253,23 +227,36 @@ def _links(bandwidth: str | None, workers: int) -> Iterator[Place]:
 
 
 def _virtual(
-    job: Job, bandwidth: str | None, latency: str, step_time: str | None, jitter: float
+    job: Job,
+    bandwidth: str | None,
+    latency: str,
+    step_time: str | None,
+    jitter: float,
+    slow: str | None = None,
 ) -> VirtualCluster:
     network = Network("1Gbit/s" if bandwidth is None else bandwidth, latency=latency)
     told = "1s" if step_time is None else step_time
-    compute = Compute(told, jitter=jitter)  # mistakes show before anything is measured
+    slowdown = parse_slow(slow, job.workers)
+    compute = Compute(
+        told, jitter=jitter, slowdown=slowdown
+    )  # mistakes show before anything is measured
     if step_time is None:
         _, seconds = measure_recipe(job.recipe, data=job.setup().data)
         console.print(f"a step of {job.recipe} takes {show_seconds(seconds)} here", highlight=False)
-        compute = Compute(seconds, jitter=jitter)
+        compute = Compute(seconds, jitter=jitter, slowdown=slowdown)
     return VirtualCluster(network, compute)
 
 
 def _show(results: list[Result]) -> None:
     console.print()
     show_narrow(report.table(results, ranges=False))  # there is no room for them
-    if report.has_ideal(results):
-        console.print(f"{report.SHARE_MEANS}\n", style="dim", highlight=False)
+    notes = [report.TUNED_MEANS] * report.is_tuned(results)
+    notes += [report.SHARE_MEANS] * report.has_ideal(results)
+    for note in notes:
+        console.print(f"{note}\n", style="dim", highlight=False)
+    for table in (report.arrivals(results, ranges=False), report.differences(results)):
+        if table is not None and len(results) > 1:
+            show_narrow(table)
 
 
 def _say_where(what: str, path: Path) -> None:

@@ -8,9 +8,20 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from offbeat.lab.evaluation import MOST
-from offbeat.lab.events import Chosen, Evaluation, Event, Left, Resumed, Start, Step, Waiting
+from offbeat.lab.events import (
+    Chosen,
+    Evaluation,
+    Event,
+    Left,
+    Resumed,
+    Start,
+    Step,
+    Unsaved,
+    Waiting,
+)
 from offbeat.lab.job import Job
 from offbeat.lab.recipes import find_recipe
+from offbeat.lab.results import Result
 from offbeat.table import Table
 from offbeat.units import show_seconds
 
@@ -18,9 +29,14 @@ console = Console()
 
 
 class Bar:
-    """A progress bar for one run after the other."""
+    """A progress bar for one run after the other.
 
-    def __init__(self) -> None:
+    Args:
+        runs: How many there will be; with more than one they are counted.
+    """
+
+    def __init__(self, runs: int = 1) -> None:
+        self._runs, self._run = runs, 0
         self._progress = Progress(
             TextColumn("{task.description}", table_column=None),
             BarColumn(),
@@ -47,9 +63,19 @@ class Bar:
     def start(self, job: Job) -> None:
         """A run begins."""
         self._metric = find_recipe(job.recipe).metric
-        self._name = f"{job.label} seed {job.seed}" if job.seed else job.label
+        self._name, shown = _name(job), self._count(_name(job))
         self._shown = ""
-        self._task = self._progress.add_task(self._name, total=None, metric="starting the workers")
+        self._task = self._progress.add_task(shown, total=None, metric="starting the workers")
+
+    def keep(self, result: Result) -> None:
+        """A run need not be run: its result is there."""
+        name = self._count(_name(result.job))
+        console.print(f"{name}  is in the results already", soft_wrap=True)
+
+    def _count(self, name: str) -> str:
+        self._run += 1
+        shown = f"{self._run}/{self._runs} " if self._runs > 1 and console.is_terminal else ""
+        return f"{shown}{name}"
 
     def event(self, event: Event) -> None:
         """An event of the run; a line for each evaluation where no bar can be drawn."""
@@ -64,6 +90,9 @@ class Bar:
             case Left():
                 where = f"saved at step {event.step} in {event.directory}"
                 console.print(f"{self._name}  {where}: --resume goes on from it", soft_wrap=True)
+            case Unsaved():
+                where = f"no checkpoint was saved at the end: {event.why}"
+                console.print(f"{self._name}  {where}", soft_wrap=True)
             case Waiting():
                 self._progress.update(self._task, metric=f"{event.what} …")
             case Chosen():
@@ -74,6 +103,10 @@ class Bar:
                 self._progress.update(self._task, completed=event.step, metric=self._shown)
                 if not console.is_terminal:
                     console.print(f"{self._name}  {line(event, self._metric)}", soft_wrap=True)
+
+
+def _name(job: Job) -> str:
+    return f"{job.label} seed {job.seed}" if job.seed else job.label
 
 
 def line(event: Evaluation, metric: str) -> str:

@@ -5,7 +5,9 @@ name from the number of those that exist, so one that is opened after another wa
 find that one's addresses in the store.
 """
 
+import atexit
 import contextlib
+import functools
 import itertools
 import math
 import threading
@@ -21,8 +23,18 @@ import torch.distributed as dist
 _HANG_UP_TAG = 2**15  # of messages that nobody sends
 _GIVEN_UP = "given up"  # key in the store of an opening: the rank that waits no longer
 _LOOKS = 0.0005, 0.05  # seconds between looks who has come: at first, and at most
+_MORE_SECONDS = 1.0  # than its time-out: how long gloo may take to notice that
 _numbers: dict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 """By members: how many groups this process has opened with them; the same on all of them."""
+_left: list[tuple[threading.Thread, float]] = []
+"""Openings that are left to themselves, and until when they may take."""
+
+
+@atexit.register
+def _await_left() -> None:
+    """Python would abort with a thread that comes out of gloo during its end."""
+    for thread, deadline in _left:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class Group(Protocol):
@@ -58,6 +70,7 @@ class GroupFactory:
         numbers: Of their groups.
         opening_seconds: How long an opening may take, if less than an operation.
         lost: Gives the ranks of those whose processes have ended; None if nobody watches them.
+        over: Key in ``store`` that is there once some of them will open no more.
 
     Attributes:
         rank: As above.
@@ -76,11 +89,12 @@ class GroupFactory:
         *,
         opening_seconds: float = math.inf,
         lost: Callable[[], list[int]] | None = None,
+        over: str = "",
     ) -> None:
         self.rank, self.size, self.lost = rank, size, lost
         self.store: Any = None
         self._store, self._name, self._numbers = store, name, numbers
-        self._opening_seconds = opening_seconds
+        self._opening_seconds, self._over = opening_seconds, over
         self._members: list[int] = []  # in torch's default group
 
     @classmethod
@@ -112,7 +126,8 @@ class GroupFactory:
         opening_seconds = min(self._opening_seconds, timeout_seconds)
         try:
             self._meet(opening_seconds)
-            group = self._make(backend, timedelta(seconds=opening_seconds))
+            make = functools.partial(self._make, backend, timedelta(seconds=opening_seconds))
+            group = make() if self.lost is None else self._beside(make, opening_seconds)
             if opening_seconds < timeout_seconds:
                 group.set_timeout(timedelta(seconds=timeout_seconds))
             return group
@@ -124,22 +139,61 @@ class GroupFactory:
 
     def _make(self, backend: str, limit: timedelta) -> Group:
         if backend == "gloo":
-            return cast(Group, dist.ProcessGroupGloo(self.store, self.rank, self.size, limit))
+            # Its own connection to the store, if another thread looks into that meanwhile.
+            store = self.store if self.lost is None else self.store.clone()
+            return cast(Group, dist.ProcessGroupGloo(store, self.rank, self.size, limit))
         group = dist.new_group(
             self._members, timeout=limit, backend=backend, use_local_synchronization=True
         )
         return cast(Group, group)
+
+    def _beside(self, make: Callable[[], Group], timeout_seconds: float) -> Group:
+        """``make()``, in a thread that is left to itself if one dies while all connect.
+
+        gloo would wait for that one until the time-out, and now and then longer.
+        """
+        made: list[Group] = []
+        failed: list[RuntimeError] = []
+
+        def run() -> None:
+            try:
+                made.append(make())
+            except RuntimeError as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=run, name="opening of a group", daemon=True)
+        deadline = time.monotonic() + timeout_seconds + _MORE_SECONDS
+        thread.start()
+        try:
+            while thread.is_alive():
+                thread.join(_LOOKS[1])
+                if thread.is_alive():
+                    self._look_out()
+                    if time.monotonic() > deadline:
+                        raise MeetingError("gloo did not connect all who had come")
+        except BaseException:
+            _left[:] = [(one, until) for one, until in _left if one.is_alive()]
+            _left.append((thread, deadline))
+            raise
+        if failed:
+            raise failed.pop()
+        return made.pop()
+
+    def _look_out(self) -> None:
+        """Raise if not all will come, or one that had come has left."""
+        if self.lost is not None and (lost := self.lost()):
+            raise MeetingError(f"{ranks_text(lost)} died")
+        if self._over and self._store.check([self._over]):
+            raise MeetingError("others have given up this view")
+        if self.store.check([_GIVEN_UP]):
+            raise MeetingError(f"rank {int(self.store.get(_GIVEN_UP))} has given up")
 
     def _meet(self, timeout_seconds: float) -> None:
         deadline, (pause, longest) = time.monotonic() + timeout_seconds, _LOOKS
         self.store.set(f"here/{self.rank}", "")
         everyone = [f"here/{rank}" for rank in range(self.size)]
         while True:
-            if self.lost is not None and (lost := self.lost()):
-                raise MeetingError(f"{ranks_text(lost)} died")
-            if self.store.check([_GIVEN_UP]):  # perhaps after all had come
-                rank = int(self.store.get(_GIVEN_UP))
-                raise MeetingError(f"rank {rank} has given up")
+            self._look_out()
             if self.store.check(everyone):
                 return
             if time.monotonic() > deadline:

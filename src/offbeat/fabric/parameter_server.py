@@ -31,6 +31,12 @@ from offbeat.fabric.wire import Precision
 _ANSWERS = 1024  # answers under way at once have different tags
 
 
+def places_of(elements: int, servers: int) -> list[slice]:
+    """Which part of a vector each server keeps."""
+    ends = [elements * i // servers for i in range(servers + 1)]
+    return [slice(a, b) for a, b in itertools.pairwise(ends)]
+
+
 class ParameterServer:
     """This worker's end of a vector that is kept in shards by ``servers``.
 
@@ -52,6 +58,8 @@ class ParameterServer:
             Where changes are pushed over a lossy wire they are what was last pulled.
         shard: This rank's, if it serves.
         view: In which it was made: it serves no other.
+        members: Of that view.
+        pushed: How often this worker has begun to push, to all shards alike.
         pulled_bytes: Bytes of the answers this worker has asked other ranks for.
 
     *Memory*: ``values``; a server has its shard, and a buffer of its size for each other rank: two
@@ -71,12 +79,11 @@ class ParameterServer:
         precision: Precision = "float32",
         pushes: Pushes = "changes",
     ) -> None:
-        self._team, self.view = team, team.view
+        self._team, self.view, self.members = team, team.view, team.members
+        self.pushed = 0
         self.servers = list(team.ranks) if servers is None else list(servers)
         self.values = initial
-        count = len(self.servers)
-        ends = [initial.numel() * i // count for i in range(count + 1)]
-        self._places = [slice(a, b) for a, b in itertools.pairwise(ends)]
+        self._places = places_of(initial.numel(), len(self.servers))
         self._sent: list[Handle[Tensor]] = []  # of the last push
         self.pulled_bytes = 0
         self._requests = 0
@@ -336,6 +343,7 @@ class ParameterServer:
             patient: Whether it may take as long as it likes.
             settings: Others of ``Request``.
         """
+        self.pushed += kind in ("push", "push_pull", "last")
         self._require_service()
         self.stage()
         vector = self.values if into is None else into

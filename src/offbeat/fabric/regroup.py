@@ -135,7 +135,7 @@ class Participant:
         except StoreGoneError:
             raise
         except CommunicationError:
-            return self.go_on(number, decision, new=True)
+            return self.go_on(number, decision, step=None)
 
     def _communicator(
         self,
@@ -156,18 +156,19 @@ class Participant:
                 itertools.count(),
                 opening_seconds=opening_seconds,
                 lost=partial(self._lost, members),
+                over=f"view/{number + 1}/begun",
             )
             made = ElasticCommunicator(factory, timeout_seconds=self.timeout_seconds)
         made.membership = membership
         return made
 
-    def go_on(self, view: int, before: Decision, *, new: bool) -> View:
+    def go_on(self, view: int, before: Decision, *, step: int | None) -> View:
         """The view after ``view``, or the first one after it that can be opened.
 
         Args:
             view: Number of the view that has ended, or could not be opened.
             before: Its members.
-            new: Whether this worker has been in no view.
+            step: Own steps so far; None: this worker has been in no view.
 
         Raises:
             EndedError: training has ended.
@@ -176,11 +177,11 @@ class Participant:
         began, patience = time.monotonic(), self.silence_seconds
         silent_for = began - self.heard
         for number in itertools.count(view + 1):
-            before = self._agree(number, before, patience, new)
+            before = self._agree(number, before, patience, new=step is None)
             if self.worker not in before.members:
                 raise CommunicationError(
-                    f"rank {self.worker} was left behind at view {number}, in which "
-                    f"{ranks_text(before.members)} go on: it had not taken part for "
+                    f"rank {self.worker} was left behind at step {step or 0}: "
+                    f"{ranks_text(before.members)} are in view {number}. It had not taken part for "
                     f"{silent_for:.1f} s, and they wait {self.silence_seconds:g} s for one that is "
                     "silent (timeout_seconds, but at most 30 s). Attach again as a newcomer, with "
                     "group=offbeat.join(...)"
@@ -203,7 +204,7 @@ class Participant:
             patience = min(_AGAIN_SECONDS, self.silence_seconds) if late else self.silence_seconds
         raise AssertionError
 
-    def _agree(self, number: int, before: Decision, patience: float, new: bool) -> Decision:
+    def _agree(self, number: int, before: Decision, patience: float, *, new: bool) -> Decision:
         """Who is in view ``number``, after that of ``before``; perhaps not this worker."""
         board, started = self.board.within(f"view/{number}"), time.monotonic()
         others = set(before.members) - {self.worker}
@@ -211,7 +212,8 @@ class Participant:
         def arrive() -> None:
             if board.get("decided") is None:
                 board.put(f"here/{self.worker}", new)
-                board.put("wanted", True)
+                board.put("begun", True)  # for those who still open the view before
+                board.put("wanted", True)  # for all others
 
         here: set[int] = set()
         left: set[int] = set()
@@ -293,7 +295,8 @@ class Participant:
         return [rank for rank, worker in enumerate(members) if worker in lost]
 
     def _promptly(self, function: Callable[[], T]) -> T:
-        return self.board.promptly(function, f"rank {self.worker}: agreeing on who goes on failed")
+        who = f"rank {self.worker}: agreeing on who goes on failed"
+        return self.board.promptly(function, who, seconds=self.timeout_seconds)
 
 
 class StoreMembership:
@@ -320,8 +323,7 @@ class StoreMembership:
     def regroup(self, *, view: int, step: int) -> View:
         """Agree on who goes on."""
         self._watch.close()
-        logger.info("rank %d: view %d ends at step %d", self._participant.worker, view, step)
-        return self._participant.go_on(view, self._decision, new=False)
+        return self._participant.go_on(view, self._decision, step=step)
 
     def leave(self, *, ended: bool) -> None:
         """Go for good."""

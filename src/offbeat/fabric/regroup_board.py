@@ -78,9 +78,9 @@ class Board:
             return results[0]
         why = said[0] if said else f"no answer within {seconds:g} s"
         raise StoreGoneError(
-            f"{who}: the store of the process group at {self.where} is gone ({why}). Workers "
-            "agree there on who goes on: keep it in a process that outlives them, see "
-            '"Elastic training"'
+            f"{who}: the store of the process group at {self.where} cannot be reached ({why}). "
+            "Workers agree there on who goes on: this one is cut off, or the process that kept the "
+            'store has ended; keep it in one that outlives them, see "Elastic training"'
         )
 
 

@@ -158,6 +158,7 @@ class Shard:
         downloaded: Each worker's version when it was last answered with values.
         staleness: How many pushes of others had come between a worker's download and its push:
             how often.
+        taken: Pushes taken in of each worker.
     """
 
     values: Tensor
@@ -169,11 +170,14 @@ class Shard:
     version: int = 0
     downloaded: list[int] = field(default_factory=list)
     staleness: dict[int, int] = field(default_factory=dict)
+    taken: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.clocks = [0] * self.workers
         self.downloaded = [0] * self.workers
+        self.taken = [0] * self.workers
         self._own_pushes = [0] * self.workers  # since its last download
+        self._closed = False
         self._away = [False] * self.workers
         self._meeting = 0
         self._met_clock = 0  # the slowest clock when everyone had come
@@ -200,6 +204,8 @@ class Shard:
     def handle(self, request: Request, values: Tensor | None, deliver: Deliver) -> None:
         """Serve one request, and those that waited for it, in the order of their arrival."""
         with self._lock:
+            if self._closed:
+                return
             if values is not None:
                 self._take(request, values)
             if request.clock >= 0:
@@ -243,6 +249,7 @@ class Shard:
         self.staleness[behind] = self.staleness.get(behind, 0) + 1
         self.rule.push(self.values, values, source=source)
         self.version += 1
+        self.taken[source] += 1
         self._own_pushes[source] += 1
 
     def _answer(self, one: _Waiting, slowest: int, aside: int | None) -> bool:
@@ -269,6 +276,11 @@ class Shard:
             values = link.payload
         one.deliver(Answer(slowest, False, self._seen), values)
         return True
+
+    def close(self) -> None:
+        """Take nothing in any more, and answer nobody."""
+        with self._lock:
+            self._closed = True
 
     def begin_anew(self, values: Tensor) -> None:
         """``values`` are the initial ones. Nothing was pushed yet."""

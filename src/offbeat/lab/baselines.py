@@ -2,18 +2,17 @@
 
 from offbeat.lab.ideal import IDEAL, Ideal
 from offbeat.lab.method import Baseline
-from offbeat.lab.peers import DDP, PREFIX, Accumulate, PostLocal
+from offbeat.lab.peers import PEERS, PREFIXES
 from offbeat.strategies import Strategy, parse_strategy
 from offbeat.strategies.parse import read_settings
 
-BASELINES: dict[str, type[Baseline]] = {
-    one.name: one for one in (Ideal, DDP, PostLocal, Accumulate)
-}
+_ALL: tuple[type[Baseline], ...] = (Ideal, *PEERS)
+BASELINES: dict[str, type[Baseline]] = {one.name: one for one in _ALL}
 """By name."""
 
 
 def parse_method(text: str) -> Strategy | Baseline:
-    """A strategy, or a baseline: ``ideal``, or ``torch:NAME,setting=value,setting=value``.
+    """A strategy, or a baseline: ``ideal``, or a peer as in ``torch:NAME,setting=value``.
 
     Raises:
         ValueError, TypeError: unknown names or impossible settings; see ``parse_strategy``.
@@ -42,7 +41,7 @@ def is_ideal(text: str) -> bool:
 
 def is_peer(text: str) -> bool:
     """Whether a text form is that of somebody else's method."""
-    return text.strip().startswith(PREFIX)
+    return text.strip().startswith(PREFIXES)
 
 
 def require_virtual(text: str) -> None:

@@ -113,16 +113,24 @@ class Cluster:
             )
             _run("ip", "-n", node, "link", "set", self.interface, "up")
             _run("ip", "-n", node, "link", "set", "lo", "up")
-            self._shape(node, self.interface)
-            self._shape(switch, port)
+            self._shape(node, self.interface, self.bits_per_second)
+            self._shape(switch, port, self.bits_per_second)
 
-    def _shape(self, namespace: str, device: str) -> None:
+    def reshape(self, bits_per_second: float) -> None:
+        """Give all links another rate, while they are in use."""
+        for rank in range(self.workers):
+            self._shape(self._node(rank), self.interface, bits_per_second, "change")
+            self._shape(self._switch, f"port{rank}", bits_per_second, "change")
+
+    def _shape(
+        self, namespace: str, device: str, bits_per_second: float, verb: str = "add"
+    ) -> None:
         # A bucket of 4 ms covers the scheduler's tick; 128 kB hold two segments as the stack
         # hands them down. The queue behind it is what a small switch has.
-        burst = max(131072, int(self.bits_per_second / 8 * 0.004))
+        burst = max(131072, int(bits_per_second / 8 * 0.004))
         _run(
-            *("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf"),
-            *("rate", f"{int(self.bits_per_second)}bit", "burst", str(burst), "latency", "100ms"),
+            *("tc", "-n", namespace, "qdisc", verb, "dev", device, "root", "tbf"),
+            *("rate", f"{int(bits_per_second)}bit", "burst", str(burst), "latency", "100ms"),
         )
 
     def command(self, rank: int, argv: Sequence[str]) -> list[str]:

@@ -26,11 +26,15 @@ class Looks:
         steps: Of the run.
         number: How often; None: as often as is affordable, at most ``MOST`` times. That is for
             ``choose`` to say at the first of so many, when it is known what a step takes.
+
+    Attributes:
+        open: Whether that is still to be said.
+        over: Whether the run ends here, before its last step.
     """
 
     def __init__(self, steps: int, number: int | None) -> None:
         self._steps = steps
-        self.open = number is None
+        self.open, self.over = number is None, False
         self._at = evenly(steps, MOST if number is None else number)
 
     def __contains__(self, step: int) -> bool:

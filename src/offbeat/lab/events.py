@@ -76,6 +76,30 @@ class Chosen:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """The links, before the training or after it; see ``measure_links``.
+
+    Attributes:
+        bytes_per_second: Of the slowest link, one way, while all are busy.
+        latency_seconds: Of one message, the median.
+    """
+
+    bytes_per_second: float
+    latency_seconds: float
+
+
+@dataclass(frozen=True)
+class Paced:
+    """What uneven workers' sleeps are multiples of; see ``lab.uneven``.
+
+    Attributes:
+        step_seconds: A step of a worker alone, the mean over the workers.
+    """
+
+    step_seconds: float
+
+
+@dataclass(frozen=True)
 class Resumed:
     """The run goes on from a checkpoint; what it had told until then follows.
 
@@ -100,6 +124,17 @@ class Left:
 
 
 @dataclass(frozen=True)
+class Unsaved:
+    """The run was asked to end early, and ends without a checkpoint of where it was.
+
+    Attributes:
+        why: In a few words.
+    """
+
+    why: str
+
+
+@dataclass(frozen=True)
 class End:
     """Training is over.
 
@@ -113,16 +148,26 @@ class End:
     step_seconds: float | None = None
 
 
-Event: TypeAlias = Start | Step | Evaluation | Waiting | Chosen | Resumed | Left | End
+Event: TypeAlias = (
+    Start | Step | Evaluation | Waiting | Chosen | Measured | Paced | Resumed | Left | Unsaved | End
+)
 
-_KINDS: dict[str, type[Start | Step | Evaluation | Waiting | Chosen | Resumed | Left]] = {
+_KINDS: dict[
+    str,
+    type[
+        Start | Step | Evaluation | Waiting | Chosen | Measured | Paced | Resumed | Left | Unsaved
+    ],
+] = {
     "start": Start,
     "step": Step,
     "evaluation": Evaluation,
     "waiting": Waiting,
     "chosen": Chosen,
+    "measured": Measured,
+    "paced": Paced,
     "resumed": Resumed,
     "left": Left,
+    "unsaved": Unsaved,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 

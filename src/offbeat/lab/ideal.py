@@ -63,6 +63,7 @@ class Ideal(Baseline):
         lr_scale: float,
         under: Callable[[Strategy], Synchronizer],
         batches: Callable[[], Iterable[Any]],
+        timeout_seconds: float,
     ) -> Method:
         if dist.get_backend() == "simulated":
             return _Virtual(task, lr_scale, under(BSP()))

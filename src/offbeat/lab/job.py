@@ -75,6 +75,10 @@ class Job:
 
     Its fields are the options of the commands ``train``, ``compare`` and ``simulate``, each with
     its name, default, range and help. An option more is a field more, and what is done with it.
+
+    Four have no option of their own: ``jitter`` and ``slow``, the uneven computing of real workers,
+    ``alone_seconds``, the step alone that their sleeps are multiples of (None: as the run measures;
+    see ``lab.uneven``), and ``measure_links``, whether links are measured before and after.
     """
 
     recipe: str = option(
@@ -100,13 +104,23 @@ class Job:
         unset="24, or as many as cost a tenth of the time",
         least=1,
     )
+    max_steps: int | None = option(None, help="End after so many steps of each worker.", least=1)
+    max_seconds: float | None = option(
+        None, help="End at the first evaluation after so many training seconds.", above=0
+    )
+    jitter: float = setting(0.0, least=0)
+    slow: str | None = None
+    alone_seconds: float | None = setting(None, above=0)
+    measure_links: bool = False
     log: str | None = option(  # torchrun has options of its own that begin with --log
         None, "--records", help="JSON lines of every step, one file a worker.", is_path=True
     )
     checkpoints: str | None = option(
         None, help="Directory where every worker saves checkpoints of the run.", is_path=True
     )
-    save_every: int | None = option(None, help="Steps between two checkpoints.", least=1)
+    save_every: int | None = option(
+        None, help="Steps between two checkpoints.", least=1, unset="at the end, or on Ctrl-C"
+    )
     resume: bool = option(
         False, "--resume", help="Go on from the newest checkpoint that all workers have whole."
     )
@@ -191,8 +205,6 @@ class Job:
                 flag = "--resume" if self.resume else "--save-every"
                 raise ValueError(f"{flag} needs --checkpoints, the directory of the checkpoints")
             return
-        if self.save_every is None and not self.resume:
-            raise ValueError("--checkpoints needs --save-every, or --resume, or both")
         if self.injection is not None:
             raise ValueError(
                 "--checkpoints with --injection: samples that are on their way between workers are "
@@ -209,8 +221,10 @@ class Job:
 
     def _check_bounds(self) -> None:
         """Raise ValueError for numbers that no run has a use for."""
+        from offbeat.lab.uneven import parse_slow
         from offbeat.training.attach import require_timeout
 
+        parse_slow(self.slow, self.workers)
         if self.workers > MOST_WORKERS:
             raise ValueError(f"workers must be at most {MOST_WORKERS}, got {self.workers}")
         if self.seed > MOST_SEED:
@@ -222,6 +236,7 @@ class Job:
 
         Raises:
             ValueError, TypeError: it cannot, or there is none of that name.
+            ImportError: its package is not installed.
         """
         from offbeat.lab.baselines import parse_method
         from offbeat.lab.method import Baseline
@@ -230,6 +245,7 @@ class Job:
         method = parse_method(self.strategy)
         if isinstance(method, Baseline):
             self._refuse(method)
+            method.require()
             return
         require_wire(self.wire or method.default_wire, method)
         require_optimizer_state(self.optimizer_state, method)
@@ -321,6 +337,11 @@ def _of_method() -> "dict[dataclasses.Field[Any], Option]":
         if about is not None and about.of_method:
             found[one] = about
     return found
+
+
+def option_of_method() -> frozenset[str]:
+    """The names of the fields that belong to the method."""
+    return frozenset(one.name for one in _of_method())
 
 
 def _pairs(text: str, words: list[str]) -> Iterator[tuple[str, str]]:

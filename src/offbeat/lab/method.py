@@ -116,6 +116,15 @@ class Baseline(ABC):
     refused: ClassVar[tuple[str, ...]]
     """Fields of ``Job`` that it cannot honour."""
 
+    @classmethod
+    def require(cls) -> None:
+        """Raise unless it can run here.
+
+        Raises:
+            ImportError: a package is missing; the message says how to install it.
+        """
+        return
+
     @abstractmethod
     def start(
         self,
@@ -123,6 +132,7 @@ class Baseline(ABC):
         lr_scale: float,
         under: Callable[[Strategy], Synchronizer],
         batches: Callable[[], Iterable[Any]],
+        timeout_seconds: float,
     ) -> Method:
         """Begin to train on this worker. A collective.
 
@@ -131,4 +141,5 @@ class Baseline(ABC):
             lr_scale: Factor on the learning rate.
             under: Attaches a strategy to the task, as the job says.
             batches: What this worker reads, anew each time, on the model's device.
+            timeout_seconds: Of operations between workers.
         """

@@ -1,5 +1,6 @@
 """Where a job can run: on loopback, on shaped links, on torchrun's processes, in virtual time."""
 
+import math
 import os
 import platform
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from typing_extensions import override
 from offbeat.lab.baselines import is_ideal, require_virtual
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.evaluation import MOST, gather
-from offbeat.lab.events import Event
+from offbeat.lab.events import Evaluation, Event, Start, Step
 from offbeat.lab.job import Job
 from offbeat.lab.launch import Nodes, run_job
 from offbeat.lab.train import own_device, train_worker
@@ -64,19 +65,59 @@ class Loopback(_Processes):
         return "loopback"
 
     @override
-    def command(self, rank: int, argv: Sequence[str]) -> list[str]:
-        return list(argv)
+    def command(self, rank: int, argv: Sequence[str]) -> list[str] | None:
+        return None
 
 
 class ShapedLinks(Cluster, _Processes):
     """Worker processes on the nodes of a ``Cluster``, one each.
 
     The ideal runs over loopback: what its network costs does not count, and it takes all gradients.
+
+    Args:
+        workers: Number of nodes (1 to 200).
+        bits_per_second: Rate of each link, each way.
+        later: Their rate in the second half of a run's steps, as rank 0 takes them; None: the same.
     """
+
+    def __init__(self, workers: int, bits_per_second: float, later: float | None = None) -> None:
+        super().__init__(workers, bits_per_second)
+        self._later = later
+
+    @override
+    def __str__(self) -> str:
+        after = "" if self._later is None else f", {show_bandwidth(self._later)} in the second half"
+        return f"{super().__str__()}{after}"
 
     @override
     def run(self, job: Job, on_event: Callable[[Event], None]) -> None:
-        run_job(job, on_event, Loopback() if is_ideal(job.strategy) else self)
+        if is_ideal(job.strategy):
+            run_job(job, on_event, Loopback())
+            return
+        if self._later is None:
+            run_job(job, on_event, self)
+            return
+        try:
+            run_job(job, at_half(partial(self.reshape, self._later), on_event), self)
+        finally:
+            self.reshape(self.bits_per_second)
+
+
+def at_half(act: Callable[[], None], on_event: Callable[[Event], None]) -> Callable[[Event], None]:
+    """``on_event``, with ``act`` called once, before the event of the step in the middle."""
+    half = math.inf
+
+    def listen(event: Event) -> None:
+        nonlocal half
+        match event:
+            case Start():
+                half = event.steps / 2
+            case Step() | Evaluation() if event.step >= half:
+                half = math.inf
+                act()
+        on_event(event)
+
+    return listen
 
 
 class Torchrun(Place):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.lab.baselines import is_ideal, is_peer
-from offbeat.lab.events import Evaluation, stats_of
+from offbeat.lab.events import Evaluation, Measured, stats_of
 from offbeat.lab.job import Job
 from offbeat.telemetry import Stats
 
@@ -27,6 +27,11 @@ class Result:
         simulated: Whether all seconds are virtual.
         points: The evaluations in their order, at least one; the last is that of the end.
         stats: The totals of every worker, in rank order.
+        model_bytes: Size of the model's parameters; None of a version that did not tell.
+        links: What was measured of the links before the training and after it, if it was.
+        lr_scales: The factors on the learning rate that the method was tried with, this run being
+            that of one of them; empty if it was not tuned.
+        command: What was typed.
     """
 
     job: Job
@@ -39,6 +44,10 @@ class Result:
     simulated: bool
     points: tuple[Evaluation, ...]
     stats: tuple[Stats, ...]
+    model_bytes: int | None = None
+    links: tuple[Measured, ...] = ()
+    lr_scales: tuple[float, ...] = ()
+    command: str = ""
 
     @property
     def strategy(self) -> str:
@@ -118,7 +127,7 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON values, the derived ones too: a line of ``results.jsonl``."""
         return {
-            "job": asdict(self.job),
+            "job": public_job(self.job),
             "strategy": self.strategy,
             "label": self.label,
             "metric": self.metric,
@@ -139,6 +148,10 @@ class Result:
             "flag_rate": self.flag_rate,
             "stats": [self._known(one) for one in self.stats],
             "details": self.details,
+            "model_bytes": self.model_bytes,
+            "links": [asdict(one) for one in self.links],
+            "lr_scales": list(self.lr_scales),
+            "command": self.command,
         }
 
     @classmethod
@@ -149,13 +162,31 @@ class Result:
             ValueError, KeyError, TypeError: it is none.
         """
         known = {one.name for one in fields(Job)}
-        kept = {one.name: values[one.name] for one in fields(cls)}
+        later = {"model_bytes", "links", "lr_scales", "command"}  # 0.1.0 did not write them
+        kept = {
+            one.name: values[one.name]
+            for one in fields(cls)
+            if one.name in values or one.name not in later
+        }
         kept["job"] = Job(**{k: v for k, v in values["job"].items() if k in known})
         kept["points"] = tuple(Evaluation(**point) for point in values["points"])
         kept["stats"] = tuple(stats_of(one) for one in values["stats"])
+        kept["links"] = tuple(Measured(**one) for one in kept.get("links", ()))
+        kept["lr_scales"] = tuple(kept.get("lr_scales", ()))
         if not (kept["points"] and kept["stats"]):
             raise ValueError("a result needs an evaluation and the totals of a worker")
         return cls(**kept)
+
+
+def public_job(job: Job) -> dict[str, Any]:
+    """A job as JSON values, of paths the last part alone: results are shown to others."""
+    values = asdict(job)
+    for name in ("data", "log", "checkpoints"):
+        if values[name] is not None:
+            values[name] = Path(values[name]).name
+    if Path(values["recipe"]).is_absolute():
+        values["recipe"] = Path(values["recipe"]).name
+    return values
 
 
 def read_results(path: Path) -> list[Result]:

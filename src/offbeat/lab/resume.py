@@ -82,11 +82,14 @@ class Checkpoints:
                     f"has {name}={here[name]!r}: resume with the same options"
                 )
 
-    def step_taken(self) -> None:
-        """Save, if it is time."""
-        every = self._job.save_every
-        if every is not None and self._sync is not None and self._sync.step % every == 0:
-            self._save(self._sync)
+    def step_taken(self, last: int) -> None:
+        """Save, if it is time: every so often, or after the ``last`` step."""
+        job, sync = self._job, self._sync
+        if job.checkpoints is None or sync is None:
+            return
+        due = sync.step == last if job.save_every is None else sync.step % job.save_every == 0
+        if due:
+            self._save(sync)
 
     def leaves(self, leaving: Leaving | None, last: int) -> bool:
         """Whether the run is asked to end here, before its ``last`` step; all have saved then.

@@ -21,13 +21,14 @@ import torch.distributed as dist
 
 from offbeat.data import DataInjection, injected_batch_size
 from offbeat.errors import OffbeatError
-from offbeat.lab.baselines import parse_method
+from offbeat.lab.baselines import is_ideal, parse_method
 from offbeat.lab.evaluation import Looks, affordable, evaluate_together, expected_seconds, gather
 from offbeat.lab.events import (
     Chosen,
     End,
     Evaluation,
     Event,
+    Paced,
     Start,
     Step,
     Waiting,
@@ -36,11 +37,13 @@ from offbeat.lab.events import (
 )
 from offbeat.lab.job import Job
 from offbeat.lab.leaving import Leaving
+from offbeat.lab.links import measure_links
 from offbeat.lab.method import Attached, Baseline, Method
 from offbeat.lab.recipes import Task, find_recipe
 from offbeat.lab.recipes.samples import to_device
 from offbeat.lab.resume import Checkpoints, History
 from offbeat.lab.samplers import Batches, parse_injection
+from offbeat.lab.uneven import Uneven, parse_slow
 from offbeat.strategies import Strategy
 from offbeat.training.attach import attach
 from offbeat.training.synchronizer import Synchronizer
@@ -81,10 +84,25 @@ def train_worker(job: Job, emit: Callable[[Event], None], leaving: Leaving | Non
     recipe = find_recipe(job.recipe)
     tell(Waiting("loading the data"))
     task = recipe.build(job.setup())
+    if job.max_steps is not None:  # the schedule stays that of the whole run
+        task.steps = min(task.steps, job.max_steps)
     task.model.to(device)
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(job.seed * 1000 + rank)  # augmentation differs between workers, the model does not
     tell(Waiting("meeting the other workers"))
+    _measure_links(job, tell)
+    if (job.jitter or job.slow) and dist.get_backend() != "simulated":  # whose clock does it
+        tell(Waiting("measuring a step"))
+        uneven = Uneven(
+            task,
+            lambda: _batches(job, task, device),
+            slowdown=parse_slow(job.slow, job.workers).get(rank, 1.0),
+            jitter=job.jitter,
+            seed=job.seed,
+            step_seconds=job.alone_seconds,
+        )
+        task.loss = uneven
+        tell(Paced(uneven.step_seconds))
     method = _begin(job, task, device)
     tell(Start(task.steps, _bytes(task.model)))
     looks = Looks(task.steps, job.evaluations)
@@ -97,18 +115,21 @@ def train_worker(job: Job, emit: Callable[[Event], None], leaving: Leaving | Non
         metrics = None
         if method.step in looks:
             tell(Waiting("evaluating"))
-            metrics = _look(task, method, looks, device, tell)
+            metrics = _look(job, task, method, looks, device, tell)
+            if looks.over:
+                break
         if metrics is None:
             tell(Step(method.step, method.seconds))
         else:
             seconds = method.seconds
             tell(Evaluation(method.step, seconds, metrics[recipe.metric], metrics))
-        checkpoints.step_taken()
+        checkpoints.step_taken(task.steps)
         if checkpoints.leaves(leaving, task.steps):
             return
     tell(Waiting("finishing"))
     method.finish()
     totals = gather(method.stats.to_dict(), device, "the totals of all workers")
+    _measure_links(job, tell)
     tell(Waiting("evaluating"))
     metrics = evaluate_together(task.evaluate, task.model, device)
     tell(Evaluation(method.step, method.seconds, metrics[recipe.metric], metrics))
@@ -131,11 +152,27 @@ def _begin(job: Job, task: Task, device: torch.device) -> Method:
 
     chosen = parse_method(job.strategy)
     if isinstance(chosen, Baseline):
-        return chosen.start(task, job.lr_scale, under, lambda: _batches(job, task, device))
+        return chosen.start(
+            task,
+            job.lr_scale,
+            under,
+            lambda: _batches(job, task, device),
+            job.timeout_seconds,
+        )
     return Attached(task, job.lr_scale, under(chosen))
 
 
+def _measure_links(job: Job, tell: Callable[[Event], None]) -> None:
+    """Tell how fast the links are, if the job asks for it; virtual ones are as they are said."""
+    if job.measure_links and job.workers > 1 and dist.get_backend() == "gloo":
+        if is_ideal(job.strategy):  # it has none
+            return
+        tell(Waiting("measuring the links"))
+        tell(measure_links())
+
+
 def _look(
+    job: Job,
     task: Task,
     method: Method,
     looks: Looks,
@@ -144,17 +181,23 @@ def _look(
 ) -> dict[str, float] | None:
     """The metrics of the consensus.
 
-    At the first time perhaps how often there will be some is chosen; None if not now, then.
+    At the first time perhaps how often there will be some is chosen; None if not now, then. None,
+    too, where the run has taken the seconds that it may: that ends it.
     """
     began = time.perf_counter()
     with method.consensus():  # what happens inside does not count as training
+        if job.max_seconds is not None:
+            taken = gather(method.seconds, device, "the training seconds of all workers")
+            looks.over = max(taken) >= job.max_seconds
+            if looks.over:
+                return None
         if looks.open:
             met = time.perf_counter() - began
-            taken = met + expected_seconds(task.evaluate, task.model)
-            own = affordable(taken, method.seconds / method.step * task.steps)
+            cost = met + expected_seconds(task.evaluate, task.model)
+            own = affordable(cost, method.seconds / method.step * task.steps)
             number = int(gather(own, device, "the number of evaluations")[0])
             looks.choose(number)
-            tell(Chosen(number, taken))
+            tell(Chosen(number, cost))
             if method.step not in looks:
                 return None
         return evaluate_together(task.evaluate, task.model, device)

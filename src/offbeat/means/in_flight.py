@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from offbeat.checkpoint import transient
@@ -33,6 +34,8 @@ from offbeat.means.replica import (
 )
 from offbeat.means.run import Difference, Run
 from offbeat.significance import squared_norm
+
+Squares = NDArray[np.float64]  # ‖D‖² and ‖u‖²
 
 
 @dataclass(frozen=True)
@@ -371,7 +374,7 @@ class InFlight:
         update, base, run = self._updates[i], self.base[i], Run(self.buckets[i].tensors)
         total, step = update.wait(), piece_elements(base.numel(), base.device)
         scratch = torch.empty(2, min(step, base.numel()), dtype=run.dtype, device=base.device)
-        start = 0
+        squares, start = np.zeros(2), 0
         while start < base.numel():
             count = min(step, base.numel() - start)
             loops = None if show else compiled(scratch, base, *self.velocity[i : i + 1])
@@ -379,18 +382,29 @@ class InFlight:
             sent = None if packed is None else update.sent.packed(start, packed.count)
             if loops is not None and packed is not None and sent is not None:
                 count = sent.count
-                self._land_packed(loops, packed, sent, scratch[0, :count], i, start)
+                self._land_packed(loops, packed, sent, scratch[0, :count], squares, i, start)
             else:
-                self._land_numbers(loops, total, update.sent, scratch[:, :count], i, start, show)
+                self._land_numbers(
+                    loops, total, update.sent, scratch[:, :count], squares, i, start, show
+                )
             run.add(scratch[0, :count], start)
             start += count
         run.write_back()
+        self.mean_squared += float(squares[0])
+        self.sent_squared += float(squares[1])
 
     def _land_packed(
-        self, loops: Kernels, total: Packed, sent: Packed, shift: Tensor, i: int, start: int
+        self,
+        loops: Kernels,
+        total: Packed,
+        sent: Packed,
+        shift: Tensor,
+        squares: Squares,
+        i: int,
+        start: int,
     ) -> None:
         """Shift ← Δ − u, from payloads in one pass; P and v move."""
-        piece, squares = slice(start, start + shift.numel()), np.zeros(2)
+        piece = slice(start, start + shift.numel())
         base = self.base[i]
         kept = self.velocity[i][piece] if self.velocity else base[:0]
         loops.land(
@@ -398,8 +412,6 @@ class InFlight:
             *(t.numpy() for t in (shift, base[piece], kept)),
             *(self.fade, self.ahead, self._outer.lr, squares),
         )
-        self.mean_squared += float(squares[0])
-        self.sent_squared += float(squares[1])
 
     def _land_numbers(
         self,
@@ -407,6 +419,7 @@ class InFlight:
         total: Numbers,
         update: Numbers,
         scratch: Tensor,
+        squares: Squares,
         i: int,
         start: int,
         show: bool,
@@ -418,13 +431,14 @@ class InFlight:
         total.read(shift, start)
         update.read(sent, start)
         shift.div_(self.weight)
-        if self.velocity and not show:
-            self.mean_squared += float(torch.dot(shift, shift))
-            self.sent_squared += float(torch.dot(sent, sent))
         if loops is not None:
+            loops.measure(shift.numpy(), squares, 0)
+            loops.measure(sent.numpy(), squares, 1)
             arrays = (t.numpy() for t in (shift, sent, base, kept))
             loops.move(*arrays, self.fade, self.ahead, self._outer.lr)
             return
+        if self.velocity and not show:
+            squares += [float(torch.dot(one, one)) for one in (shift, sent)]
         self._outer_shift(shift, kept, show)
         if not show:
             base.add_(shift)

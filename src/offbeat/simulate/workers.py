@@ -158,10 +158,11 @@ class Workers:
         if self.all[rank].finished_seconds is not None:
             return False
         for worker in (self.all[rank], *(one for one in self._background if one.rank == rank)):
-            worker.over = True
-            if worker.thread is not None and worker.thread.is_alive():
-                self._let_run(worker)
-            worker.finished_seconds = self.kernel.now
+            if worker.finished_seconds is None:  # else its thread may be about to end
+                worker.over = True
+                if worker.thread is not None and worker.thread.is_alive():
+                    self._let_run(worker)
+                worker.finished_seconds = self.kernel.now
         return True
 
     def pause(self, rank: int, seconds: float) -> None:

@@ -18,7 +18,7 @@ By default nothing happens at them. ``forecast`` says what a step costs.
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -146,6 +146,24 @@ class Strategy(ABC):
         For counters and choices that all have in common; those of one worker are taken by all.
         """
         return {}
+
+    def reunite(
+        self,
+        worker: Worker,
+        kept: Sequence[dict[str, Any] | None],
+        mean: Callable[[], None],
+    ) -> None:
+        """A view begins: make one model of those of its workers; by default ``mean()``.
+
+        A collective, in which all that is under way is over. Nothing may be written before all has
+        arrived; it may be called again if it fails.
+
+        Args:
+            worker: This worker.
+            kept: Of each rank what it has kept; None of those that contribute nothing.
+            mean: x ← mean(x) over those that do.
+        """
+        mean()
 
     def take_up(self, worker: Worker, kept: dict[str, Any]) -> None:  # noqa: B027
         """Go on from what was ``kept``; ``start`` has been called."""

@@ -135,7 +135,7 @@ class Downpour(ServerStrategy):
     @override
     def start(self, worker: Worker) -> DownpourState:
         """Nothing is accumulated."""
-        base = self.serve(worker)
+        before, base = worker.state, self.serve(worker)
         places, offset = {}, 0
         for tensor in base.tensors:
             places[id(tensor)] = offset
@@ -147,7 +147,20 @@ class Downpour(ServerStrategy):
         if worker.team.view:  # whoever has been lost, nobody trains alone again
             state.steps, state.begun = max(worker.step, self.warmup_steps), True
             state.asked_steps = state.steps
+        if isinstance(before, DownpourState) and before.reunited:  # G is still to be pushed
+            state.sum, state.unpushed = before.sum, before.unpushed
+            worker.has_news = state.unpushed > 0 or state.server.lossy
         return state
+
+    @override
+    def carry(self, worker: Worker, place: slice, back: Tensor | None, *, lost: bool) -> None:
+        """Steps that are not in z are in x."""
+        state: DownpourState = worker.state
+        if lost:
+            state.sum[place] = 0
+        elif back is not None:
+            state.sum[place] += back
+            state.unpushed = max(1, state.unpushed)
 
     @override
     def gradients(self, worker: Worker, part: Part) -> None:

@@ -3,7 +3,7 @@
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ from typing_extensions import override
 from offbeat.arguments import require_integer
 from offbeat.errors import OffbeatError
 from offbeat.fabric.link import Pushes
-from offbeat.fabric.parameter_server import ParameterServer
+from offbeat.fabric.parameter_server import ParameterServer, places_of
 from offbeat.fabric.shard import Rule
 from offbeat.means.replica import as_real, read, staging_dtype, unpack
 from offbeat.significance import squared_norm
@@ -31,6 +31,7 @@ class ServerState:
     tensors: list[Tensor] = transient()  # the model's parameters, in the order of the vector
     warned: bool = transient(default=False)  # of a push that is not finite
     saved: dict[str, Any] = field(default_factory=dict)  # the server, as it was when last saved
+    reunited: bool = transient(default=False)  # the model is that of the next view
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -92,11 +93,7 @@ class ServerStrategy(Strategy):
         if servers is not None and team.view:
             servers = tuple(team.members.index(one) for one in servers if one in team.members)
         tensors: list[Tensor] = [p for _, p in worker.replica.parameters]
-        double = any(staging_dtype(t) == torch.float64 for t in tensors)
-        vector = torch.empty(
-            sum(as_real(t.detach()).numel() for t in tensors),
-            dtype=torch.float64 if double else torch.float32,
-        )
+        vector = _vector_like(tensors)
         read(tensors, vector)
         if isinstance(worker.state, ServerState) and worker.state.server.view == team.view:
             worker.state.server.begin_anew(vector)
@@ -110,6 +107,89 @@ class ServerStrategy(Strategy):
             pushes=self.pushes,
         )
         return ServerState(server, tensors)
+
+    # -- another view ----------------------------------------------------------------------------
+
+    @override
+    def kept(self, worker: Worker) -> dict[str, Any]:
+        """Which server this worker has had, and the pushes that its shard has taken in."""
+        state: ServerState = worker.state
+        server, shard = state.server, state.server.shard
+        if shard is not None:
+            shard.close()
+        return {
+            "served": -1 if state.reunited else server.view,
+            "servers": [server.members[rank] for rank in server.servers],
+            "taken": [] if shard is None else [*zip(server.members, shard.taken, strict=True)],
+        }
+
+    @override
+    def reunite(
+        self,
+        worker: Worker,
+        kept: Sequence[dict[str, Any] | None],
+        mean: Callable[[], None],
+    ) -> None:
+        """Put together the shards that are left; the others are cut from the mean of the workers'.
+
+            of a shard that is left:  x ← z
+            of one that is lost:      x ← mean(x − S)       S what was not pushed
+
+        S goes into the next server, and with it the last push, where it has not reached the shard.
+        """
+        own: ServerState | None = worker.state if kept[worker.rank] is not None else None
+        if self.pushes == "models":
+            mean()
+        else:
+            self._put_together(worker, kept, own)
+        if own is not None:
+            own.reunited = True
+
+    def _put_together(
+        self, worker: Worker, kept: Sequence[dict[str, Any] | None], own: ServerState | None
+    ) -> None:
+        team = worker.team
+        tensors: list[Tensor] = [p for _, p in worker.replica.parameters]
+        vector = _vector_like(tensors).zero_()
+        told = {team.members[rank]: one for rank, one in enumerate(kept) if one is not None}
+        views = {one["served"] for one in told.values()}
+        whole = len(views) == 1 and -1 not in views  # else some have begun the view after, not all
+        servers = next(iter(told.values()))["servers"] if whole else [-1]
+        shares = [*zip(servers, places_of(vector.numel(), len(servers)), strict=True)]
+        if own is not None:
+            model = _vector_like(tensors)
+            read(tensors, model)
+            if not own.reunited:
+                self.without_unsent(worker, model)
+            for server, place in shares:
+                if server not in told:
+                    vector[place] = model[place] / len(told)
+                elif server == team.member and own.server.shard is not None:
+                    vector[place] = own.server.shard.values
+        team.fabric.sum(vector, what="what is left of the parameter server").wait()
+        what = "mean of the buffers at the beginning of a view"
+        worker.models.average_buffers(float(own is not None), float(len(told)), what=what)
+        unpack(vector, tensors)
+        if own is None or own.reunited:
+            return
+        for server, place in shares:
+            lost = server not in told
+            taken = own.server.pushed if lost else dict(told[server]["taken"])[team.member]
+            back = own.server.values[place] if taken < own.server.pushed else None
+            self.carry(worker, place, None if own.server.lossy else back, lost=lost)
+
+    def without_unsent(self, worker: Worker, model: Tensor) -> None:
+        """Model ← x − S, given x, if S is part of it."""
+
+    def carry(self, worker: Worker, place: slice, back: Tensor | None, *, lost: bool) -> None:
+        """What of S goes into the next server, of one shard.
+
+        Args:
+            worker: This worker.
+            place: Its part of the vector.
+            back: The last push, if it has not reached it.
+            lost: Whether it is lost, and the workers' models stand for it.
+        """
 
     def flush(self, worker: Worker) -> None:
         """Push what has not been pushed; training is over."""
@@ -196,3 +276,10 @@ class ServerStrategy(Strategy):
         state: ServerState = worker.state
         state.server.load_state_dict(state.saved)
         worker.barrier("the state of the parameter server")
+
+
+def _vector_like(tensors: Sequence[Tensor]) -> Tensor:
+    """Memory for all numbers of ``tensors``, in one vector."""
+    double = any(staging_dtype(t) == torch.float64 for t in tensors)
+    elements = sum(as_real(t.detach()).numel() for t in tensors)
+    return torch.empty(elements, dtype=torch.float64 if double else torch.float32)

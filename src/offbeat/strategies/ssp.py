@@ -88,9 +88,27 @@ class SSP(ServerStrategy):
     @override
     def start(self, worker: Worker) -> SSPState:
         """The view is the model."""
-        base = self.serve(worker)
+        before, base = worker.state, self.serve(worker)
         view = base.server.values.clone()
-        return SSPState(base.server, base.tensors, view=view, sum=torch.zeros_like(view))
+        state = SSPState(base.server, base.tensors, view=view, sum=torch.zeros_like(view))
+        if isinstance(before, SSPState) and before.reunited:  # S is still to be pushed
+            state.sum, state.unsent = before.sum, before.unsent
+            view += state.sum
+            unpack(view, state.tensors)
+            worker.has_news = state.unsent > 0 or state.server.lossy
+        return state
+
+    @override
+    def without_unsent(self, worker: Worker, model: Tensor) -> None:
+        """In the middle of a step the view is x; the tensors may have moved on."""
+        torch.sub(worker.state.view, worker.state.sum, out=model)
+
+    @override
+    def carry(self, worker: Worker, place: slice, back: Tensor | None, *, lost: bool) -> None:
+        state: SSPState = worker.state
+        if back is not None:
+            state.sum[place] += back
+            state.unsent = max(1, state.unsent)
 
     @override
     def iterated(self, worker: Worker) -> bool:
@@ -99,7 +117,8 @@ class SSP(ServerStrategy):
         if worker.size == 1 and state.server.shard is not None:
             # Not by way of a difference, which rounds.
             read(state.tensors, state.server.shard.values)
-            worker.has_news = False
+            state.sum.zero_()
+            state.unsent, worker.has_news = 0, False
             return True
         self._add_update(state, worker.size)
         refreshed = self._take(worker)

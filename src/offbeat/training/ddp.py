@@ -102,7 +102,9 @@ class AroundDDP:
         """Switch it off, let it be, or raise."""
         ranks = dist.get_process_group_ranks(wrapper.process_group)
         common = set(ranks) & set(self._members)
-        if len(ranks) > 1 and len(common) == 1:
+        if len(ranks) == 1:
+            return
+        if len(common) == 1:
             require_repeatable(self._strategy, self._wire)
             return
         if set(ranks) != set(self._members):

@@ -9,6 +9,10 @@ from torch.nn.parameter import is_lazy
 from offbeat.errors import AttachError
 from offbeat.strategies.base import Strategy
 
+_DIVIDED = (
+    "every worker must hold the whole model; attach it without FSDP and without tensor parallelism"
+)
+
 
 def require_usable(model: nn.Module) -> None:
     """Raise unless every parameter and buffer of ``model`` can be read, and written in place.
@@ -18,6 +22,9 @@ def require_usable(model: nn.Module) -> None:
     """
     if torch.is_inference_mode_enabled():
         raise AttachError("attach() inside torch.inference_mode(): leave it, nothing trains there")
+    for module in model.modules():
+        if type(module).__module__.startswith("torch.distributed.fsdp"):
+            raise AttachError(f"the model is inside {type(module).__name__}: {_DIVIDED}")
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
             why = _unusable(tensor)
@@ -48,6 +55,8 @@ def require_apart(tensors: Mapping[str, Tensor], strategy: Strategy) -> None:
 
 def _unusable(tensor: Tensor) -> str | None:
     """Why ``tensor`` cannot be synchronized, and what to do; None if it can."""
+    if type(tensor).__module__.startswith("torch.distributed"):
+        return f"it is a {type(tensor).__name__}, divided among workers: {_DIVIDED}"
     if is_lazy(tensor):
         return (
             "it has no shape yet (a lazy module); run one forward pass, then build the optimizer "

@@ -174,6 +174,7 @@ class Views:
         self._common = worker.team.view
         self._acted = 0  # rounds since then, as far as a change under way knows
         self._overtaken = False
+        self._last: CommunicationError | None = None  # why there is no further view
 
     def look(self) -> None:
         """Raise CommunicationError if another view is wanted."""
@@ -191,10 +192,16 @@ class Views:
             CommunicationError: there is none for this worker, or too few are left.
         """
         assert self.iteration is not None
+        if self._last is not None:
+            raise self._last
         worker, team, before = self._worker, self._worker.team, self._worker.team.host.now()
         self._acted, self._overtaken = self.iteration.acted, False
-        with team.account.paused():
-            self._change(error)
+        try:
+            with team.account.paused():
+                self._change(error)
+        except CommunicationError as last:
+            self._last = last
+            raise
         self.iteration.begin_view(Finite(self._strategy, worker, self._non_finite))
         seconds = team.host.now() - before
         self.tell()
@@ -252,19 +259,26 @@ class Views:
         plan = plan_of(told, strategy)
         self._copy(plan, told)
         if plan.contributing:
-            own = float(team.rank in plan.contributing)
-            exact = exact_means(team, worker.replica)[1]
-            what = f"mean of the models at the beginning of view {team.view}"
-            exact.average(own, float(len(plan.contributing)), exact=True, what=what)
-        self._fresh, self._common, self._acted = False, team.view, 0
+            which = plan.contributing
+            kept = [one.kept if rank in which else None for rank, one in enumerate(told)]
+            strategy.reunite(worker, kept, lambda: self._average(which))
+        self._common, self._acted = team.view, 0
         worker.wire, worker.models = self._means.open(team, strategy, worker.replica, worker.parts)
         worker.synchronized()
         worker.norm_squared = None
         worker.overlaps_backward = worker.size > 1 and len(worker.parts) == 1
         worker.state = strategy.start(worker)
         strategy.take_up(worker, told[plan.source].kept)
+        self._fresh = False  # not before: until now there was nothing that could be kept
         worker.barrier(f"the beginning of view {team.view}")  # nobody pushes before all have begun
         logger.info("rank %d of %d begins view %d", team.rank, team.size, team.view)
+
+    def _average(self, contributing: Sequence[int]) -> None:
+        """x ← mean(x) over some workers, on all."""
+        worker, team = self._worker, self._worker.team
+        own, total = float(team.rank in contributing), float(len(contributing))
+        what = f"mean of the models at the beginning of view {team.view}"
+        exact_means(team, worker.replica)[1].average(own, total, exact=True, what=what)
 
     def _give_up(self) -> None:
         team = self._worker.team

@@ -1,0 +1,247 @@
+"""The race: every method on every cell of a declared grid, on real processes behind shaped links.
+
+``python -m benchmarks race --track defaults --cells lan`` runs the cells that are called so, one
+after the other; what is in their files already is not run again. ``--list`` shows all of them,
+``--table`` prints the table of the README from what was run, ``--figures`` draws.
+
+Two tracks: ``defaults`` has every method at its recipe's learning rate, ``tuned`` each with the
+factors of ``TRACKS``, the best by the final metric. A cell's runs are in
+``results/race-TRACK-CELL.jsonl``; ``offbeat report`` makes a page of one.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import race_figures
+from benchmarks.harness import RESULTS
+from offbeat.lab.baselines import parse_method
+from offbeat.lab.compare import compare
+from offbeat.lab.events import Evaluation, Event
+from offbeat.lab.job import Job
+from offbeat.lab.peers import Peer
+from offbeat.lab.places import Loopback, Place, ShapedLinks
+from offbeat.lab.results import Result
+from offbeat.units import parse_bandwidth
+
+DATA = Path(__file__).parents[2] / "shared" / "data"
+WORKERS, SEEDS = 4, 3
+TRACKS: dict[str, tuple[float, ...]] = {"defaults": (), "tuned": (0.3, 1.0, 3.0)}
+"""Factors on the learning rate."""
+OURS = "diloco:period=32,fragments=4,overlap=4 --wire int8"
+METHODS = (
+    "ideal",
+    "streaming",
+    OURS,
+    "bsp",
+    "torch:ddp",
+    "torch:ddp,hook=bf16",
+    "torch:ddp,hook=powersgd,rank=2",
+    "torch:postlocal,period=16",
+    "torch:accumulate,steps=4",
+    "torchft:localsgd,period=16",
+    "torchft:diloco,period=32,fragments=4,delay=4",
+    "accelerate:localsgd,period=16",
+)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained.
+
+    Attributes:
+        recipe: Its name, or file.
+        data: Directory below that of all data; None: it brings its own.
+        epochs: Passes over the data.
+    """
+
+    recipe: str
+    data: str | None
+    epochs: float
+
+
+WORKLOADS = {
+    "cifar": Workload("benchmarks/models/cifar_wide.py", "cifar10", 4.0),  # 2.1 M parameters
+    "mnist": Workload("mnist", "mnist", 2.0),
+    "lm": Workload("stdlib-lm", None, 1.0),  # AdamW
+}
+LINKS = {"lan": "1Gbit/s", "office": "200Mbit/s", "wan": "50Mbit/s", "dsl": "10Mbit/s"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Where and what is raced.
+
+    Attributes:
+        name: Parts with dashes between them; each of them selects it.
+        workload: See ``WORKLOADS``.
+        bandwidth: Of each link; None: loopback.
+        later: In the second half of each run; None: the same.
+        jitter: Of the steps.
+        slow: Slower workers, as in ``0=2``.
+        workers: N.
+        methods: Those that run.
+        seeds: How many.
+    """
+
+    name: str
+    workload: Workload
+    bandwidth: str | None
+    later: str | None = None
+    jitter: float = 0.0
+    slow: str | None = None
+    workers: int = WORKERS
+    methods: tuple[str, ...] = METHODS
+    seeds: int = SEEDS
+
+    def job(self, data: Path) -> Job:
+        """What all its runs share."""
+        return Job(
+            self.workload.recipe,
+            "bsp",
+            self.workers,
+            epochs=self.workload.epochs,
+            data=None if self.workload.data is None else str(data / self.workload.data),
+            evaluations=24,
+            timeout_seconds=600.0,
+            jitter=self.jitter,
+            slow=self.slow,
+            measure_links=True,
+        )
+
+    @contextlib.contextmanager
+    def place(self) -> Iterator[Place]:
+        """Its links, for as long as they are needed."""
+        if self.bandwidth is None:
+            yield Loopback()
+            return
+        later = None if self.later is None else parse_bandwidth(self.later)
+        with ShapedLinks(self.workers, parse_bandwidth(self.bandwidth), later) as links:
+            yield links
+
+
+def _grid() -> tuple[Cell, ...]:
+    cells = []
+    for name, workload in WORKLOADS.items():
+        cells += [Cell(f"{name}-{link}", workload, rate) for link, rate in LINKS.items()]
+        office = LINKS["office"]
+        cells += [
+            Cell(f"{name}-jitter", workload, office, jitter=0.2),
+            Cell(f"{name}-slow", workload, office, slow="0=2"),  # the clock is its own
+            Cell(f"{name}-halved", workload, office, later="100Mbit/s"),
+        ]
+    return tuple(cells)
+
+
+CELLS = _grid()
+TINY = Cell(
+    "tiny",
+    Workload("digits", None, 0.5),
+    None,
+    workers=2,
+    methods=("ideal", "streaming", "torch:ddp"),
+    seeds=1,
+)
+"""To see that everything works, in seconds; in no table."""
+
+
+def chosen(texts: Sequence[str]) -> list[Cell]:
+    """The cells of these names, or with these parts in their names; all, if there are none.
+
+    Raises:
+        ValueError: there is no such cell.
+    """
+    if not texts:
+        return list(CELLS)
+    found = []
+    for text in texts:
+        cells = [one for one in (*CELLS, TINY) if text == one.name or text in one.name.split("-")]
+        if not cells:
+            names = ", ".join(one.name for one in (*CELLS, TINY))
+            raise ValueError(f"there is no cell {text!r}; there are {names}, and parts of these")
+        found += [one for one in cells if one not in found]
+    return found
+
+
+def path_of(cell: Cell, track: str, folder: Path = RESULTS) -> Path:
+    """Where its results are."""
+    return folder / f"race-{track}-{cell.name}.jsonl"
+
+
+def installed(methods: Sequence[str]) -> list[str]:
+    """Those that can run here; says which cannot."""
+    kept = []
+    for text in methods:
+        method = parse_method(text.split()[0])
+        if isinstance(method, Peer) and importlib.util.find_spec(method.package) is None:
+            print(f"{text} left out: {method.package} is not installed (pip install '.[peers]')")
+        else:
+            kept.append(text)
+    return kept
+
+
+def run(
+    cell: Cell, track: str, *, data: Path = DATA, folder: Path = RESULTS, place: Place | None = None
+) -> list[Result]:
+    """Run what is missing of a cell; all its results.
+
+    Args:
+        cell: Which one.
+        track: Of ``TRACKS``.
+        data: Directory of all data.
+        folder: Of the results.
+        place: Instead of its links.
+    """
+    job = cell.job(data)
+    with contextlib.nullcontext(place) if place is not None else cell.place() as where:
+        return compare(
+            job,
+            installed(cell.methods),
+            seeds=cell.seeds,
+            lr_scales=TRACKS[track],
+            place=where,
+            output=path_of(cell, track, folder),
+            on_start=lambda one: print(f"{cell.name}  {one.label}  seed {one.seed}", flush=True),
+            on_event=_say,
+            command=f"python -m benchmarks race --track {track} --cells {cell.name}",
+        )
+
+
+def _say(event: Event) -> None:
+    if isinstance(event, Evaluation):
+        print(f"  step {event.step}  {event.seconds:.1f} s  {event.metric:.4f}", flush=True)
+
+
+def main(argv: Sequence[str]) -> None:
+    """``python -m benchmarks race …``."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks race",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--track", choices=TRACKS, default="defaults")
+    parser.add_argument("--cells", default="", help="names or parts of names, with commas; all")
+    parser.add_argument("--data", type=Path, default=DATA, help="directory of cifar10/ and mnist/")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="directory of the results")
+    parser.add_argument("--list", action="store_true", help="only show the cells")
+    parser.add_argument("--table", action="store_true", help="only print the table")
+    parser.add_argument("--figures", action="store_true", help="only draw, from what was run")
+    told = parser.parse_args(argv)
+    try:
+        cells = chosen([text for text in told.cells.split(",") if text])
+    except ValueError as error:
+        parser.error(str(error))
+    if told.list:
+        for cell in cells:
+            print(f"{cell.name:14} {len(cell.methods)} methods, {cell.seeds} seeds")
+    elif told.table:
+        print(race_figures.table(race_figures.read(told.output)))
+    elif told.figures:
+        for path in race_figures.draw(race_figures.read(told.output), told.output):
+            print(path)
+    else:
+        for cell in cells:
+            run(cell, told.track, data=told.data, folder=told.output)

@@ -1,0 +1,245 @@
+"""What the race gave, from its results only: the README's table, and three figures.
+
+The figure of merit of a method in a cell is its median time to ``SHARE`` of the ideal's final
+metric; infinite, if a run did not get there.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from offbeat.lab.peers import PREFIXES
+from offbeat.lab.report.rows import Row, ideal_of, rows_of
+from offbeat.lab.report.tables import seconds_to, targets_of
+from offbeat.lab.results import Result, read_results
+from offbeat.plots import new_figure
+
+SHARE = 0.98
+NONE_YET = "No cell of the race has been run yet."
+MARKS = ("<!-- race -->", "<!-- end of the race -->")
+"""What a page has before and after the table that it quotes."""
+_DEFAULT = "streaming"
+
+
+@dataclass(frozen=True)
+class Raced:
+    """A cell with results.
+
+    Attributes:
+        track: Whether learning rates were tuned.
+        cell: Its name.
+        times: Method → its figure of merit, in seconds.
+        merge_over_step: What a mean of all gradients takes on the links, over a step alone.
+        seeds: How many.
+    """
+
+    track: str
+    cell: str
+    times: Mapping[str, float]
+    merge_over_step: float
+    seeds: int
+
+    @property
+    def best(self) -> float:
+        """The least time of a method, the ideal apart."""
+        return min(seconds for name, seconds in self.times.items() if name != "ideal")
+
+    def share(self, method: str) -> float:
+        """The ideal's time over that of the method; 0 if it never arrived."""
+        return self.times["ideal"] / self.times[method]
+
+    def regret(self, method: str) -> float:
+        """How many times longer than the best method it took."""
+        return self.times[method] / self.best if math.isfinite(self.best) else math.inf
+
+
+def read(folder: Path) -> list[Raced]:
+    """All cells with results of the ideal and another method, by track and name."""
+    found = []
+    for path in sorted(folder.glob("race-*-*.jsonl")):
+        _, track, cell = path.stem.split("-", 2)
+        results = read_results(path)
+        if cell != "tiny" and len({one.is_ideal for one in results}) == 2:
+            found.append(raced(track, cell, results))
+    return found
+
+
+def raced(track: str, cell: str, results: Sequence[Result]) -> Raced:
+    """The figures of a cell."""
+    rows = rows_of(results)
+    ideal = ideal_of(rows)
+    assert ideal is not None
+    target = targets_of(ideal)[SHARE]
+    return Raced(
+        track,
+        cell,
+        {row.name: _usual(row, target) for row in rows},
+        _merge_over_step(results, ideal),
+        len({one.job.seed for one in results}),
+    )
+
+
+def _usual(row: Row, target: float) -> float:
+    times = [seconds_to(run, target) for run in row.runs]
+    return statistics.median(math.inf if one is None else one for one in times)
+
+
+def _merge_over_step(results: Sequence[Result], ideal: Row) -> float:
+    """2·(N−1)/N·M over the links' measured bandwidth, over the ideal's step."""
+    step = statistics.median(run.seconds / run.points[-1].step for run in ideal.runs)
+    speeds = [one.links[0].bytes_per_second for one in results if one.links]
+    sizes = [one.model_bytes for one in results if one.model_bytes is not None]
+    if not (speeds and sizes):
+        return math.nan
+    workers = results[0].job.workers
+    return 2 * (workers - 1) / workers * sizes[0] / statistics.median(speeds) / step
+
+
+def is_peer(method: str) -> bool:
+    """Whether it is somebody else's."""
+    return method.startswith(PREFIXES)
+
+
+def is_default(method: str) -> bool:
+    """Whether it is what ``attach`` takes if it is told nothing."""
+    return method.partition(" ")[0].partition(":")[0] == _DEFAULT
+
+
+def is_diloco(method: str) -> bool:
+    """Whether it is our DiLoCo."""
+    return method.startswith("diloco")
+
+
+def table(cells: Sequence[Raced]) -> str:
+    """The README's table, as Markdown."""
+    if not cells:
+        return NONE_YET
+    lines = [
+        "| track | cell | ideal | default | our DiLoCo | best peer | which |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for one in cells:
+        peers = {name: seconds for name, seconds in one.times.items() if is_peer(name)}
+        best = min(peers, key=lambda name: peers[name], default=None)
+        own = [next(filter(kind, one.times), None) for kind in (is_default, is_diloco)]
+        shown = [_shown(one, method) for method in (*own, best)]
+        which = "-" if best is None or math.isinf(peers[best]) else f"`{best}`"
+        ideal = _seconds(one.times["ideal"])
+        lines.append(f"| {one.track} | {one.cell} | {ideal} | {' | '.join(shown)} | {which} |")
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Seconds to {100 * SHARE:g} % of the ideal's final metric, median of "
+            f"{min(one.seeds for one in cells)} seeds or more; in brackets the share of the ideal: "
+            "its seconds over the method's.",
+        ]
+    )
+
+
+def _shown(one: Raced, method: str | None) -> str:
+    if method is None:
+        return "-"
+    if math.isinf(one.times[method]):
+        return "never"
+    return f"{_seconds(one.times[method])} ({100 * one.share(method):.0f} %)"
+
+
+def _seconds(value: float) -> str:
+    return "never" if math.isinf(value) else f"{value:.1f} s"
+
+
+def quoted(page: str) -> str | None:
+    """What a page quotes of the race; None if it quotes nothing."""
+    if MARKS[0] not in page:
+        return None
+    return page.partition(MARKS[0])[2].partition(MARKS[1])[0].strip()
+
+
+# Figures
+
+
+def profile(cells: Sequence[Raced], factors: Sequence[float]) -> dict[str, list[float]]:
+    """Of each method the share of cells in which it took at most so many times the best's time.
+
+    A cell in which it was not run does not count for it.
+    """
+    found = {}
+    for method in methods_of(cells):
+        regrets = [one.regret(method) for one in cells if method in one.times]
+        found[method] = [
+            sum(regret <= factor for regret in regrets) / len(regrets) for factor in factors
+        ]
+    return found
+
+
+def methods_of(cells: Sequence[Raced]) -> list[str]:
+    """All but the ideal, in order of appearance."""
+    return [*dict.fromkeys(name for one in cells for name in one.times if name != "ideal")]
+
+
+def draw(cells: Sequence[Raced], folder: Path) -> list[Path]:
+    """Performance profile, share of the ideal, regrets: a picture of each, for each track."""
+    paths = []
+    for track in dict.fromkeys(one.track for one in cells):
+        own = [one for one in cells if one.track == track]
+        for name, drawing in (("profile", _profile), ("share", _shares), ("regret", _regrets)):
+            paths.append(folder / f"race-{track}-{name}.png")
+            drawing(own, paths[-1])
+    return paths
+
+
+def _profile(cells: Sequence[Raced], path: Path) -> None:
+    figure, axes = new_figure(8, 4.5, dpi=150)
+    factors = [2 ** (i / 16) for i in range(16 * 4 + 1)]  # up to 16
+    for number, (method, shares) in enumerate(profile(cells, factors).items()):
+        style = "-" if number < 10 else "--"
+        axes.step(factors, shares, style, where="post", color=f"C{number % 10}", label=method)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(0, 1.03)
+    axes.set_xlabel(f"times the best method's time to {100 * SHARE:g} % of the ideal's metric")
+    axes.set_ylabel(f"share of {len(cells)} cells")
+    axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path)
+
+
+def _shares(cells: Sequence[Raced], path: Path) -> None:
+    figure, axes = new_figure(8, 4.5, dpi=150)
+    for number, method in enumerate(methods_of(cells)):
+        own = [one for one in cells if method in one.times and one.merge_over_step > 0]
+        points = sorted((one.merge_over_step, 100 * one.share(method)) for one in own)
+        mark = "osD^v<>PX*"[number % 10]
+        if points:
+            seconds, values = zip(*points, strict=True)
+            axes.plot(seconds, values, mark, color=f"C{number % 10}", label=method)
+    axes.set_xscale("log")
+    axes.axhline(100, color="0.5", linewidth=1, linestyle=":")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("T_merge / T_step: a mean of all gradients over a step alone")
+    axes.set_ylabel("share of the ideal, %")
+    axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path)
+
+
+def _regrets(cells: Sequence[Raced], path: Path) -> None:
+    methods = methods_of(cells)
+    figure, axes = new_figure(3 + 0.5 * len(cells), 1.5 + 0.35 * len(methods), dpi=150)
+    axes.set_xlim(-0.5, len(cells) - 0.5)
+    axes.set_ylim(len(methods) - 0.5, -0.5)
+    most = 4.0  # powers of two
+    for x, one in enumerate(cells):
+        for y, method in enumerate(methods):
+            if method not in one.times:
+                continue
+            regret = one.regret(method)
+            shade = min(1.0, math.log2(regret) / most) if math.isfinite(regret) else 1.0
+            box = {"facecolor": (1, 1 - 0.7 * shade, 1 - 0.9 * shade), "edgecolor": "none"}
+            text = f"{regret:.1f}" if math.isfinite(regret) else "∞"
+            axes.text(x, y, text, ha="center", va="center", fontsize=7, bbox=box)
+    axes.set_xticks(range(len(cells)), [one.cell for one in cells], rotation=60, ha="right")
+    axes.set_yticks(range(len(methods)), methods)
+    axes.tick_params(labelsize=7)
+    axes.set_title("times the best method's time", fontsize=8, loc="left")
+    figure.savefig(path)

@@ -1,0 +1,107 @@
+"""Hugging Face's ``accelerate.local_sgd.LocalSGD``, by its own code."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from offbeat.arguments import setting
+from offbeat.lab.peers.base import Loop, Peer, explained, own_address
+from offbeat.lab.recipes import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccelerateLocalSGD(Peer):
+    """Local SGD of Hugging Face's Accelerate: ``accelerator.prepare`` and ``LocalSGD``.
+
+    Args:
+        period: H, steps between two means of the models (≥ 1): its ``local_sgd_steps``.
+    """
+
+    name: ClassVar[str] = "accelerate:localsgd"
+    package: ClassVar[str] = "accelerate"
+    period: int = setting(least=1)
+
+    @override
+    def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> Loop:
+        self.require_cpu(task)
+        return _Accelerated(self.name, task, lr_scale, self.period)
+
+
+class _Accelerated(Loop):
+    """The loop of its documentation."""
+
+    differ = True
+
+    def __init__(self, name: str, task: Task, lr_scale: float, period: int) -> None:
+        from accelerate import Accelerator
+        from accelerate.local_sgd import LocalSGD
+
+        with _as_launched():
+            self._accelerator = Accelerator(cpu=True)
+        # It takes every optimizer; the schedule stays outside, so that it counts as everywhere.
+        module, self._prepared = self._accelerator.prepare(task.model, task.optimizer)
+        super().__init__(name, task, lr_scale, module)
+        self._local: Any = LocalSGD(
+            accelerator=self._accelerator, model=module, local_sgd_steps=period
+        )
+        self._local.__enter__()
+
+    @override
+    def _learn(self, batch: Any) -> int:
+        self._accelerator.backward(self._task.loss(self._module, batch))
+        self._take_step()
+        return 1
+
+    @override
+    def _optimize(self) -> None:
+        self._prepared.step()
+        self._local.step()
+
+    @override
+    def finish(self) -> None:
+        before = self._now()
+        with explained(f"the end of {self._name}"):
+            self._local.__exit__(None, None, None)  # averages once more
+        self._seconds += self._now() - before
+        super().finish()
+
+    @override
+    def _close(self) -> None:
+        _forget()
+
+
+def _forget() -> None:
+    """Accelerate keeps one state a process; the next run of a comparison begins anew."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@contextmanager
+def _as_launched() -> Iterator[None]:
+    """Inside, the environment is as ``accelerate launch`` makes it: it asks nothing else."""
+    _forget()
+    told = {
+        "RANK": dist.get_rank(),
+        "WORLD_SIZE": dist.get_world_size(),
+        "LOCAL_RANK": dist.get_rank(),
+        "LOCAL_WORLD_SIZE": dist.get_world_size(),
+        "MASTER_ADDR": os.environ.get("MASTER_ADDR", own_address()),
+        "MASTER_PORT": os.environ.get("MASTER_PORT", 0),
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": torch.get_num_threads(),  # or it would take one
+    }
+    before = dict(os.environ)
+    os.environ.update({name: str(value) for name, value in told.items()})
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -1,0 +1,222 @@
+"""torchft's LocalSGD and DiLoCo, by their own code: a manager a worker, and one lighthouse."""
+
+import logging
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from typing_extensions import override
+
+from offbeat.arguments import setting
+from offbeat.errors import CommunicationError
+from offbeat.lab.evaluation import gather
+from offbeat.lab.peers.base import Loop, Peer, own_address
+from offbeat.lab.recipes import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchftLocalSGD(Peer):
+    """Local SGD of torchft: every worker is a replica group of its own.
+
+    Args:
+        period: H, steps between two means of the models (≥ 1): its ``sync_every``.
+    """
+
+    name: ClassVar[str] = "torchft:localsgd"
+    package: ClassVar[str] = "torchft"
+    period: int = setting(least=1)
+
+    @override
+    def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> Loop:
+        self.require_cpu(task)
+        from torchft.local_sgd import LocalSGD
+
+        group = Group(timeout_seconds)
+        method = LocalSGD(group.manager, task.model, task.optimizer, self.period)
+        return _Managed(self.name, task, lr_scale, group, method)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchftDiLoCo(Peer):
+    """DiLoCo of torchft, streaming with several fragments; the outer optimizer is Nesterov's.
+
+    Args:
+        period: H, steps between two synchronizations of a fragment (≥ 1): its ``sync_every``.
+        outer_lr: Rate of the outer optimizer (> 0).
+        outer_momentum: Its momentum (≥ 0).
+        fragments: Parts of the model, contiguous and of like size; they take turns (≥ 1, divides
+            the period).
+        delay: Steps between the start of a fragment's mean and its use (≥ 0, less than the period
+            over the fragments): its ``fragment_sync_delay``.
+        mixing: Weight of the worker's own parameters when the mean arrives, in [0, 1]: its
+            ``fragment_update_alpha``.
+    """
+
+    name: ClassVar[str] = "torchft:diloco"
+    package: ClassVar[str] = "torchft"
+    period: int = setting(least=1)
+    outer_lr: float = setting(0.7, above=0)
+    outer_momentum: float = setting(0.9, least=0, below=1)
+    fragments: int = setting(1, least=1)
+    delay: int = setting(0, least=0)
+    mixing: float = setting(0.0, least=0, most=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.period % self.fragments:
+            raise ValueError(
+                f"{self.name}: period {self.period} must be a multiple of fragments, "
+                f"got {self.fragments}"
+            )
+        if self.delay >= self.period // self.fragments:
+            raise ValueError(
+                f"{self.name}: delay must be less than period / fragments = "
+                f"{self.period // self.fragments}, got {self.delay}"
+            )
+
+    @override
+    def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> Loop:
+        self.require_cpu(task)
+        from torchft.local_sgd import DiLoCo
+
+        group = Group(timeout_seconds)
+        parts = fragments_of(task.model, self.fragments)
+        outer = [
+            torch.optim.SGD(
+                part.parameters(),
+                lr=self.outer_lr,
+                momentum=self.outer_momentum,
+                nesterov=self.outer_momentum > 0,
+            )
+            for part in parts
+        ]
+        method = DiLoCo(
+            group.manager,
+            parts,
+            task.optimizer,
+            outer,
+            sync_every=self.period,
+            fragment_sync_delay=self.delay,
+            fragment_update_alpha=self.mixing,
+            use_bucketization=True,  # an operation for all parameters, not one for each
+        )
+        return _Managed(self.name, task, lr_scale, group, method)
+
+
+def fragments_of(model: nn.Module, number: int) -> list[nn.Module]:
+    """The parameters in their order, in ``number`` parts of about as many elements.
+
+    Raises:
+        ValueError: there are fewer tensors than parts.
+    """
+    parameters = list(model.parameters())
+    if len(parameters) < number:
+        raise ValueError(f"{number} fragments of a model with {len(parameters)} parameter tensors")
+    total, seen = sum(p.numel() for p in parameters), 0
+    parts: list[list[nn.Parameter]] = [[] for _ in range(number)]
+    for i, parameter in enumerate(parameters):
+        place = min(number - 1, int(number * (seen + parameter.numel() / 2) / total))
+        place = max(place, number - len(parameters) + i, 0)  # none stays empty at the end,
+        filled = next((j for j, part in enumerate(parts) if not part), number)
+        parts[min(place, filled)].append(parameter)  # and none in between
+        seen += parameter.numel()
+    return [nn.ParameterList(part) for part in parts]
+
+
+class Group:
+    """This worker as a replica group of torchft: a store, a manager, and on rank 0 the lighthouse.
+
+    torchft carries on without the others where a mean fails. Here that is an error: the methods of
+    a comparison train with all workers, or not at all.
+
+    Args:
+        timeout_seconds: Of every operation.
+    """
+
+    def __init__(self, timeout_seconds: float) -> None:
+        logging.getLogger("torchft").setLevel(logging.WARNING)
+        from torchft.coordination import LighthouseServer
+        from torchft.manager import Manager
+        from torchft.process_group import ProcessGroupGloo
+
+        rank, size = dist.get_rank(), dist.get_world_size()
+        limit = timedelta(seconds=timeout_seconds)
+        host = own_address()
+        self._lighthouse: Any = None
+        own = ""
+        if rank == 0:
+            self._lighthouse = LighthouseServer(bind="0.0.0.0:0", min_replicas=size)
+            own = f"http://{host}:{self._lighthouse.address().rpartition(':')[2]}"
+        address = gather(own, torch.device("cpu"), "the address of torchft's lighthouse")[0]
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]  # it is there
+            host, 0, is_master=True, wait_for_workers=False, timeout=limit
+        )
+        self.manager = Manager(
+            pg=ProcessGroupGloo(timeout=limit),
+            load_state_dict=lambda state: None,  # nobody is ever behind
+            state_dict=dict,
+            min_replica_size=size,
+            use_async_quorum=False,
+            timeout=limit,
+            quorum_timeout=limit,
+            connect_timeout=limit,
+            rank=0,
+            world_size=1,
+            store_addr=host,
+            store_port=self._store.port,
+            lighthouse_addr=address,
+            replica_id=f"worker{rank}",
+            hostname=host,
+            init_sync=False,  # all begin with the same model
+            max_retries=0,
+        )
+        self.size = size
+
+    def require_whole(self) -> None:
+        """Raise unless the last mean was that of all workers.
+
+        Raises:
+            CommunicationError: it was not.
+        """
+        error = self.manager.errored()
+        if error is not None:
+            raise CommunicationError(
+                f"rank {dist.get_rank()}: torchft reported {error.original_exception}; its runs "
+                "here need all workers, and each operation at most the seconds of --timeout"
+            )
+
+    def close(self) -> None:
+        """A collective: the lighthouse ends last."""
+        gather(None, torch.device("cpu"), "the end of torchft's managers")
+        self.manager.shutdown(wait=False)
+        gather(None, torch.device("cpu"), "the end of torchft's lighthouse")
+        if self._lighthouse is not None:
+            self._lighthouse.shutdown()
+
+
+class _Managed(Loop):
+    """One of torchft's methods, which hook themselves into the optimizer's step."""
+
+    differ = True
+
+    def __init__(self, name: str, task: Task, lr_scale: float, group: Group, method: Any) -> None:
+        super().__init__(name, task, lr_scale, task.model)
+        self._group, self._method = group, method
+        method.__enter__()
+
+    @override
+    def _optimize(self) -> None:
+        try:
+            super()._optimize()
+        except RuntimeError:
+            self._group.require_whole()  # its own words tell the number of failures alone
+            raise
+        self._group.require_whole()
+
+    @override
+    def _close(self) -> None:
+        self._method.__exit__(None, None, None)
+        self._group.close()

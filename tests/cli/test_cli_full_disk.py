@@ -1,0 +1,37 @@
+"""A disk is really full under the command line: one line says which file, or why none was saved."""
+
+import re
+import signal
+from pathlib import Path
+
+from cli.commands import COMMAND, LIMIT, Call, plain, started, until
+from disks import fill, small_disk
+
+
+def test_results_that_do_not_fit_are_one_line(call: Call, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        argv = ("compare", "digits", "-s", "bsp", "--simulate", "--step-time", "20ms")
+        out = disk / "out"
+        out.mkdir()
+        fill(disk)
+        code, _, err = call(*argv, "-n", "2", "--epochs", "0.05", "--output", str(out))
+    assert (code, err) == (2, f"error: {out}/results.jsonl: No space left on device\n")
+
+
+def test_who_is_interrupted_is_told_that_nothing_was_saved(tmp_path: Path) -> None:
+    """And why."""
+    with small_disk(tmp_path / "disk") as disk:
+        folder = disk / "saved"
+        folder.mkdir()
+        argv = ("train", "digits", "--workers", "2", "--epochs", "40", "--evaluations", "40")
+        with started(*COMMAND, *argv, "--checkpoints", str(folder)) as process:
+            assert process.stdout is not None
+            until(lambda: "  step " in process.stdout.readline(), "an evaluation")
+            fill(disk)
+            process.send_signal(signal.SIGTERM)
+            out, err = process.communicate(timeout=LIMIT)
+        assert not list(folder.iterdir())
+    assert process.returncode == 143
+    assert plain(err) == "interrupted; all workers have been ended\n"
+    why = r"worker \d failed: rank \d cannot save, so no worker does: .* No space left on device"
+    assert re.search(f"no checkpoint was saved at the end: {why}", plain(out)), out

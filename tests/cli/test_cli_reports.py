@@ -1,0 +1,68 @@
+"""Comparisons that are tuned and go on where they were, and pages made from their results."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from cli.commands import Call
+
+OLD = Path(__file__).parents[1] / "lab" / "old_results.jsonl"
+SHORT = ("--workers", "2", "--max-steps", "2", "--evaluations", "2")
+VIRTUAL = ("--simulate", "--step-time", "20ms", "--bandwidth", "200mbit", "--slow", "1=2")
+
+
+def test_a_comparison_is_tuned_and_goes_on_where_it_was(call: Call, tmp_path: Path) -> None:
+    """A grid of factors, its limits in the results; the second time nothing is run."""
+    argv = ("compare", "digits", "-s", "bsp", "-s", "local:period=2 --lr-scale 2", *SHORT, *VIRTUAL)
+    argv = (*argv, "--lr-scale", "0.5,1", "--output", str(tmp_path))
+    code, out, err = call(*argv)
+    assert (code, err) == (0, "")
+    path = tmp_path / "results.jsonl"
+    told = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [(one["strategy"], one["job"]["lr_scale"]) for one in told] == [
+        *(("bsp", 0.5), ("bsp", 1.0), ("local:period=2", 2.0))
+    ]
+    assert [one["lr_scales"] for one in told] == [[0.5, 1.0], [0.5, 1.0], []]
+    assert {one["points"][-1]["step"] for one in told} == {2}
+    assert {one["job"]["slow"] for one in told} == {"1=2"}
+    assert told[0]["command"].startswith("offbeat compare digits -s bsp -s 'local:period=2 --lr")
+    assert "worker 1 2 times slower" in re.sub(r"\s+", " ", out)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    code, out, err = call(*argv)
+    assert (code, err) == (0, "")
+    assert out.count("is in the results already") == 3
+    assert len(path.read_text(encoding="utf-8").splitlines()) == 3
+    (tmp_path / "report.html").unlink()
+    assert call("report", str(path))[0] == 0
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == page
+
+
+def test_a_page_is_made_of_older_results(call: Call, tmp_path: Path) -> None:
+    """In a folder that has to be made."""
+    page = tmp_path / "a" / "page.html"
+    code, out, err = call("report", str(OLD), "-o", str(page))
+    assert (code, err) == (0, "")
+    assert str(page) in out
+    assert "async:staleness=4" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "results.jsonl holds no result"),
+        ('{"a": 1}\n', "results.jsonl, line 1, is no result: KeyError: 'job'"),
+        (None, "results.jsonl, which does not exist"),
+    ],
+)
+def test_what_is_no_result_is_one_line(
+    text: str | None, message: str, call: Call, tmp_path: Path
+) -> None:
+    path = tmp_path / "results.jsonl"
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    code, out, err = call("report", str(path))
+    assert (code, out) == (2, "")
+    assert re.fullmatch(rf"error: .*{message}\n", err)
+    assert not (tmp_path / "report.html").exists()

@@ -1,0 +1,84 @@
+"""What the tests with the real packages have in common: an environment, data, a reference."""
+
+import os
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
+
+import workers
+from problems import make_batch, make_model
+
+STEPS = 6
+SAMPLES = 4  # in a batch
+
+
+def environment(rank: int, size: int) -> None:
+    """As torchrun sets it; the process group is there already."""
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ.update({name: str(value) for name, value in ranks.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", TORCHELASTIC_RUN_ID="a test")
+    os.environ.update(ACCELERATE_USE_CPU="true", HF_HUB_OFFLINE="1")
+
+
+def run(function: Any, *args: Any) -> list[Any]:
+    """Of two processes, in such an environment."""
+    return workers.run(_in_environment, function, args, workers=2, seconds=110)
+
+
+def _in_environment(rank: int, size: int, function: Any, args: tuple[Any, ...]) -> Any:
+    environment(rank, size)
+    return function(rank, size, *args)
+
+
+class Samples(Dataset[tuple[Tensor, Tensor]]):
+    """In such an order that rank r gets ``make_batch(r, s)`` at step s.
+
+    Args:
+        turns: What two workers take in turns: "batches" (Accelerate), "samples" (torch's sampler).
+        dtype: Of the samples.
+    """
+
+    def __init__(self, turns: str, dtype: torch.dtype = torch.float64) -> None:
+        self._samples: list[tuple[Tensor, Tensor]] = []
+        for step in range(STEPS):
+            xs, ys = zip(*(make_batch(r, step, SAMPLES, dtype) for r in range(2)), strict=True)
+            x, y = torch.stack(xs), torch.stack(ys)  # by worker and sample
+            if turns == "samples":
+                x, y = x.transpose(0, 1), y.transpose(0, 1)
+            x, y = x.reshape(-1, *x.shape[2:]), y.reshape(-1, *y.shape[2:])
+            self._samples += list(zip(x, y, strict=True))
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self._samples[index]
+
+
+def ddp(rank: int, *, lr: float = 0.05, max_norm: float | None = None) -> dict[str, Tensor]:
+    """The model after training under torch's DDP: the reference for all of them."""
+    model = make_model(0)
+    wrapper = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for step in range(STEPS):
+        x, y = make_batch(rank, step, SAMPLES)
+        optimizer.zero_grad()
+        F.mse_loss(wrapper(x), y).backward()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+    return state(model)
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor], atol: float = 0.0) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], rtol=0, atol=atol)

@@ -1,0 +1,149 @@
+"""Lightning's Trainer with a callback, and Fabric, over two processes."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+
+import offbeat
+from frameworks.real import SAMPLES, STEPS, Samples, ddp, run, same, state
+from loops import Sink, attach
+from problems import make_batch, make_model
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    lightning = pytest.importorskip("lightning")
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from offbeat.integrations.lightning import OffbeatCallback
+pytestmark = pytest.mark.filterwarnings("default")
+MAX_NORM = 0.3
+
+
+class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+    def __init__(self, seed: int, momentum: float) -> None:
+        super().__init__()
+        self.inner, self._momentum = make_model(seed), momentum
+        self.seen: list[dict[str, Tensor]] = []
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return F.mse_loss(self.inner(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        if index == 0 and not self.trainer.sanity_checking:
+            self.seen.append(state(self.inner))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.inner.parameters(), lr=0.05, momentum=self._momentum)
+
+
+def train(
+    rank: int,
+    folder: str,
+    strategy: Any,
+    *,
+    resume: str | None = None,
+    clip: float | None = None,
+    momentum: float = 0.0,
+    callbacks: Any = (),
+    **settings: Any,
+) -> Any:
+    sink = Sink()
+    callback = OffbeatCallback(strategy, {"timeout_seconds": 20, "log": sink})
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        strategy="ddp",
+        devices=2,
+        use_distributed_sampler=False,  # which would shuffle
+        default_root_dir=folder,
+        gradient_clip_val=clip,
+        callbacks=[*callbacks, callback],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=bool(callbacks),
+        **{"max_epochs": 1, **settings},
+    )
+    module = Module(rank, momentum)
+    samples = Samples("samples")
+    sampler = DistributedSampler(samples, shuffle=False)
+    loader = DataLoader(samples, batch_size=SAMPLES, sampler=sampler)
+    trainer.fit(module, loader, loader, ckpt_path=resume)
+    assert callback.sync is not None
+    return state(module.inner), callback.sync.stats, module.seen, sink.records
+
+
+def values(rank: int, size: int, folder: str) -> Any:
+    plain, clipped = ddp(rank), ddp(rank, max_norm=MAX_NORM)
+    local = train(rank, folder, offbeat.LocalSGD(period=1))
+    bsp = train(rank, folder, offbeat.BSP(), clip=MAX_NORM)
+    selsync = train(rank, folder, offbeat.SelSync(delta=0.0), clip=1e-3)
+    return plain, clipped, local, bsp, selsync[3]
+
+
+def test_local_sgd_of_one_step_is_ddp(tmp_path: Path) -> None:
+    """And a clip is that of the mean, and the trigger sees what was not clipped."""
+    for plain, clipped, local, bsp, records in run(values, str(tmp_path)):
+        same(local[0], plain, 1e-12)
+        same(bsp[0], clipped, 1e-12)
+        assert local[1].steps == bsp[1].steps == STEPS
+        # Gradients that are all clipped to one norm would not change at all.
+        assert all(record["change"] > 1e-3 for record in records[1:])
+
+
+def checkpoints(rank: int, size: int, folder: str) -> Any:
+    strategy = offbeat.LocalSGD(period=4)
+    settings: dict[str, Any] = {"momentum": 0.9, "max_epochs": 2}
+
+    def keeping(name: str) -> list[Any]:
+        return [ModelCheckpoint(f"{folder}/{name}", save_top_k=-1)]
+
+    whole = train(rank, folder, strategy, callbacks=keeping("whole"), **settings)
+    (path,) = Path(folder, "whole").glob(f"*step={STEPS}.ckpt")
+    again = keeping("again")
+    resumed = train(rank, folder, strategy, resume=str(path), callbacks=again, **settings)
+    content = torch.load(path, weights_only=False)
+    saved = {k.removeprefix("inner."): v for k, v in content["state_dict"].items()}
+    return whole, resumed, saved
+
+
+def test_checkpoints_hold_the_consensus_and_resume_every_worker(tmp_path: Path) -> None:
+    results = run(checkpoints, str(tmp_path))
+    for whole, resumed, saved in results:
+        same(whole[0], resumed[0])
+        same(saved, whole[2][0])  # what was saved is what was validated
+        same(saved, results[0][0][2][0])  # on all workers
+        assert whole[1].steps == resumed[1].steps == 2 * STEPS
+
+
+def fabric(rank: int, size: int) -> Any:
+    tool = lightning.Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    tool.launch()
+    found = []
+    for text, clip in (("local:period=1", False), ("bsp", True)):
+        inner = make_model(rank)
+        optimizer = torch.optim.SGD(inner.parameters(), lr=0.05)
+        model, stepping = tool.setup(inner, optimizer)
+        sync = attach(model, stepping, text)
+        for step in range(STEPS):
+            x, y = make_batch(rank, step, SAMPLES)
+            stepping.zero_grad()
+            tool.backward(F.mse_loss(model(x), y))
+            if clip:
+                tool.clip_gradients(model, stepping, max_norm=MAX_NORM)
+            stepping.step()
+        assert sync.step == STEPS
+        sync.finish()
+        found.append(state(inner))
+    return ddp(rank), ddp(rank, max_norm=MAX_NORM), found
+
+
+def test_fabric_trains_as_ddp() -> None:
+    for plain, clipped, (local, bsp) in run(fabric):
+        same(local, plain, 1e-12)
+        same(bsp, clipped, 1e-12)

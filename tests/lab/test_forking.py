@@ -1,0 +1,118 @@
+"""Workers that are forks: what they get from whom asks for them, and how they end."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.commands import alive, until
+from offbeat.errors import OffbeatError
+from offbeat.lab import forking
+from offbeat.lab.forking import Forked
+from offbeat.lab.job import Job
+from offbeat.lab.train import encode
+
+pytestmark = pytest.mark.skipif(not forking.POSSIBLE, reason="workers are forks on Linux")
+
+# The recipe of a worker is a file, which it runs.
+STATE = """
+import json, os, signal, sys, time
+def file(number):
+    try:
+        return os.readlink(f"/proc/self/fd/{number}")
+    except OSError:
+        return ""
+print(json.dumps({
+    "folder": os.getcwd(), "environment": dict(os.environ), "group": os.getpgid(0),
+    "pid": os.getpid(), "parent": os.getppid(), "path": sys.path,
+    "all": [file(one) for one in os.listdir("/proc/self/fd")],
+    "wakeup": signal.set_wakeup_fd(-1), "files": [file(one) for one in range(3)],
+    "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+}), flush=True)
+print("to errors", file=sys.stderr, flush=True)
+"""
+SLEEP = "time.sleep(60)"
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Forked]:
+    """A worker in an empty folder that tells its state in ``told``, and then does ``ending``."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+
+    def fork(ending: str, name: str = "told") -> Forked:
+        recipe = tmp_path / f"{name}.py"
+        recipe.write_text(STATE + ending)
+        argument = encode(Job(str(recipe), "bsp", 1), 0, f"{tmp_path}/met-{name}")
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "ONLY_HERE": name}
+        with open(tmp_path / name, "wb") as out, open(tmp_path / f"{name}.errors", "wb") as errors:
+            return forking.fork(argument, environment, out.fileno(), errors.fileno())
+
+    return fork
+
+
+def state(path: Path) -> dict[str, Any]:
+    until(lambda: path.exists() and path.read_bytes().endswith(b"\n"), "a worker's state")
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def test_a_worker_is_as_if_started_anew(start: Callable[..., Forked], tmp_path: Path) -> None:
+    """Its environment, folder, files and signals are those asked for, whoever lives beside it."""
+    beside = start(SLEEP, "beside")
+    worker = start("os._exit(7)")
+    pipes = {os.readlink(f"/proc/self/fd/{one._pipe}") for one in (beside, worker)}
+    assert worker.wait() == 7
+    assert worker.poll() == 7
+    found = state(tmp_path / "told")
+    assert found["pid"] == found["group"] == worker.pid
+    assert found["parent"] != os.getpid(), "this process computes: it must not be forked"
+    assert found["folder"] == str(tmp_path / "elsewhere")
+    assert found["path"].count(str(tmp_path / "elsewhere")) == 1
+    own = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    assert found["environment"].items() >= own.items()
+    assert found["environment"]["ONLY_HERE"] == "told"
+    files = [os.devnull, str(tmp_path / "told"), str(tmp_path / "told.errors")]
+    assert found["files"] == files
+    assert not pipes & {*found["all"]}, "held by a worker, they would not tell the server's end"
+    assert found["interrupt"]
+    assert found["wakeup"] == -1
+    assert (tmp_path / "told.errors").read_text() == "to errors\n"
+    assert state(tmp_path / "beside")["parent"] == found["parent"]
+    assert beside.poll() is None
+    os.killpg(beside.pid, signal.SIGKILL)
+    assert beside.wait() == -signal.SIGKILL
+    assert not alive(beside.pid)
+
+
+def test_an_unforeseen_error_is_shown_and_ends_the_worker(
+    start: Callable[..., Forked], tmp_path: Path
+) -> None:
+    """A worker must never go on in the loop of the server."""
+    assert start("raise SystemExit('what now')").wait() == 1
+    assert "SystemExit: what now" in (tmp_path / "told.errors").read_text()
+
+
+def test_a_server_that_does_not_answer_is_replaced(
+    start: Callable[..., Forked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error in a finite time, no worker that nobody knows of; the next worker has another."""
+    worker = start(SLEEP)
+    server = state(tmp_path / "told")["parent"]
+    os.kill(server, signal.SIGSTOP)
+    with monkeypatch.context() as impatient:
+        impatient.setattr(forking, "_IMPORT_SECONDS", 0.1)
+        impatient.setattr(forking, "_END_SECONDS", 0.1)
+        with pytest.raises(OffbeatError, match=r"did not answer in 0\.1 s"):
+            start(SLEEP, "never")
+    assert worker.wait() == -signal.SIGKILL
+    until(lambda: not alive(worker.pid), "the end of the worker", 10)
+    assert not alive(server)
+    assert start("os._exit(0)", "next").wait() == 0
+    assert state(tmp_path / "next")["parent"] != server
+    assert (tmp_path / "never").read_text() == ""

@@ -1,0 +1,114 @@
+"""Peers in packages of their own: their values, where they are installed, and else one line."""
+
+import importlib.util
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import workers
+from lab import tiny
+from offbeat.lab import launch
+from offbeat.lab.events import Evaluation, Event
+from offbeat.lab.job import Job
+from offbeat.lab.peers import PEERS
+from offbeat.lab.peers.torchft import fragments_of
+from offbeat.lab.train import train_worker
+
+H = 3
+LOCAL = f"local:period={H}"
+TEXTS = {
+    "accelerate": (LOCAL, f"accelerate:localsgd,period={H}", f"accelerate:localsgd,period={H}"),
+    "torchft": (
+        LOCAL,
+        f"torchft:localsgd,period={H}",
+        f"torchft:diloco,period={H},outer_lr=1,outer_momentum=0",
+        "torchft:diloco,period=4",
+        "diloco:period=4,outer_lr=0.7,outer_momentum=0.9",
+        "torchft:diloco,period=4,fragments=2,delay=1",
+    ),
+}
+
+
+def train_all(rank: int, size: int, texts: tuple[str, ...]) -> list[list[float]]:
+    """The curve of each, one after the other in one process."""
+    tiny.install()
+    warnings.simplefilter("ignore")  # theirs
+    curves = []
+    for text in texts:
+        events: list[Event] = []
+        job = Job("tiny", "bsp", size, evaluations=tiny.STEPS, timeout_seconds=20).under(text)
+        train_worker(job, events.append)
+        curves.append([one.metric for one in events if isinstance(one, Evaluation)])
+    return curves
+
+
+@pytest.mark.parametrize("package", TEXTS)
+def test_peers_have_the_values_of_strategies(package: str) -> None:
+    """Local SGD is ours, and so is DiLoCo with an outer step of 1, or with its momentum."""
+    pytest.importorskip(package)
+    curves = workers.run(train_all, TEXTS[package], workers=2)[0]
+    found = dict(zip(TEXTS[package], curves, strict=True))
+    for text, curve in found.items():
+        if "localsgd" in text or "outer_lr=1" in text:
+            assert curve == pytest.approx(found[LOCAL], abs=1e-9), text
+    if package == "torchft":
+        ours = found["diloco:period=4,outer_lr=0.7,outer_momentum=0.9"]
+        assert found["torchft:diloco,period=4"] == pytest.approx(ours, abs=1e-6)
+        assert len(found["torchft:diloco,period=4,fragments=2,delay=1"]) == tiny.STEPS
+
+
+@pytest.mark.parametrize("kind", [one for one in PEERS if one.package != "torch"])
+def test_a_missing_package_is_one_line(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything runs, with what to install."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == kind.package else find(name)
+    )
+    with pytest.raises(ImportError) as caught:
+        Job("digits", f"{kind.name},period=4", 2).check_method()
+    message = f"{kind.name} needs the package {kind.package}: pip install .*'offbeat\\[peers\\]'.*"
+    assert re.fullmatch(message, str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("torchft:diloco,period=4,fragments=3", ".*period 4 must be a multiple of fragments.*"),
+        ("torchft:diloco,period=4,fragments=2,delay=2", ".*delay must be less than .* = 2, got 2"),
+        ("torchft:diloco,period=4,mixing=2", r"mixing must be .*"),
+        ("torchft:localsgd,period=0", "period must be at least 1, got 0"),
+        ("accelerate:localsgd", "accelerate:localsgd needs period, as in .*"),
+    ],
+)
+def test_settings_are_checked_without_the_package(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        Job("digits", text, 2).check_method()
+    assert re.fullmatch(message, str(caught.value))
+
+
+@pytest.mark.parametrize(("sizes", "number"), [((5, 5, 5, 5), 2), ((100, 1, 1, 1), 3), ((1,), 1)])
+def test_fragments_hold_every_parameter_once_in_order(sizes: tuple[int, ...], number: int) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in sizes])
+    parts = fragments_of(model, number)
+    assert len(parts) == number
+    assert all(list(part.parameters()) for part in parts)
+    held = [parameter for part in parts for parameter in part.parameters()]
+    assert [id(one) for one in held] == [id(one) for one in model.parameters()]
+
+
+def test_more_fragments_than_tensors_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 fragments of a model with 2 parameter tensors"):
+        fragments_of(nn.Linear(2, 2), 3)
+
+
+def test_a_failed_worker_is_told_by_its_error_whatever_follows(tmp_path: Path) -> None:
+    """Threads of a peer's may write on while the process ends."""
+    text = "warning: a\nerror: rank 1 failed in batch 3\n[INFO] heartbeat failed\n"
+    (tmp_path / "stderr1").write_text(text)
+    (tmp_path / "stderr2").write_text("Segmentation fault\n")
+    assert str(launch._failure([0, 1], tmp_path)) == "worker 1 failed: rank 1 failed in batch 3"
+    assert str(launch._failure([0, 0, 1], tmp_path)) == "worker 2 failed: Segmentation fault"

@@ -1,0 +1,192 @@
+"""Rows of tables over a grid of learning rates; arrivals, differences and splits of the time."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import scipy.stats
+
+from lab.test_report import make
+from offbeat import Stats
+from offbeat.lab import report
+from offbeat.lab.events import Measured
+from offbeat.lab.report.figures import curve_of, time_split
+from offbeat.lab.report.intervals import interval_of, t_quantile
+from offbeat.lab.report.rows import rows_of
+from offbeat.lab.results import Result
+
+SCALES = (0.3, 1.0, 3.0)
+
+
+def grid(strategy: str, finals: Sequence[float], *, seed: int = 0, recipe: str = "digits") -> list:
+    """A run with each factor."""
+    return [
+        replace(
+            make(
+                f"{strategy} --lr-scale {scale}", [(1, 0.5), (2, final)], seed=seed, recipe=recipe
+            ),
+            lr_scales=SCALES,
+        )
+        for scale, final in zip(SCALES, finals, strict=True)
+    ]
+
+
+def test_the_best_factor_is_the_row_and_all_runs_are_counted() -> None:
+    """By the mean of the finals over the seeds, whatever one seed says."""
+    runs = [*grid("bsp", (0.90, 0.95, 0.97)), *grid("bsp", (0.90, 0.95, 0.80), seed=1)]
+    (row,) = rows_of(runs)
+    assert (row.name, row.lr_scale, row.tried, row.at_edge) == ("bsp", 1.0, 6, False)
+    assert [run.final for run in row.runs] == [0.95, 0.95]
+    table = report.table(runs)
+    assert table.headings[:3] == ("strategy", "lr x", "runs")
+    assert table.rows[0][:3] == ("bsp", "1", "6")
+    assert {len(one) for one in table.rows} == {len(table.headings)}
+    assert report.TUNED_MEANS in report.markdown(runs)
+
+
+def test_lower_is_better_of_a_loss_and_an_edge_is_marked() -> None:
+    runs = grid("bsp", (2.5, 2.6, 2.9), recipe="stdlib-lm")
+    assert report.table(runs).rows[0][1] == "0.3 (edge)"
+
+
+@pytest.mark.parametrize(
+    ("finals", "chosen"),
+    [((0.9, 0.9, 0.9), 1.0), ((0.9, math.nan, 0.8), 0.3), ((0.8, 0.7, 0.8), 3.0)],
+)
+def test_of_equal_factors_the_nearest_to_1_and_never_one_that_is_no_number(
+    finals: Sequence[float], chosen: float
+) -> None:
+    assert rows_of(grid("bsp", finals))[0].lr_scale == chosen
+
+
+def test_a_factor_that_not_all_seeds_have_seen_does_not_count() -> None:
+    """As in a comparison that was cut short."""
+    runs = [*grid("bsp", (0.9, 0.8, 0.99)), *grid("bsp", (0.9, 0.8, 0.99), seed=1)[:2]]
+    assert rows_of(runs)[0].lr_scale == 0.3
+
+
+def test_a_factor_of_its_own_is_a_row_of_its_own() -> None:
+    runs = [*grid("bsp", (0.9, 0.95, 0.8)), make("local:period=2 --lr-scale 7", [(1, 0.9)])]
+    assert [row.name for row in rows_of(runs)] == ["bsp", "local:period=2 --lr-scale 7"]
+    assert [row[1:3] for row in report.table(runs).rows] == [("1", "3"), ("-", "1")]
+
+
+def test_an_untuned_run_joins_the_grid_that_has_its_factor() -> None:
+    """A comparison that was widened by factors has run one of them before."""
+    runs = grid("bsp", (0.9, 0.95, 0.8))
+    runs[1] = replace(runs[1], lr_scales=())
+    assert [(row.name, row.tried) for row in rows_of(runs)] == [("bsp", 3)]
+
+
+# Arrivals
+
+IDEAL = make("ideal", [(1, 0.5), (2, 0.96), (3, 0.985), (4, 1.0)])
+
+
+def test_arrivals_are_at_shares_of_the_ideal() -> None:
+    """Targets 0.95, 0.98 and 0.995 of a final metric of 1; brackets have the ideal's over them."""
+    slow = make("bsp", [(5, 0.95), (8, 0.97), (10, 0.984)])
+    found = report.arrivals([IDEAL, slow])
+    assert found is not None
+    assert found.headings == ("strategy", "95%: 0.95", "98%: 0.98", "99.5%: 0.995")
+    assert found.rows[0] == ("ideal", "2.0 s [100 %]", "3.0 s [100 %]", "4.0 s [100 %]")
+    assert found.rows[1] == ("bsp", "5.0 s [40 %]", "10.0 s [30 %]", "never")
+    assert report.arrivals([slow]) is None
+
+
+def test_runs_that_never_arrive_are_counted() -> None:
+    ideals = [IDEAL, replace(IDEAL, job=replace(IDEAL.job, seed=1))]
+    runs = [make("bsp", [(5, 0.96)]), make("bsp", [(4, 0.9)], seed=1)]
+    found = report.arrivals([*ideals, *runs])
+    assert found is not None
+    assert found.rows[1][1:] == ("1 of 2 runs, 5.0 s at best", "never", "never")
+
+
+def test_a_loss_is_over_the_share() -> None:
+    """2.0 at the end: 95 % of that is a loss of 2.0 / 0.95."""
+    one = make("ideal", [(1, 2.2), (2, 2.1), (3, 2.0)], recipe="stdlib-lm")
+    found = report.arrivals([one])
+    assert found is not None
+    assert found.headings[1] == f"95%: {2.0 / 0.95:.4g}"
+    assert found.rows[0][1] == "2.0 s [100 %]"
+
+
+# Differences
+
+
+def test_differences_are_paired_with_students_t() -> None:
+    """Computed from the differences seed by seed, by scipy; the ideal is what they are from."""
+    ours, theirs = (0.91, 0.95, 0.92), (0.90, 0.91, 0.93)
+    runs = [make("bsp", [(2, final)], seed=seed) for seed, final in enumerate(ours)]
+    runs += [make("ideal", [(1, final)], seed=seed) for seed, final in enumerate(theirs)]
+    found = report.differences(runs)
+    assert found is not None
+    assert found.caption.startswith("Differences from ideal")
+    pairs = [a - b for a, b in zip(ours, theirs, strict=True)]
+    low, high = scipy.stats.t.interval(0.95, 2, loc=sum(pairs) / 3, scale=scipy.stats.sem(pairs))
+    ((name, _, seeds, final, seconds),) = found.rows
+    assert (name, seeds) == ("bsp", "3")
+    assert final == f"{sum(pairs) / 3:+.4f} [{low:+.4f}, {high:+.4f}]"
+    assert seconds == "+1.0 [+1.0, +1.0] s"
+
+
+def test_seeds_that_only_one_has_are_no_pairs() -> None:
+    runs = [make("bsp", [(1, 0.9)], seed=seed) for seed in (0, 1)]
+    runs += [make("async", [(1, 0.9)], seed=seed) for seed in (1, 2)]
+    assert report.differences(runs) is None
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 9, 30, 31, 60, 500])
+def test_quantiles_of_t(degrees: int) -> None:
+    assert t_quantile(degrees) == pytest.approx(scipy.stats.t.ppf(0.975, degrees), abs=1e-4)
+
+
+def test_an_interval_needs_two_values() -> None:
+    with pytest.raises(ValueError, match="at least two values, got 1"):
+        interval_of([1.0])
+
+
+# Links and times
+
+
+def test_links_are_shown_as_measured() -> None:
+    """Before and after, medians over the seeds; rows without a measurement are left out."""
+    told = (Measured(12.5e6, 0.001), Measured(6.25e6, 0.002))
+    runs = [replace(make("bsp", [(1, 0.9)]), links=told), make("async", [(1, 0.9)])]
+    found = report.links(runs)
+    assert found is not None
+    assert found.rows == (("bsp", "100 Mbit/s", "50 Mbit/s", "1 ms", "2 ms"),)
+    assert report.links(runs[1:]) is None
+
+
+def run(strategy: str, seconds: float, *, wait: float = 0.0) -> Result:
+    """Ten steps."""
+    one = make(strategy, [(seconds, 0.9)])
+    stats = Stats(steps=10, wait_seconds=wait, compute_seconds=seconds - wait)
+    points = tuple(replace(point, step=10) for point in one.points)
+    return replace(one, points=points, stats=(stats, stats))
+
+
+def test_the_time_splits_into_what_the_ideal_computes_and_the_rest() -> None:
+    ideal, ours, peer = run("ideal", 2), run("bsp", 8, wait=5), run("torch:ddp", 8)
+    rows = rows_of([ideal, ours, peer])
+    assert time_split(rows[1], rows) == pytest.approx(
+        {"computing": 2 / 8, "other work": 1 / 8, "waiting": 5 / 8}
+    )
+    assert time_split(rows[2], rows) == pytest.approx(
+        {"computing": 2 / 8, "waiting and other": 6 / 8}
+    )
+    alone = rows_of([ours])
+    assert time_split(alone[0], alone) == pytest.approx(
+        {"computing": 3 / 8, "other work": 0, "waiting": 5 / 8}
+    )
+
+
+def test_curves_have_bands_up_to_the_end_of_the_shortest() -> None:
+    runs = [make("bsp", [(1, 0.4), (2, 0.6), (3, 0.9)]), make("bsp", [(3, 0.8), (4, 0.8)], seed=1)]
+    (row,) = rows_of(runs)
+    seconds, middle, low, high = curve_of(row)
+    assert seconds == [2, 3]
+    assert middle == pytest.approx([0.6, 0.7])
+    assert (low, high) == ([0.4, 0.6], [0.8, 0.8])
