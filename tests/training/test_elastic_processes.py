@@ -1,6 +1,7 @@
 """Training that goes on when real workers die and join."""
 
 import os
+import re
 import signal
 import time
 from typing import Any
@@ -104,3 +105,38 @@ def test_a_newcomer_may_fail_before_it_has_begun() -> None:
     started = time.monotonic()
     check(run(train, "streaming", True, workers=4, newcomers=1, may_die=(1,)))
     assert time.monotonic() - started < 15
+
+
+def be_stopped(rank: int, size: int) -> Any:
+    kept, model = store(), make_model(rank)
+    optimizer = sgd(model)
+    sync = offbeat.attach(
+        model, optimizer, offbeat.BSP(), on_failure="continue", timeout_seconds=1.0
+    )
+    for step in range(20):
+        if rank == 1 and step == 10:
+            kept.set("stopped", str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if rank == 0 and sync.stats.details["view"] == 1 and not kept.check(["told"]):
+            os.kill(int(kept.get("stopped")), signal.SIGCONT)
+        optimizer.zero_grad()
+        loss_of(model, make_batch(rank, step)).backward()
+        try:
+            optimizer.step()
+        except CommunicationError as error:
+            kept.set("told", "")
+            sync.detach()
+            return str(error), sync.step
+    while rank == 0 and not kept.check(["told"]):
+        time.sleep(0.01)
+    sync.finish()
+    return flat(model), sync.step, sync.stats.details["members"]
+
+
+def test_one_that_was_stopped_raises_and_the_others_finish() -> None:
+    """Its step raises that it was left behind; it has taken no step by itself."""
+    first, (text, steps), third = run(be_stopped, workers=3, newcomers=0)
+    assert steps == 10
+    assert re.match(r"rank 1 was left behind at step 10: ranks 0, 2 are in view 1", text), text
+    assert torch.equal(first[0], third[0])
+    assert first[1:] == third[1:] == (20, [0, 2])
