@@ -315,11 +315,25 @@ def test_all_but_one_may_be_lost() -> None:
 
 
 def test_fewer_than_min_workers_all_raise() -> None:
-    """One error, which names the number, on every worker that is left."""
+    """One error, which names the number, on every worker that is left, and again at each step."""
 
     def worker() -> str:
+        rank = dist.get_rank()
+        model = make_model(rank)
+        optimizer, sync = attach(model, "local:period=3", min_workers=3)
+
+        def steps() -> None:
+            for step in range(STEPS):
+                train_step(model, optimizer, make_batch(rank, step))
+
         with pytest.raises(CommunicationError) as error:
-            train("local:period=3", min_workers=3)
+            steps()
+        seconds = sync._host.now()
+        for _ in range(3):
+            with pytest.raises(CommunicationError, match="min_workers=3"):
+                train_step(model, optimizer, make_batch(rank, 0))
+        assert sync._host.now() < seconds + 1  # of a time-out of 2 s
+        sync.detach()
         return str(error.value)
 
     results = run(worker, Kill(worker=0, at=0.06), Kill(worker=1, at=0.2))
@@ -386,6 +400,52 @@ def test_a_loss_in_consensus_and_in_finish(strategy: str) -> None:
         assert torch.equal(one["seen"], results[0]["seen"])
         assert torch.equal(one["model"], results[0]["model"])
         close(one["after"], one["seen"])  # a view began from there
+
+
+@pytest.mark.parametrize("strategy", ["local:period=5", "bsp"])
+def test_a_loss_in_the_last_message_ends_training_alike(strategy: str) -> None:
+    """Who has seen the end has left; the others have its model, and learn that it was the end."""
+
+    def at(*faults: Any) -> Any:
+        return simulate(
+            lambda: train(strategy),
+            workers=4,
+            network=Network("1Mbit/s", latency="1ms"),
+            compute=Compute("10ms"),
+            faults=faults,
+        )
+
+    spans = [s for s in at(Kill(worker=0, at=1e3)).timeline if s.kind == "transfer" and s.rank == 0]
+    assert spans[-1].what == "the end of training"
+    for span in spans[-3:]:
+        middle = (span.start + span.end) / 2
+        results = survivors(at(Kill(worker=2, at=middle, spared=(0,))).results)
+        assert len(results) == 3
+        for one in results:
+            close(one["model"], results[0]["model"])
+
+
+def test_one_that_detaches_is_not_waited_for() -> None:
+    """An exception that leaves the block does the same."""
+
+    def worker() -> Any:
+        model = make_model(dist.get_rank())
+        optimizer, sync = attach(model, "local:period=2")
+        try:
+            with sync:
+                for step in range(STEPS):
+                    train_step(model, optimizer, make_batch(dist.get_rank(), step))
+                    if (dist.get_rank(), step) == (1, 4):
+                        raise KeyError("something of the user's own")
+        except KeyError:
+            return None
+        return {"model": flat(model), "seconds": sync._host.now()}
+
+    left = survivors(run(worker, Pause(worker=1, at=1e3, seconds=1.0)))  # losses can be seen
+    assert len(left) == 3
+    for one in left:
+        assert torch.equal(one["model"], left[0]["model"])
+        assert one["seconds"] < 1  # of a time-out of 2 s
 
 
 def test_a_newcomer_with_another_model_is_refused() -> None:

@@ -483,6 +483,8 @@ class Synchronizer:
         require_all(answers)
         with self._iteration.guard, self._team.account.paused():
             self._stats = put_back(state, self._strategy, worker)
+        if self._views is not None:
+            self._views.tell()
         self._clock = self._host.now()
         self._seen = (self._team.account.wait_seconds, self._team.account.payload_bytes)
 

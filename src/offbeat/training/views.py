@@ -174,6 +174,7 @@ class Views:
         self._common = worker.team.view
         self._acted = 0  # rounds since then, as far as a change under way knows
         self._overtaken = False
+        self._last: CommunicationError | None = None  # why there is no further view
 
     def look(self) -> None:
         """Raise CommunicationError if another view is wanted."""
@@ -191,10 +192,16 @@ class Views:
             CommunicationError: there is none for this worker, or too few are left.
         """
         assert self.iteration is not None
+        if self._last is not None:
+            raise self._last
         worker, team, before = self._worker, self._worker.team, self._worker.team.host.now()
         self._acted, self._overtaken = self.iteration.acted, False
-        with team.account.paused():
-            self._change(error)
+        try:
+            with team.account.paused():
+                self._change(error)
+        except CommunicationError as last:
+            self._last = last
+            raise
         self.iteration.begin_view(Finite(self._strategy, worker, self._non_finite))
         seconds = team.host.now() - before
         self.tell()
