@@ -13,7 +13,7 @@ from benchmarks.soak.plan import BY_ITSELF, EAGER, SAVING, SERVERS, STEPS, Case
 from benchmarks.soak.worker import FIRST_STEP, Report, non_finite_of
 from offbeat import parse_strategy
 
-_EXACT, _ROUNDED = 1e-5, 1e-3  # of ``Report.spread``: over an exact wire, and over any other
+_SPREAD = 1e-5  # of ``Report.spread``: of rounding, which a constant survives over any wire
 SLACK_SECONDS = 1.0  # of a machine on which four workers share two cores
 # The rest of a message that has arrived in part is waited for so long when its connection ends.
 _DETACH_SECONDS = 5.0
@@ -132,7 +132,6 @@ def _notice(case: Case, outcome: Outcome) -> float:
 
 def _whole(case: Case, outcomes: list[Outcome]) -> Iterator[str]:
     """Nobody hangs or leaves anything behind, and no model is half of a mean."""
-    limit = _EXACT if case.wire == "float32" else _ROUNDED
     for outcome in outcomes:
         name = outcome.run.name
         for rank in outcome.hung:
@@ -152,7 +151,7 @@ def _whole(case: Case, outcomes: list[Outcome]) -> Iterator[str]:
                 yield f"{name}: the model of rank {rank} is not finite"
             # A Ctrl-C may come between two parameters of the optimizer's own step.
             steps = case.kind == "interrupt" and rank == case.victim and outcome.run.breaks
-            if report.spread > limit and not steps:
+            if report.spread > _SPREAD and not steps:
                 yield (
                     f"{name}: the model of rank {rank} is no whole: numbers that must be equal are "
                     f"{report.spread:.2g} apart"
