@@ -20,7 +20,7 @@ import torch.distributed as dist
 import offbeat
 from cells import some
 from fabric.communicators import meet
-from offbeat.errors import CommunicationError, CommunicationTimeout
+from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout
 from offbeat.fabric import groups, regroup, regroup_join, regroup_watch
 from offbeat.fabric.membership import EndedError, membership_of
 from offbeat.fabric.regroup import open_elastic
@@ -445,6 +445,19 @@ def test_every_way_to_begin(kind: str, tmp_path: Path) -> None:
     results = run(begin_from, 3, folder, workers=0, newcomers=4, may_die=(0,))
     for views in results[1:]:
         assert views[-1][1] == (1, 2, 3)
+
+
+def use_another_backend(rank: int, size: int) -> str:
+    dist.get_backend = lambda group=None: "nccl"
+    with pytest.raises(AttachError) as caught:
+        open_elastic(None, TIMEOUT_SECONDS)
+    return str(caught.value)
+
+
+def test_another_backend_is_refused() -> None:
+    """At attach, by name."""
+    (text,) = run(use_another_backend, workers=1)
+    assert text.startswith('on_failure="continue" needs a process group of gloo, got nccl')
 
 
 def be_late(rank: int, size: int) -> Any:
