@@ -76,7 +76,7 @@ lowest:  ## the core of the tests with the lowest versions that pyproject.toml a
 	test -x .venv-lowest/bin/python || $(PYTHON) -m venv .venv-lowest
 	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
 	  -e . $(LOWEST) pytest pytest-timeout pytest-xdist hypothesis
-	.venv-lowest/bin/python -m pytest $(CORE)
+	.venv-lowest/bin/python -m pytest -m "not quiet and not nightly" $(CORE)
 
 lint: $(VENV)/.dev  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -74,7 +74,7 @@ class Case:
         victim: The rank to which it happens.
         step: Own steps that the victim has taken then.
         delay_seconds: From that step on, where somebody else does it to the victim.
-        elements: Numbers of the model's smaller half.
+        elements: Numbers of the model, about.
         shaped_bits: Rate of the links; 0: loopback.
         own_store: Whether rank 0 keeps the process group's store, else a file is it.
         lingers: Whether a survivor lives on until all have noticed; else it ends at once.
@@ -132,8 +132,8 @@ def case(seed: int, index: int, *, shaped: bool) -> Case:
         wires.append("auto")
     wire = draw.choice(wires)
     victim = 0 if "servers=0/" in strategy and kind == "kill server" else draw.randrange(workers)
-    step, delay = draw.randrange(1, 6), draw.uniform(0, 0.06)
     rate = draw.choice((0.0, 0.0, 0.0, 20e6, 100e6))
+    step, delay = draw.randrange(1, 6), draw.uniform(0, 0.2 if rate else 0.06)
     own_store, lingers, small = (draw.random() < p for p in (0.3, 0.5, 0.6))
     non_finite = draw.choice(("warn", "raise", "leave_out"))
     if kind == "unplug":

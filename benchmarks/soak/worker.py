@@ -116,8 +116,9 @@ class Constant(nn.Module):
 
     def __init__(self, elements: int) -> None:
         super().__init__()
-        sizes = {"a": (elements, torch.float32), "b": (7, torch.float64)}
-        sizes |= {"c": (elements // 2, torch.float64), "d": (5, torch.float32)}
+        # One bucket is there long before the other: time enough for a fault between them.
+        sizes = {"a": (elements // 20, torch.float32), "b": (7, torch.float64)}
+        sizes |= {"c": (elements, torch.float64), "d": (5, torch.float32)}
         for name, (size, dtype) in sizes.items():
             setattr(self, name, nn.Parameter(torch.full((size,), 1.0, dtype=dtype)))
 

@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch.distributed as dist
 import offbeat
 from cells import some
 from fabric.communicators import meet
-from offbeat.errors import CommunicationError, CommunicationTimeout
+from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout
 from offbeat.fabric import groups, regroup, regroup_join, regroup_watch
 from offbeat.fabric.membership import EndedError, membership_of
 from offbeat.fabric.regroup import open_elastic
@@ -167,6 +168,30 @@ def test_one_may_die_while_the_others_agree(place: str) -> None:
         assert seconds < 5
 
 
+def leave_a_child(rank: int, size: int) -> Any:
+    worker = Worker(rank, size).until(*range(size))
+    if rank == 1:
+        child = os.fork()  # as one that loads data
+        if child == 0:
+            time.sleep(15)
+            os._exit(0)
+        store().set("child", str(child))
+        die()
+    worker.until(0, 2)
+    if rank == 0:
+        os.kill(int(store().get("child")), signal.SIGKILL)
+    return worker.finish(), worker.changed - float(store().get("died"))
+
+
+def test_a_child_that_lives_on_hides_no_death() -> None:
+    """It has inherited the connections of gloo, and keeps them open for a while."""
+    results = run(leave_a_child, workers=3, newcomers=0, may_die=(1,))
+    for rank in (0, 2):
+        views, seconds = results[rank]
+        assert views[-1][1] == (0, 2)
+        assert seconds < 5
+
+
 def keep_the_store(rank: int, size: int) -> Any:
     worker = Worker(rank, size).until(*range(size))
     if rank == 0:
@@ -232,6 +257,21 @@ def test_one_that_is_busy_is_waited_for() -> None:
     """For as long as a silent one may take."""
     results = run(be_busy, workers=3, newcomers=0, may_die=(1,))
     assert results[0] == results[2] == [(0, (0, 1, 2), []), (1, (0, 2), [])]
+
+
+def be_hasty(rank: int, size: int) -> Any:
+    worker = Worker(rank, size, silence_seconds=0.3).until(*range(size))
+    if rank == 0:
+        worker.change()  # by itself, as if its link had failed for a moment
+    else:
+        time.sleep(0.8)  # computing
+    return worker.until(*range(size)).finish()
+
+
+def test_one_alone_does_not_leave_the_others_behind() -> None:
+    """Where most are silent they have timeout_seconds."""
+    for views in run(be_hasty, workers=3, newcomers=0):
+        assert views == [(0, (0, 1, 2), []), (1, (0, 1, 2), [])]
 
 
 def go_away(rank: int, size: int) -> Any:
@@ -380,18 +420,16 @@ def test_nobody_to_join_is_an_error(tmp_path: Path) -> None:
 # -- stores and messages --------------------------------------------------------------------------
 
 
-def begin_from(rank: int, size: int, folder: str) -> Any:
+def begin_from(rank: int, _: int, size: int, folder: str) -> Any:
     """Rank 0 dies, and another one comes; in a group made from the environment or a file."""
-    address = None
+    address = f"file://{folder}/store" if folder else None
     if rank < size:
-        dist.destroy_process_group()
         os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", RANK=str(rank), WORLD_SIZE=str(size))
-        method = f"file://{folder}/store" if folder else None
-        settings = {"rank": rank, "world_size": size} if folder else {}
-        dist.init_process_group("gloo", init_method=method, **settings)
+        settings: Any = {"rank": rank, "world_size": size} if folder else {}
+        limit = timedelta(seconds=30)
+        dist.init_process_group("gloo", init_method=address, timeout=limit, **settings)
     else:
         store().wait(["died"])
-        address = f"file://{folder}/store" if folder else None
     worker = Worker(rank, size, address=address)
     if rank < size:
         worker.until(*range(size))
@@ -404,9 +442,22 @@ def begin_from(rank: int, size: int, folder: str) -> Any:
 def test_every_way_to_begin(kind: str, tmp_path: Path) -> None:
     """As torchrun or a launcher of one's own sets the environment, or through a file."""
     folder = str(tmp_path) if kind == "file" else ""
-    results = run(begin_from, folder, workers=3, newcomers=1, may_die=(0,))
+    results = run(begin_from, 3, folder, workers=0, newcomers=4, may_die=(0,))
     for views in results[1:]:
         assert views[-1][1] == (1, 2, 3)
+
+
+def use_another_backend(rank: int, size: int) -> str:
+    dist.get_backend = lambda group=None: "nccl"
+    with pytest.raises(AttachError) as caught:
+        open_elastic(None, TIMEOUT_SECONDS)
+    return str(caught.value)
+
+
+def test_another_backend_is_refused() -> None:
+    """At attach, by name."""
+    (text,) = run(use_another_backend, workers=1)
+    assert text.startswith('on_failure="continue" needs a process group of gloo, got nccl')
 
 
 def be_late(rank: int, size: int) -> Any:

@@ -1,6 +1,7 @@
 """Training that goes on when real workers die and join."""
 
 import os
+import re
 import signal
 import time
 from typing import Any
@@ -79,24 +80,25 @@ def train(rank: int, size: int, strategy: str, stumbles: bool = False) -> Any:
     return flat(model), begun, sync.step, dict(sync.stats.details)
 
 
-def check(results: list[Any]) -> None:
-    """All end with one model, and know of each other."""
+def check(results: list[Any], least: int = 0) -> None:
+    """All end with one model, know of each other, and the newcomer begins where they are."""
     first, _, *others = results
     model, begun, steps, details = first
     assert begun == 0
-    assert steps >= 18
+    assert steps >= least + 8
     assert details["members"] == [0, 2, 3, 4]
     assert model.isfinite().all()
     for other, _, _, others_details in others:
         assert torch.equal(other, model)
         assert others_details["members"] == [0, 2, 3, 4]
-    assert others[-1][1] >= 10, "a newcomer goes on from the others' step"
+    assert others[-1][1] >= least
 
 
 @pytest.mark.parametrize("strategy", some(STRATEGIES, 0, 4))
 def test_training_goes_on(strategy: str) -> None:
     """Without one that is killed, with one that joins."""
-    check(run(train, strategy, workers=4, newcomers=1, may_die=(1,)))
+    least = 10 if strategy == "bsp" else 1  # in the others, workers go apart
+    check(run(train, strategy, workers=4, newcomers=1, may_die=(1,)), least)
 
 
 def test_a_newcomer_may_fail_before_it_has_begun() -> None:
@@ -104,3 +106,38 @@ def test_a_newcomer_may_fail_before_it_has_begun() -> None:
     started = time.monotonic()
     check(run(train, "streaming", True, workers=4, newcomers=1, may_die=(1,)))
     assert time.monotonic() - started < 15
+
+
+def be_stopped(rank: int, size: int) -> Any:
+    kept, model = store(), make_model(rank)
+    optimizer = sgd(model)
+    sync = offbeat.attach(
+        model, optimizer, offbeat.BSP(), on_failure="continue", timeout_seconds=1.0
+    )
+    for step in range(20):
+        if rank == 1 and step == 10:
+            kept.set("stopped", str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if rank == 0 and sync.stats.details["view"] == 1 and not kept.check(["told"]):
+            os.kill(int(kept.get("stopped")), signal.SIGCONT)
+        optimizer.zero_grad()
+        loss_of(model, make_batch(rank, step)).backward()
+        try:
+            optimizer.step()
+        except CommunicationError as error:
+            kept.set("told", "")
+            sync.detach()
+            return str(error), sync.step
+    while rank == 0 and not kept.check(["told"]):
+        time.sleep(0.01)
+    sync.finish()
+    return flat(model), sync.step, sync.stats.details["members"]
+
+
+def test_one_that_was_stopped_raises_and_the_others_finish() -> None:
+    """Its step raises that it was left behind; it has taken no step by itself."""
+    first, (text, steps), third = run(be_stopped, workers=3, newcomers=0)
+    assert steps == 10
+    assert re.match(r"rank 1 was left behind at step 10: ranks 0, 2 are in view 1", text), text
+    assert torch.equal(first[0], third[0])
+    assert first[1:] == third[1:] == (20, [0, 2])

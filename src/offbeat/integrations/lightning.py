@@ -2,7 +2,7 @@
 
 import contextlib
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ class OffbeatCallback(Callback):
         self._options.setdefault("scaler", scaler)
         self.sync = attach(pl_module, trainer.optimizers, self._strategy, **self._options)
         self._training = True
+        self._watch_saving(trainer, pl_module)
         if self._saved is not None:
             saved, self._saved = self._saved, None
             with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +76,7 @@ class OffbeatCallback(Callback):
 
     @override
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """The model in it becomes the consensus, and every worker's own state goes along."""
+        """Every worker's own state goes along."""
         if not self._training or self.sync is None:
             return
         self._consensus.close()
@@ -86,12 +87,23 @@ class OffbeatCallback(Callback):
         ranks = range(self.sync.size)
         names = [name.replace(f".rank{self.sync.rank}.", f".rank{rank}.") for rank in ranks]
         checkpoint[KEY] = dict(zip(names, files, strict=False))
-        with self.sync.consensus():
-            own = trainer.strategy.lightning_module_state_dict()
-            checkpoint["state_dict"] = {
-                key: value.detach().clone() if isinstance(value, Tensor) else value
-                for key, value in own.items()
-            }
+
+    def _watch_saving(self, trainer: Any, pl_module: Any) -> None:
+        """The module's hook, unlike the callbacks', is called with ``save_weights_only``, too."""
+        after: Callable[[dict[str, Any]], None] = pl_module.on_save_checkpoint
+
+        def on_save_checkpoint(checkpoint: dict[str, Any]) -> None:
+            if self._training and self.sync is not None:
+                self._consensus.close()
+                with self.sync.consensus():
+                    held = trainer.strategy.lightning_module_state_dict()
+                    checkpoint["state_dict"] = {
+                        key: value.detach().clone() if isinstance(value, Tensor) else value
+                        for key, value in held.items()
+                    }
+            after(checkpoint)
+
+        pl_module.on_save_checkpoint = on_save_checkpoint
 
     @override
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -104,6 +116,7 @@ class OffbeatCallback(Callback):
             self._training = False
             self._consensus.close()
             self.sync.finish()
+            del pl_module.on_save_checkpoint
 
     @override
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -111,6 +124,7 @@ class OffbeatCallback(Callback):
         if self.sync is not None and self._training:
             self._training = False
             self.sync.detach()
+            del pl_module.on_save_checkpoint
 
 
 def _gathered(content: bytes, device: torch.device) -> list[Tensor]:

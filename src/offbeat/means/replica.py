@@ -273,6 +273,10 @@ class Replica:
             self._buckets[kind] = (tensors, buckets)
         return buckets
 
+    def forget_buckets(self) -> None:
+        """Make them anew: a backend may still be writing into these, of operations given up."""
+        self._buckets.clear()
+
     def _changing(self) -> list[Tensor]:
         """Everything that others may change."""
         return [*self.averaged(), *self.integer_buffers(), *self.other_buffers()]
