@@ -62,7 +62,7 @@ soak: $(VENV)/.dev  ## random faults over real processes, for MINUTES=20, all fr
 frameworks:  ## the tests with the real frameworks: Trainer, Lightning, Accelerate and others
 	test -x .venv-frameworks/bin/python || $(PYTHON) -m venv .venv-frameworks
 	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
-	  -c constraints.txt -e '.[transformers,lightning]' opacus peft pytest pytest-timeout
+	  -c constraints.txt -e '.[transformers,lightning,wandb]' opacus peft pytest pytest-timeout
 	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check --no-deps timm
 	.venv-frameworks/bin/python -m pytest tests/frameworks
 
