@@ -27,6 +27,7 @@ NAMES = (
     "settings",
     "noniid",
     "wire",
+    "elastic",
 )
 
 if __name__ == "__main__":

@@ -92,6 +92,33 @@ def test_a_landing_keeps_own_steps_and_the_mean_of_the_workers(anchored: bool) -
         torch.testing.assert_close(*means, rtol=0, atol=1e-13)
 
 
+def restore_under_way(rank: int, size: int, keeps_residual: bool) -> tuple[Tensor, ...]:
+    """Rank 1 loses its model while its steps are on their way."""
+    worker = Worker(rank)
+    part = worker.part(anchored=True, keeps_residual=keeps_residual)
+    start = torch.cat(part.base).clone()
+    worker.step()
+    sent = vector(worker.x) - start
+    worker.launch(part)
+    worker.step()
+    if rank == 1:
+        for x in worker.x:
+            x.fill_(torch.nan)
+        part.restore()
+    part.land(worker.steps)
+    return vector(worker.x), torch.cat(part.base), start, sent
+
+
+@pytest.mark.parametrize("keeps_residual", [False, True])
+def test_who_is_restored_under_way_lands_on_what_all_hold(keeps_residual: bool) -> None:
+    """x = P; and P has what it had sent before."""
+    results = run(restore_under_way, keeps_residual, workers=3)
+    want = results[0][2] + sum(sent for *_, sent in results) / 3
+    for rank, (x, base, _, _) in enumerate(results):
+        torch.testing.assert_close(base, want, rtol=0, atol=1e-13)
+        assert torch.allclose(x, base, rtol=0, atol=1e-13) == (rank == 1)
+
+
 def land_at_once(rank: int, size: int, wire: str, outer: Outer) -> list[Tensor]:
     worker = Worker(rank, wire, torch.float32)
     part = worker.part(outer=outer)

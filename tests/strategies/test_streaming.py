@@ -354,3 +354,46 @@ def test_the_gain_is_that_of_coherence() -> None:
         assert min(ideal) * 0.99 < found[0] < max(ideal) * 1.01
         assert found[0] <= math.sqrt(6)
         assert len(set(found)) == 1
+
+
+# -- the end --------------------------------------------------------------------------------------
+
+
+def ending(rank: int, size: int, wire: Any) -> tuple[Tensor, Tensor, list[Tensor], int]:
+    """The model before ``finish``, P, the model afterwards, and bytes handed over by ``finish``.
+
+    The last part lands in the last step, so that all that ``finish`` does is to end.
+    """
+    model = make_wide(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    strategy = StreamingAveraging(parts=2, schedule="cyclic", staleness=4, outer_gain=1.0)
+    sync = offbeat.attach(model, optimizer, strategy, wire=wire)
+    for step in range(10):
+        optimizer.zero_grad()
+        wide_loss(model, rank, step).backward()
+        optimizer.step()
+    state = sync.state_dict()  # lets what is under way arrive
+    sync.load_state_dict(state)
+    with sync.consensus():
+        mean = flat(model)
+    before = sync.stats.payload_bytes
+    sync.finish()
+    base = torch.cat([one for part in state["state"]["parts"] for one in part["base"]])
+    return mean, base, [flat(model)], sync.stats.payload_bytes - before
+
+
+@pytest.mark.parametrize("wire", ["float32", "int8", "int2"])
+def test_the_end_is_the_mean_of_all_models(wire: str) -> None:
+    """The same bits on all; over few bits off by what int8 takes of x − P, for fewer bytes."""
+    results = run(ending, wire, workers=4)
+    mean, base, _, sent = results[0]
+    (end,) = results[0][2]
+    for _, _, (other,), _ in results[1:]:
+        assert torch.equal(end, other)
+    if wire == "float32":
+        torch.testing.assert_close(end, mean, rtol=1e-6, atol=1e-7)
+        return
+    residual = float((mean - base).abs().max())
+    assert residual > 0
+    assert float((end - mean).abs().max()) < 0.1 * max(residual, 1e-3)
+    assert sent < 0.7 * 4 * mean.numel()

@@ -222,9 +222,11 @@ class SimulatedCluster:
         def end() -> None:
             if operation.ends:
                 deliver(ranks)
+                operation.deliver = None  # a cycle, which would keep the tensors
                 operation.signal.fire()
 
-        operation.deliver = deliver
+        if self.faulty:
+            operation.deliver = deliver
         self._at(start + duration, ranks, end, f"{operation.what} ends")
 
     def send(
