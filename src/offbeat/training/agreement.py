@@ -149,5 +149,4 @@ def copy_rank_0(fabric: Communicator, tensors: Iterable[Tensor]) -> None:
     for bucket in make_buckets(tensors):
         bucket.pack()
         fabric.broadcast(bucket.flat, what="copy of rank 0's model").wait()
-        if fabric.rank != 0:
-            bucket.unpack()
+        bucket.unpack()  # on rank 0 as well, which may be a node of several workers

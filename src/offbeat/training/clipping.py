@@ -40,7 +40,8 @@ class Clipping:
         self._kept: dict[int, tuple[nn.Parameter, Tensor, int]] = {}  # after a clip, by optimizer
         self._warned = False
         looks = type(strategy).gradients is not Strategy.gradients or iteration.change is not None
-        self._matters = looks or strategy.rounds == "gradients"
+        inside = iteration.node is not None
+        self._matters = looks or inside or strategy.rounds == "gradients"
         if self._matters:
             _watch({id(p): (self, part.index) for part in worker.parts for p in part.parameters})
 

@@ -34,6 +34,7 @@ from offbeat.training.distance import Distance
 from offbeat.training.finite import Finite
 from offbeat.training.hooks import Removable, ScalerHooks, hook_optimizer
 from offbeat.training.iteration import Iteration
+from offbeat.training.node import NodeMean
 from offbeat.training.optimizers import unwrapped_optimizer
 from offbeat.training.state import (
     answer_of,
@@ -85,7 +86,7 @@ class Synchronizer:
         began = team.view == 0
         with team.account.paused():
             if began:
-                require_agreement(team.fabric, lines, settings_of(model, parts))
+                require_agreement(team.everyone, lines, settings_of(model, parts))
                 copy_rank_0(team.fabric, replica.everything())
                 self._beside.begin()
                 pair = means.open(team, strategy, replica, parts)
@@ -96,7 +97,14 @@ class Synchronizer:
         self._companions = Companions(team, worker.details, lambda: self.step)
         worker.scaled = scaler is not None and scaler.is_enabled()
         finite = Finite(strategy, worker, non_finite)
-        self._iteration = Iteration(strategy, worker, self._companions, finite, self._completed)
+        node = None if team.node is None else NodeMean(team.node.inside, model, parts)
+        self._iteration = Iteration(
+            strategy, worker, self._companions, finite, self._completed, node
+        )
+        if node is not None:
+            self._companions.refuse = (
+                "node_group cannot take anything else along that has messages of its own"
+            )
         self._records = Records(open_sinks(log, rank=team.member), rank=team.member)
         self._views: Views | None = None
         self._ends = False  # whether the model is the final one
@@ -177,12 +185,12 @@ class Synchronizer:
     @property
     def rank(self) -> int:
         """This worker's number."""
-        return self._team.rank
+        return self._team.everyone.rank
 
     @property
     def size(self) -> int:
         """The number of workers."""
-        return self._team.size
+        return self._team.everyone.size
 
     def record(self, **values: object) -> None:
         """Add ``values`` (``loss=loss``, say) to the telemetry record of the coming step.
@@ -475,7 +483,7 @@ class Synchronizer:
         with self._iteration.guard, self._team.account.paused():
             # Nothing of before may still be on its way when it is replaced.
             self._strategy.before_save(worker, self._meet_quietly)
-            answers = self._team.fabric.gather_bytes(
+            answers = self._team.everyone.gather_bytes(
                 answer_of(state, refused), what="load_state_dict()"
             )
         if refused is not None:

@@ -1,5 +1,6 @@
 """Which tensors of a model can be synchronized: what cannot be written in place is refused."""
 
+import sys
 from collections.abc import Mapping
 
 import torch
@@ -48,6 +49,12 @@ def require_apart(tensors: Mapping[str, Tensor], strategy: Strategy) -> None:
 
 def _unusable(tensor: Tensor) -> str | None:
     """Why ``tensor`` cannot be synchronized, and what to do; None if it can."""
+    if _is_sharded(tensor):
+        return (
+            "it is a DTensor, as under FSDP2 (fully_shard) and tensor parallelism, and this worker "
+            "holds a part of it alone; attach the model without sharding: every worker must hold "
+            "all of it"
+        )
     if is_lazy(tensor):
         return (
             "it has no shape yet (a lazy module); run one forward pass, then build the optimizer "
@@ -71,6 +78,12 @@ def _unusable(tensor: Tensor) -> str | None:
             "view); replace it by its clone().contiguous()"
         )
     return None
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")  # whoever has one has imported it
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def _shares_memory_with_itself(tensor: Tensor) -> bool:

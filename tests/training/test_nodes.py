@@ -1,0 +1,350 @@
+"""Nodes of several workers: ``attach(..., node_group=...)``, on real processes, 2 × 2."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import offbeat
+import offbeat.fabric.nodes
+from loops import attach, bits, close, error_of, everything, sgd
+from offbeat.fabric.nested import NodeCommunicator
+from offbeat.fabric.nodes import layout
+from offbeat.fabric.recording import Recording
+from problems import bsp_reference, flat, loss_of, make_batch, make_model, make_wide
+from workers import run
+from worlds import simulated
+
+STEPS = 9
+TEXTS = [
+    "bsp",
+    "local:period=1",
+    "local:period=4",
+    "selsync:delta=0.05",
+    "diloco:period=4,fragments=2,overlap=1",
+    "async:schedule=cyclic,staleness=4",
+    "streaming:schedule=cyclic,staleness=4,parts=2",
+]
+
+
+def in_environment(rank: int) -> None:
+    """As torchrun starts two workers on each of two nodes."""
+    os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
+
+
+def listened() -> list[Recording]:
+    """The communicators across nodes that are made from now on."""
+    made: list[Recording] = []
+
+    class Listening(NodeCommunicator):
+        def __init__(self, across: Any, inside: Any) -> None:
+            across = across if isinstance(across, Recording) else Recording(across)
+            made.append(across)
+            super().__init__(across, inside)
+
+        def twin(self) -> NodeCommunicator:
+            return Listening(self._across.twin(), self._inside.twin())
+
+    offbeat.fabric.nodes.NodeCommunicator = Listening  # type: ignore[misc]
+    return made
+
+
+def across(made: list[Recording]) -> tuple[int, int]:
+    """Bytes and operations so far, set-up included."""
+    started = made[0].started
+    return sum(one.sent_bytes for one in started), len(started)
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+def of_a_node(rank: int, size: int) -> Any:
+    """Of every strategy: the model after each step and at the end, bytes, and what was decided."""
+    in_environment(rank)
+    found = []
+    for text in TEXTS:
+        made = listened()
+        model = make_model(rank)
+        sync = attach(model, sgd(model), text, node_group="auto")
+        before = across(made)
+        trace = trained(sync, model, [make_batch(rank, step) for step in range(STEPS)])
+        after = across(made)
+        carried = after[0] - before[0], after[1] - before[1]
+        sync.finish()
+        stats = sync.stats
+        found.append((trace, flat(model), carried, stats.payload_bytes, stats.syncs))
+        assert (sync.rank, sync.size) == (rank, size)
+    return found
+
+
+def trained(sync: Any, model: nn.Module, batches: list[Any]) -> list[Tensor]:
+    optimizer, trace = sync._worker.parts[0].optimizer, []
+    for batch in batches:
+        optimizer.zero_grad()
+        several = batch if isinstance(batch, list) else [batch]
+        (sum(loss_of(model, one) for one in several) / len(several)).backward()
+        optimizer.step()
+        trace.append(flat(model))
+    return trace
+
+
+def of_one_worker(rank: int, size: int, text: str) -> Any:
+    """The same without nodes: each worker has the data of two, and takes the mean of the losses."""
+    model = make_model(2 * rank)
+    sync = attach(model, sgd(model), text)
+    batches = [[make_batch(2 * rank + i, step) for i in (0, 1)] for step in range(STEPS)]
+    trace = trained(sync, model, batches)
+    sent = sync.stats.payload_bytes
+    sync.finish()
+    return trace, flat(model), sent, sync.stats.payload_bytes, sync.stats.syncs
+
+
+def test_a_node_is_one_worker_that_has_the_data_of_all_of_its_own() -> None:
+    """In every step, at the end, and in what is decided; its workers have the same bits."""
+    results = run(of_a_node, workers=4)
+    for i, text in enumerate(TEXTS):
+        plain = simulated(of_one_worker, text, workers=2)
+        for rank, found in enumerate(results):
+            trace, final, _, _, syncs = found[i]
+            expected, at_end, _, _, decided = plain[rank // 2]
+            assert syncs == decided, text
+            twin = results[rank ^ 1][i]
+            for one, same, other in zip(trace, twin[0], expected, strict=True):
+                assert torch.equal(one, same), text
+                close(one, other, 1e-11)
+            assert torch.equal(final, results[0][i][1]), text
+            close(final, at_end, 1e-11)
+        node = [results[rank][i] for rank in (0, 1)]
+        sent, payload = plain[0][2:4]
+        carried, operations = (sum(one[2][k] for one in node) for k in (0, 1))
+        assert 0 <= carried - sent <= 8 * operations, f"{text}: one number of padding at most"
+        assert abs(sum(one[3] for one in node) - payload) <= len(node), text
+    assert results[0][3][4] not in (0, STEPS), "selsync has decided both ways"
+    reference = bsp_reference(4, "sgd", STEPS)
+    for i in (0, 1):
+        for one, other in zip(results[3][i][0], reference, strict=True):
+            close(one, other, 1e-12)
+
+
+# -- the rest of the front door -------------------------------------------------------------------
+
+
+def with_statistics(seed: int) -> nn.Sequential:
+    return nn.Sequential(make_model(seed), nn.BatchNorm1d(1, dtype=torch.float64))
+
+
+def statistics(rank: int, size: int, folder: str, nodes: bool) -> Any:
+    """Clipping, accumulation, a moving average, consensus, and a checkpoint in the middle."""
+    options: dict[str, Any] = {"max_grad_norm": 0.5}
+    if nodes:
+        options["node_group"] = node_of(rank)
+    model = with_statistics(rank)
+    ema = torch.optim.swa_utils.AveragedModel(with_statistics(rank + 10), use_buffers=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with attach(model, optimizer, "local:period=1", companions=[ema], **options) as sync:
+        for step in range(4):
+            optimizer.zero_grad()
+            for half in (0, 1):
+                loss_of(model, make_batch(rank, 2 * step + half)).backward()
+            optimizer.step()
+            if step == 0:
+                ema.update_parameters(model)
+            if step == 1 and nodes:
+                offbeat.save(folder, sync)
+                saved = everything(model)
+        with sync.consensus():
+            shown = everything(model)
+    final = everything(model)
+    if not nodes:
+        return final, shown, [], [], everything(ema)
+    again = with_statistics(rank + 20)
+    optimizer = torch.optim.SGD(again.parameters(), lr=0.05, momentum=0.9)
+    sync = attach(again, optimizer, "local:period=1", **options)
+    loaded = offbeat.load(folder, sync)
+    assert loaded is not None
+    assert loaded.path.name.endswith(f"rank{rank}.pt")
+    same = all(torch.equal(a, b) for a, b in zip(everything(again), saved, strict=True))
+    for step in (2, 3):
+        optimizer.zero_grad()
+        for half in (0, 1):
+            loss_of(again, make_batch(rank, 2 * step + half)).backward()
+        optimizer.step()
+    sync.finish()
+    return final, shown, everything(again), [same], everything(ema)
+
+
+def node_of(rank: int) -> Any:
+    nodes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    return nodes[rank // 2]
+
+
+def averaged_gradients(rank: int, size: int) -> Any:
+    return statistics(rank, size, "", False)
+
+
+def test_statistics_and_everything_around_them(tmp_path: Any) -> None:
+    """As four workers without nodes have it under BSP, but for a clip of each node's gradient.
+
+    The clip is so high or low that it matters; with one step between two means of SGD with
+    momentum, which is linear but for the clip, the reference below does the same by hand.
+    """
+    results = run(statistics, str(tmp_path), True, workers=4)
+    model = reference_of_statistics()
+    for final, shown, again, same, ema in results:
+        assert same == [True]
+        for one, other, resumed, first in zip(final, shown, again, results[0][0], strict=True):
+            assert torch.equal(one, first)
+            close(other.double(), one.double())
+            close(resumed.double(), one.double())
+        for one, other in zip(final, everything(model), strict=True):
+            close(one.double(), other.double())
+        assert all(torch.equal(a, b) for a, b in zip(ema, results[0][4], strict=True))
+
+
+def reference_of_statistics() -> nn.Module:
+    """Two nodes by hand: mean gradient of a node, its clip, momentum, the mean of the models."""
+    model = with_statistics(0)
+    parameters, buffers = list(model.parameters()), dict(model[1].named_buffers())
+    momenta = [[torch.zeros_like(p) for p in parameters] for _ in (0, 1)]
+    for step in range(4):
+        moved, kept = [], {name: b.clone() for name, b in buffers.items()}
+        seen: list[dict[str, Tensor]] = []
+        for node in (0, 1):
+            gradients = [torch.zeros_like(p) for p in parameters]
+            for rank in (2 * node, 2 * node + 1):
+                for name, buffer in buffers.items():
+                    buffer.copy_(kept[name])
+                for half in (0, 1):
+                    loss = loss_of(model, make_batch(rank, 2 * step + half))
+                    for g, one in zip(
+                        gradients, torch.autograd.grad(loss, parameters), strict=True
+                    ):
+                        g += one / 2
+                seen.append({name: b.clone() for name, b in buffers.items()})
+            norm = torch.cat([g.reshape(-1) for g in gradients]).norm()
+            for velocity, g in zip(momenta[node], gradients, strict=True):
+                velocity.mul_(0.9).add_(g * min(1.0, 0.5 / (float(norm) + 1e-6)))
+            moved.append([p - 0.05 * v for p, v in zip(parameters, momenta[node], strict=True)])
+        with torch.no_grad():
+            for p, one, other in zip(parameters, *moved, strict=True):
+                p.copy_((one + other) / 2)
+            for name, buffer in buffers.items():
+                if buffer.is_floating_point():
+                    buffer.copy_(sum(one[name] for one in seen) / 4)
+                else:
+                    buffer.copy_(seen[0][name])
+    return model
+
+
+def lossy(rank: int, size: int) -> Any:
+    """Float32 and a lossy wire, under which sums have two stages on a twin."""
+    in_environment(rank)
+    found = []
+    for text in ("local:period=2", "streaming:schedule=cyclic,staleness=4,parts=2"):
+        model = make_wide(rank)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        sync = attach(model, optimizer, text, wire="int8", node_group="auto")
+        same = []
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of(model, make_batch(rank, step, 8, torch.float32)).backward()
+            optimizer.step()
+            same.append(bits(flat(model)))
+        sync.finish()
+        found.append((torch.stack(same), bits(flat(model))))
+    return found
+
+
+def test_a_lossy_wire_keeps_a_node_equal() -> None:
+    results = run(lossy, workers=4)
+    for rank, found in enumerate(results):
+        for (trace, final), (other, _), (_, first) in zip(
+            found, results[rank ^ 1], results[0], strict=True
+        ):
+            assert torch.equal(trace, other)
+            assert torch.equal(final, first)
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def refused(rank: int, size: int) -> Any:
+    os.environ.pop("LOCAL_RANK", None)
+    cases: list[dict[str, Any]] = [
+        {"strategy": "bsp", "node_group": "auto"},
+        {"strategy": "bsp", "node_group": "other"},
+        {"strategy": "bsp", "node_group": dist.new_group([0, 1]) if rank < 2 else None},
+        {"strategy": "streaming", "node_group": "auto"},
+        {"strategy": "downpour", "node_group": "auto"},
+        {"strategy": "local:period=2", "node_group": "auto", "wire": "auto"},
+        {"strategy": "bsp", "node_group": "auto", "on_failure": "continue"},
+        {"strategy": "bsp", "node_group": "auto", "distance_every": 4},
+    ]
+    del cases[2]
+    found = []
+    for case in cases:
+        model = make_model(rank)
+        options = {name: value for name, value in case.items() if name != "strategy"}
+        found.append(
+            error_of(lambda m=model, c=case, o=options: attach(m, sgd(m), c["strategy"], **o))
+        )
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")  # of a node of three
+    model = make_model(rank)
+    found.append(error_of(lambda: attach(model, sgd(model), "bsp", node_group="auto")))
+    in_environment(rank)
+    sync = attach(model, sgd(model), "local:period=8", node_group="auto")
+    found.append(error_of(lambda: offbeat.data.DataInjection([(torch.ones(1), 0)], sync=sync)))
+    optimizer = sync._worker.parts[0].optimizer
+    dist.barrier()
+
+    def uneven() -> None:
+        for step in range(2 if rank % 2 else 3):
+            loss_of(model, make_batch(rank, step)).backward()
+            optimizer.step()
+        sync.finish()
+
+    found.append(error_of(uneven))
+    sync.detach()
+    return found
+
+
+TEXTS_OF_ERRORS = [
+    'rank 0: node_group="auto" reads LOCAL_RANK',
+    "rank 0: node_group must be",
+    "the workers of a node would get different models: streaming",
+    "the workers of a node would get different models: downpour",
+    'the workers of a node would get different models: wire="auto"',
+    'on_failure="continue" with node_group',
+    "distance_every with node_group",
+    "LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2 do not fit rank 2",
+    "",
+    "the workers of a node must stop together",
+]
+
+
+def test_what_cannot_be_is_refused_on_all_workers() -> None:
+    for found in run(refused, workers=4):
+        for (kinds, text), part in zip(found, TEXTS_OF_ERRORS, strict=True):
+            assert part in text
+            assert "OffbeatError" in kinds or not part
+
+
+@pytest.mark.parametrize(
+    ("told", "text"),
+    [
+        ([[0, 1], [0, 1], [2], [3]], "that of rank 0 has 2, that of rank 2 has 1"),
+        ([[0, 1], [0, 1], [1, 2], [3]], "that of rank 2 has ranks 1, 2"),
+        ([[1], [0]], "do not fit together"),
+        ([[0], "it has none"], "rank 1: it has none"),
+    ],
+)
+def test_nodes_that_do_not_fit_are_named(told: list[Any], text: str) -> None:
+    with pytest.raises(offbeat.AttachError, match=text):
+        layout(told)
+
+
+def test_nodes_are_in_the_order_of_their_first_rank() -> None:
+    assert layout([[0, 3], [1, 2], [1, 2], [0, 3]]) == [[0, 3], [1, 2]]
