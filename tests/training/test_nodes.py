@@ -1,6 +1,7 @@
 """Nodes of several workers: ``attach(..., node_group=...)``, on real processes, 2 × 2."""
 
 import os
+import time
 from typing import Any
 
 import pytest
@@ -348,3 +349,31 @@ def test_nodes_that_do_not_fit_are_named(told: list[Any], text: str) -> None:
 
 def test_nodes_are_in_the_order_of_their_first_rank() -> None:
     assert layout([[0, 3], [1, 2], [1, 2], [0, 3]]) == [[0, 3], [1, 2]]
+
+
+def one_dies(rank: int, size: int) -> Any:
+    in_environment(rank)
+    model = make_model(rank)
+    sync = attach(model, sgd(model), "local:period=2", node_group="auto")
+    optimizer = sync._worker.parts[0].optimizer
+
+    def train() -> None:
+        for step in range(8):
+            if rank == 3 and step == 3:
+                os._exit(0)
+            loss_of(model, make_batch(rank, step)).backward()
+            optimizer.step()
+
+    started = time.monotonic()
+    kinds, text = error_of(train)
+    sync.detach()
+    return kinds, text, time.monotonic() - started
+
+
+def test_all_learn_of_a_worker_that_dies() -> None:
+    """Those of its node at once, the others through them; nobody waits for the time-out."""
+    results = run(one_dies, workers=4, may_die=(3,))
+    for kinds, _, seconds in results[:3]:
+        assert "CommunicationError" in kinds
+        assert seconds < 15
+    assert "rank 1" in results[2][1], "of its node"
