@@ -11,8 +11,9 @@ from torch import Tensor
 import offbeat
 from fabric.operations import classes
 from offbeat.errors import CommunicationError
-from offbeat.fabric import Communicator
+from offbeat.fabric import Communicator, Team, Wire
 from offbeat.fabric.nested import NodeCommunicator
+from offbeat.fabric.numbers import Plain
 from offbeat.fabric.operation import Await, Exchange, Operation, Receive, Send
 from offbeat.fabric.recording import Recording
 from offbeat.simulate.cluster import Line
@@ -204,3 +205,31 @@ def test_what_fails_in_the_background_is_raised_where_it_is_waited_for() -> None
         assert first == [2.0] * 4
         assert errors[0] == "lost on purpose"
         assert len(errors) == 2
+
+
+@pytest.mark.parametrize("precision", ["int8", "int2"])
+def test_a_lossy_wire_gives_the_bits_of_one_worker_in_each_node(precision: Any) -> None:
+    """In two stages and in one; several sums are under way at once, and fed back later."""
+
+    def work(fabric: Communicator) -> list[Tensor]:
+        wire, generator = Wire(Team(fabric), precision), torch.Generator().manual_seed(fabric.rank)
+        found = []
+        for _ in range(3):
+            updates = [torch.randn(3000, generator=generator) for _ in range(3)]
+            sums = [wire.sum(u, stream=f"s{i}", what="x") for i, u in enumerate(updates)]
+            more = wire.sum_updates(Plain(updates[0].clone()), stream="u", what="y")
+            found += [one.wait().clone() for one in sums]
+            total = torch.empty(3000)
+            more.wait().read(total)
+            found.append(total)
+        return found
+
+    plain = offbeat.simulate(
+        lambda: work(dist.group.WORLD.make_communicator(60.0)),
+        workers=2,
+        network=offbeat.Network("100Mbit/s"),
+        compute=offbeat.Compute(0.001),
+    ).results
+    for found in between(2, 2, lambda fabric, place, across: work(fabric)):
+        for one, other in zip(found, plain[0], strict=True):
+            assert torch.equal(one, other)

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 import offbeat
 import offbeat.fabric.nodes
+import offbeat.training.synchronizer
 from loops import attach, bits, close, error_of, everything, sgd
 from offbeat.fabric.nested import NodeCommunicator
 from offbeat.fabric.nodes import layout
 from offbeat.fabric.recording import Recording
+from offbeat.training.node import NodeMean
 from problems import bsp_reference, flat, loss_of, make_batch, make_model, make_wide
 from workers import run
 from worlds import simulated
@@ -240,9 +242,8 @@ def reference_of_statistics() -> nn.Module:
     return model
 
 
-def lossy(rank: int, size: int) -> Any:
-    """Float32 and a lossy wire, under which sums have two stages on a twin."""
-    in_environment(rank)
+def lossy(rank: int) -> Any:
+    """A wire whose sums have two stages on a twin; several of them are under way at once."""
     found = []
     for text in ("local:period=2", "streaming:schedule=cyclic,staleness=4,parts=2"):
         model = make_wide(rank)
@@ -259,14 +260,149 @@ def lossy(rank: int, size: int) -> Any:
     return found
 
 
-def test_a_lossy_wire_keeps_a_node_equal() -> None:
-    results = run(lossy, workers=4)
-    for rank, found in enumerate(results):
+def scaled(rank: int) -> Any:
+    """Rank 1 overflows in step 2: how many steps each has not skipped, and its models."""
+    found = []
+    for text in ("bsp", "local:period=5"):
+        model, scaler = make_model(rank), torch.amp.GradScaler("cpu", init_scale=4.0)
+        optimizer = sgd(model)
+        sync = attach(model, optimizer, text, scaler=scaler, node_group="auto")
+        models = []
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = loss_of(model, make_batch(rank, step))
+            scaler.scale(loss * (float("inf") if (rank, step) == (1, 2) else 1)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            models.append(flat(model))
+        steps = sync.step
+        sync.finish()
+        found.append((steps, scaler.get_scale(), torch.stack(models)))
+    return found
+
+
+def large(seed: int) -> nn.Sequential:
+    """Three buckets of gradients."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        layers = [nn.Linear(4, 500), nn.Tanh(), nn.Linear(500, 400), nn.Linear(400, 1)]
+        return nn.Sequential(*layers).double()
+
+
+def overlapped(rank: int) -> Any:
+    """The means of two buckets leave during backward; in later steps that has two passes."""
+    began: list[int] = []
+
+    class Watched(NodeMean):
+        def start(self, bucket: int) -> bool:
+            began.append(bucket)
+            return super().start(bucket)
+
+    offbeat.training.synchronizer.NodeMean = Watched  # type: ignore[misc]
+    model = large(rank)
+    optimizer = sgd(model)
+    sync = attach(model, optimizer, "local:period=1", node_group="auto")
+    for step, passes in enumerate((1, 2, 2)):
+        optimizer.zero_grad()
+        for half in range(passes):
+            loss_of(model, make_batch(rank, 2 * step + half)).backward()
+        optimizer.step()
+    sync.finish()
+    offbeat.training.synchronizer.NodeMean = NodeMean  # type: ignore[misc]
+    return began, flat(model)
+
+
+def several(rank: int) -> Any:
+    """Two optimizers, which step in turn; and all workers in one node, and in four."""
+    found = []
+    for text, workers in (("local:period=1", 2), ("local:period=4", 4), ("bsp", 1)):
+        os.environ.update(LOCAL_RANK=str(rank % workers), LOCAL_WORLD_SIZE=str(workers))
+        model = make_model(rank)
+        halves = list(model[:1].parameters()), list(model[1:].parameters())
+        optimizers = [torch.optim.SGD(half, lr=0.05) for half in halves]
+        sync = attach(model, optimizers, text, node_group="auto")
+        for step in range(STEPS):
+            model.zero_grad()
+            loss_of(model, make_batch(rank, step)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        sync.finish()
+        found.append(flat(model))
+    return found
+
+
+def uneven_nodes(rank: int) -> Any:
+    """The second node has two batches less than the first."""
+    in_environment(rank)
+    model = make_model(rank)
+    optimizer = sgd(model)
+    with attach(model, optimizer, "local:period=2", node_group="auto") as sync:
+        for step in range(7 - rank // 2 * 2):
+            optimizer.zero_grad()
+            loss_of(model, make_batch(rank, step)).backward()
+            optimizer.step()
+    return sync.step, flat(model)
+
+
+def more(rank: int, size: int) -> Any:
+    in_environment(rank)
+    return lossy(rank), scaled(rank), overlapped(rank), several(rank), uneven_nodes(rank)
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Any]:
+    """One start of processes for all of these."""
+    return run(more, workers=4)
+
+
+def test_a_lossy_wire_keeps_a_node_equal(found: list[Any]) -> None:
+    for rank, of_rank in enumerate(found):
         for (trace, final), (other, _), (_, first) in zip(
-            found, results[rank ^ 1], results[0], strict=True
+            of_rank[0], found[rank ^ 1][0], found[0][0], strict=True
         ):
             assert torch.equal(trace, other)
             assert torch.equal(final, first)
+
+
+def test_a_node_skips_a_step_together(found: list[Any]) -> None:
+    """One of it has seen an overflow. Under BSP all have."""
+    for rank, (_, of_rank, *_) in enumerate(found):
+        for (steps, scale, models), skips in zip(of_rank, (True, rank < 2), strict=True):
+            assert steps == 4
+            assert scale == (2.0 if skips else 4.0)
+            assert torch.equal(models[2], models[1]) or not skips
+            assert models.isfinite().all()
+        for one, other in zip(of_rank, found[rank ^ 1][1], strict=True):
+            assert torch.equal(one[2], other[2])
+
+
+def test_means_inside_the_node_leave_during_backward(found: list[Any]) -> None:
+    model = large(0)
+    for step, passes in enumerate((1, 2, 2)):
+        model.zero_grad()
+        for rank in range(4):
+            for half in range(passes):
+                (loss_of(model, make_batch(rank, 2 * step + half)) / 4).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.05 * p.grad  # type: ignore[operator]
+    for one in found:
+        began, final = one[2]
+        assert began, "buckets were announced"
+        close(final, flat(model))
+
+
+def test_any_number_of_workers_in_a_node_and_of_optimizers(found: list[Any]) -> None:
+    """A lone node is DDP, and nodes of one worker are none."""
+    expected = bsp_reference(4, "sgd", STEPS)[-1]
+    for one in found:
+        assert [float((final - expected).abs().max()) < 1e-12 for final in one[3]] == [True] * 3
+
+
+def test_nodes_may_take_different_numbers_of_steps(found: list[Any]) -> None:
+    assert [one[4][0] for one in found] == [7, 7, 5, 5]
+    for one in found:
+        assert torch.equal(one[4][1], found[0][4][1])
 
 
 # -- errors ---------------------------------------------------------------------------------------

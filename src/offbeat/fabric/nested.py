@@ -44,13 +44,13 @@ class _Job:
         first: The stage across the nodes.
         second: Takes its result through the one inside.
         ended: Gets the result of both, or what failed.
-        next: Gets the job after this one.
+        next: Gets the job after this one; None: there is none any more.
     """
 
     first: Handle[Any]
     second: Callable[[Any], Any]
     ended: Promise[Any]
-    next: Promise["_Job"]
+    next: Promise["_Job | None"]
 
 
 class NodeCommunicator(Communicator):
@@ -68,8 +68,8 @@ class NodeCommunicator(Communicator):
         self._across, self._inside = across, inside
         self.rank, self.size, self.host = across.rank, across.size, across.host
         self.timeout_seconds = across.timeout_seconds
-        self._next: Promise[_Job] = self.host.promise()
-        self._works = False
+        self._next: Promise[_Job | None] = self.host.promise()
+        self._works = self._closed = False
 
     @property
     @override
@@ -147,7 +147,9 @@ class NodeCommunicator(Communicator):
 
         return self._follow(first, second, operation.what)
 
-    def _follow(self, first: Handle[Any], second: Callable[[Any], Any], what: str) -> "Handle[Any]":
+    def _follow(self, first: Handle[Any], second: Callable[[Any], Any], what: str) -> Handle[Any]:
+        if self._closed:
+            raise CommunicationError(f"{what} after this worker has left: attach again")
         if not self._works:
             self._works = True
             self.host.spawn(partial(_work, self._across, self._next), what="stages inside the node")
@@ -164,6 +166,9 @@ class NodeCommunicator(Communicator):
 
     @override
     def close(self, *, together: bool = False) -> None:
+        if not self._closed:
+            self._closed = True
+            self._next.fulfil(None)
         self._across.close(together=together)
         self._inside.close(together=together)
 
@@ -191,13 +196,15 @@ class _Following(Handle[Any]):
         return result
 
 
-def _work(across: Communicator, coming: Promise[_Job]) -> None:
-    """Take one job after the other through its second stage, until ``across`` is closed."""
+def _work(across: Communicator, coming: Promise[_Job | None]) -> None:
+    """Take one job after the other through its second stage, until the communicator is closed."""
     failure: Exception | None = None
     while True:
         try:
             job = across.fulfilment(coming, what="work inside the node", patient=True).wait()
         except CommunicationError:
+            return
+        if job is None:
             return
         outcome: Any = failure
         if failure is None:

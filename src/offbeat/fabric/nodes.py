@@ -87,10 +87,10 @@ def _open(
     own = GroupFactory.among(group, node) if node_group == "auto" else node_group
     inside = TorchCommunicator(own, timeout_seconds=seconds, host=host)
     try:
-        if len(nodes) == 1:
-            return SingleCommunicator(seconds), Node(everyone, inside)
-        counterparts = GroupFactory.among(group, [members[place] for members in nodes])
-        across = TorchCommunicator(counterparts, timeout_seconds=seconds, host=host)
+        across: Communicator = SingleCommunicator(seconds)
+        if len(nodes) > 1:
+            counterparts = GroupFactory.among(group, [members[place] for members in nodes])
+            across = TorchCommunicator(counterparts, timeout_seconds=seconds, host=host)
         try:
             return NodeCommunicator(across, inside.twin()), Node(everyone, inside)
         except BaseException:

@@ -87,7 +87,7 @@ class Synchronizer:
         with team.account.paused():
             if began:
                 require_agreement(team.everyone, lines, settings_of(model, parts))
-                copy_rank_0(team.fabric, replica.everything())
+                copy_rank_0(team, replica.everything())
                 self._beside.begin()
                 pair = means.open(team, strategy, replica, parts)
             else:
@@ -325,7 +325,7 @@ class Synchronizer:
         steps, news = worker.steps_since_sync, worker.has_news
         try:
             self._strategy.consensus(worker, roll, final=False)
-            copy_rank_0(self._team.fabric, worker.replica.other_buffers())
+            copy_rank_0(self._team, worker.replica.other_buffers())
             self._beside.average(final=False)
         except BaseException:
             self._restore(own)
@@ -370,7 +370,7 @@ class Synchronizer:
                 self._restore(self._take_consensus(roll))
             roll = self._meet(finishing=True)
         self._strategy.consensus(worker, roll, final=True)
-        copy_rank_0(team.fabric, worker.replica.other_buffers())
+        copy_rank_0(team, worker.replica.other_buffers())
         self._beside.average(final=True)
         self._ends = True
         if self._views is not None:  # who leaves now is not missed by one that has to begin again
