@@ -487,6 +487,16 @@ def test_nodes_are_in_the_order_of_their_first_rank() -> None:
     assert layout([[0, 3], [1, 2], [1, 2], [0, 3]]) == [[0, 3], [1, 2]]
 
 
+def test_the_simulator_has_no_nodes() -> None:
+    def work(rank: int, size: int) -> Any:
+        model = make_model(rank)
+        return error_of(lambda: attach(model, sgd(model), "bsp", node_group="auto"))
+
+    for kinds, text in simulated(work, workers=2):
+        assert "AttachError" in kinds
+        assert "the simulator" in text
+
+
 def one_dies(rank: int, size: int) -> Any:
     in_environment(rank)
     model = make_model(rank)

@@ -35,6 +35,8 @@ from offbeat.fabric.operation import (
     Sum,
 )
 
+_LOOK_SECONDS = 0.0005
+
 
 @dataclass(eq=False)
 class _Job:
@@ -42,12 +44,14 @@ class _Job:
 
     Attributes:
         first: The stage across the nodes.
+        stream: Of the GPU, on which its tensors are used; None: they are the CPU's.
         second: Takes its result through the one inside.
         ended: Gets the result of both, or what failed.
         next: Gets the job after this one; None: there is none any more.
     """
 
     first: Handle[Any]
+    stream: torch.cuda.Stream | None
     second: Callable[[Any], Any]
     ended: Promise[Any]
     next: Promise["_Job | None"]
@@ -133,7 +137,7 @@ class NodeCommunicator(Communicator):
             columns = torch.stack([one.view(-1, share) for one in parts], dim=1)
             return result(columns.reshape(-1, workers * share)[:, :width])
 
-        return self._follow(first, second, operation.what)
+        return self._follow(first, second, operation.what, tensor)
 
     def _broadcast(self, operation: Broadcast, tensor: Tensor) -> Handle[Tensor]:
         """The first worker of each node carries all of it: it is not for every step."""
@@ -145,15 +149,18 @@ class NodeCommunicator(Communicator):
         def second(_: Tensor) -> Tensor:
             return self._inside.broadcast(tensor, what=inside).wait()
 
-        return self._follow(first, second, operation.what)
+        return self._follow(first, second, operation.what, tensor)
 
-    def _follow(self, first: Handle[Any], second: Callable[[Any], Any], what: str) -> Handle[Any]:
+    def _follow(
+        self, first: Handle[Any], second: Callable[[Any], Any], what: str, tensor: Tensor
+    ) -> Handle[Any]:
         if self._closed:
             raise CommunicationError(f"{what} after this worker has left: attach again")
         if not self._works:
             self._works = True
             self.host.spawn(partial(_work, self._across, self._next), what="stages inside the node")
-        job = _Job(first, second, self.host.promise(), self.host.promise())
+        stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+        job = _Job(first, stream, second, self.host.promise(), self.host.promise())
         self._next.fulfil(job)
         self._next = job.next
         # Patient, for both stages have time-outs of their own, whose errors say more.
@@ -209,10 +216,25 @@ def _work(across: Communicator, coming: Promise[_Job | None]) -> None:
         outcome: Any = failure
         if failure is None:
             try:
-                outcome = job.second(job.first.wait())
+                outcome = _finish(job, across)
             except Exception as error:  # whatever it is, the worker waits to be told
                 error.__traceback__ = None  # it would keep what was being sent
                 outcome = failure = error
         job.ended.fulfil(outcome)
         coming = job.next
         del job, outcome  # they may be large, and the next one may be long in coming
+
+
+def _finish(job: _Job, across: Communicator) -> Any:
+    """Both stages.
+
+    To wait for NCCL is to let the stream wait, on which the worker computes meanwhile: so that is
+    put off until there is nothing to wait for.
+    """
+    if job.stream is None:
+        return job.second(job.first.wait())
+    deadline = across.host.now() + across.timeout_seconds
+    while not job.first.done() and across.host.now() < deadline:
+        across.host.sleep(_LOOK_SECONDS, "looking for what comes from other nodes")
+    with torch.cuda.stream(job.stream):
+        return job.second(job.first.wait())
