@@ -36,6 +36,7 @@ from offbeat.fabric.operation import (
 )
 
 _LOOK_SECONDS = 0.0005
+_WHERE = "between nodes", "inside the node"
 
 
 @dataclass(eq=False)
@@ -74,6 +75,7 @@ class NodeCommunicator(Communicator):
         self.timeout_seconds = across.timeout_seconds
         self._next: Promise[_Job | None] = self.host.promise()
         self._works = self._closed = False
+        self._device = inside.control_device  # asked here, for each thread has a GPU of its own
 
     @property
     @override
@@ -119,22 +121,22 @@ class NodeCommunicator(Communicator):
             rows: 1 unless rows go to different nodes.
             result: Makes the result out of its rows.
         """
-        inside, workers = self._inside, self._inside.size
-        width = tensor.numel() // rows
+        workers, width = self._inside.size, tensor.numel() // rows
         share = max(1, -(-width // workers))
-        begin = min(width, share * inside.rank)
+        begin = min(width, share * self._inside.rank)
         mine = tensor.view(rows, width)[:, begin : begin + share]
         part = tensor.new_zeros(rows, share)
         part[:, : mine.shape[1]] = mine
-        across = f"{operation.what} (between nodes)"
+        across, inside = (f"{operation.what} ({where})" for where in _WHERE)
         carried: Operation[Any] = replace(operation, what=across, tensor=part.view(-1))
         first = self._across.start(carried)
 
         def second(received: Tensor | list[Tensor]) -> Any:
             if isinstance(received, list):
                 received = torch.stack(received).view(-1)
-            parts = inside.gather(received, what=f"{operation.what} (inside the node)").wait()
-            columns = torch.stack([one.view(-1, share) for one in parts], dim=1)
+            gathering = self._inside.gather(self._carried(received), what=inside)
+            parts = [one.to(tensor.device).view(-1, share) for one in gathering.wait()]
+            columns = torch.stack(parts, dim=1)
             return result(columns.reshape(-1, workers * share)[:, :width])
 
         return self._follow(first, second, operation.what, tensor)
@@ -142,14 +144,20 @@ class NodeCommunicator(Communicator):
     def _broadcast(self, operation: Broadcast, tensor: Tensor) -> Handle[Tensor]:
         """The first worker of each node carries all of it: it is not for every step."""
         first: Handle[Tensor] = Completed(tensor)
+        across, inside = (f"{operation.what} ({where})" for where in _WHERE)
         if self._inside.rank == 0:
-            first = self._across.start(replace(operation, what=f"{operation.what} (between nodes)"))
-        inside = f"{operation.what} (inside the node)"
+            first = self._across.start(replace(operation, what=across))
 
         def second(_: Tensor) -> Tensor:
-            return self._inside.broadcast(tensor, what=inside).wait()
+            received = self._inside.broadcast(self._carried(tensor), what=inside).wait()
+            return tensor if received is tensor else tensor.copy_(received)
 
         return self._follow(first, second, operation.what, tensor)
+
+    def _carried(self, tensor: Tensor) -> Tensor:
+        """What travels inside: NCCL takes no tensor of the CPU, where gloo across may want it."""
+        moves = self._device.type == "cuda" and not tensor.is_cuda
+        return tensor.to(self._device) if moves else tensor
 
     def _follow(
         self, first: Handle[Any], second: Callable[[Any], Any], what: str, tensor: Tensor
