@@ -150,6 +150,7 @@ def documented(rank: int, size: int) -> Any:
     names["optimizer"] = sgd(names["model"])
     exec(code_on("coming-from-ddp", "across"), names)
     names["sync"].finish()
+    dist.barrier()  # rank 0, which keeps the store, must not leave before the others have attached
     return [dist.get_process_group_ranks(names[one]) for one in ("node", "across")]
 
 

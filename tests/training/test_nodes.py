@@ -1,5 +1,6 @@
 """Nodes of several workers: ``attach(..., node_group=...)``, on real processes, 2 × 2."""
 
+import gc
 import os
 import time
 from typing import Any
@@ -17,7 +18,7 @@ from offbeat.fabric.nested import NodeCommunicator
 from offbeat.fabric.nodes import layout
 from offbeat.fabric.recording import Recording
 from offbeat.training.node import NodeMean
-from problems import bsp_reference, flat, loss_of, make_batch, make_model, make_wide
+from problems import bsp_reference, flat, loss_of, make_batch, make_model, make_wide, train_step
 from workers import run
 from worlds import simulated
 
@@ -244,20 +245,14 @@ def reference_of_statistics() -> nn.Module:
 
 def lossy(rank: int) -> Any:
     """A wire whose sums have two stages on a twin; several of them are under way at once."""
-    found = []
-    for text in ("local:period=2", "streaming:schedule=cyclic,staleness=4,parts=2"):
-        model = make_wide(rank)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        sync = attach(model, optimizer, text, wire="int8", node_group="auto")
-        same = []
+    model, same = make_wide(rank), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    text = "streaming:schedule=cyclic,staleness=4,parts=2"
+    with attach(model, optimizer, text, wire="int8", node_group="auto"):
         for step in range(6):
-            optimizer.zero_grad()
-            loss_of(model, make_batch(rank, step, 8, torch.float32)).backward()
-            optimizer.step()
+            train_step(model, optimizer, make_batch(rank, step, 8, torch.float32))
             same.append(bits(flat(model)))
-        sync.finish()
-        found.append((torch.stack(same), bits(flat(model))))
-    return found
+    return torch.stack(same), bits(flat(model))
 
 
 def scaled(rank: int) -> Any:
@@ -344,9 +339,29 @@ def uneven_nodes(rank: int) -> Any:
     return sync.step, flat(model)
 
 
+def held() -> tuple[int, int]:
+    """Threads and descriptors of this process."""
+    gc.collect()
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def left_behind(rank: int) -> Any:
+    """What is held before a training and, as soon as that is no more, after it."""
+    in_environment(rank)
+    model, before = make_model(rank), held()
+    with attach(model, sgd(model), "local:period=2", node_group="auto") as sync:
+        train_step(model, sync._worker.parts[0].optimizer, make_batch(rank, 0))
+    deadline, after = time.monotonic() + 5, held()
+    while any(a > b for a, b in zip(after, before, strict=True)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+        after = held()
+    return before, after
+
+
 def more(rank: int, size: int) -> Any:
     in_environment(rank)
-    return lossy(rank), scaled(rank), overlapped(rank), several(rank), uneven_nodes(rank)
+    found = lossy(rank), scaled(rank), overlapped(rank), several(rank), uneven_nodes(rank)
+    return *found, left_behind(rank)
 
 
 @pytest.fixture(scope="module")
@@ -357,11 +372,9 @@ def found() -> list[Any]:
 
 def test_a_lossy_wire_keeps_a_node_equal(found: list[Any]) -> None:
     for rank, of_rank in enumerate(found):
-        for (trace, final), (other, _), (_, first) in zip(
-            of_rank[0], found[rank ^ 1][0], found[0][0], strict=True
-        ):
-            assert torch.equal(trace, other)
-            assert torch.equal(final, first)
+        trace, final = of_rank[0]
+        assert torch.equal(trace, found[rank ^ 1][0][0])
+        assert torch.equal(final, found[0][0][1])
 
 
 def test_a_node_skips_a_step_together(found: list[Any]) -> None:
@@ -403,6 +416,13 @@ def test_nodes_may_take_different_numbers_of_steps(found: list[Any]) -> None:
     assert [one[4][0] for one in found] == [7, 7, 5, 5]
     for one in found:
         assert torch.equal(one[4][1], found[0][4][1])
+
+
+def test_nothing_is_left_behind(found: list[Any]) -> None:
+    """No thread and no descriptor of the communicators."""
+    for one in found:
+        before, after = one[5]
+        assert all(a <= b for a, b in zip(after, before, strict=True)), (before, after)
 
 
 # -- errors ---------------------------------------------------------------------------------------
@@ -520,4 +540,6 @@ def test_all_learn_of_a_worker_that_dies() -> None:
     for kinds, _, seconds in results[:3]:
         assert "CommunicationError" in kinds
         assert seconds < 15
-    assert "rank 1" in results[2][1], "of its node"
+    assert "rank 1" in results[2][1], "its place in its node"
+    assert "(inside the node)" in results[2][1]
+    assert "(between nodes)" in results[1][1], "of its counterpart"

@@ -13,14 +13,14 @@ one that is busy with something else.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from offbeat.errors import CommunicationError
-from offbeat.fabric.communicator import Communicator
+from offbeat.fabric.communicator import Communicator, Wrapper
 from offbeat.fabric.handle import Completed, Handle, explained
 from offbeat.fabric.host import Promise
 from offbeat.fabric.operation import (
@@ -35,8 +35,29 @@ from offbeat.fabric.operation import (
     Sum,
 )
 
+T = TypeVar("T")
 _LOOK_SECONDS = 0.0005
-_WHERE = "between nodes", "inside the node"
+
+
+class Located(Wrapper):
+    """A communicator whose errors say where it is, for its ranks are those of no other one.
+
+    Args:
+        inner: It.
+        where: As in "inside the node".
+    """
+
+    def __init__(self, inner: Communicator, where: str) -> None:
+        super().__init__(inner)
+        self._where = where
+
+    @override
+    def start(self, operation: Operation[T]) -> Handle[T]:
+        return self.inner.start(replace(operation, what=f"{operation.what} ({self._where})"))
+
+    @override
+    def twin(self) -> Communicator:
+        return Located(self.inner.twin(), self._where)
 
 
 @dataclass(eq=False)
@@ -75,6 +96,7 @@ class NodeCommunicator(Communicator):
         self.timeout_seconds = across.timeout_seconds
         self._next: Promise[_Job | None] = self.host.promise()
         self._works = self._closed = False
+        self._twins: list[NodeCommunicator] = []
         self._device = inside.control_device  # asked here, for each thread has a GPU of its own
 
     @property
@@ -127,14 +149,13 @@ class NodeCommunicator(Communicator):
         mine = tensor.view(rows, width)[:, begin : begin + share]
         part = tensor.new_zeros(rows, share)
         part[:, : mine.shape[1]] = mine
-        across, inside = (f"{operation.what} ({where})" for where in _WHERE)
-        carried: Operation[Any] = replace(operation, what=across, tensor=part.view(-1))
+        carried: Operation[Any] = replace(operation, tensor=part.view(-1))
         first = self._across.start(carried)
 
         def second(received: Tensor | list[Tensor]) -> Any:
             if isinstance(received, list):
                 received = torch.stack(received).view(-1)
-            gathering = self._inside.gather(self._carried(received), what=inside)
+            gathering = self._inside.gather(self._carried(received), what=operation.what)
             parts = [one.to(tensor.device).view(-1, share) for one in gathering.wait()]
             columns = torch.stack(parts, dim=1)
             return result(columns.reshape(-1, workers * share)[:, :width])
@@ -144,12 +165,12 @@ class NodeCommunicator(Communicator):
     def _broadcast(self, operation: Broadcast, tensor: Tensor) -> Handle[Tensor]:
         """The first worker of each node carries all of it: it is not for every step."""
         first: Handle[Tensor] = Completed(tensor)
-        across, inside = (f"{operation.what} ({where})" for where in _WHERE)
         if self._inside.rank == 0:
-            first = self._across.start(replace(operation, what=across))
+            first = self._across.start(operation)
 
         def second(_: Tensor) -> Tensor:
-            received = self._inside.broadcast(self._carried(tensor), what=inside).wait()
+            what = operation.what
+            received = self._inside.broadcast(self._carried(tensor), what=what).wait()
             return tensor if received is tensor else tensor.copy_(received)
 
         return self._follow(first, second, operation.what, tensor)
@@ -177,15 +198,23 @@ class NodeCommunicator(Communicator):
 
     @override
     def twin(self) -> Communicator:
-        return NodeCommunicator(self._across.twin(), self._inside.twin())
+        twin = NodeCommunicator(self._across.twin(), self._inside.twin())
+        self._twins.append(twin)
+        return twin
 
     @override
     def close(self, *, together: bool = False) -> None:
+        self._stop()
+        self._across.close(together=together)
+        self._inside.close(together=together)
+
+    def _stop(self) -> None:
+        """Let the work in the background end once what was started is done."""
         if not self._closed:
             self._closed = True
             self._next.fulfil(None)
-        self._across.close(together=together)
-        self._inside.close(together=together)
+        for twin in self._twins:
+            twin._stop()
 
 
 class _Following(Handle[Any]):

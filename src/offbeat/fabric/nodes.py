@@ -13,7 +13,7 @@ from offbeat.fabric.communicator import Communicator, Transport
 from offbeat.fabric.connect import open_communicator
 from offbeat.fabric.groups import GroupFactory, ranks_text
 from offbeat.fabric.host import ThreadHost
-from offbeat.fabric.nested import NodeCommunicator
+from offbeat.fabric.nested import Located, NodeCommunicator
 from offbeat.fabric.single import SingleCommunicator
 from offbeat.fabric.torch_distributed import TorchCommunicator
 
@@ -85,14 +85,16 @@ def _open(
     place, seconds = node.index(everyone.rank), everyone.timeout_seconds
     host = ThreadHost()  # one for both, for one activity waits for both
     own = GroupFactory.among(group, node) if node_group == "auto" else node_group
-    inside = TorchCommunicator(own, timeout_seconds=seconds, host=host)
+    inside = Located(TorchCommunicator(own, timeout_seconds=seconds, host=host), "inside the node")
     try:
-        across: Communicator = SingleCommunicator(seconds)
+        across: SingleCommunicator | TorchCommunicator = SingleCommunicator(seconds)
+        across.host = host
         if len(nodes) > 1:
             counterparts = GroupFactory.among(group, [members[place] for members in nodes])
             across = TorchCommunicator(counterparts, timeout_seconds=seconds, host=host)
         try:
-            return NodeCommunicator(across, inside.twin()), Node(everyone, inside)
+            between = Located(across, "between nodes")
+            return NodeCommunicator(between, inside.twin()), Node(everyone, inside)
         except BaseException:
             across.close()
             raise

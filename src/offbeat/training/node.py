@@ -35,7 +35,7 @@ class NodeMean:
                 team,
                 wire,
                 part.buckets,
-                name=f"gradients {part.index} inside the node",
+                name=f"gradients {part.index}",
                 slots=1,
                 overlap=self.overlap,
             )
