@@ -27,7 +27,8 @@ class Stats:
         steps: Iterations.
         syncs: Iterations in which models or gradients were averaged.
         payload_bytes: Bytes of the tensors this worker handed to collectives and pushes, after
-            compression. Set-up and evaluation (``attach``, ``consensus``) do not count.
+            compression; in nodes of several workers its part of what goes to other nodes. Set-up
+            and evaluation (``attach``, ``consensus``) do not count.
         wait_seconds: Time blocked in communication.
         compute_seconds: All other time between the first and the last step, without ``consensus``.
         details: Totals that only this strategy has; its documentation explains them.

@@ -1,12 +1,15 @@
 """What attach() refuses, before anything is sent."""
 
+import importlib
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import offbeat
+import workers
 from loops import sgd
 from offbeat.strategies.base import Strategy, Worker
 from offbeat.training.usable import require_usable
@@ -189,3 +192,22 @@ def test_parameters_that_share_memory_are_not_moved_twice(text: str, refused: bo
             offbeat.simulate(work, workers=2)
     else:
         offbeat.simulate(work, workers=2)
+
+
+def sharded(rank: int, size: int) -> Any:
+    model = make_model(rank)
+    fully_shard = importlib.import_module("torch.distributed.fsdp").fully_shard
+    mesh = torch.distributed.init_device_mesh("cpu", (size,))
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        offbeat.attach(model, optimizer, offbeat.BSP())
+    except offbeat.AttachError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_a_sharded_model_is_refused() -> None:
+    """A worker that holds a part of each parameter has nothing that could be averaged."""
+    for text in workers.run(sharded, workers=2):
+        assert "parameter '0.weight' cannot be synchronized: it is a DTensor" in text

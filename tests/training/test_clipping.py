@@ -1,6 +1,8 @@
 """Gradients are clipped after the strategy has had them, whoever clips them."""
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import offbeat
 from loops import Sink, attach, close, error_of, sgd
+from offbeat.training import clipping
 from problems import (
     OPTIMIZERS,
     Simulated,
@@ -23,9 +26,9 @@ from problems import (
 )
 from worlds import run, simulated
 
-ORIGINALS = nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_
 MAX_NORM = 0.3  # every gradient of these problems is longer
 STEPS = 6
+clip_by_torch = nn.utils.clip_grad_norm_
 
 
 def by_attach(model: nn.Module, sync: Any) -> None:
@@ -51,6 +54,11 @@ def twice(model: nn.Module, sync: Any) -> None:
 
 
 WAYS = [by_attach, by_sync, by_torch, by_a_name, twice]
+
+
+def torchs_functions() -> Any:
+    gc.collect()  # models that other tests have dropped without detaching them
+    return nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_
 
 
 def trained(rank: int, size: int, clip: Callable[..., None], text: str, scaled: bool) -> Any:
@@ -82,9 +90,10 @@ def trained(rank: int, size: int, clip: Callable[..., None], text: str, scaled: 
 def test_under_bsp_the_mean_is_clipped(clip: Callable[..., None], scaled: bool) -> None:
     """As by DDP, which has averaged before anyone clips."""
     expected = bsp_reference(2, "momentum", STEPS, MAX_NORM)[-1]
+    originals = torchs_functions()
     for model, _ in run(trained, clip, "bsp", scaled, workers=2):
         close(model, expected, 1e-6 if clip is twice else 1e-12)  # torch adds 1e-6 to the norm
-    assert (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_) == ORIGINALS
+    assert torchs_functions() == originals
 
 
 @pytest.mark.parametrize("clip", WAYS)
@@ -109,7 +118,7 @@ def test_without_a_mean_of_gradients_each_worker_clips_its_own(clip: Callable[..
         ):
             optimizer.zero_grad()
             loss_of(model, make_batch(rank, step)).backward()
-            ORIGINALS[0](model.parameters(), MAX_NORM)
+            clip_by_torch(model.parameters(), MAX_NORM)
             optimizer.step()
         if step % 2:
             reference.average()
@@ -141,7 +150,7 @@ def test_a_step_may_be_left_out_after_a_clip(clip: Callable[..., None]) -> None:
         each = [gradients(model, make_batch(rank, step)) for rank in range(2)]
         for p, *parts in zip(model.parameters(), *each, strict=True):
             p.grad = sum(parts) / 2  # type: ignore[assignment]
-        ORIGINALS[0](model.parameters(), MAX_NORM)
+        clip_by_torch(model.parameters(), MAX_NORM)
         if step % 3 != 1:
             optimizer.step()
     for result, counted in run(skipping, clip, workers=2):
@@ -200,13 +209,17 @@ def test_what_cannot_be_handled_is_named_once() -> None:
     assert all("clips the gradients of several optimizers" in one for one in messages[2:])
 
 
+def is_replaced() -> bool:
+    return nn.utils.clip_grad_norm_.__code__.co_filename == clipping.__file__
+
+
 def alone(rank: int, size: int) -> Any:
     model, other = make_model(rank), make_model(5)
     sync = attach(model, sgd(model), "local:period=2")
-    replaced = [nn.utils.clip_grad_norm_ is not ORIGINALS[0]]
+    replaced = [is_replaced()]
     sync.detach()
     sync = attach(model, sgd(model), "bsp")
-    replaced.append(nn.utils.clip_grad_norm_ is not ORIGINALS[0])
+    replaced.append(is_replaced())
     loss_of(other, make_batch(rank, 0)).backward()
     expected = nn.utils.get_total_norm([p.grad for p in other.parameters() if p.grad is not None])
     close(nn.utils.clip_grad_norm_(other.parameters(), MAX_NORM), expected)
@@ -218,10 +231,11 @@ def alone(rank: int, size: int) -> Any:
 
 def test_torchs_functions_are_replaced_only_where_it_matters() -> None:
     """And other models are clipped as always; a norm that differs between workers is refused."""
+    originals = torchs_functions()
     for replaced, steps, error in run(alone, workers=2):
         assert (replaced, steps) == ([False, True], 0)
         assert "max_grad_norm 2.0; rank 0 has" in error[1]
-    assert (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_) == ORIGINALS
+    assert torchs_functions() == originals
 
 
 @pytest.mark.parametrize("norm", [0.0, -1.0, float("nan"), float("inf")])
@@ -229,3 +243,18 @@ def test_a_largest_norm_is_positive_and_finite(norm: float) -> None:
     model = make_model()
     with pytest.raises(ValueError, match="max_grad_norm must be positive"):
         offbeat.attach(model, sgd(model), offbeat.BSP(), max_grad_norm=norm)
+
+
+def test_a_model_that_is_dropped_leaves_nothing_behind() -> None:
+    """Without ``detach``: torch's functions are as before, and the model is gone."""
+
+    def train() -> Any:
+        model = make_model()
+        offbeat.attach(model, sgd(model), offbeat.BSP())
+        assert torchs_functions() != before
+        return weakref.ref(model)
+
+    before = torchs_functions()
+    dropped = simulated(lambda rank, size: train(), workers=1)[0]
+    assert torchs_functions() == before
+    assert dropped() is None

@@ -178,6 +178,7 @@ def documented(rank: int, size: int) -> Any:
     model = DistributedDataParallel(make_model(rank))
     error = error_of(lambda: attach(model, sgd(model), offbeat.BSP(), group=names["node"]))
     assert "over ranks 0, 1, 2, 3, and attach() trains it over ranks" in error[1]
+    dist.barrier()  # rank 0, which keeps the store, must not leave before the others have attached
     return [dist.get_process_group_ranks(names[one]) for one in ("node", "across")]
 
 

@@ -5,6 +5,7 @@ from offbeat.fabric.communicator import Communicator, Transport, Wrapper
 from offbeat.fabric.connect import open_communicator
 from offbeat.fabric.handle import Completed, Handle, explained
 from offbeat.fabric.host import Host, Promise
+from offbeat.fabric.nodes import NodeGroup, open_nodes
 from offbeat.fabric.regroup_join import join
 from offbeat.fabric.single import SingleCommunicator
 from offbeat.fabric.team import Team
@@ -18,6 +19,7 @@ __all__ = [
     "Completed",
     "Handle",
     "Host",
+    "NodeGroup",
     "Promise",
     "SingleCommunicator",
     "Team",
@@ -28,4 +30,5 @@ __all__ = [
     "explained",
     "join",
     "open_communicator",
+    "open_nodes",
 ]

@@ -16,19 +16,28 @@ T = TypeVar("T")
 class Account:
     """What has been counted.
 
+    Args:
+        carriers: How many workers hand over the same tensors, of which each carries an equal part.
+
     Attributes:
-        payload_bytes: Bytes of the tensors handed to operations (a gathered or broadcast tensor
-            counts once; what is received does not count).
         wait_seconds: Time spent blocked in ``Handle.wait``.
         before_waiting: Called with the handle of each collective that is about to be waited for.
             Not of messages, which two workers exchange while the others are anywhere.
     """
 
-    def __init__(self) -> None:
-        self.payload_bytes = 0
+    def __init__(self, carriers: int = 1) -> None:
+        self._carriers, self._handed = carriers, 0
         self.wait_seconds = 0.0
         self.before_waiting: list[Callable[[Handle[Any]], None]] = []
         self._paused = False
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the tensors handed to operations, as far as this worker carries them.
+
+        A gathered or broadcast tensor counts once; what is received does not count.
+        """
+        return self._handed // self._carriers
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -42,7 +51,7 @@ class Account:
     def sent(self, payload_bytes: int) -> None:
         """Add bytes, which this worker hands over now or later."""
         if not self._paused:
-            self.payload_bytes += payload_bytes
+            self._handed += payload_bytes
 
     def waited(self, seconds: float) -> None:
         """Add seconds of waiting."""

@@ -73,6 +73,7 @@ class GroupFactory:
         over: Key in ``store`` that is there once some of them will open no more.
 
     Attributes:
+        backend: Of the groups that do the work.
         rank: As above.
         size: As above.
         lost: As above.
@@ -92,6 +93,7 @@ class GroupFactory:
         over: str = "",
     ) -> None:
         self.rank, self.size, self.lost = rank, size, lost
+        self.backend = "gloo"
         self.store: Any = None
         self._store, self._name, self._numbers = store, name, numbers
         self._opening_seconds, self._over = opening_seconds, over
@@ -101,11 +103,19 @@ class GroupFactory:
     def of(cls, group: dist.ProcessGroup | None) -> "GroupFactory":
         """Of the members of ``group``; None is the default group."""
         whole: Any = dist.group.WORLD if group is None else group
-        members = tuple(dist.get_process_group_ranks(whole))
+        return cls.among(group, range(len(dist.get_process_group_ranks(whole))))
+
+    @classmethod
+    def among(cls, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> "GroupFactory":
+        """Of those members of ``group`` that have ``ranks`` in it; this worker is one of them."""
+        whole: Any = dist.group.WORLD if group is None else group
+        everyone = dist.get_process_group_ranks(whole)
+        members = tuple(everyone[rank] for rank in ranks)
         store = whole.get_group_store()
         name = f"offbeat/{'-'.join(map(str, members))}"
-        made = cls(store, dist.get_rank(group), len(members), name, _numbers[members])
-        made._members = list(members)
+        rank = ranks.index(dist.get_rank(group))
+        made = cls(store, rank, len(members), name, _numbers[members])
+        made._members, made.backend = list(members), str(dist.get_backend(group))
         return made
 
     def keys(self) -> Any:

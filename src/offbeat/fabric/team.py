@@ -4,12 +4,14 @@ from offbeat.fabric.accounting import Account, Accounting
 from offbeat.fabric.communicator import Communicator
 from offbeat.fabric.host import Host
 from offbeat.fabric.membership import Membership, View, membership_of
+from offbeat.fabric.nodes import Node
 
 
 class Team:
     """The workers of a training, as one of them sees them.
 
     What depends on how many there are reads ``size`` when it is used, or is made anew in each view.
+    Where nodes of several processes train together, each node is one worker.
 
     Attributes:
         view: Number of this composition of the team; another one for each change.
@@ -18,12 +20,22 @@ class Team:
         fabric: The communicator. Its bytes and waits are counted in ``account``.
         account: What the training has sent and waited.
         membership: Agrees on the next view; None: there is none.
+        node: The processes that are this worker; None: it is this one alone.
     """
 
     fabric: Accounting
 
-    def __init__(self, communicator: Communicator, *, account: Account | None = None) -> None:
-        self.account = Account() if account is None else account
+    def __init__(
+        self,
+        communicator: Communicator,
+        *,
+        account: Account | None = None,
+        node: Node | None = None,
+    ) -> None:
+        self.node = node
+        if account is None:
+            account = Account(1 if node is None else node.inside.size)
+        self.account = account
         membership = membership_of(communicator)
         if membership is None:
             self._take(View(0, tuple(range(communicator.size)), communicator))
@@ -57,8 +69,13 @@ class Team:
 
     @property
     def member(self) -> int:
-        """Who this worker is, whatever its number in this view."""
-        return self.members[self.rank]
+        """Who this process is, whatever its number in this view."""
+        return self.members[self.rank] if self.node is None else self.node.everyone.rank
+
+    @property
+    def everyone(self) -> Communicator:
+        """The communicator of all processes, for what each of them has of its own."""
+        return self.fabric if self.node is None else self.node.everyone
 
     @property
     def host(self) -> Host:
@@ -75,8 +92,10 @@ class Team:
 
         A collective.
         """
-        return Team(self.fabric.inner.twin(), account=self.account)
+        return Team(self.fabric.inner.twin(), account=self.account, node=self.node)
 
     def close(self, *, together: bool = False) -> None:
         """Give connections, threads and descriptors back; see ``Communicator.close``."""
         self.fabric.close(together=together)
+        if self.node is not None:
+            self.node.close(together=together)

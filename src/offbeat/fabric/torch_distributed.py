@@ -46,10 +46,11 @@ class TorchCommunicator(Communicator):
 
     Args:
         group: The group whose members take part; None is the default group. Or what opens groups
-            of gloo for them.
+            for them.
         timeout_seconds: How long one operation may take before it fails on every worker.
         health_seconds: How long the others have, after a failure, to say that they are alive.
         farewell_seconds: How long ``close`` waits for threads to end.
+        host: Of activities that wait for operations of several communicators; None makes one.
 
     Raises:
         AttachError: no process group was initialised, or this process is not a member.
@@ -63,16 +64,18 @@ class TorchCommunicator(Communicator):
         timeout_seconds: float,
         health_seconds: float = _HEALTH_SECONDS,
         farewell_seconds: float = _FAREWELL_SECONDS,
+        host: ThreadHost | None = None,
     ) -> None:
         if isinstance(group, GroupFactory):
-            factory, self.backend = group, "gloo"
+            factory = group
         else:
             if dist.get_rank(group) < 0:
                 raise AttachError("this process is not a member of the group given to attach()")
-            factory, self.backend = GroupFactory.of(group), str(dist.get_backend(group))
+            factory = GroupFactory.of(group)
+        self.backend = factory.backend
         self.rank, self.size = factory.rank, factory.size
         self.timeout_seconds = timeout_seconds
-        self.host: ThreadHost = ThreadHost()
+        self.host: ThreadHost = ThreadHost() if host is None else host
         self._life = Life(
             factory,
             self.backend,

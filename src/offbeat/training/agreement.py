@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.errors import MismatchError
-from offbeat.fabric import Communicator
+from offbeat.fabric import Communicator, Team
 from offbeat.means.replica import Replica, make_buckets
 from offbeat.strategies.base import Part, Strategy
 
@@ -142,12 +142,11 @@ def _differences(told: Sequence[Settings]) -> str:
     return "; ".join(shown[:_SHOWN]) + more
 
 
-def copy_rank_0(fabric: Communicator, tensors: Iterable[Tensor]) -> None:
-    """All workers start from rank 0's values of ``tensors``, in place."""
-    if fabric.size == 1:
+def copy_rank_0(team: Team, tensors: Iterable[Tensor]) -> None:
+    """All processes start from rank 0's values of ``tensors``, in place."""
+    if team.everyone.size == 1:
         return
     for bucket in make_buckets(tensors):
         bucket.pack()
-        fabric.broadcast(bucket.flat, what="copy of rank 0's model").wait()
-        if fabric.rank != 0:
-            bucket.unpack()
+        team.fabric.broadcast(bucket.flat, what="copy of rank 0's model").wait()
+        bucket.unpack()  # on rank 0 as well, which may be a node of several workers

@@ -33,13 +33,13 @@ class Aside:
 
     @property
     def rank(self) -> int:
-        """This worker's number."""
-        return self.worker.rank
+        """This process's number."""
+        return self.worker.team.everyone.rank
 
     @property
     def size(self) -> int:
-        """The number of workers."""
-        return self.worker.size
+        """The number of processes."""
+        return self.worker.team.everyone.size
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -52,7 +52,7 @@ class Aside:
         return self.worker.parts[0].parameters[0].device
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """Every worker's plain value, in rank order."""
-        payload, fabric = json.dumps(value).encode(), self.worker.team.fabric
+        """Every process's plain value, in rank order."""
+        payload, everyone = json.dumps(value).encode(), self.worker.team.everyone
         with self.guard:
-            return [json.loads(one) for one in fabric.gather_bytes(payload, what=what)]
+            return [json.loads(one) for one in everyone.gather_bytes(payload, what=what)]

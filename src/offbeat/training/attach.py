@@ -12,12 +12,12 @@ from torch.optim import LBFGS, Optimizer
 
 from offbeat.arguments import POSITIVE, require_choice, require_integer, require_number
 from offbeat.errors import AttachError
-from offbeat.fabric import Team, Transport, open_communicator
+from offbeat.fabric import NodeGroup, Team, Transport, open_communicator, open_nodes
 from offbeat.fabric.wire import Precision, require_precision
 from offbeat.strategies.base import NonFinite, Part, Strategy
 from offbeat.strategies.streaming import StreamingAveraging
 from offbeat.training.beside import require_beside
-from offbeat.training.ddp import AroundDDP, unwrapped
+from offbeat.training.ddp import AroundDDP, require_repeatable, unwrapped
 from offbeat.training.optimizers import require_own_state, unwrapped_optimizer
 from offbeat.training.synchronizer import Synchronizer, attached
 from offbeat.training.usable import require_apart, require_usable
@@ -32,6 +32,7 @@ def attach(
     strategy: Strategy | None = None,
     *,
     group: dist.ProcessGroup | Transport | None = None,
+    node_group: NodeGroup | None = None,
     scaler: torch.amp.GradScaler | None = None,
     optimizer_state: Literal["local", "average"] = "local",
     wire: Precision | None = None,
@@ -62,6 +63,14 @@ def attach(
             ``offbeat.StreamingAveraging()``, which has nothing to tune.
         group: The process group of the workers; None is the default group. Or a transport of your
             own, which makes a communicator: see ``offbeat.fabric.Transport``.
+        node_group: The process group of this worker's node, whose workers are joined by a fast
+            network: their gradients become their mean in every step, and so do buffers, and the
+            strategy works between the nodes, of which each counts as one worker. "auto": nodes as
+            torchrun has started them. ``group`` holds the workers of all nodes. Each of them
+            carries an equal part of what the node sends, which is what ``stats`` counts. All nodes
+            have as many workers, which take as many steps. Not with strategies that depend on when
+            messages arrive (eager schedules, parameter servers), ``wire="auto"``,
+            ``distance_every``, data injection and ``on_failure="continue"``. None: there are none.
         scaler: The GradScaler in use, if any. Iterations then count even where it skips a step.
         optimizer_state: "local" leaves each optimizer's state (momentum, second moments) as it is.
             "average" averages it whenever all workers wait for a mean of models, with
@@ -124,7 +133,8 @@ def attach(
             that communicates by itself; a DistributedDataParallel around the model that cannot be
             switched off; a parameter or buffer that
             cannot be written in place (lazy, on the meta device, expanded, sparse, of
-            ``torch.inference_mode()``); ``on_failure="continue"`` with what cannot.
+            ``torch.inference_mode()``, sharded); ``on_failure="continue"`` or ``node_group`` with
+            what cannot; nodes that are not alike.
         MismatchError: another worker has another model, optimizer or strategy.
         CommunicationError: a worker did not take part.
         TypeError, ValueError: an argument that is none of the above.
@@ -157,15 +167,15 @@ def attach(
         require_own_state(optimizers)
     parts = _parts(model, optimizers)
     continues = on_failure == "continue"
+    if node_group is not None:
+        require_nodes(strategy, wire, distance_every, continues=continues)
     if continues:
         require_continuation(strategy, len(parts), distance_every, companions)
     elif min_workers != 1:
         raise ValueError(f'min_workers={min_workers} needs on_failure="continue"')
     around = AroundDDP(model, group, strategy, wire)
     try:
-        team = Team(
-            open_communicator(group, timeout_seconds, what="offbeat.attach()", regroups=continues)
-        )
+        team = _team(group, node_group, timeout_seconds, regroups=continues)
     except BaseException:
         around.remove()
         raise
@@ -199,6 +209,42 @@ def attach(
         raise
     around.steps = lambda: sync.step
     return sync
+
+
+def _team(
+    group: dist.ProcessGroup | Transport | None,
+    node_group: NodeGroup | None,
+    timeout_seconds: float,
+    *,
+    regroups: bool,
+) -> Team:
+    if node_group is not None:
+        communicator, node = open_nodes(group, node_group, timeout_seconds)
+        return Team(communicator, node=node)
+    return Team(
+        open_communicator(group, timeout_seconds, what="offbeat.attach()", regroups=regroups)
+    )
+
+
+def require_nodes(
+    strategy: Strategy, wire: Precision, distance_every: int | None, *, continues: bool
+) -> None:
+    """Raise unless nodes of several workers can train together.
+
+    Raises:
+        AttachError: naming what cannot.
+    """
+    if continues:
+        raise AttachError(
+            'on_failure="continue" with node_group: a node cannot go on without one of its '
+            'workers; use on_failure="raise"'
+        )
+    if distance_every is not None:
+        raise AttachError(
+            "distance_every with node_group: when it measures depends on when messages arrive, "
+            "which differs between the workers of a node; leave one of them away"
+        )
+    require_repeatable(strategy, wire, "or leave node_group away")
 
 
 def require_timeout(seconds: float, name: str = "timeout_seconds") -> None:

@@ -52,7 +52,7 @@ class Beside:
 
     def begin(self) -> None:
         """All take rank 0's. A collective."""
-        copy_rank_0(self._team.fabric, self._replica.everything())
+        copy_rank_0(self._team, self._replica.everything())
 
     def average(self, *, final: bool) -> None:
         """All take the mean. A collective.
@@ -68,7 +68,7 @@ class Beside:
             self._mean.average(1.0, size, exact=True, what=what)
         else:
             self._mean.look(1.0, size, what=what)
-        copy_rank_0(self._team.fabric, self._replica.other_buffers())
+        copy_rank_0(self._team, self._replica.other_buffers())
 
     def snapshot(self) -> list[Tensor]:
         """A copy of everything."""

@@ -6,6 +6,7 @@ a strategy averages gradients or looks at them, it has them first: what is clipp
 
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
@@ -40,13 +41,19 @@ class Clipping:
         self._kept: dict[int, tuple[nn.Parameter, Tensor, int]] = {}  # after a clip, by optimizer
         self._warned = False
         looks = type(strategy).gradients is not Strategy.gradients or iteration.change is not None
-        self._matters = looks or strategy.rounds == "gradients"
+        inside = iteration.node is not None
+        self._matters = looks or inside or strategy.rounds == "gradients"
+        self._end: Callable[[], object] = lambda: None
         if self._matters:
-            _watch({id(p): (self, part.index) for part in worker.parts for p in part.parameters})
+            me = weakref.ref(self)  # who drops a model without detaching it shall be rid of it
+            _watch({id(p): (me, part.index) for part in worker.parts for p in part.parameters})
+            finalizer = weakref.finalize(self, _watch_no_more, me)
+            finalizer.atexit = False
+            self._end = finalizer
 
     def remove(self) -> None:
         """Let torch's functions alone."""
-        _watch_no_more(self)
+        self._end()
 
     def prepare(self, index: int) -> None:
         """The gradients of optimizer ``index`` are ready, and about to be clipped or used."""
@@ -118,11 +125,11 @@ class Clipping:
 
 # -- torch's functions, replaced while anything is watched -----------------------------------------
 
-_watched: dict[int, tuple[Clipping, int]] = {}  # by parameter
+_watched: "dict[int, tuple[weakref.ref[Clipping], int]]" = {}  # by parameter
 _replaced: list[tuple[dict[str, Any], str, Callable[..., Any], Callable[..., Any]]] = []
 
 
-def _watch(owners: dict[int, tuple[Clipping, int]]) -> None:
+def _watch(owners: "dict[int, tuple[weakref.ref[Clipping], int]]") -> None:
     _watched.update(owners)
     if _replaced:
         return
@@ -136,8 +143,8 @@ def _watch(owners: dict[int, tuple[Clipping, int]]) -> None:
                 names[name] = watching
 
 
-def _watch_no_more(clipping: Clipping) -> None:
-    for key in [key for key, (one, _) in _watched.items() if one is clipping]:
+def _watch_no_more(clipping: "weakref.ref[Clipping]") -> None:
+    for key in [key for key, (one, _) in list(_watched.items()) if one is clipping]:
         del _watched[key]
     if _watched:
         return
@@ -154,8 +161,10 @@ def _watching(original: Callable[..., Any]) -> Callable[..., Any]:
         owners: dict[int, tuple[Clipping, set[int]]] = {}
         for parameter in given:
             if id(parameter) in _watched:
-                clipping, index = _watched[id(parameter)]
-                owners.setdefault(id(clipping), (clipping, set()))[1].add(index)
+                reference, index = _watched[id(parameter)]
+                clipping = reference()
+                if clipping is not None:
+                    owners.setdefault(id(clipping), (clipping, set()))[1].add(index)
         prepared = [(c, i) for c, i in owners.values() if c.by_torch(sorted(i))]
         result = original(given, *args, **kwargs)
         for clipping, indices in prepared:

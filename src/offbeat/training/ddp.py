@@ -23,6 +23,7 @@ from offbeat.strategies.base import Strategy
 
 logger = logging.getLogger("offbeat")
 _Kind = TypeVar("_Kind")
+_WITHOUT_DDP = "or let one group hold all workers, without DistributedDataParallel"
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -146,17 +147,21 @@ def _silence(wrapper: DistributedDataParallel, args: object = None) -> None:
     wrapper.require_forward_param_sync = False  # that of the buffers before each pass
 
 
-def require_repeatable(strategy: Strategy, wire: Precision) -> None:
-    """Raise unless all workers of a node compute the same, each with its own group.
+def require_repeatable(strategy: Strategy, wire: Precision, advice: str = _WITHOUT_DDP) -> None:
+    """Raise unless all workers of a node compute the same, whenever messages arrive.
+
+    Args:
+        strategy: What averages.
+        wire: As given to ``attach``.
+        advice: What else would do.
 
     Raises:
         AttachError: what they compute depends on when messages arrive.
     """
-    advice = "or let one group hold all workers, without DistributedDataParallel"
     if not strategy.repeatable:
         raise AttachError(
             f"the workers of a node would get different models: {strategy} depends on when "
-            "messages arrive, and DistributedDataParallel keeps them equal only if it does not. "
+            "messages arrive, and their gradients are averaged in each step for one model. "
             f"Use BSP, LocalSGD, SelSync, DiLoCo, FedAvg or a cyclic schedule, {advice}"
         )
     if wire == "auto":

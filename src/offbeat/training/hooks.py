@@ -90,6 +90,7 @@ class ScalerHooks:
                 # The mean of scaled gradients, so that all workers see the same overflow.
                 scale = 1.0 if self._iteration.change is None else self._scaler.get_scale()
                 self._iteration.prepare(index, loss_scale=scale)
+            self._iteration.average_inside(index)
             self._unscaled.add(optimizer)
         self._unscale(optimizer)
 

@@ -20,6 +20,7 @@ from offbeat.training.backward import Backward
 from offbeat.training.change import GradientChange
 from offbeat.training.companion import Companions
 from offbeat.training.finite import Finite
+from offbeat.training.node import NodeMean
 from offbeat.training.rounds import Rounds
 
 
@@ -131,6 +132,7 @@ class Iteration:
         companions: Told when the strategy is at work.
         finite: Looks at what is contributed.
         completed: Called after each iteration with whether it synchronized.
+        node: Averages the gradients inside the node; None: it has one worker.
 
     Attributes:
         active: Whether hooks do anything; false after the end.
@@ -147,8 +149,9 @@ class Iteration:
         companions: Companions,
         finite: Finite,
         completed: Callable[[bool], None],
+        node: NodeMean | None = None,
     ) -> None:
-        self.strategy, self._worker = strategy, worker
+        self.strategy, self._worker, self.node = strategy, worker, node
         self._completed = completed
         self.active = True
         self.guard = Guard()
@@ -161,6 +164,7 @@ class Iteration:
         self._rounds = Rounds(strategy, worker, finite)
         self._prepared: set[int] = set()  # optimizers that are about to step
         self._stepped: set[int] = set()  # that have stepped in this iteration
+        self._averaged: set[int] = set()  # whose gradients are the node's
         self._synced = False
         self._order: list[int] = []  # of the gradients in this iteration
         self._last_order = [part.index for part in worker.parts]  # in the one before
@@ -168,18 +172,22 @@ class Iteration:
         held = [p for groups in self._groups for group in groups for p in group]
         self._frozen = [p for p in held if not p.requires_grad]
         self._forbidden = ""
-        worker.overlaps_backward = worker.size > 1 and len(worker.parts) == 1
+        alone = node is None  # else the strategy's gradients are not there before backward ends
+        worker.overlaps_backward = worker.size > 1 and len(worker.parts) == 1 and alone
         self._backward: Backward | None = None
 
     def watch_backward(self) -> None:
-        """Tell the strategy of buckets while backward runs, if it wants to know.
+        """Tell the strategy, or the node, of buckets while backward runs, if it wants to know.
 
         With several optimizers one backward may fill the gradients of another's parameters, and
         the order of the buckets would depend on autograd: not then.
         """
         wants = type(self.strategy).bucket_ready is not Strategy.bucket_ready
         part = self._worker.parts[0]
-        if wants and self._worker.overlaps_backward and len(part.buckets) > 1:
+        wants = wants and self._worker.overlaps_backward
+        if self.node is not None:
+            wants = self.node.overlap
+        if wants and len(part.buckets) > 1:
             self._backward = Backward(part, self._host, self._bucket_ready)
 
     def _bucket_ready(self, bucket: int) -> bool:
@@ -187,6 +195,8 @@ class Iteration:
             return False
         with self.guard:
             part = self._worker.parts[0]
+            if self.node is not None:
+                return self.node.start(bucket)
             try:
                 return self.strategy.bucket_ready(self._worker, part, bucket)
             except CommunicationError as error:
@@ -205,6 +215,18 @@ class Iteration:
     def awaits_step(self, index: int) -> bool:
         """Whether optimizer ``index`` was prepared and has not stepped since."""
         return index in self._prepared
+
+    def average_inside(self, index: int) -> None:
+        """The gradients of optimizer ``index`` become those of the node. Once a step.
+
+        Called before a GradScaler unscales them, so that the whole node sees the same overflow.
+        """
+        if self.node is None or not self.active or index in self._averaged:
+            return
+        self.require_own_model("a training step")
+        with self._at_work:
+            self.node.average(index)
+        self._averaged.add(index)
 
     def prepare(self, index: int, *, loss_scale: float = 1.0) -> None:
         """The gradients of optimizer ``index`` are ready, but for a ``loss_scale``. Once a step.
@@ -226,6 +248,7 @@ class Iteration:
                 "parameters that were frozen at attach() are not any more, and would not be "
                 "averaged: detach() and attach again"
             )
+        self.average_inside(index)
         with self._at_work:
             if not self._stepped and not self._prepared:
                 self._host.computed(1.0)
@@ -283,6 +306,7 @@ class Iteration:
             if not skipped:
                 self.strategy.stepped(worker, worker.parts[index])
             self._prepared.discard(index)
+            self._averaged.discard(index)
             self._stepped.add(index)
             if len(self._stepped) < len(worker.parts):
                 return
@@ -337,6 +361,8 @@ class Iteration:
 
     def meet(self, *, finishing: bool) -> Roll:
         """Take part in the others' rounds until nobody steps any more; see ``Rounds.meet``."""
+        if self.node is not None:
+            self.node.meet(self._last_order[0])
         return self._rounds.meet(self._last_order, finishing=finishing)
 
     @contextlib.contextmanager

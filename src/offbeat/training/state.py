@@ -241,7 +241,7 @@ def put_back(state: dict[str, Any], strategy: Strategy, worker: Worker) -> Stats
 
 def _begin_anew(strategy: Strategy, worker: Worker) -> None:
     """As ``attach`` does, from the model as it is now on rank 0."""
-    copy_rank_0(worker.team.fabric, worker.replica.everything())
+    copy_rank_0(worker.team, worker.replica.everything())
     worker.models.begin_anew()
     worker.state = strategy.start(worker)
     worker.barrier("beginning anew from a consensus")  # nobody pushes before all have begun

@@ -34,6 +34,7 @@ from offbeat.training.distance import Distance
 from offbeat.training.finite import Finite
 from offbeat.training.hooks import Removable, ScalerHooks, hook_optimizer
 from offbeat.training.iteration import Iteration
+from offbeat.training.node import NodeMean
 from offbeat.training.optimizers import unwrapped_optimizer
 from offbeat.training.state import (
     answer_of,
@@ -85,8 +86,8 @@ class Synchronizer:
         began = team.view == 0
         with team.account.paused():
             if began:
-                require_agreement(team.fabric, lines, settings_of(model, parts))
-                copy_rank_0(team.fabric, replica.everything())
+                require_agreement(team.everyone, lines, settings_of(model, parts))
+                copy_rank_0(team, replica.everything())
                 self._beside.begin()
                 pair = means.open(team, strategy, replica, parts)
             else:
@@ -96,7 +97,14 @@ class Synchronizer:
         self._companions = Companions(team, worker.details, lambda: self.step)
         worker.scaled = scaler is not None and scaler.is_enabled()
         finite = Finite(strategy, worker, non_finite)
-        self._iteration = Iteration(strategy, worker, self._companions, finite, self._completed)
+        node = None if team.node is None else NodeMean(team.node.inside, model, parts)
+        self._iteration = Iteration(
+            strategy, worker, self._companions, finite, self._completed, node
+        )
+        if node is not None:
+            self._companions.refuse = (
+                "node_group cannot take anything else along that has messages of its own"
+            )
         self._records = Records(open_sinks(log, rank=team.member), rank=team.member)
         self._views: Views | None = None
         self._ends = False  # whether the model is the final one
@@ -177,12 +185,12 @@ class Synchronizer:
     @property
     def rank(self) -> int:
         """This worker's number."""
-        return self._team.rank
+        return self._team.everyone.rank
 
     @property
     def size(self) -> int:
         """The number of workers."""
-        return self._team.size
+        return self._team.everyone.size
 
     def _repr_html_(self) -> str:
         state = "at work" if self._active else "finished" if self._finished else "detached"
@@ -322,7 +330,7 @@ class Synchronizer:
         steps, news = worker.steps_since_sync, worker.has_news
         try:
             self._strategy.consensus(worker, roll, final=False)
-            copy_rank_0(self._team.fabric, worker.replica.other_buffers())
+            copy_rank_0(self._team, worker.replica.other_buffers())
             self._beside.average(final=False)
         except BaseException:
             self._restore(own)
@@ -367,7 +375,7 @@ class Synchronizer:
                 self._restore(self._take_consensus(roll))
             roll = self._meet(finishing=True)
         self._strategy.consensus(worker, roll, final=True)
-        copy_rank_0(team.fabric, worker.replica.other_buffers())
+        copy_rank_0(team, worker.replica.other_buffers())
         self._beside.average(final=True)
         self._ends = True
         if self._views is not None:  # who leaves now is not missed by one that has to begin again
@@ -480,7 +488,7 @@ class Synchronizer:
         with self._iteration.guard, self._team.account.paused():
             # Nothing of before may still be on its way when it is replaced.
             self._strategy.before_save(worker, self._meet_quietly)
-            answers = self._team.fabric.gather_bytes(
+            answers = self._team.everyone.gather_bytes(
                 answer_of(state, refused), what="load_state_dict()"
             )
         if refused is not None:

@@ -1,5 +1,6 @@
 """Which tensors of a model can be synchronized: what cannot be written in place is refused."""
 
+import sys
 from collections.abc import Mapping
 
 import torch
@@ -55,8 +56,8 @@ def require_apart(tensors: Mapping[str, Tensor], strategy: Strategy) -> None:
 
 def _unusable(tensor: Tensor) -> str | None:
     """Why ``tensor`` cannot be synchronized, and what to do; None if it can."""
-    if type(tensor).__module__.startswith("torch.distributed"):
-        return f"it is a {type(tensor).__name__}, divided among workers: {_DIVIDED}"
+    if _is_sharded(tensor):
+        return f"it is a DTensor, divided among workers: {_DIVIDED}"
     if is_lazy(tensor):
         return (
             "it has no shape yet (a lazy module); run one forward pass, then build the optimizer "
@@ -80,6 +81,12 @@ def _unusable(tensor: Tensor) -> str | None:
             "view); replace it by its clone().contiguous()"
         )
     return None
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")  # whoever has one has imported it
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def _shares_memory_with_itself(tensor: Tensor) -> bool:
