@@ -32,7 +32,7 @@ STRATEGIES = (
     "bsp",
     "local:period=8",
     "selsync:target_lssr=0.5",
-    "fedavg",
+    "fedavg:period=8",
     "async:staleness=8",
     "async:schedule=eager,staleness=8",
     "streaming",
