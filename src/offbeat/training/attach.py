@@ -14,6 +14,7 @@ from offbeat.arguments import POSITIVE, require_choice, require_integer, require
 from offbeat.errors import AttachError
 from offbeat.fabric import NodeGroup, Team, Transport, open_communicator, open_nodes
 from offbeat.fabric.wire import Precision, require_precision
+from offbeat.kernels import kernels
 from offbeat.strategies.base import NonFinite, Part, Strategy
 from offbeat.strategies.streaming import StreamingAveraging
 from offbeat.training.beside import require_beside
@@ -173,6 +174,8 @@ def attach(
         require_continuation(strategy, len(parts), distance_every, companions)
     elif min_workers != 1:
         raise ValueError(f'min_workers={min_workers} needs on_failure="continue"')
+    if wire != "float32":
+        kernels()  # loaded before anyone waits for this worker, as all do for one that joins
     around = AroundDDP(model, group, strategy, wire)
     try:
         team = _team(group, node_group, timeout_seconds, regroups=continues)
