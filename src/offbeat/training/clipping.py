@@ -46,8 +46,9 @@ class Clipping:
         self._end: Callable[[], object] = lambda: None
         if self._matters:
             me = weakref.ref(self)  # who drops a model without detaching it shall be rid of it
-            _watch({id(p): (me, part.index) for part in worker.parts for p in part.parameters})
-            finalizer = weakref.finalize(self, _watch_no_more, me)
+            owners = {id(p): (me, part.index) for part in worker.parts for p in part.parameters}
+            _watch(owners)
+            finalizer = weakref.finalize(self, _watch_no_more, me, tuple(owners))
             finalizer.atexit = False
             self._end = finalizer
 
@@ -143,15 +144,18 @@ def _watch(owners: "dict[int, tuple[weakref.ref[Clipping], int]]") -> None:
                 names[name] = watching
 
 
-def _watch_no_more(clipping: "weakref.ref[Clipping]") -> None:
-    for key in [key for key, (one, _) in list(_watched.items()) if one is clipping]:
-        del _watched[key]
+def _watch_no_more(clipping: "weakref.ref[Clipping]", parameters: Sequence[int]) -> None:
+    """May run at any time, within itself, too: the collector calls it."""
+    for key in parameters:
+        watched = _watched.get(key)
+        if watched is not None and watched[0] is clipping:
+            _watched.pop(key, None)
     if _watched:
         return
-    for names, name, original, watching in _replaced:
+    while _replaced:
+        names, name, original, watching = _replaced.pop()
         if names.get(name) is watching:
             names[name] = original
-    _replaced.clear()
 
 
 def _watching(original: Callable[..., Any]) -> Callable[..., Any]:
