@@ -5,7 +5,6 @@ whoever is next. Random state (torch, numpy, random) belongs to the worker, as i
 worker does in the background (a parameter server) has a thread of its own, and ends with the run.
 """
 
-import random
 import sys
 import threading
 import traceback
@@ -13,11 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from offbeat.errors import OffbeatError
 from offbeat.simulate.kernel import Kernel, Signal
+from offbeat.simulate.randomness import RandomState
 
 _PACKAGE = str(Path(__file__).parent.parent)
 
@@ -40,7 +37,7 @@ class SimulatedWorker:
         started_seconds: Virtual time at its beginning.
         finished_seconds: Virtual time at its end; None while it runs.
         waits_in: The operation it waits in.
-        where: The user's source line that waits.
+        random: Its random state, while another worker runs; None of an activity.
         background: Whether it is an activity beside the worker of this rank. It must not use
             random numbers.
         over: Whether it was killed.
@@ -55,18 +52,9 @@ class SimulatedWorker:
         self.started_seconds = 0.0
         self.finished_seconds: float | None = None
         self.waits_in = ""
-        self.where = ""
         self.thread: threading.Thread | None = None
         self.turn = threading.Semaphore(0)
-        self.random: tuple[Any, ...] = ()
-        if background:
-            return
-        fresh = np.random.SeedSequence((seed, rank)).generate_state(3)
-        self.random = (
-            torch.Generator().manual_seed(int(fresh[0])).get_state(),
-            np.random.RandomState(int(fresh[1])).get_state(),
-            random.Random(int(fresh[2])).getstate(),
-        )
+        self.random = None if background else RandomState.seeded(seed, rank)
 
 
 class Workers:
@@ -98,7 +86,7 @@ class Workers:
             DeadlockError: nobody can go on.
             Exception: what a worker raised, with a note that names its rank.
         """
-        outside = _random_state()
+        outside = RandomState.current()
         self._function = function
         for worker in self.all:
             self._start(worker, function, "starts")
@@ -115,7 +103,7 @@ class Workers:
                 raise DeadlockError(self._describe_deadlock())
         finally:
             self._stop()
-            _set_random_state(outside)
+            outside.load()
 
     def _start(
         self, worker: SimulatedWorker, function: Callable[[SimulatedWorker], Any], label: str
@@ -140,9 +128,10 @@ class Workers:
 
     def _let_run(self, worker: SimulatedWorker) -> None:
         if self._loaded is not worker and not worker.background:
-            if self._loaded is not None:
-                self._loaded.random = _random_state()
-            _set_random_state(worker.random)
+            if self._loaded is not None and self._loaded.random is not None:
+                self._loaded.random.save()
+            assert worker.random is not None
+            worker.random.load()
             self._loaded = worker
         self._current = worker
         assert worker.thread is not None
@@ -191,7 +180,9 @@ class Workers:
             if worker.finished_seconds is not None:
                 lines.append(f"  rank {worker.rank} finished at {worker.finished_seconds:.6f} s")
             else:
-                lines.append(f"  rank {worker.rank} waits in {worker.waits_in} at {worker.where}")
+                lines.append(
+                    f"  rank {worker.rank} waits in {worker.waits_in} at {_user_line(worker)}"
+                )
         lines.append("the last events:")
         lines += [f"  {seconds:.6f} s  {label}" for seconds, label in self.kernel.recent]
         return "\n".join(lines)
@@ -229,13 +220,13 @@ class Workers:
             raise _StoppedError
         if signal.happened:
             return
-        worker.waits_in, worker.where = what, _user_line()
+        worker.waits_in = what
         signal.then(lambda: self._resume_at(worker, self.kernel.now, f"goes on after {what}"))
         self._back.release()
         worker.turn.acquire()
         if self._stopping or worker.over:
             raise _StoppedError
-        worker.waits_in = worker.where = ""
+        worker.waits_in = ""
 
     def sleep(self, seconds: float, what: str) -> None:
         """Let virtual ``seconds`` pass for the running worker."""
@@ -245,19 +236,12 @@ class Workers:
         self.wait(signal, what)
 
 
-def _random_state() -> tuple[Any, ...]:
-    return torch.get_rng_state(), np.random.get_state(), random.getstate()
-
-
-def _set_random_state(state: tuple[Any, ...]) -> None:
-    torch.set_rng_state(state[0])
-    np.random.set_state(state[1])
-    random.setstate(state[2])
-
-
-def _user_line() -> str:
-    """The innermost source line outside of Offbeat and torch."""
-    for frame in reversed(traceback.extract_stack(sys._getframe(1))):
-        if not frame.filename.startswith(_PACKAGE) and "/torch/" not in frame.filename:
-            return f"{frame.filename}:{frame.lineno} ({frame.line})"
+def _user_line(worker: SimulatedWorker) -> str:
+    """The innermost source line outside of Offbeat and torch at which a worker waits."""
+    thread = worker.thread
+    frame = sys._current_frames().get(thread.ident) if thread and thread.ident else None
+    for entry in reversed(traceback.extract_stack(frame) if frame else ()):
+        inside = entry.filename.startswith(_PACKAGE) or entry.filename == threading.__file__
+        if not inside and "/torch/" not in entry.filename:
+            return f"{entry.filename}:{entry.lineno} ({entry.line})"
     return "an unknown line"
