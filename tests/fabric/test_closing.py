@@ -124,7 +124,9 @@ def open_and_close(rank: int, size: int, ways: list[Any], times: int) -> Any:
     return counts
 
 
-@pytest.mark.parametrize(("size", "times"), [(2, 60), (3, 25)])
+@pytest.mark.parametrize(
+    ("size", "times"), [(2, 40), pytest.param(3, 25, marks=pytest.mark.nightly)]
+)
 def test_nothing_is_left_of_communicators_that_were_closed(size: int, times: int) -> None:
     """Pitfall 32: as many threads and descriptors as before, after each of them.
 

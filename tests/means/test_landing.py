@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import offbeat
 import worlds
+from cells import nightly
 from loops import Faulty, attach, bits
 from offbeat.fabric import Handle
 from offbeat.fabric.communicator import Wrapper
@@ -320,7 +321,7 @@ def check(results: list[Any], broken: int) -> None:
 
 @pytest.mark.usefixtures("written")
 @pytest.mark.parametrize("written", ["early"], indirect=True)
-@pytest.mark.parametrize("kind", ["fail", "cut"])
+@pytest.mark.parametrize("kind", ["fail", *nightly(["cut"])])
 @pytest.mark.parametrize(
     ("text", "options"), [MEANS[2], pytest.param(*MEANS[4], marks=pytest.mark.nightly)], ids=str
 )

@@ -123,7 +123,7 @@ ALONE = [
 ]
 
 
-@pytest.mark.parametrize("strategy", ALONE, ids=str)
+@pytest.mark.parametrize("strategy", some(ALONE, *range(0, 20, 2)), ids=str)
 def test_a_resumed_worker_goes_on_bit_for_bit(strategy: Strategy) -> None:
     """One worker is deterministic under any of them: G, the server's optimizer, z, the view."""
     (seen,) = run(resume, strategy, workers=1)
@@ -178,9 +178,9 @@ def staggered(
     "strategy",
     [
         SSP(staleness=2),
-        SSP(staleness=20),
+        *nightly([SSP(staleness=20)]),
         SSP(staleness=2, refresh="lazy"),
-        Downpour(),
+        *nightly([Downpour()]),
         Downpour(push_every=2, fetch_every=3),
         EASGD(period=4, difference="after_step"),  # else finish pushes, in no order
     ],

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import offbeat
-from cells import nightly
+from cells import nightly, some
 from loops import attach, sgd
 from offbeat import Compute, Network, simulate
 from offbeat.plan import plan
@@ -92,7 +92,7 @@ def changes(trace: list[str]) -> int:
 
 
 @pytest.mark.parametrize("text", [*QUICK, *nightly(sorted({*EXPECTED} - {*QUICK}))])
-@pytest.mark.parametrize("place", [0, 1, 2], ids=["1Gbit", "100Mbit", "10Mbit"])
+@pytest.mark.parametrize("place", some([0, 1, 2], 0, 2), ids=["1Gbit", "100Mbit", "10Mbit"])
 def test_the_most_exact_precision_that_keeps_waiting_short(text: str, place: int) -> None:
     """On three links; alike on all workers; tried seldom where it can only be tried."""
     bandwidth = ("1Gbit/s", "100Mbit/s", "10Mbit/s")[place]

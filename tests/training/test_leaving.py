@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import offbeat
+from cells import some
 from fabric.communicators import meet as meet_in_store
 from loops import attach, error_of, meet, sgd
 from offbeat.errors import CommunicationError
@@ -84,7 +85,9 @@ def test_a_busy_server_passes_on_the_death_of_a_client(
     assert "lost the connection to rank 3, which died" in results[0][0], "when it is back"
 
 
-@pytest.mark.parametrize("text", ["bsp", "local:period=1", "async:staleness=2", "streaming"])
+@pytest.mark.parametrize(
+    "text", some(["bsp", "local:period=1", "async:staleness=2", "streaming"], 2)
+)
 def test_all_learn_that_one_gives_up(text: str, tmp_path: Path) -> None:
     """Those in the ring that wait for a busy one, too; the error says who, and that it gave up."""
     results = run(leave, text, "training", "gives up", str(tmp_path), workers=4)
