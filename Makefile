@@ -46,7 +46,7 @@ test:  ## all checks: lint, types, tests
 install: $(VENV)/.dev
 
 side-by-side: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 -m "not quiet and not nightly"
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not quiet and not nightly"
 
 # Of the files that have some: to collect all takes longer than to run these.
 alone: $(VENV)/.dev

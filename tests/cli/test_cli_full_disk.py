@@ -4,6 +4,8 @@ import re
 import signal
 from pathlib import Path
 
+import pytest
+
 from cli.commands import COMMAND, LIMIT, Call, plain, started, until
 from disks import fill, small_disk
 
@@ -18,6 +20,7 @@ def test_results_that_do_not_fit_are_one_line(call: Call, tmp_path: Path) -> Non
     assert (code, err) == (2, f"error: {out}/results.jsonl: No space left on device\n")
 
 
+@pytest.mark.nightly
 def test_who_is_interrupted_is_told_that_nothing_was_saved(tmp_path: Path) -> None:
     """And why."""
     with small_disk(tmp_path / "disk") as disk:

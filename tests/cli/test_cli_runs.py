@@ -231,7 +231,6 @@ def test_train(call: Call, tmp_path: Path) -> None:
         assert {record["rank"] for record in records} == {rank}
 
 
-@pytest.mark.nightly  # `compare` joins it in tests/lab/test_own_recipe.py
 def test_train_joins_torchrun() -> None:
     """Under torchrun each process is one worker, whatever --workers says; rank 0 alone prints."""
     code, out, err = ended(
@@ -281,10 +280,9 @@ def test_a_killed_worker_is_named(
     assert not [pid for pid in pids.values() if alive(pid)]
 
 
+@pytest.mark.nightly  # one that lets them save first is below
 @needs_proc
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_every_worker(tmp_path: Path, number: signal.Signals) -> None:
     """In the middle: exit code 130 or 143, no traceback, and no worker is left at that time."""
     with training(tmp_path / "run.jsonl") as (process, pids):
@@ -436,6 +434,7 @@ def test_workers_can_be_interrupted_whoever_started_the_command() -> None:
 # Simulated workers
 
 
+@pytest.mark.nightly  # tests/simulate has it of the function
 def test_simulate_twice(call: Call, tmp_path: Path) -> None:
     """Here and in another process: the same table and JSON, which say what they are."""
     told = []

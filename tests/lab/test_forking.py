@@ -98,6 +98,7 @@ def test_an_unforeseen_error_is_shown_and_ends_the_worker(
     assert "SystemExit: what now" in (tmp_path / "told.errors").read_text()
 
 
+@pytest.mark.nightly  # two servers are started
 def test_a_server_that_does_not_answer_is_replaced(
     start: Callable[..., Forked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

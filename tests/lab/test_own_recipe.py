@@ -190,6 +190,7 @@ def test_a_file_that_is_not_there(spirals: Path) -> None:
         find_recipe("spirals.py:x")
 
 
+@pytest.mark.nightly  # `train` joins it in tests/cli/test_cli_runs.py
 def test_compare_under_torchrun(spirals: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One strategy after the other on torchrun's own processes; rank 0 alone writes and prints."""
     for name in TORCHRUN:

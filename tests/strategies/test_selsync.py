@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import offbeat
-from cells import nightly
+from cells import nightly, some
 from offbeat.significance import RelativeChange, ThresholdController
 from problems import (
     OPTIMIZERS,
@@ -389,7 +389,7 @@ def intervals(synced: Sequence[bool]) -> list[int]:
     return [b - a for a, b in itertools.pairwise(at)]
 
 
-@pytest.mark.parametrize("flags", ["blocking", "deferred"])
+@pytest.mark.parametrize("flags", some(["blocking", "deferred"], 1))
 @pytest.mark.parametrize("aggregate", ["parameters", "gradients"])
 def test_max_interval_is_never_exceeded(aggregate: str, flags: str) -> None:
     """Never more than max_interval steps without a synchronization; a later flag starts anew."""
@@ -407,7 +407,7 @@ def test_max_interval_is_never_exceeded(aggregate: str, flags: str) -> None:
         assert result["stats"].flags == sum(result["flags"]), "a forced flag is not the trigger's"
 
 
-@pytest.mark.parametrize("flags", ["blocking", "deferred"])
+@pytest.mark.parametrize("flags", some(["blocking", "deferred"], 1))
 def test_max_interval_binds_an_infinite_threshold(flags: str) -> None:
     """δ = ∞ with max_interval=H is local SGD with period H."""
     strategy = offbeat.SelSync(delta=math.inf, max_interval=5, flags=flags)  # type: ignore[arg-type]
@@ -523,7 +523,7 @@ def test_the_default_holds_for_any_number_of_workers(workers: int) -> None:
         assert fixed < 20
 
 
-@pytest.mark.parametrize("flags", ["blocking", "deferred"])
+@pytest.mark.parametrize("flags", some(["blocking", "deferred"], 1))
 @pytest.mark.parametrize("warmup_steps", [20, 100])
 def test_after_a_warm_up_the_trigger_fires_as_often_as_wanted(
     warmup_steps: int, flags: str
@@ -706,7 +706,7 @@ def look(rank: int, size: int, strategy: offbeat.SelSync) -> dict[str, Any]:
     return {"own": own, "seen": seen, "back": back, "end": flat(model)}
 
 
-@pytest.mark.parametrize("flags", ["blocking", "deferred"])
+@pytest.mark.parametrize("flags", some(["blocking", "deferred"], 1))
 def test_consensus_is_the_mean_of_all(flags: str) -> None:
     """Inside consensus() all hold the mean of the models, afterwards each its own again."""
     strategy = offbeat.SelSync(delta=math.inf, flags=flags)  # type: ignore[arg-type]

@@ -269,7 +269,7 @@ def again(rank: int, size: int, strategy: Strategy) -> Any:
     return ends, sync.step, alive, not torch.equal(flat(model), ends[-1])
 
 
-@every_strategy
+@pytest.mark.parametrize("strategy", some(EVERY, 0, 3), ids=str)
 def test_attaching_again_after_finish(strategy: Strategy) -> None:
     """The second server starts from the model the first one left; no thread stays."""
     results = run(again, strategy, workers=3)
@@ -444,6 +444,7 @@ def test_an_exception_ends_both_processes(tmp_path: Path) -> None:
         assert "Fatal Python error" not in errors
 
 
+@pytest.mark.nightly
 def test_a_process_that_never_finishes_can_end(tmp_path: Path) -> None:
     """Without finish() or detach(): Python ends although a thread serves."""
     text = textwrap.dedent(SCRIPT).replace("{strategy!r}", "Downpour()")
