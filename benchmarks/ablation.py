@@ -1,10 +1,12 @@
 """What each part of streaming averaging is worth, in virtual time: one factor at a time.
 
-Real training of two tasks; steps of 80 ms that vary by 5 %, nothing computed for the network:
+Real training; steps of 80 ms that vary by 5 %, nothing computed for the network:
 
 - ``cnn``: 2.1 million parameters on CIFAR-10, SGD with momentum, two passes of 16,000 images
   (``benchmarks/models/cifar_wide.py``; ``OFFBEAT_CIFAR10`` names the directory of the data);
-- ``lm``: the recipe ``stdlib-lm``, a transformer with AdamW.
+- ``lm``: the recipe ``stdlib-lm``, a transformer with AdamW;
+- ``cnn-decay``, ``mnist``, ``digits``: for the end of a full schedule. The first is ``cnn`` with a
+  rate that falls to nothing (``OFFBEAT_MNIST`` names the directory of the second).
 
 Every cell is compared with the ideal (synchronous SGD on a network that takes no time) of its task,
 workers and seed: how much longer it takes to the metrics that the ideal has reached after a half,
@@ -26,17 +28,34 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness import RESULTS
-from benchmarks.virtual import Cells, Row
+from benchmarks.virtual import MNIST, Cells, Row
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.job import Job
 from offbeat.lab.places import VirtualCluster
+from offbeat.lab.report.intervals import interval_of
 from offbeat.simulate import Compute, Network
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
-CIFAR10 = Path(os.environ.get("OFFBEAT_CIFAR10", SHARED / "cifar10"))
-TASKS = {  # recipe, passes of the data, whether less is better
-    "cnn": (str(Path(__file__).parent / "models" / "cifar_wide.py"), 2.0, False),
-    "lm": ("stdlib-lm", 0.5, True),
+CIFAR10 = os.environ.get("OFFBEAT_CIFAR10", str(SHARED / "cifar10"))
+MODELS = Path(__file__).parent / "models"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained: a recipe, its data, how many passes, and whether less is better."""
+
+    recipe: str
+    data: str | None
+    epochs: float
+    less: bool = False
+
+
+TASKS = {
+    "cnn": Workload(str(MODELS / "cifar_wide.py"), CIFAR10, 2.0),
+    "lm": Workload("stdlib-lm", None, 0.5, less=True),
+    "cnn-decay": Workload(str(MODELS / "cifar_wide_decay.py"), CIFAR10, 3.0),
+    "mnist": Workload("mnist:cnn", str(MNIST), 1.0),
+    "digits": Workload("digits", None, 20.0),
 }
 BANDWIDTHS = ("1Gbit/s", "200Mbit/s", "50Mbit/s", "10Mbit/s")
 PARTS_OF_THE_TIME = (0.5, 0.75, 1.0)
@@ -55,35 +74,63 @@ class Cell:
     seed: int
 
 
+DILOCO = "diloco:period=16,outer_lr=0.7,outer_momentum=0.5,fragments=4,overlap=4 --wire int4"
+
+
 def cells(seeds: Sequence[int]) -> list[Cell]:
     """All of them, the most telling first."""
     found: list[tuple[str, str, int, str, str]] = []
-    for task in TASKS:
-        found += [("ideal", task, n, "1Gbit/s", "ideal") for n in (4, 8, 16)]
+    for task in ("cnn", "lm"):
+        found.append(("ideal", task, 4, "1Gbit/s", "ideal"))
         found += [("default", task, 4, bandwidth, "streaming") for bandwidth in BANDWIDTHS]
+        found += [("default", task, 4, "50Mbit/s", DILOCO)]
+    for scale in (0.5, 2.0):
+        for method in ("ideal", "streaming", DILOCO):
+            text = f"{method} --lr-scale {scale:g}"
+            found += [("rate", task, 4, "50Mbit/s", text) for task in ("cnn", "lm")]
     for text in (
-        *(f"streaming:parts={count}" for count in (1, 2, 8, 16)),
-        *(f"streaming --wire {wire}" for wire in ("float32", "int8", "int4", "int2")),
         *(f"streaming:outer_gain={gain}" for gain in ("1", "2")),
+        *(f"streaming --wire {wire}" for wire in ("int2", "int4", "int8", "float32")),
+        *(f"streaming:parts={count}" for count in (1, 2, 8, 16)),
         "async:schedule=eager,staleness=64 --wire int2",
         "async:schedule=eager,staleness=64 --wire int8",
-        "diloco:period=16,outer_lr=0.7,outer_momentum=0.5,fragments=4,overlap=4 --wire int4",
     ):
-        found += [("factor", task, 4, "50Mbit/s", text) for task in TASKS]
-    for task in TASKS:
-        found += [("default", task, n, b, "streaming") for n in (8, 16) for b in BANDWIDTHS]
+        found += [("factor", task, 4, "50Mbit/s", text) for task in ("cnn", "lm")]
+    for task in ("cnn", "lm"):
+        for workers in (8, 16):
+            found.append(("ideal", task, workers, "1Gbit/s", "ideal"))
+            found += [
+                ("default", task, workers, bandwidth, "streaming")
+                for bandwidth in ("200Mbit/s", "50Mbit/s")
+            ]
     return [Cell(*one, seed) for seed in seeds for one in found]
+
+
+def finals(seeds: Sequence[int]) -> list[Cell]:
+    """Full schedules, for what they end with, on links that are slow for each."""
+    links = {"digits": "5Mbit/s", "mnist": "10Mbit/s", "cnn-decay": "50Mbit/s", "lm": "10Mbit/s"}
+    return [
+        Cell("final", task, 4, bandwidth, method, seed)
+        for task, bandwidth in links.items()
+        for seed in seeds
+        for method in ("ideal", "streaming", DILOCO)
+    ]
 
 
 def run(cell: Cell) -> Row:
     """One run: its points."""
     torch.set_num_threads(1)
-    recipe, epochs, _ = TASKS[cell.task]
-    data = str(CIFAR10) if cell.task == "cnn" else None
+    task = TASKS[cell.task]
     job = Job(
-        recipe, "bsp", cell.workers, epochs=epochs, seed=cell.seed, data=data, evaluations=12
-    ).under("bsp" if cell.method == "ideal" else cell.method)
-    bandwidth = "100Tbit/s" if cell.method == "ideal" else cell.bandwidth
+        task.recipe,
+        "bsp",
+        cell.workers,
+        epochs=task.epochs,
+        seed=cell.seed,
+        data=task.data,
+        evaluations=12,
+    ).under(cell.method.replace("ideal", "bsp"))
+    bandwidth = "100Tbit/s" if "ideal" in cell.method else cell.bandwidth
     place = VirtualCluster(Network(bandwidth, latency="100us"), Compute(STEP_SECONDS, jitter=0.05))
     result = run_and_record(job, lambda event: None, place)
     return {
@@ -172,23 +219,58 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def ends(rows: Sequence[Row]) -> str:
+    """Markdown: what full schedules end with, and the paired differences to the ideal."""
+    ideals = {
+        (c["task"], c["seed"]): row["points"][-1]["metric"]
+        for row in rows
+        if "ideal" in (c := row["cell"])["method"]
+    }
+    groups: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        c = row["cell"]
+        groups[c["task"], c["bandwidth"], c["method"]].append(row)
+    lines = ["| task | link | method | at the end | less the ideal's | seeds |"]
+    lines.append("|---|--:|---|--:|--:|--:|")
+    for (task, bandwidth, method), members in groups.items():
+        last = [row["points"][-1]["metric"] for row in members]
+        text = ""
+        if "ideal" not in method:
+            pairs = [
+                row["points"][-1]["metric"] - ideals[task, row["cell"]["seed"]]
+                for row in members
+                if (task, row["cell"]["seed"]) in ideals
+            ]
+            if len(pairs) > 1:
+                found = interval_of(pairs)
+                text = f"{found.mean:+.4f} ± {found.high - found.mean:.4f}"
+        link = "" if "ideal" in method else bandwidth
+        lines.append(
+            f"| {task} | {link} | `{method}` | {statistics.mean(last):.4f} | {text} | "
+            f"{len(members)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--only", default="", help="cells that have this in their texts")
+    parser.add_argument("--finals", action="store_true", help="full schedules instead")
     parser.add_argument("--processes", type=int, default=2)
     given = parser.parse_args()
+    seeds = [int(seed) for seed in given.seeds.split(",")]
     wanted = [
         cell
-        for cell in cells([int(seed) for seed in given.seeds.split(",")])
+        for cell in (finals(seeds) if given.finals else cells(seeds))
         if cell.factor == "ideal" or given.only in f"{cell.task} {cell.bandwidth} {cell.method}"
     ]
     kept = Cells(run, RESULTS / "cells" / "ablation.jsonl", processes=given.processes)
     rows = kept.rows(wanted)
-    path = RESULTS / "ablation.md"
-    path.write_text(table(rows))
+    path = RESULTS / ("ablation-ends.md" if given.finals else "ablation.md")
+    path.write_text(ends(rows) if given.finals else table(rows))
     print(path)
 
 

@@ -5,8 +5,8 @@ after the other; what is in their files already is not run again. ``--list`` sho
 ``--table`` prints the table of the README from what was run, ``--figures`` draws.
 
 Two tracks: ``defaults`` has every method at its recipe's learning rate, ``tuned`` each with the
-factors of ``TRACKS``, the best by the final metric. A cell's runs are in
-``results/race-TRACK-CELL.jsonl``; ``offbeat report`` makes a page of one.
+factors of ``TRACKS``, the best by the final metric. No run goes on past ``MOST_SECONDS``. A cell's
+runs are in ``results/race-TRACK-CELL.jsonl``; ``offbeat report`` makes a page of one.
 """
 
 import argparse
@@ -31,7 +31,10 @@ DATA = Path(__file__).parents[2] / "shared" / "data"
 WORKERS, SEEDS = 4, 3
 TRACKS: dict[str, tuple[float, ...]] = {"defaults": (), "tuned": (0.3, 1.0, 3.0)}
 """Factors on the learning rate."""
-OURS = "diloco:period=32,fragments=4,overlap=4 --wire int8"
+MOST_SECONDS = 120.0
+"""After which a run ends: more than twice what the ideal takes."""
+OURS = "diloco:period=16,outer_lr=0.7,outer_momentum=0.5,fragments=4,overlap=4 --wire int4"
+"""The strongest rival among our own: fragments, overlap and few bits."""
 METHODS = (
     "ideal",
     "streaming",
@@ -66,7 +69,7 @@ class Workload:
 WORKLOADS = {
     "cifar": Workload("benchmarks/models/cifar_wide.py", "cifar10", 4.0),  # 2.1 M parameters
     "mnist": Workload("mnist", "mnist", 2.0),
-    "lm": Workload("stdlib-lm", None, 1.0),  # AdamW
+    "lm": Workload("stdlib-lm", None, 0.5),  # AdamW
 }
 LINKS = {"lan": "1Gbit/s", "office": "200Mbit/s", "wan": "50Mbit/s", "dsl": "10Mbit/s"}
 
@@ -105,7 +108,8 @@ class Cell:
             self.workers,
             epochs=self.workload.epochs,
             data=None if self.workload.data is None else str(data / self.workload.data),
-            evaluations=24,
+            evaluations=16,
+            max_seconds=MOST_SECONDS,
             timeout_seconds=600.0,
             jitter=self.jitter,
             slow=self.slow,
@@ -184,13 +188,22 @@ def installed(methods: Sequence[str]) -> list[str]:
 
 
 def run(
-    cell: Cell, track: str, *, data: Path = DATA, folder: Path = RESULTS, place: Place | None = None
+    cell: Cell,
+    track: str,
+    *,
+    methods: Sequence[str] = (),
+    seeds: int | None = None,
+    data: Path = DATA,
+    folder: Path = RESULTS,
+    place: Place | None = None,
 ) -> list[Result]:
-    """Run what is missing of a cell; all its results.
+    """Run what is missing of a cell; the results of these methods and seeds.
 
     Args:
         cell: Which one.
         track: Of ``TRACKS``.
+        methods: Those of the cell that begin so; none: all.
+        seeds: So many at most.
         data: Directory of all data.
         folder: Of the results.
         place: Instead of its links.
@@ -199,8 +212,8 @@ def run(
     with contextlib.nullcontext(place) if place is not None else cell.place() as where:
         return compare(
             job,
-            installed(cell.methods),
-            seeds=cell.seeds,
+            installed(of_method(cell, methods)),
+            seeds=cell.seeds if seeds is None else min(seeds, cell.seeds),
             lr_scales=TRACKS[track],
             place=where,
             output=path_of(cell, track, folder),
@@ -208,6 +221,18 @@ def run(
             on_event=_say,
             command=f"python -m benchmarks race --track {track} --cells {cell.name}",
         )
+
+
+def of_method(cell: Cell, texts: Sequence[str]) -> list[str]:
+    """The cell's methods that begin with one of these; all, if there are none.
+
+    Raises:
+        ValueError: one of them begins no method.
+    """
+    for text in texts:
+        if not any(one.startswith(text) for one in cell.methods):
+            raise ValueError(f"no method of {cell.name} begins with {text!r}")
+    return [one for one in cell.methods if not texts or one.startswith(tuple(texts))]
 
 
 def _say(event: Event) -> None:
@@ -224,6 +249,8 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--track", choices=TRACKS, default="defaults")
     parser.add_argument("--cells", default="", help="names or parts of names, with commas; all")
+    parser.add_argument("--method", action="append", default=[], help="only those that begin so")
+    parser.add_argument("--seeds", type=int, help="so many at most")
     parser.add_argument("--data", type=Path, default=DATA, help="directory of cifar10/ and mnist/")
     parser.add_argument("--output", type=Path, default=RESULTS, help="directory of the results")
     parser.add_argument("--list", action="store_true", help="only show the cells")
@@ -232,6 +259,8 @@ def main(argv: Sequence[str]) -> None:
     told = parser.parse_args(argv)
     try:
         cells = chosen([text for text in told.cells.split(",") if text])
+        for cell in cells:
+            of_method(cell, told.method)
     except ValueError as error:
         parser.error(str(error))
     if told.list:
@@ -244,4 +273,11 @@ def main(argv: Sequence[str]) -> None:
             print(path)
     else:
         for cell in cells:
-            run(cell, told.track, data=told.data, folder=told.output)
+            run(
+                cell,
+                told.track,
+                methods=told.method,
+                seeds=told.seeds,
+                data=told.data,
+                folder=told.output,
+            )

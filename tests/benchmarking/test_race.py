@@ -46,7 +46,7 @@ def test_every_peer_is_raced_and_our_own() -> None:
     raced = {type(parse_method(text.split()[0])) for text in race.METHODS}
     assert {kind for kind in BASELINES.values() if issubclass(kind, Peer)} <= raced
     assert "fragments=4,overlap=" in race.OURS
-    assert race.OURS.endswith("--wire int8")
+    assert race.OURS.endswith("--wire int4")
 
 
 def test_cells_are_chosen_by_name_or_part() -> None:
@@ -56,6 +56,15 @@ def test_cells_are_chosen_by_name_or_part() -> None:
     assert race.chosen([]) == list(race.CELLS)
     with pytest.raises(ValueError, match=r"there is no cell 'wifi'; there are cifar-lan, .*"):
         race.chosen(["wifi"])
+
+
+def test_methods_are_chosen_by_their_beginning() -> None:
+    cell = race.CELLS[0]
+    assert race.of_method(cell, ["ideal", "diloco"]) == ["ideal", race.OURS]
+    assert race.of_method(cell, []) == list(race.METHODS)
+    assert len(race.of_method(cell, ["torch:ddp"])) == 3
+    with pytest.raises(ValueError, match="no method of cifar-lan begins with 'easgd'"):
+        race.of_method(cell, ["ideal", "easgd"])
 
 
 def test_a_method_without_its_package_is_left_out_aloud(
