@@ -6,6 +6,7 @@ metric; infinite, if a run did not get there.
 
 import math
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,12 +192,20 @@ def draw(cells: Sequence[Raced], folder: Path) -> list[Path]:
     return paths
 
 
+def _name(method: str) -> str:
+    """In lines of a picture's legend."""
+    lines = textwrap.wrap(method.replace(",", ", "), 36, break_on_hyphens=False)
+    return "\n".join(line.replace(", ", ",") for line in lines)
+
+
 def _profile(cells: Sequence[Raced], path: Path) -> None:
     figure, axes = new_figure(8, 4.5, dpi=150)
     factors = [2 ** (i / 16) for i in range(16 * 4 + 1)]  # up to 16
     for number, (method, shares) in enumerate(profile(cells, factors).items()):
         style = "-" if number < 10 else "--"
-        axes.step(factors, shares, style, where="post", color=f"C{number % 10}", label=method)
+        axes.step(
+            factors, shares, style, where="post", color=f"C{number % 10}", label=_name(method)
+        )
     axes.set_xscale("log", base=2)
     axes.set_ylim(0, 1.03)
     axes.set_xlabel(f"times the best method's time to {100 * SHARE:g} % of the ideal's metric")
@@ -213,7 +222,7 @@ def _shares(cells: Sequence[Raced], path: Path) -> None:
         mark = "osD^v<>PX*"[number % 10]
         if points:
             seconds, values = zip(*points, strict=True)
-            axes.plot(seconds, values, mark, color=f"C{number % 10}", label=method)
+            axes.plot(seconds, values, mark, color=f"C{number % 10}", label=_name(method))
     axes.set_xscale("log")
     axes.axhline(100, color="0.5", linewidth=1, linestyle=":")
     axes.set_ylim(bottom=0)
@@ -239,7 +248,7 @@ def _regrets(cells: Sequence[Raced], path: Path) -> None:
             text = f"{regret:.1f}" if math.isfinite(regret) else "∞"
             axes.text(x, y, text, ha="center", va="center", fontsize=7, bbox=box)
     axes.set_xticks(range(len(cells)), [one.cell for one in cells], rotation=60, ha="right")
-    axes.set_yticks(range(len(methods)), methods)
+    axes.set_yticks(range(len(methods)), [_name(one) for one in methods])
     axes.tick_params(labelsize=7)
     axes.set_title("times the best method's time", fontsize=8, loc="left")
     figure.savefig(path)
