@@ -9,8 +9,8 @@ Real training; steps of 80 ms that vary by 5 %, nothing computed for the network
   rate that falls to nothing (``OFFBEAT_MNIST`` names the directory of the second).
 
 Every cell is compared with the ideal (synchronous SGD on a network that takes no time) of its task,
-workers and seed: how much longer it takes to the metrics that the ideal has reached after a half,
-three quarters and the whole of its time, on average. Runs are kept in
+workers and seed: how many times as long it takes to the metrics that the ideal has after a half,
+three quarters and the whole of its time. Runs are kept in
 ``results/cells/ablation.jsonl``, so that it goes on where it was stopped. Writes
 ``results/ablation.md``.
 
@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness import RESULTS
+from benchmarks.lateness import lateness, summary
 from benchmarks.virtual import MNIST, Cells, Row
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.job import Job
@@ -146,33 +147,12 @@ def run(cell: Cell) -> Row:
     }
 
 
-def lateness(row: Row, ideal: Row, *, less: bool) -> list[float | None]:
-    """How many times as long it takes to the ideal's metrics; None: it does not get there."""
-    sign = -1.0 if less else 1.0
-    curve = _best(ideal["points"], sign)
-    whole = curve[-1][0]
-    found: list[float | None] = []
-    for share in PARTS_OF_THE_TIME:
-        target = next(metric for seconds, metric in curve if seconds >= share * whole * 0.999)
-        reached = next(t for t, metric in curve if metric >= target)
-        arrived = next((t for t, metric in _best(row["points"], sign) if metric >= target), None)
-        found.append(None if arrived is None else arrived / reached)
-    return found
-
-
-def _best(points: Sequence[Row], sign: float) -> list[tuple[float, float]]:
-    """The best metric so far, after so many seconds, on a fine grid between evaluations."""
-    curve, best = [(0.0, -float("inf"))], -float("inf")
-    for point in points:
-        best, (before, low) = max(best, sign * point["metric"]), curve[-1]
-        if low > -float("inf"):
-            steps = 8
-            for i in range(1, steps):
-                share = i / steps
-                between = before + share * (point["seconds"] - before)
-                curve.append((between, low + share * (best - low)))
-        curve.append((point["seconds"], best))
-    return curve[1:]
+def late(row: Row, ideal: Row, *, less: bool) -> list[float | None]:
+    """Its lateness at each of ``PARTS_OF_THE_TIME``."""
+    own, best = (
+        [(point["seconds"], point["metric"]) for point in one["points"]] for one in (row, ideal)
+    )
+    return [lateness(own, best, share * best[-1][0], less=less) for share in PARTS_OF_THE_TIME]
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -188,23 +168,16 @@ def table(rows: Sequence[Row]) -> str:
         if c["factor"] != "ideal":
             groups[c["task"], c["workers"], c["bandwidth"], c["method"]].append(row)
     lines = [
-        "| task | workers | link | method | time / the ideal's | last metric | idle | seeds |",
-        "|---|--:|--:|---|--:|--:|--:|--:|",
+        "| task | workers | link | method | at ½ | at ¾ | at 1 | last metric | idle | seeds |",
+        "|---|--:|--:|---|--:|--:|--:|--:|--:|--:|",
     ]
     for (task, workers, bandwidth, method), members in groups.items():
-        less = TASKS[task][2]
+        less = TASKS[task].less
         known = [r for r in members if (task, workers, r["cell"]["seed"]) in ideals]
         if not known:
             continue
-        found = [
-            late
-            for row in known
-            for late in lateness(row, ideals[task, workers, row["cell"]["seed"]], less=less)
-        ]
-        there = [late for late in found if late is not None]
-        text = f"{statistics.mean(there):.2f} ×" if there else "-"
-        if len(there) < len(found):
-            text += f" ({len(there)} of {len(found)} reached)"
+        found = [late(row, ideals[task, workers, row["cell"]["seed"]], less=less) for row in known]
+        text = " | ".join(summary(column) for column in zip(*found, strict=True))
         ends = [
             (row["points"][-1]["metric"], ideals[task, workers, row["cell"]["seed"]])
             for row in known

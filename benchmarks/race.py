@@ -255,6 +255,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--output", type=Path, default=RESULTS, help="directory of the results")
     parser.add_argument("--list", action="store_true", help="only show the cells")
     parser.add_argument("--table", action="store_true", help="only print the table")
+    parser.add_argument("--late", help="only print how late all are at, as in 10,20,30 seconds")
     parser.add_argument("--figures", action="store_true", help="only draw, from what was run")
     told = parser.parse_args(argv)
     try:
@@ -268,6 +269,8 @@ def main(argv: Sequence[str]) -> None:
             print(f"{cell.name:14} {len(cell.methods)} methods, {cell.seeds} seeds")
     elif told.table:
         print(race_figures.table(race_figures.read(told.output)))
+    elif told.late:
+        print(race_figures.late(told.output, [float(at) for at in told.late.split(",")]))
     elif told.figures:
         for path in race_figures.draw(race_figures.read(told.output), told.output):
             print(path)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import lateness
 from offbeat.lab.peers import PREFIXES
 from offbeat.lab.report.rows import Row, ideal_of, rows_of
 from offbeat.lab.report.tables import seconds_to, targets_of
@@ -138,6 +139,34 @@ def table(cells: Sequence[Raced]) -> str:
             "its seconds over the method's.",
         ]
     )
+
+
+def late(folder: Path, seconds: Sequence[float]) -> str:
+    """How many times as long each method takes to what the ideal has after so many seconds."""
+    lines = [
+        "| cell | method | " + " | ".join(f"{at:g} s" for at in seconds) + " | a step | seeds |"
+    ]
+    lines.append("|---|---|" + "--:|" * (len(seconds) + 2))
+    for path in sorted(folder.glob("race-defaults-*.jsonl")):
+        results = read_results(path)
+        ideals = {one.job.seed: one for one in results if one.is_ideal}
+        if not ideals or "tiny" in path.stem:
+            continue
+        cell = path.stem.split("-", 2)[2]
+        less = not results[0].higher_is_better
+        for row in rows_of(results):
+            runs = [run for run in row.runs if run.job.seed in ideals]
+            points = {run.job.seed: _points(run) for run in runs}
+            of_ideals = {seed: _points(run) for seed, run in ideals.items()}
+            (name, *found), *_ = lateness.table({row.name: points}, of_ideals, seconds, less=less)
+            step = statistics.median(run.seconds / run.points[-1].step for run in runs)
+            shown = " | ".join([*found, f"{1000 * step:.0f} ms", str(len(runs))])
+            lines.append(f"| {cell} | `{name}` | {shown} |")
+    return "\n".join(lines)
+
+
+def _points(run: Result) -> list[tuple[float, float]]:
+    return [(point.seconds, point.metric) for point in run.points]
 
 
 def _shown(one: Raced, method: str | None) -> str:
