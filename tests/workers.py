@@ -22,10 +22,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from offbeat.kernels import kernels
+
 # torch asks for the name of every loopback connection, and a name server that is out of reach keeps
 # it waiting for 5 s: nobody is asked.
 os.environ["RES_OPTIONS"] = "attempts:0"
-torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports, once, what optimizers need in every child
+torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports, once, what every child needs
+kernels()  # likewise, for a lossy wire
 
 
 class WorkerFailedError(AssertionError):
