@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from benchmarks.soak.faults import Outcome
+from benchmarks.soak.perform import Outcome
 from benchmarks.soak.plan import KINDS, STEPS, Case, case
 from benchmarks.soak.policy import Stop
 from benchmarks.soak.worker import Report, Run
