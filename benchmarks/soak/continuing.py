@@ -9,12 +9,19 @@ from benchmarks.soak.model import RATE
 from benchmarks.soak.perform import Outcome
 from benchmarks.soak.plan import EAGER, JOINING, SERVERS, Case
 from benchmarks.soak.policy import SLACK_SECONDS, Policy, finished, late
-from benchmarks.soak.worker import Report
+from benchmarks.soak.worker import FIRST_STEP, Report
 
 _DEATH_SECONDS = 1.0  # "at once" is well below a second, and so is the change itself
 _LEAVING_SECONDS = 2.0  # of one that lives, and has connections to give back
 _STORE_SECONDS = 2.0
 _EXACT = 1e-5  # of a step
+_COUNTED = (
+    *("bsp", "local:period=2", "selsync:delta=0.3", "selsync:delta=0.3,aggregate=gradients"),
+    *("fedavg:period=2,fraction=0.5", "fedavg:period=3,fraction=0.5,unselected=restart"),
+    *("diloco:period=3,outer_lr=1,outer_momentum=0", "async:staleness=4"),
+    *("async:staleness=4,schedule=eager", "streaming:parts=3,staleness=4,outer_gain=1"),
+    *("ssp:staleness=2", "ssp:staleness=2,servers=0/", "downpour", "downpour:servers=0/"),
+)
 
 
 class Continue(Policy):
@@ -49,8 +56,7 @@ class Continue(Policy):
 
 def _end_of_all(case: Case) -> tuple[str, float] | None:
     """What all others raise, and after how long, where nobody can go on."""
-    killed = "kill" in case.kind or case.kind in ("terminate", "below minimum")
-    if case.own_store and killed and 0 in case.victims:
+    if case.own_store and case.kills and 0 in case.victims:
         return r"the store of the process group at .*, which rank 0 kept, cannot be reached", (
             _DEATH_SECONDS + _STORE_SECONDS
         )
@@ -129,35 +135,34 @@ def _members(case: Case, outcome: Outcome) -> Iterator[str]:
 
 
 def _steps(case: Case, outcome: Outcome) -> Iterator[str]:
-    """No step of those who are there is lost, or counts twice: a step moves ``steps`` by the rate.
+    """No step of those who are there is lost, or counts twice: each moves ``steps`` by the rate.
 
-    Only over an exact wire; and not where the outer step is another one, or where a server's part
-    may be lost.
+    Only over an exact wire; and not where there is an outer step or a centre.
     """
-    if case.wire != "float32" or case.strategy.startswith(("easgd", "diloco:period=4")):
+    if case.wire != "float32" or case.strategy not in _COUNTED:
         return
-    if case.strategy == "diloco:period=3":
-        return
-    least, most = _moved(case, outcome)
-    for rank, report in _left(case, outcome):
-        if report.outcome != "finished":
-            continue
+    done = [(rank, r) for rank, r in _left(case, outcome) if r.outcome == "finished"]
+    least, most = _moved(case, outcome, [report for _, report in done])
+    for rank, report in done:
         moved = -float.fromhex(report.values[-1]) / RATE
         if not least - _EXACT < moved < most + _EXACT:
             yield f"rank {rank} has the model of {moved:.4f} steps, not {least:g} to {most:g}"
 
 
-def _moved(case: Case, outcome: Outcome) -> tuple[float, float]:
+def _moved(case: Case, outcome: Outcome, done: list[Report]) -> tuple[float, float]:
     """How many steps the model may have gone."""
-    done = [r for _, r in _left(case, outcome) if r.outcome == "finished"]
-    if case.strategy in SERVERS:
+    if case.strategy in SERVERS:  # where the last number of the model is with the last server
         moved = sum(report.shares for report in done)
-        return moved - case.steps, moved + case.steps
+        last = 0 if "servers=0/" in case.strategy else case.workers - 1
+        lost = [outcome.reached[rank] - FIRST_STEP + 1 for rank in case.victims]
+        more = sum(steps for steps in lost if steps > 0) / max(1, case.workers - 1)
+        if last in case.victims or case.kind == "kill newcomer":
+            # What is not with a server counts as in the mean of the workers' models.
+            return moved - case.steps, max(moved, case.steps) + more
+        return moved, moved + more
     # Those who go apart are averaged when a view changes, and each goes on from its own step; what
     # one that is lost had contributed beyond the others' steps, or less, stays.
-    apart = 0.0
-    if case.kind in JOINING or case.strategy in EAGER:
-        apart = 8.0
+    apart = 4.0 if case.strategy in EAGER else 2.0 if case.kind in JOINING else 0.0
     return case.steps - apart, case.steps + apart
 
 
@@ -175,8 +180,7 @@ def _seconds(case: Case, outcome: Outcome) -> Iterator[tuple[int, float]]:
             if at < fault or there or new:
                 continue
             # One that is silent keeps nobody from working who does not need it.
-            silent = case.kind in ("stop", "unplug")
-            yield rank, at - (max(fault, since) if silent else fault)
+            yield rank, at - (fault if case.silent < 0 else max(fault, since))
             break
 
 
@@ -184,7 +188,7 @@ def _in_time(case: Case, outcome: Outcome) -> Iterator[str]:
     if case.kind in JOINING:
         return  # the members look once a second
     limit = _LEAVING_SECONDS
-    if case.kind in ("stop", "unplug"):  # until it is noticed, and until nobody waits any more
+    if case.silent >= 0:  # until it is noticed, and until nobody waits any more
         limit = 2 * case.timeout_seconds
     elif case.kind not in ("exception", "detach", "interrupt"):
         limit = _DEATH_SECONDS

@@ -67,27 +67,35 @@ def _silence(scene: Scene) -> float | None:
         _link(scene, "down")
     else:
         scene.processes[case.victim].send(signal.SIGSTOP)
-    others = [p.rank for p in scene.processes if p.rank != case.victim]
-    while case.returns and time.monotonic() < at + _CHANGE_SECONDS:
-        if all(scene.progress.view(rank) or scene.reported(rank) for rank in others):
+    _perhaps_return(scene)
+    return at
+
+
+def _perhaps_return(scene: Scene) -> None:
+    """As soon as the others have gone on without the one that is silent."""
+    case, deadline = scene.case, time.monotonic() + _CHANGE_SECONDS
+    others = [p.rank for p in scene.processes if p.rank not in case.victims]
+    while case.returns and time.monotonic() < deadline:
+        if all(
+            scene.reported(rank) or not scene.progress.sees(rank, case.silent) for rank in others
+        ):
             time.sleep(case.second_delay_seconds)
             undo(scene)
-            break
+            return
         time.sleep(0.002)
-    return at
 
 
 def _link(scene: Scene, state: str) -> None:
     assert scene.cluster is not None
-    namespace = scene.cluster.command(scene.case.victim, [])[3]
+    namespace = scene.cluster.command(scene.case.silent, [])[3]
     argv = ["ip", "-n", namespace, "link", "set", Cluster.interface, state]
     subprocess.run(argv, check=True, timeout=30)
 
 
 def undo(scene: Scene) -> None:
     """Let one that was silent speak again, if it can."""
-    if scene.case.kind == "stop":
-        scene.processes[scene.case.victim].send(signal.SIGCONT)
+    if scene.case.kind != "unplug":
+        scene.processes[scene.case.silent].send(signal.SIGCONT)
     elif scene.case.returns:
         _link(scene, "up")
 
@@ -102,12 +110,15 @@ def _before_attach(scene: Scene) -> float | None:
 
 
 def _two(scene: Scene) -> float | None:
-    """Another one is killed soon after the victim."""
+    """Another one is killed, or stopped, soon after the victim was killed."""
     at = _signals(signal.SIGKILL)(scene)
     if at is not None:
         time.sleep(scene.case.second_delay_seconds)
         at = time.monotonic()
-        scene.processes[scene.case.second].send(signal.SIGKILL)
+        stops = scene.case.silent >= 0
+        scene.processes[scene.case.second].send(signal.SIGSTOP if stops else signal.SIGKILL)
+        if stops:
+            _perhaps_return(scene)
     return at
 
 
@@ -146,6 +157,7 @@ BREAKS: dict[str, Break] = {
     "below minimum": _signals(signal.SIGKILL),
     "kill two": _two,
     "kill in change": _two,
+    "stop in change": _two,
     "kill in save": _signals(signal.SIGKILL),
     "kill all in save": _signals(signal.SIGKILL, everyone=True),
     "kill in load": _signals(signal.SIGKILL),

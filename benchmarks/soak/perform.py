@@ -88,10 +88,9 @@ def _watch(scene: Scene, outcome: Outcome) -> None:
     if scene.run.breaks:
         fault = BREAKS.get(case.kind)
         outcome.fault_at = None if fault is None else fault(scene)
-    silent = case.kind in ("stop", "unplug") and scene.run.breaks
     ranks = {process.rank for process in scene.processes}
-    _await_reports(scene, ranks - {case.victim} if silent else ranks, deadline)
-    if silent:
+    _await_reports(scene, ranks - {case.silent} if scene.run.breaks else ranks, deadline)
+    if case.silent >= 0 and scene.run.breaks:
         undo(scene)  # the one that was stopped must learn it, too
         _await_reports(scene, ranks, deadline)
     Path(scene.folder, "over").touch()

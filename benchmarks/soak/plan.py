@@ -67,6 +67,7 @@ CONTINUING_KINDS = {
     "kill server": 2,
     "kill two": 3,
     "kill in change": 4,
+    "stop in change": 2,
     "below minimum": 2,
     "stop": 3,
     "pause": 1,
@@ -115,9 +116,10 @@ class Case:
         step_seconds: How long one takes at most, without what is exchanged; a fifth at least.
         keeper: Whether a process that nothing happens to keeps the store.
         min_workers: Of ``attach``.
-        second: The other rank that is killed; −1: none.
-        second_delay_seconds: From the first thing that happens to the second: the other death, the
-            newcomer's coming or its death, or the return of one that was silent.
+        second: The other rank that is killed, or stopped; −1: none.
+        second_delay_seconds: From the first thing that happens to the second: to the other rank,
+            or the newcomer's coming or its death; or from when the others have gone on without one
+            that is silent to its return.
         returns: Whether one that was silent returns while the others train on; else afterwards.
     """
 
@@ -149,6 +151,18 @@ class Case:
     def continues(self) -> bool:
         """Whether training goes on after a loss."""
         return self.policy == "continue"
+
+    @property
+    def kills(self) -> bool:
+        """Whether a process dies of it."""
+        return "kill" in self.kind or self.kind in ("terminate", "below minimum", "stop in change")
+
+    @property
+    def silent(self) -> int:
+        """The rank that is stopped or cut off, and lives; −1: none."""
+        if self.kind == "stop in change":
+            return self.second
+        return self.victim if self.kind in ("stop", "unplug") else -1
 
     @property
     def newcomers(self) -> int:
@@ -238,7 +252,7 @@ def _continuing(seed: int, index: int, *, shaped: bool) -> Case:
     draw = random.Random(f"soak continue {seed} {index}")
     kind = draw.choices(list(CONTINUING_KINDS), weights=list(CONTINUING_KINDS.values()))[0]
     workers = draw.choice((2, 3, 3, 4))
-    two = kind in ("kill two", "kill in change")
+    two = kind in ("kill two", "kill in change", "stop in change")
     workers = max(3, workers) if two else workers
     servers = tuple(one for one in CONTINUING if one in SERVERS)
     strategy = draw.choice(servers if kind == "kill server" else CONTINUING)
@@ -260,12 +274,13 @@ def _continuing(seed: int, index: int, *, shaped: bool) -> Case:
         else:
             kind = "stop"
     rate = rate if shaped else 0.0
-    silent = kind in ("stop", "unplug")
+    silent = kind in ("stop", "unplug", "stop in change")
     # Who is cut off is cut off from the store, too, as it would be on a network of machines.
     keeper = keeper or kind == "unplug"
     left = workers - (2 if two else kind not in ("pause", "slow", "join", "kill newcomer"))
     if kind == "kill two":
         later *= 0.01
+    pace = 0.1 if kind in JOINING or silent else 0.03 if two else 0.01
     return Case(
         index,
         kind,
@@ -283,8 +298,8 @@ def _continuing(seed: int, index: int, *, shaped: bool) -> Case:
         non_finite="warn",
         seed=draw.randrange(2**31),
         policy="continue",
-        steps=40 if kind in JOINING else 24 if silent else STEPS,
-        step_seconds=0.1 if kind in JOINING or silent else 0.01,
+        steps=40 if kind in JOINING else 24 if silent or two else STEPS,
+        step_seconds=pace,
         keeper=keeper,
         min_workers=workers if kind == "below minimum" else draw.choice((1, 1, left)),
         second=second if two else -1,

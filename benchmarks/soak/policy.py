@@ -91,10 +91,10 @@ class Policy(ABC):
                 "exception": "Broken",
                 "detach": "Broken",
                 "interrupt": "KeyboardInterrupt",
-                "stop": "CommunicationError",
-                "unplug": "CommunicationError",
             }.get(case.kind)
-            text = self.silent_one(case) if case.kind in ("stop", "unplug") else ""
+            text = ""
+            if rank == case.silent:
+                wanted, text = "CommunicationError", self.silent_one(case)
             if wanted is not None and wanted not in report.kinds:
                 yield f"rank {rank}, the victim, ended with {report.outcome}: {report.text}"
             elif not re.search(text, report.text):
@@ -102,8 +102,7 @@ class Policy(ABC):
             waited = report.at - (outcome.fault_at or report.at)
             if case.kind == "interrupt" and waited > 0.2 + SLACK_SECONDS:
                 yield f"Ctrl-C took {waited:.1f} s to get through"
-            killed = "kill" in case.kind or case.kind in ("terminate", "below minimum")
-            if killed and rank not in late(case, outcome):
+            if case.kills and rank != case.silent and rank not in late(case, outcome):
                 yield f"rank {rank} was killed, and reports {report.outcome}"
 
 
@@ -186,14 +185,16 @@ def _whole(case: Case, outcomes: list[Outcome]) -> Iterator[str]:
                 if rank not in dead or not outcome.run.breaks:
                     yield f"{name}: rank {rank} ended with {status}: {outcome.said}"
                 continue
-            if status != 0 and rank not in outcome.hung:
+            killed = status == -9 and rank in dead and outcome.run.breaks  # too late to matter
+            if status != 0 and rank not in outcome.hung and not killed:
                 yield f"{name}: rank {rank} ended with {status} after its report: {outcome.said}"
             if not report.finite and case.kind != "not finite":
                 yield f"{name}: the model of rank {rank} is not finite"
             # A Ctrl-C may come between two parameters of the optimizer's own step.
             steps = case.kind == "interrupt" and rank == case.victim and outcome.run.breaks
-            # Shards are cut anew where fewer serve, across what was never exchanged together.
-            cut = case.strategy in SERVERS and "servers=0/" not in case.strategy and report.view > 0
+            # Shards are cut anew where others serve, across what was never exchanged together.
+            moved = "servers=0/" not in case.strategy or 0 in dead
+            cut = case.strategy in SERVERS and moved and report.view > 0
             if report.spread > limit and not steps and not cut:
                 yield (
                     f"{name}: the model of rank {rank} is no whole: numbers that must be equal are "

@@ -1,4 +1,4 @@
-"""The processes of one run: the workers, those that come later, and the one that keeps the store."""
+"""The processes of one run: workers, those that come later, and one that keeps the store."""
 
 import contextlib
 import ctypes

@@ -13,7 +13,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -107,7 +107,7 @@ class Report:
 
 
 class Progress:
-    """How far each worker is, in a file that all of them see: its step and its view."""
+    """How far each worker is, in a file that all of them see: its step, and whom it trains with."""
 
     def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -116,17 +116,19 @@ class Progress:
         """Worker ``rank`` has come to ``value``."""
         os.pwrite(self._file, _WORD.pack(value), 2 * _WORD.size * rank)
 
-    def enter(self, rank: int, view: int) -> None:
-        """Worker ``rank`` trains in a view."""
-        os.pwrite(self._file, _WORD.pack(view), 2 * _WORD.size * rank + _WORD.size)
+    def enter(self, rank: int, members: Iterable[int]) -> None:
+        """Worker ``rank`` trains with these."""
+        mask = sum(1 << member for member in members)
+        os.pwrite(self._file, _WORD.pack(mask), 2 * _WORD.size * rank + _WORD.size)
 
     def read(self, rank: int) -> int:
         """How far it is."""
         return self._read(2 * _WORD.size * rank)
 
-    def view(self, rank: int) -> int:
-        """The view in which it trains."""
-        return self._read(2 * _WORD.size * rank + _WORD.size)
+    def sees(self, rank: int, other: int) -> bool:
+        """Whether it trains with another one, as far as it has said."""
+        mask = self._read(2 * _WORD.size * rank + _WORD.size)
+        return not mask or bool(mask >> other & 1)
 
     def _read(self, place: int) -> int:
         found = os.pread(self._file, _WORD.size, place)
@@ -256,9 +258,14 @@ def _train(
     before = _held()
     if victim and case.kind == "kill before attach":
         os.kill(os.getpid(), signal.SIGKILL)
+    sync: Any = None
+
+    def share(*_: object) -> None:
+        report.shares += 1 / sync.size
+
+    optimizer.register_step_post_hook(share)  # before attach's, which may begin another view
     group = _asked(rank, place, progress) if rank >= case.workers else None
     report.since = time.monotonic()
-    sync = None
     try:
         sync = offbeat.attach(
             model,
@@ -289,7 +296,7 @@ def _train(
             details = sync.stats.details
             report.view, report.members = details.get("view", 0), details.get("members", [])
             report.changes = details.get("view_changes", 0)
-        del sync
+        sync = None
         _settle(report, before, case.timeout_seconds + 2)
 
 
@@ -372,11 +379,10 @@ def _look(sync: Any, rank: int, report: Report, progress: Progress) -> None:
     """At who is there."""
     details = sync.stats.details
     view = details.get("view", 0)
-    report.shares += 1 / sync.size
     if view != (report.entered[-1][0] if report.entered else 0):
         now = time.monotonic()
         report.entered.append((view, list(details["members"]), now, report.since))
-        progress.enter(rank, view)
+        progress.enter(rank, details["members"])
 
 
 @contextlib.contextmanager
