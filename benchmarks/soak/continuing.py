@@ -22,6 +22,7 @@ _COUNTED = (
     *("async:staleness=4,schedule=eager", "streaming:parts=3,staleness=4,outer_gain=1"),
     *("ssp:staleness=2", "ssp:staleness=2,servers=0/", "downpour", "downpour:servers=0/"),
 )
+_APART = (*EAGER, "async:staleness=4")
 
 
 class Continue(Policy):
@@ -139,7 +140,7 @@ def _steps(case: Case, outcome: Outcome) -> Iterator[str]:
 
     Only over an exact wire; and not where there is an outer step or a centre.
     """
-    if case.wire != "float32" or case.strategy not in _COUNTED:
+    if not case.counts or case.strategy not in _COUNTED:
         return
     done = [(rank, r) for rank, r in _left(case, outcome) if r.outcome == "finished"]
     least, most = _moved(case, outcome, [report for _, report in done])
@@ -160,9 +161,9 @@ def _moved(case: Case, outcome: Outcome, done: list[Report]) -> tuple[float, flo
             # What is not with a server counts as in the mean of the workers' models.
             return moved - case.steps, max(moved, case.steps) + more
         return moved, moved + more
-    # Those who go apart are averaged when a view changes, and each goes on from its own step; what
-    # one that is lost had contributed beyond the others' steps, or less, stays.
-    apart = 4.0 if case.strategy in EAGER else 2.0 if case.kind in JOINING else 0.0
+    # Those who go apart are averaged when a view changes, and each goes on from its own step. Who
+    # has come to its last one then takes part in further means with weight 0.
+    apart = 4.0 if case.strategy in _APART or case.kind in JOINING else 0.0
     return case.steps - apart, case.steps + apart
 
 

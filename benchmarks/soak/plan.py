@@ -153,6 +153,11 @@ class Case:
         return self.policy == "continue"
 
     @property
+    def counts(self) -> bool:
+        """Whether the model counts steps; numbers that are rounded together must be alike."""
+        return self.continues and self.wire == "float32"
+
+    @property
     def kills(self) -> bool:
         """Whether a process dies of it."""
         return "kill" in self.kind or self.kind in ("terminate", "below minimum", "stop in change")

@@ -250,7 +250,7 @@ def _train(
     case: Case, run: Run, rank: int, place: Place, report: Report, progress: Progress
 ) -> None:
     victim = run.breaks and rank == case.victim
-    model = Constant(case.elements, counts=case.continues)
+    model = Constant(case.elements, counts=case.counts)
     momentum = 0.0 if case.continues else 0.5  # so that all steps count alike
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=momentum)
     strategy = offbeat.parse_strategy(case.strategy)

@@ -259,6 +259,21 @@ def test_one_that_is_busy_is_waited_for() -> None:
     assert results[0] == results[2] == [(0, (0, 1, 2), []), (1, (0, 2), [])]
 
 
+def have_a_thread_that_stays(rank: int, size: int) -> Any:
+    worker = Worker(rank, size, silence_seconds=1.0).until(*range(size))
+    if rank == 1:
+        die()
+    if rank == 2:  # as one that waits for the rest of a message, which gloo does not give up
+        worker.communicator.host.spawn(lambda: time.sleep(4), what="a thread that stays")
+    return worker.until(0, 2).finish()
+
+
+def test_a_thread_that_does_not_end_leaves_nobody_behind() -> None:
+    """It is waited for before a worker says that it is there, but not for long."""
+    results = run(have_a_thread_that_stays, workers=3, newcomers=0, may_die=(1,))
+    assert results[0] == results[2] == [(0, (0, 1, 2), []), (1, (0, 2), [])]
+
+
 def be_hasty(rank: int, size: int) -> Any:
     worker = Worker(rank, size, silence_seconds=0.3).until(*range(size))
     if rank == 0:

@@ -41,6 +41,7 @@ SILENCE_SECONDS = 30.0
 TRAINING = "offbeat/elastic"  # key: the name of the last that began in this store
 _AGAIN_SECONDS = 3.0  # likewise, for who has had that time in an opening
 _LEAVE_SECONDS = 1.0
+_FAREWELL_SECONDS = 5.0  # how long threads of a view that has ended may take, at most
 _BETWEEN_SECONDS = 0.01, 0.1  # between looks at the store: at first, and at most
 
 
@@ -158,7 +159,13 @@ class Participant:
                 lost=partial(self._lost, members),
                 over=f"view/{number + 1}/begun",
             )
-            made = ElasticCommunicator(factory, timeout_seconds=self.timeout_seconds)
+            # It is closed before this worker says that it is there: who waited there for a thread
+            # that gloo does not let go of, longer than the others wait, would be left behind.
+            made = ElasticCommunicator(
+                factory,
+                timeout_seconds=self.timeout_seconds,
+                farewell_seconds=min(_FAREWELL_SECONDS, self.silence_seconds / 4),
+            )
         made.membership = membership
         return made
 
