@@ -8,7 +8,7 @@ from typing_extensions import override
 from benchmarks.soak.model import RATE
 from benchmarks.soak.perform import Outcome
 from benchmarks.soak.plan import EAGER, JOINING, SERVERS, Case
-from benchmarks.soak.policy import SLACK_SECONDS, Policy, finished, late
+from benchmarks.soak.policy import SLACK_SECONDS, Policy, finished
 from benchmarks.soak.worker import FIRST_STEP, Report
 
 _DEATH_SECONDS = 1.0  # "at once" is well below a second, and so is the change itself
@@ -121,7 +121,8 @@ def _members(case: Case, outcome: Outcome) -> Iterator[str]:
     }
     lost = set() if unchanged else {*case.victims}
     expected = {*range(case.workers), *came} - lost
-    perhaps = late(case, outcome)  # may have taken part in the last view
+    # Who had all steps behind it may have taken part in the last view.
+    perhaps = {r for r in case.victims if outcome.reached[r] >= FIRST_STEP + case.steps}
     # A newcomer that was killed may have been taken in before, and is lost then.
     most = 0 if unchanged else len(lost) + len(came) + (case.kind == "kill newcomer")
     for rank, report in _left(case, outcome):

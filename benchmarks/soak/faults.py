@@ -154,6 +154,7 @@ BREAKS: dict[str, Break] = {
     "kill": _signals(signal.SIGKILL),
     "terminate": _signals(signal.SIGTERM),
     "kill server": _signals(signal.SIGKILL),
+    "kill at end": _signals(signal.SIGKILL),
     "below minimum": _signals(signal.SIGKILL),
     "kill two": _two,
     "kill in change": _two,

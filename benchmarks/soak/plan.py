@@ -65,6 +65,7 @@ CONTINUING_KINDS = {
     "kill": 5,
     "terminate": 1,
     "kill server": 2,
+    "kill at end": 3,
     "kill two": 3,
     "kill in change": 4,
     "stop in change": 2,
@@ -273,6 +274,8 @@ def _continuing(seed: int, index: int, *, shaped: bool) -> Case:
         draw.random() < p for p in (0.6, 0.2, 0.5, 0.6, 0.7)
     )
     later = draw.uniform(0, 1)
+    if kind == "kill at end":
+        step, delay = STEPS - 1, later * (0.15 if rate else 0.04)
     if kind == "unplug":
         if shaped:
             rate = rate or 100e6

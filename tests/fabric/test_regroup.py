@@ -21,7 +21,7 @@ import offbeat
 from cells import some
 from fabric.communicators import meet
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout
-from offbeat.fabric import groups, regroup, regroup_join, regroup_watch
+from offbeat.fabric import groups, regroup, regroup_board, regroup_join, regroup_watch
 from offbeat.fabric.membership import EndedError, membership_of
 from offbeat.fabric.regroup import open_elastic
 from workers import run
@@ -257,6 +257,53 @@ def test_one_that_is_busy_is_waited_for() -> None:
     """For as long as a silent one may take."""
     results = run(be_busy, workers=3, newcomers=0, may_die=(1,))
     assert results[0] == results[2] == [(0, (0, 1, 2), []), (1, (0, 2), [])]
+
+
+def stop_before_proposing(rank: int, size: int) -> Any:
+    worker = Worker(rank, size, timeout_seconds=0.6).until(*range(size))
+    if rank == 0:
+
+        def stop(*args: Any) -> None:
+            store().set("stopped", str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        regroup.Participant._propose = stop  # type: ignore[method-assign, assignment]
+    if rank == 1:
+        die()
+    worker.until(2, 3)
+    if rank == 2:
+        os.kill(int(store().get("stopped")), signal.SIGKILL)
+    return worker.finish()
+
+
+def test_one_that_falls_silent_before_it_proposes_is_left_behind() -> None:
+    """Having come, it is in the list that another one makes; the others go on without it."""
+    results = run(stop_before_proposing, workers=4, newcomers=0, may_die=(0, 1))
+    for views in results[2:]:
+        assert views == [(0, (0, 1, 2, 3), []), (2, (2, 3), [])]
+
+
+def be_stopped_at_the_store(rank: int, size: int) -> int:
+    if rank == 0:
+        time.sleep(0.1)
+        os.kill(int(store().get("pid")), signal.SIGSTOP)
+        time.sleep(0.6)
+        os.kill(int(store().get("pid")), signal.SIGCONT)
+        return 0
+
+    def ask() -> int:
+        for _ in range(20):
+            time.sleep(0.01)
+        return 1
+
+    store().set("pid", str(os.getpid()))
+    board = regroup_board.Board(store(), "here")
+    return board.promptly(ask, "this worker", seconds=0.5)
+
+
+def test_a_worker_that_was_stopped_does_not_miss_the_store() -> None:
+    """The time in which it was stopped is not the store's."""
+    assert run(be_stopped_at_the_store, workers=2, newcomers=0) == [0, 1]
 
 
 def have_a_thread_that_stays(rank: int, size: int) -> Any:

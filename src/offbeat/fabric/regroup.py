@@ -201,7 +201,11 @@ class Participant:
             except CommunicationError as error:
                 logger.info("rank %d: view %d was not opened: %s", self.worker, number, error)
                 now, said = time.monotonic(), str(error)
-            if now - began > self.timeout_seconds + self.silence_seconds:
+            # One that falls silent having come costs three times that: it may be the one that is to
+            # propose, then it is in the list, and then it is awaited once more.
+            if now - began > max(self.timeout_seconds, 3 * self.silence_seconds) + (
+                self.silence_seconds
+            ):
                 raise CommunicationTimeout(
                     f"rank {self.worker}: agreeing on who goes on failed after {now - began:.1f} "
                     f"s, longer than timeout_seconds={self.timeout_seconds:g} allows: {said}"
