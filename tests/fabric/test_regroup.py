@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -281,6 +282,38 @@ def test_one_that_falls_silent_before_it_proposes_is_left_behind() -> None:
     results = run(stop_before_proposing, workers=4, newcomers=0, may_die=(0, 1))
     for views in results[2:]:
         assert views == [(0, (0, 1, 2, 3), []), (2, (2, 3), [])]
+
+
+def be_stopped_before_opening(rank: int, size: int) -> Any:
+    worker = Worker(rank, size, timeout_seconds=1.5, silence_seconds=0.2).until(*range(size))
+    if rank == 0:
+        die()
+    if rank == 2:
+        enter = regroup.Participant.enter
+
+        def stop(*args: Any) -> Any:
+            regroup.Participant.enter = enter  # type: ignore[method-assign]
+            store().set("stopped", str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return enter(*args)
+
+        regroup.Participant.enter = stop  # type: ignore[assignment, method-assign]
+        with pytest.raises(CommunicationError) as caught:
+            worker.until(1, 3)
+        worker.communicator.close()
+        store().set("told", "")
+        return str(caught.value)
+    worker.until(1, 3)
+    if rank == 1:  # later than agreeing may take
+        threading.Timer(2.0, os.kill, (int(store().get("stopped")), signal.SIGCONT)).start()
+    return worker.until(1, 3, key="told").finish()
+
+
+def test_one_that_was_stopped_while_all_open_is_left_behind() -> None:
+    """However long it was, it is told that, and not that its time is over."""
+    _, first, text, last = run(be_stopped_before_opening, workers=4, newcomers=0, may_die=(0,))
+    assert re.match(r"rank 2 was left behind at step \d+: ranks 1, 3 are in view 2", text), text
+    assert first == last == [(0, (0, 1, 2, 3), []), (2, (1, 3), [])]
 
 
 def be_stopped_at_the_store(rank: int, size: int) -> int:

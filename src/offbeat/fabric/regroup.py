@@ -203,9 +203,8 @@ class Participant:
                 now, said = time.monotonic(), str(error)
             # One that falls silent having come costs three times that: it may be the one that is to
             # propose, then it is in the list, and then it is awaited once more.
-            if now - began > max(self.timeout_seconds, 3 * self.silence_seconds) + (
-                self.silence_seconds
-            ):
+            longest = max(self.timeout_seconds, 3 * self.silence_seconds) + self.silence_seconds
+            if now - began > longest and not self._known(number + 1):
                 raise CommunicationTimeout(
                     f"rank {self.worker}: agreeing on who goes on failed after {now - began:.1f} "
                     f"s, longer than timeout_seconds={self.timeout_seconds:g} allows: {said}"
@@ -252,6 +251,16 @@ class Participant:
                 continue
             time.sleep(pause)
             pause = min(2 * pause, longest)
+
+    def _known(self, number: int) -> bool:
+        """Whether it is known who is in view ``number``, or that there is none.
+
+        So it is for one that was stopped for a while, and is not told that it took too long.
+        """
+        decided = f"view/{number}/decided"
+        return self._promptly(
+            lambda: any(self.board.get(key) is not None for key in (decided, "ended"))
+        )
 
     def leave(self, number: int, *, ended: bool) -> None:
         """Tell the others, of view ``number``, that this worker goes for good."""
