@@ -191,7 +191,7 @@ def _in_time(case: Case, outcome: Outcome) -> Iterator[str]:
         return  # the members look once a second
     limit = _LEAVING_SECONDS
     if case.silent >= 0:  # until it is noticed, and until nobody waits any more
-        limit = 2 * case.timeout_seconds
+        limit = (3 if case.kind == "stop in change" else 2) * case.timeout_seconds
     elif case.kind not in ("exception", "detach", "interrupt"):
         limit = _DEATH_SECONDS
     for rank, seconds in _seconds(case, outcome):

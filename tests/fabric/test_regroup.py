@@ -313,6 +313,7 @@ def test_one_that_was_stopped_while_all_open_is_left_behind() -> None:
     """However long it was, it is told that, and not that its time is over."""
     _, first, text, last = run(be_stopped_before_opening, workers=4, newcomers=0, may_die=(0,))
     assert re.match(r"rank 2 was left behind at step \d+: ranks 1, 3 are in view 2", text), text
+    assert float(re.findall(r"not taken part for (.*) s, ", text)[0]) >= 2
     assert first == last == [(0, (0, 1, 2, 3), []), (2, (1, 3), [])]
 
 

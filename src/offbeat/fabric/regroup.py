@@ -182,10 +182,10 @@ class Participant:
             CommunicationError: this worker cannot go on.
         """
         began, patience = time.monotonic(), self.silence_seconds
-        silent_for = began - self.heard
         for number in itertools.count(view + 1):
             before = self._agree(number, before, patience, new=step is None)
             if self.worker not in before.members:
+                silent_for = time.monotonic() - self.heard
                 raise CommunicationError(
                     f"rank {self.worker} was left behind at step {step or 0}: "
                     f"{ranks_text(before.members)} are in view {number}. It had not taken part for "
