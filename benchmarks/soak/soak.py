@@ -79,7 +79,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     kinds: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         kinds[f"{row['policy']}: {row['case']['kind']}"].append(row)
-    lines = ["| fault | happened | survived | violations | hangs | noticed within |"]
+    lines = ["| fault | happened | survived | violations | hangs | noticed, or gone on, within |"]
     lines.append("|---|---|---|---|---|---|")
     shown = [*sorted(kinds.items()), *([("all", rows)] if len(kinds) > 1 else [])]
     for kind, some in shown:
