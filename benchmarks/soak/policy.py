@@ -17,9 +17,9 @@ from offbeat import parse_strategy
 # bit may be rounded to different ones.
 _EXACT, _ROUNDED = 1e-5, 1e-3
 SLACK_SECONDS = 1.0  # of a machine on which four workers share two cores
-# A server's message that has arrived in part is waited for so long when its connection ends; gloo
-# does not always give it up, and keeps a thread for it.
-_DETACH_SECONDS = 5.0
+# A server's message that has arrived in part is waited for for a second when its connection ends;
+# gloo does not always give it up, and keeps a thread for it.
+_DETACH_SECONDS, _HALF_SECONDS = 2.5, 1.0
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ def _excused(case: Case, outcome: Outcome, rank: int) -> bool:
         return True
     # A server's thread that has received half of a message; in each view.
     servers = case.strategy in SERVERS
-    if servers and report.left - report.at > _DETACH_SECONDS:
+    if servers and report.left - report.at > _HALF_SECONDS:
         return True
     halves = len(case.victims) if servers and case.continues else 0
     # While gloo connects it may wait for ever for one that dies then.
