@@ -13,6 +13,7 @@ from benchmarks.soak.worker import FIRST_STEP, Report
 
 _DEATH_SECONDS = 1.0  # "at once" is well below a second, and so is the change itself
 _LEAVING_SECONDS = 2.0  # of one that lives, and has connections to give back
+_JOINING_SECONDS = 2.0  # the members look once a second
 _STORE_SECONDS = 2.0
 _EXACT = 1e-5  # of a step
 _COUNTED = (
@@ -187,13 +188,13 @@ def _seconds(case: Case, outcome: Outcome) -> Iterator[tuple[int, float]]:
 
 
 def _in_time(case: Case, outcome: Outcome) -> Iterator[str]:
-    if case.kind in JOINING:
-        return  # the members look once a second
-    limit = _LEAVING_SECONDS
-    if case.silent >= 0:  # until it is noticed, and until nobody waits any more
-        limit = (3 if case.kind == "stop in change" else 2) * case.timeout_seconds
-    elif case.kind not in ("exception", "detach", "interrupt"):
-        limit = _DEATH_SECONDS
     for rank, seconds in _seconds(case, outcome):
+        limit = _DEATH_SECONDS
+        if case.silent >= 0:  # until it is noticed, and until nobody waits any more
+            limit = (3 if case.kind == "stop in change" else 2) * case.timeout_seconds
+        elif case.kind in ("exception", "detach", "interrupt"):
+            limit = _LEAVING_SECONDS
+        elif case.kind in ("join", "kill newcomer") or rank >= case.workers:
+            limit = _JOINING_SECONDS
         if seconds > limit + SLACK_SECONDS:
             yield f"rank {rank} went on after {seconds:.1f} s, {limit:g} s are promised"
