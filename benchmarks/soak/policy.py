@@ -223,9 +223,10 @@ def _excused(case: Case, outcome: Outcome, rank: int) -> bool:
     if servers and report.left - report.at > _HALF_SECONDS:
         return True
     halves = len(case.victims) if servers and case.continues else 0
-    # While gloo connects it may wait for ever for one that dies then.
+    # While gloo connects it may wait for ever for one that dies then, connected to the others.
     failed = max((r.view - r.changes for r in outcome.reports if r is not None), default=0)
-    return report.descriptors <= 6 * (halves + failed) and report.threads <= 2 * (halves + failed)
+    most = 6 * halves + (4 + 2 * (case.workers + case.newcomers)) * failed
+    return report.descriptors <= most and report.threads <= 2 * (halves + failed)
 
 
 def finished(case: Case, outcome: Outcome, expected: list[str] | None) -> Iterator[str]:
