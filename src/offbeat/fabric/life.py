@@ -21,6 +21,7 @@ from offbeat.fabric.host import ThreadHost
 from offbeat.fabric.waiting import Waiter
 
 _SETTLE_SECONDS = 0.5  # in which operations fail whose connections have ended
+_EXIT_SECONDS = 5.0  # in which Python waits for one that has not, at its end
 _HALF_SECONDS = 1.0  # likewise, one that waits for the rest of a message, if gloo lets go of it
 
 
@@ -257,6 +258,7 @@ class Life:
                     self._hang_up()  # what it has begun meanwhile was not under way then
                     ended = self._hung_up or time.perf_counter()
                     if thread in self.inside and time.perf_counter() - ended > _HALF_SECONDS:
+                        groups.leave(thread, time.monotonic() + _EXIT_SECONDS)
                         break
         lost = self._loses_track()
         for work in list(self.under_way):
