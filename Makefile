@@ -55,7 +55,7 @@ alone: $(VENV)/.dev
 nightly: $(VENV)/.dev  ## the tests of values on real processes, too
 	$(BIN)/python -m pytest -n 2 -m "not quiet" --world gloo
 
-soak: $(VENV)/.dev  ## random faults over real processes, for MINUTES=20, all from SEED=0
+soak: $(VENV)/.dev  ## random faults over real processes, of both policies, for MINUTES=20, from SEED=0
 	$(BIN)/python -m benchmarks.soak --seed $(SEED) --minutes $(MINUTES) --output runs/soak.jsonl
 
 # Environments of their own. timm would bring a torchvision that is built for another torch.

@@ -4,101 +4,18 @@ import argparse
 import json
 import sys
 import time
-from collections import defaultdict
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.harness import machine
-from benchmarks.soak.faults import Outcome, StartError, perform, working_folder
+from benchmarks.soak.perform import working_folder
 from benchmarks.soak.plan import Case, case
-from benchmarks.soak.policy import POLICIES, Policy, Verdict, needs_checkpoints
-from benchmarks.soak.worker import Run
+from benchmarks.soak.soak import POLICIES, Soak, table
 from offbeat.kernels import kernels
 from offbeat.lab.cluster import Cluster
-
-
-@dataclass
-class Soak:
-    """Faults, one after the other.
-
-    Attributes:
-        policy: What must hold.
-        folder: For the files of the workers.
-        expected: What runs without a fault end with, by all that it depends on.
-    """
-
-    policy: Policy
-    folder: Path
-    expected: dict[tuple[Any, ...], list[str]] = field(default_factory=dict)
-    _runs: int = 0
-
-    def survive(self, case: Case) -> tuple[Verdict, list[Outcome]]:
-        """One fault, and all runs that it takes."""
-        checkpoints = str(self.folder / f"checkpoints{self._runs}")
-        if not needs_checkpoints(case):
-            outcomes = [self._run(case, Run("training"))]
-        elif case.kind == "kill in load":
-            before = self._run(case, Run("before", checkpoints, breaks=False, until=6))
-            broken = self._run(case, Run("loading", checkpoints, loads=True))
-            again = self._run(case, Run("again", checkpoints, loads=True, breaks=False))
-            outcomes = [broken, before, again]
-        else:
-            broken = self._run(case, Run("saving", checkpoints))
-            again = self._run(case, Run("again", checkpoints, loads=True, breaks=False))
-            outcomes = [broken, again]
-        wanted = self._unbroken(case) if case.repeatable and len(outcomes) > 1 else None
-        if case.kind in ("pause", "slow") and case.repeatable:
-            wanted = self._unbroken(case)
-            finished = [one for one in outcomes[0].reports if one is not None]
-            verdict = self.policy.judge(case, outcomes, None)
-            if any(one.values != wanted for one in finished) and not verdict.violations:
-                verdict.violations.append(f"{finished[0].values}, and {wanted} without a fault")
-            return verdict, outcomes
-        return self.policy.judge(case, outcomes, wanted), outcomes
-
-    def _unbroken(self, case: Case) -> list[str]:
-        key = (case.strategy, case.wire, case.workers, case.elements, case.seed)
-        if key not in self.expected:
-            outcome = self._run(case, Run("unbroken", breaks=False))
-            report = outcome.reports[0]
-            if report is None or report.outcome != "finished":
-                raise RuntimeError(f"a run without a fault has failed: {outcome}")
-            self.expected[key] = report.values
-        return self.expected[key]
-
-    def _run(self, case: Case, run: Run) -> Outcome:
-        for attempt in range(3):
-            self._runs += 1
-            try:
-                return perform(case, run, self.folder / f"run{self._runs}")
-            except StartError:
-                if attempt == 2:
-                    raise
-        raise AssertionError
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """Faults by kind."""
-    kinds: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
-        kinds[row["case"]["kind"]].append(row)
-    lines = ["| fault | happened | survived | violations | hangs | noticed within |"]
-    lines.append("|---|---|---|---|---|---|")
-    shown = [*sorted(kinds.items()), *([("all", rows)] if len(kinds) > 1 else [])]
-    for kind, some in shown:
-        happened = [row for row in some if not row["missed"]]
-        bad = [row for row in some if row["violations"]]
-        hangs = [row for row in some if row["hangs"]]
-        longest = max((row["notice_seconds"] for row in happened), default=0.0)
-        good = sum(not row["violations"] for row in happened)
-        within = f"{longest:.1f} s" if longest and kind != "all" else ""
-        lines.append(
-            f"| {kind} | {len(happened)} | {good} | {len(bad)} | {len(hangs)} | {within} |"
-        )
-    return "\n".join(lines)
 
 
 def main() -> int:
@@ -109,7 +26,12 @@ def main() -> int:
     parser.add_argument("--most", type=int, default=10**9, help="as many faults at most")
     parser.add_argument("--first", type=int, default=0, help="number of the first fault")
     parser.add_argument("--kind", help="only faults of this kind")
-    parser.add_argument("--policy", choices=list(POLICIES), default="stop", help="what must hold")
+    parser.add_argument(
+        "--policy",
+        choices=[*POLICIES, "both"],
+        default="both",
+        help="what must hold (default both, by turns)",
+    )
     parser.add_argument("--output", type=Path, help="append a line of JSON a fault to this file")
     parser.add_argument("--table", type=Path, help="only show the table of such a file")
     options = parser.parse_args()
@@ -124,12 +46,13 @@ def main() -> int:
         print(f"no shaped links here: {reason}")
     deadline, rows = time.monotonic() + 60 * options.minutes, []
     index = options.first
+    policies = list(POLICIES) if options.policy == "both" else [options.policy]
     while time.monotonic() < deadline and len(rows) < options.most:
-        one = case(options.seed, index, shaped=reason is None)
+        for policy in policies:
+            one = case(options.seed, index, shaped=reason is None, policy=policy)
+            if options.kind in (None, one.kind):
+                rows.append(_one(one, options))
         index += 1
-        if options.kind not in (None, one.kind):
-            continue
-        rows.append(_one(one, options))
     print(table(rows))
     return int(any(row["violations"] for row in rows))
 
@@ -137,11 +60,11 @@ def main() -> int:
 def _one(one: Case, options: argparse.Namespace) -> dict[str, Any]:
     began = time.monotonic()
     with working_folder() as folder:
-        verdict, outcomes = Soak(POLICIES[options.policy], folder).survive(one)
+        verdict, outcomes = Soak(POLICIES[one.policy], folder).survive(one)
     row = {
         "seed": options.seed,
         "case": asdict(one),
-        "policy": options.policy,
+        "policy": one.policy,
         "missed": verdict.missed,
         "violations": verdict.violations,
         "hangs": [rank for outcome in outcomes for rank in outcome.hung],

@@ -9,10 +9,11 @@ import math
 import os
 import random
 import signal
+import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -20,15 +21,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import offbeat
-from benchmarks.soak.plan import BY_ITSELF, STEPS, Case
+from benchmarks.soak.model import RATE, Constant, gradient, spread_of
+from benchmarks.soak.plan import BY_ITSELF, Case
 from offbeat.strategies.base import Strategy
 
-CONNECTED, ATTACHED = 1, 2  # what a worker has reached before its first step
+CONNECTED, ASKING = 1, 2  # what a worker has reached before its first step
 FIRST_STEP = 10
-FINISHED = FIRST_STEP + STEPS + 1
+FINISHED = 1000
 _WORD = struct.Struct("q")
 
 
@@ -41,14 +43,14 @@ class Run:
         checkpoints: Directory of the checkpoints; None: none are saved.
         loads: Whether it goes on from them.
         breaks: Whether the fault happens in it.
-        until: The step after which all leave.
+        until: The step after which all leave; None: they finish after the last.
     """
 
     name: str
     checkpoints: str | None = None
     loads: bool = False
     breaks: bool = True
-    until: int = STEPS
+    until: int | None = None
 
 
 @dataclass
@@ -70,6 +72,13 @@ class Report:
         finite: Whether all parameters are finite.
         values: The first number of each tensor, in hexadecimal.
         warnings: What was logged.
+        begun: Own steps when ``attach`` returned.
+        view: Number of the last view.
+        members: Of the last view.
+        changes: View changes of which it knows.
+        entered: Views as they were first seen after a step: number, members, the time, and when
+            the call began that came back in it.
+        shares: Sum over its steps of one part of as many workers as there were.
         descriptors: How many more there are than before ``attach``.
         threads: Likewise.
     """
@@ -87,23 +96,42 @@ class Report:
     finite: bool = True
     values: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    begun: int = 0
+    view: int = 0
+    members: list[int] = field(default_factory=list)
+    changes: int = 0
+    entered: list[tuple[int, list[int], float, float]] = field(default_factory=list)
+    shares: float = 0.0
     descriptors: int = 0
     threads: int = 0
 
 
 class Progress:
-    """How far each worker is, in a file that all of them see."""
+    """How far each worker is, in a file that all of them see: its step, and whom it trains with."""
 
     def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def write(self, rank: int, value: int) -> None:
         """Worker ``rank`` has come to ``value``."""
-        os.pwrite(self._file, _WORD.pack(value), _WORD.size * rank)
+        os.pwrite(self._file, _WORD.pack(value), 2 * _WORD.size * rank)
+
+    def enter(self, rank: int, members: Iterable[int]) -> None:
+        """Worker ``rank`` trains with these."""
+        mask = sum(1 << member for member in members)
+        os.pwrite(self._file, _WORD.pack(mask), 2 * _WORD.size * rank + _WORD.size)
 
     def read(self, rank: int) -> int:
         """How far it is."""
-        found = os.pread(self._file, _WORD.size, _WORD.size * rank)
+        return self._read(2 * _WORD.size * rank)
+
+    def sees(self, rank: int, other: int) -> bool:
+        """Whether it trains with another one, as far as it has said."""
+        mask = self._read(2 * _WORD.size * rank + _WORD.size)
+        return not mask or bool(mask >> other & 1)
+
+    def _read(self, place: int) -> int:
+        found = os.pread(self._file, _WORD.size, place)
         return int(_WORD.unpack(found)[0]) if len(found) == _WORD.size else 0
 
     def close(self) -> None:
@@ -111,95 +139,77 @@ class Progress:
         os.close(self._file)
 
 
-class Constant(nn.Module):
-    """All numbers are the same, and so are their gradients: in two dtypes, so two buckets."""
-
-    def __init__(self, elements: int) -> None:
-        super().__init__()
-        # One bucket is there long before the other: time enough for a fault between them.
-        sizes = {"a": (elements // 20, torch.float32), "b": (7, torch.float64)}
-        sizes |= {"c": (elements, torch.float64), "d": (5, torch.float32)}
-        for name, (size, dtype) in sizes.items():
-            setattr(self, name, nn.Parameter(torch.full((size,), 1.0, dtype=dtype)))
-
-    def forward(self, gradient: float) -> Tensor:
-        """A loss with this gradient everywhere."""
-        return sum(p.double().sum() for p in self.parameters()) * gradient
-
-
-def regions(sync: Any) -> list[list[Tensor]]:
-    """Tensors whose numbers are all the same at any time, because they are exchanged together."""
-    state = sync._worker.state
-    for name in ("parts", "fragments"):
-        if flights := getattr(state, name, None):
-            return [
-                [t for b in flight.buckets[: flight.parameter_buckets] for t in b.tensors]
-                for flight in flights
-            ]
-    server = getattr(state, "server", None)
-    tensors = [p.detach() for _, p in sync._worker.replica.parameters]
-    if server is None:
-        return [tensors]
-    pieces: list[list[Tensor]] = [[] for _ in server._places]
-    start = 0
-    for tensor in tensors:
-        for i, place in enumerate(server._places):
-            low, high = max(place.start, start), min(place.stop, start + tensor.numel())
-            if low < high:
-                pieces[i].append(tensor[low - start : high - start])
-        start += tensor.numel()
-    return pieces
-
-
-def spread_of(sync: Any) -> float:
-    """How far numbers are apart that must be equal, relative to their size."""
-    found = 0.0
-    for tensors in regions(sync):
-        if not tensors:
-            continue
-        low = min(float(t.detach().min()) for t in tensors)
-        high = max(float(t.detach().max()) for t in tensors)
-        found = max(found, (high - low) / (1 + abs(high)))
-    return found
-
-
-def gradient(case: Case, rank: int, step: int) -> float:
-    """Of this worker in this step: very different from the others', and exact in binary."""
-    draw = random.Random(f"{case.seed} {rank} {step}")
-    return draw.choice((-1, 1)) * (1 + draw.randrange(64) / 64) * 2.0**rank
-
-
 class Broken(Exception):  # noqa: N818 - the user's own
     """The exception of the user's code."""
 
 
-def join(case: Case, rank: int, folder: str, listener: Any) -> None:
-    """Open the default process group."""
-    limit = timedelta(seconds=30)
-    if case.own_store:
-        store: Any = dist.TCPStore(
-            "127.0.0.1",
-            listener.getsockname()[1],
-            is_master=rank == 0,
-            master_listen_fd=listener.fileno() if rank == 0 else None,
+@dataclass(frozen=True)
+class Place:
+    """Where the workers meet: a store in a process, or else in a file.
+
+    Attributes:
+        folder: Of the files of a run.
+        host: Of the process.
+        port: Likewise.
+        listener: Its socket, where a worker of this machine is to keep the store.
+    """
+
+    folder: str
+    host: str = ""
+    port: int = 0
+    listener: socket.socket | None = None
+
+    @property
+    def address(self) -> str:
+        """As ``offbeat.join`` takes it."""
+        return f"{self.host}:{self.port}" if self.host else f"file://{self.folder}/store"
+
+    def store(self, *, keeps: bool) -> Any:
+        """A connection to it, or the store itself."""
+        limit = timedelta(seconds=30)
+        if not self.host:
+            return dist.FileStore(f"{self.folder}/store", -1)  # type: ignore[attr-defined]
+        listener = self.listener if keeps else None
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            self.host,
+            self.port,
+            is_master=keeps,
+            master_listen_fd=None if listener is None else listener.fileno(),
             wait_for_workers=False,
             timeout=limit,
         )
-    else:
-        store = dist.FileStore(f"{folder}/store", -1)
+
+
+def keep(place: Place) -> None:
+    """Keep the store, in a process that does nothing else, until it is killed."""
+    kept = place.store(keeps=True)
+    deadline = time.monotonic() + 180  # should nobody be left to do that
+    while kept is not None and time.monotonic() < deadline:
+        time.sleep(1)
+
+
+def _connect(case: Case, rank: int, place: Place) -> None:
+    """Open the default process group."""
+    limit = timedelta(seconds=30)
+    store = place.store(keeps=case.own_store and rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=case.workers, timeout=limit)
 
 
-def main(case: Case, run: Run, rank: int, folder: str, listener: Any) -> int:
+def main(case: Case, run: Run, rank: int, place: Place) -> int:
     """Train, and write the report. Returns the exit status."""
+    folder = place.folder
+    gc.freeze()  # else each look for garbage goes through all that was imported
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if place.listener is not None and not (case.own_store and rank == 0):
+        place.listener.close()  # or this worker would seem to keep the store
     report, lines = Report(), _keep_warnings()
     progress = Progress(f"{folder}/progress")
-    join(case, rank, folder, listener)
+    if rank < case.workers:
+        _connect(case, rank, place)
     progress.write(rank, CONNECTED)
     try:
-        _train(case, run, rank, report, progress)
+        _train(case, run, rank, place, report, progress)
         report.outcome = "finished"
     except BaseException as error:
         report.outcome = type(error).__name__
@@ -236,27 +246,39 @@ def _held() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
-def _train(case: Case, run: Run, rank: int, report: Report, progress: Progress) -> None:
+def _train(
+    case: Case, run: Run, rank: int, place: Place, report: Report, progress: Progress
+) -> None:
     victim = run.breaks and rank == case.victim
-    model = Constant(case.elements)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1 / 64, momentum=0.5)
+    model = Constant(case.elements, counts=case.counts)
+    momentum = 0.0 if case.continues else 0.5  # so that all steps count alike
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=momentum)
     strategy = offbeat.parse_strategy(case.strategy)
     model(0.0).backward()  # starts autograd's thread
     before = _held()
     if victim and case.kind == "kill before attach":
         os.kill(os.getpid(), signal.SIGKILL)
+    sync: Any = None
+
+    def share(*_: object) -> None:
+        report.shares += 1 / sync.size
+
+    optimizer.register_step_post_hook(share)  # before attach's, which may begin another view
+    group = _asked(rank, place, progress) if rank >= case.workers else None
     report.since = time.monotonic()
-    sync = None
     try:
         sync = offbeat.attach(
             model,
             optimizer,
             strategy,
+            group=group,
             wire=case.wire,
             non_finite=non_finite_of(case, strategy),
+            on_failure="continue" if case.continues else "raise",
+            min_workers=case.min_workers,
             timeout_seconds=case.timeout_seconds,
         )
-        progress.write(rank, ATTACHED)
+        report.begun = sync.step
         with sync:
             _steps(case, run, rank, sync, model, optimizer, report, progress)
     except BaseException as error:
@@ -271,8 +293,20 @@ def _train(case: Case, run: Run, rank: int, report: Report, progress: Progress) 
             report.finite = all(bool(n.isfinite().all()) for n in numbers)
             report.spread = spread_of(sync) if report.finite else 0.0
             report.values = [float(n[0]).hex() for n in numbers]
-        del sync
+            details = sync.stats.details
+            report.view, report.members = details.get("view", 0), details.get("members", [])
+            report.changes = details.get("view_changes", 0)
+        sync = None
         _settle(report, before, case.timeout_seconds + 2)
+
+
+def _asked(rank: int, place: Place, progress: Progress) -> Any:
+    """What a newcomer attaches to, as soon as it is to come."""
+    deadline = time.monotonic() + 60
+    while not Path(place.folder, "come").exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    progress.write(rank, ASKING)
+    return offbeat.join(place.address)
 
 
 def non_finite_of(case: Case, strategy: Strategy) -> Any:
@@ -314,10 +348,11 @@ def _steps(
             progress.write(rank, FIRST_STEP - 1)
             found = offbeat.load(run.checkpoints, sync)
         report.loaded = -1 if found is None else found.step
-    while sync.step < run.until:
+    until = case.steps if run.until is None else run.until
+    while sync.step < until:
         step = sync.step
         progress.write(rank, FIRST_STEP + step)
-        time.sleep(draw.uniform(0.002, 0.01))
+        time.sleep(draw.uniform(case.step_seconds / 5, case.step_seconds))
         number = gradient(case, rank, step)
         if victim and step == case.step and case.kind in BY_ITSELF:
             report.fault_at = time.monotonic()
@@ -329,14 +364,25 @@ def _steps(
             if run.checkpoints is not None and sync.step % 3 == 0:
                 progress.write(rank, FIRST_STEP + sync.step)
                 offbeat.save(run.checkpoints, sync)
-    progress.write(rank, FIRST_STEP + run.until)
-    if run.until < STEPS:
+        _look(sync, rank, report, progress)
+    progress.write(rank, FIRST_STEP + until)
+    if run.until is not None:
         report.at = time.monotonic()
         return
     with _waiting(report):
         sync.finish()
     report.at = time.monotonic()
     progress.write(rank, FINISHED)
+
+
+def _look(sync: Any, rank: int, report: Report, progress: Progress) -> None:
+    """At who is there."""
+    details = sync.stats.details
+    view = details.get("view", 0)
+    if view != (report.entered[-1][0] if report.entered else 0):
+        now = time.monotonic()
+        report.entered.append((view, list(details["members"]), now, report.since))
+        progress.enter(rank, details["members"])
 
 
 @contextlib.contextmanager

@@ -198,6 +198,37 @@ def test_an_activity_that_does_not_end_is_left_behind() -> None:
     assert all(0.2 <= seconds < 5 for seconds in run(leave_one_behind, workers=2))
 
 
+def leave_one_inside(rank: int, size: int) -> tuple[float, bool]:
+    fabric = open_one()
+    groups.hang_up = lambda group: None  # as if gloo did not let go of half of a message
+    if rank == 1:
+        meet("rank 0 has left", [0, 1])
+        return 0.0, True
+    message = fabric.receive(torch.zeros(1), source=1, what="a message", patient=True)
+    ended = threading.Event()
+
+    def finish() -> None:
+        time.sleep(2)
+        ended.set()
+
+    fabric.host.spawn(message.wait, what="one that waits")
+    fabric.host.spawn(finish, what="one that computes")
+    started = time.perf_counter()
+    fabric.close()
+    seconds = time.perf_counter() - started
+    meet("rank 0 has left", [0, 1])
+    assert [thread.name for thread, _ in groups._left] == ["one that waits"]  # for at the very end
+    groups._left.clear()
+    return seconds, ended.is_set()
+
+
+def test_closing_waits_for_who_computes_and_not_for_who_waits() -> None:
+    """For a message whose connection has ended: a second is enough for that."""
+    (seconds, ended), _ = run(leave_one_inside, workers=2)
+    assert ended
+    assert 2 <= seconds < 4
+
+
 def lose_track_of_one(rank: int, size: int) -> float:
     fabric = open_one(timeout_seconds=4)
     groups.hang_up = lambda group: None  # as if gloo's operation had missed it

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +22,7 @@ import offbeat
 from cells import some
 from fabric.communicators import meet
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout
-from offbeat.fabric import groups, regroup, regroup_join, regroup_watch
+from offbeat.fabric import groups, regroup, regroup_board, regroup_join, regroup_watch
 from offbeat.fabric.membership import EndedError, membership_of
 from offbeat.fabric.regroup import open_elastic
 from workers import run
@@ -256,6 +257,101 @@ def be_busy(rank: int, size: int) -> Any:
 def test_one_that_is_busy_is_waited_for() -> None:
     """For as long as a silent one may take."""
     results = run(be_busy, workers=3, newcomers=0, may_die=(1,))
+    assert results[0] == results[2] == [(0, (0, 1, 2), []), (1, (0, 2), [])]
+
+
+def stop_before_proposing(rank: int, size: int) -> Any:
+    worker = Worker(rank, size, timeout_seconds=0.6).until(*range(size))
+    if rank == 0:
+
+        def stop(*args: Any) -> None:
+            store().set("stopped", str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        regroup.Participant._propose = stop  # type: ignore[method-assign, assignment]
+    if rank == 1:
+        die()
+    worker.until(2, 3)
+    if rank == 2:
+        os.kill(int(store().get("stopped")), signal.SIGKILL)
+    return worker.finish()
+
+
+def test_one_that_falls_silent_before_it_proposes_is_left_behind() -> None:
+    """Having come, it is in the list that another one makes; the others go on without it."""
+    results = run(stop_before_proposing, workers=4, newcomers=0, may_die=(0, 1))
+    for views in results[2:]:
+        assert views == [(0, (0, 1, 2, 3), []), (2, (2, 3), [])]
+
+
+def be_stopped_before_opening(rank: int, size: int) -> Any:
+    worker = Worker(rank, size, timeout_seconds=1.5, silence_seconds=0.2).until(*range(size))
+    if rank == 0:
+        die()
+    if rank == 2:
+        enter = regroup.Participant.enter
+
+        def stop(*args: Any) -> Any:
+            regroup.Participant.enter = enter  # type: ignore[method-assign]
+            store().set("stopped", str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return enter(*args)
+
+        regroup.Participant.enter = stop  # type: ignore[assignment, method-assign]
+        with pytest.raises(CommunicationError) as caught:
+            worker.until(1, 3)
+        worker.communicator.close()
+        store().set("told", "")
+        return str(caught.value)
+    worker.until(1, 3)
+    if rank == 1:  # later than agreeing may take
+        threading.Timer(2.0, os.kill, (int(store().get("stopped")), signal.SIGCONT)).start()
+    return worker.until(1, 3, key="told").finish()
+
+
+def test_one_that_was_stopped_while_all_open_is_left_behind() -> None:
+    """However long it was, it is told that, and not that its time is over."""
+    _, first, text, last = run(be_stopped_before_opening, workers=4, newcomers=0, may_die=(0,))
+    assert re.match(r"rank 2 was left behind at step \d+: ranks 1, 3 are in view 2", text), text
+    assert float(re.findall(r"not taken part for (.*) s, ", text)[0]) >= 2
+    assert first == last == [(0, (0, 1, 2, 3), []), (2, (1, 3), [])]
+
+
+def be_stopped_at_the_store(rank: int, size: int) -> int:
+    if rank == 0:
+        time.sleep(0.1)
+        os.kill(int(store().get("pid")), signal.SIGSTOP)
+        time.sleep(0.6)
+        os.kill(int(store().get("pid")), signal.SIGCONT)
+        return 0
+
+    def ask() -> int:
+        for _ in range(20):
+            time.sleep(0.01)
+        return 1
+
+    store().set("pid", str(os.getpid()))
+    board = regroup_board.Board(store(), "here")
+    return board.promptly(ask, "this worker", seconds=0.5)
+
+
+def test_a_worker_that_was_stopped_does_not_miss_the_store() -> None:
+    """The time in which it was stopped is not the store's."""
+    assert run(be_stopped_at_the_store, workers=2, newcomers=0) == [0, 1]
+
+
+def have_a_thread_that_stays(rank: int, size: int) -> Any:
+    worker = Worker(rank, size, silence_seconds=1.0).until(*range(size))
+    if rank == 1:
+        die()
+    if rank == 2:  # as one that waits for the rest of a message, which gloo does not give up
+        worker.communicator.host.spawn(lambda: time.sleep(4), what="a thread that stays")
+    return worker.until(0, 2).finish()
+
+
+def test_a_thread_that_does_not_end_leaves_nobody_behind() -> None:
+    """It is waited for before a worker says that it is there, but not for long."""
+    results = run(have_a_thread_that_stays, workers=3, newcomers=0, may_die=(1,))
     assert results[0] == results[2] == [(0, (0, 1, 2), []), (1, (0, 2), [])]
 
 

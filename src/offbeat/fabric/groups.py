@@ -27,7 +27,13 @@ _MORE_SECONDS = 1.0  # than its time-out: how long gloo may take to notice that
 _numbers: dict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 """By members: how many groups this process has opened with them; the same on all of them."""
 _left: list[tuple[threading.Thread, float]] = []
-"""Openings that are left to themselves, and until when they may take."""
+"""Threads inside gloo that are left to themselves, and until when they may take."""
+
+
+def leave(thread: threading.Thread, until: float) -> None:
+    """Let a thread inside gloo be; Python waits for it at its end, by the monotonic clock."""
+    _left[:] = [(one, deadline) for one, deadline in _left if one.is_alive()]
+    _left.append((thread, until))
 
 
 @atexit.register
@@ -182,8 +188,7 @@ class GroupFactory:
                     if time.monotonic() > deadline:
                         raise MeetingError("gloo did not connect all who had come")
         except BaseException:
-            _left[:] = [(one, until) for one, until in _left if one.is_alive()]
-            _left.append((thread, deadline))
+            leave(thread, deadline)
             raise
         if failed:
             raise failed.pop()

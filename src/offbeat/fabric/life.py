@@ -21,6 +21,8 @@ from offbeat.fabric.host import ThreadHost
 from offbeat.fabric.waiting import Waiter
 
 _SETTLE_SECONDS = 0.5  # in which operations fail whose connections have ended
+_EXIT_SECONDS = 5.0  # in which Python waits for one that has not, at its end
+_HALF_SECONDS = 1.0  # likewise, one that waits for the rest of a message, if gloo lets go of it
 
 
 class Underway(Protocol):
@@ -71,6 +73,7 @@ class Life:
     Attributes:
         closed: Whether this worker has left.
         under_way: Operations that nobody has waited for.
+        inside: Threads that wait in the backend for a message.
         waiter: Waits for messages in the place of the main thread.
     """
 
@@ -88,6 +91,7 @@ class Life:
         self.timeout_seconds = timeout_seconds
         self.closed = False
         self.under_way: set[Underway] = set()
+        self.inside: set[threading.Thread] = set()
         self.waiter = Waiter()
         self._farewell_seconds = farewell_seconds
         self._factory = factory
@@ -252,6 +256,10 @@ class Life:
                 thread.join(0.2)
                 if thread.is_alive():
                     self._hang_up()  # what it has begun meanwhile was not under way then
+                    ended = self._hung_up or time.perf_counter()
+                    if thread in self.inside and time.perf_counter() - ended > _HALF_SECONDS:
+                        groups.leave(thread, time.monotonic() + _EXIT_SECONDS)
+                        break
         lost = self._loses_track()
         for work in list(self.under_way):
             work.abandon()

@@ -41,6 +41,7 @@ SILENCE_SECONDS = 30.0
 TRAINING = "offbeat/elastic"  # key: the name of the last that began in this store
 _AGAIN_SECONDS = 3.0  # likewise, for who has had that time in an opening
 _LEAVE_SECONDS = 1.0
+_FAREWELL_SECONDS = 5.0  # how long threads of a view that has ended may take, at most
 _BETWEEN_SECONDS = 0.01, 0.1  # between looks at the store: at first, and at most
 
 
@@ -158,7 +159,13 @@ class Participant:
                 lost=partial(self._lost, members),
                 over=f"view/{number + 1}/begun",
             )
-            made = ElasticCommunicator(factory, timeout_seconds=self.timeout_seconds)
+            # It is closed before this worker says that it is there: who waited there for a thread
+            # that gloo does not let go of, longer than the others wait, would be left behind.
+            made = ElasticCommunicator(
+                factory,
+                timeout_seconds=self.timeout_seconds,
+                farewell_seconds=min(_FAREWELL_SECONDS, self.silence_seconds / 4),
+            )
         made.membership = membership
         return made
 
@@ -175,10 +182,10 @@ class Participant:
             CommunicationError: this worker cannot go on.
         """
         began, patience = time.monotonic(), self.silence_seconds
-        silent_for = began - self.heard
         for number in itertools.count(view + 1):
             before = self._agree(number, before, patience, new=step is None)
             if self.worker not in before.members:
+                silent_for = time.monotonic() - self.heard
                 raise CommunicationError(
                     f"rank {self.worker} was left behind at step {step or 0}: "
                     f"{ranks_text(before.members)} are in view {number}. It had not taken part for "
@@ -194,7 +201,10 @@ class Participant:
             except CommunicationError as error:
                 logger.info("rank %d: view %d was not opened: %s", self.worker, number, error)
                 now, said = time.monotonic(), str(error)
-            if now - began > self.timeout_seconds + self.silence_seconds:
+            # One that falls silent having come costs three times that: it may be the one that is to
+            # propose, then it is in the list, and then it is awaited once more.
+            longest = max(self.timeout_seconds, 3 * self.silence_seconds) + self.silence_seconds
+            if now - began > longest and not self._known(number + 1):
                 raise CommunicationTimeout(
                     f"rank {self.worker}: agreeing on who goes on failed after {now - began:.1f} "
                     f"s, longer than timeout_seconds={self.timeout_seconds:g} allows: {said}"
@@ -241,6 +251,16 @@ class Participant:
                 continue
             time.sleep(pause)
             pause = min(2 * pause, longest)
+
+    def _known(self, number: int) -> bool:
+        """Whether it is known who is in view ``number``, or that there is none.
+
+        So it is for one that was stopped for a while, and is not told that it took too long.
+        """
+        decided = f"view/{number}/decided"
+        return self._promptly(
+            lambda: any(self.board.get(key) is not None for key in (decided, "ended"))
+        )
 
     def leave(self, number: int, *, ended: bool) -> None:
         """Tell the others, of view ``number``, that this worker goes for good."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from offbeat.errors import CommunicationError
 
 T = TypeVar("T")
+_SLICES = 20  # of a wait: if this process is stopped meanwhile, that takes away one of them
 _STORE_SECONDS = 10.0  # a store on a host that is cut off would take as long as TCP does
 
 
@@ -73,7 +74,9 @@ class Board:
 
         thread = threading.Thread(target=run, name="store", daemon=True)
         thread.start()
-        thread.join(seconds)
+        for _ in range(_SLICES):
+            if thread.is_alive():
+                thread.join(seconds / _SLICES)
         if results:
             return results[0]
         why = said[0] if said else f"no answer within {seconds:g} s"

@@ -7,6 +7,7 @@ for the work, one (gloo) that is used only to find out who is missing after a fa
 import contextlib
 import functools
 import math
+import threading
 import time
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -210,7 +211,12 @@ class _Work(Handle[Any]):
             if needs_waiter():
                 self._life.waiter.wait(functools.partial(self._wait, limit), self._life.look)
             else:
-                self._wait(limit)
+                thread = threading.current_thread()
+                self._life.inside.add(thread)
+                try:
+                    self._wait(limit)
+                finally:
+                    self._life.inside.discard(thread)
         elif self._life.backend != "gloo":  # NCCL's ends the operation when the time has passed
             self._wait()
         else:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 
 SLICE_SECONDS = 0.1  # how long a signal may wait
+_LOST_SECONDS = 0.5  # for a thread that gloo does not let go of
 ENDED = "the connections have ended"
 
 _Job = tuple[Callable[[], object], list[RuntimeError], threading.Lock]
@@ -21,6 +22,7 @@ class Waiter:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._lost = False  # whether it waits for what has ended
 
     def wait(self, wait: Callable[[], object], between: Callable[[], bool]) -> None:
         """Call ``wait`` in the thread, and ``between`` now and then, until that is true.
@@ -39,6 +41,7 @@ class Waiter:
         self._jobs.put((wait, errors, ended))
         while not ended.acquire(timeout=SLICE_SECONDS):
             if between():
+                self._lost = True
                 raise RuntimeError(ENDED)
         if errors:
             raise errors.pop()
@@ -47,7 +50,7 @@ class Waiter:
         """End the thread, which may take so many ``seconds``."""
         if self._thread is not None:
             self._jobs.put(None)
-            self._thread.join(seconds)
+            self._thread.join(min(seconds, _LOST_SECONDS) if self._lost else seconds)
 
 
 def needs_waiter() -> bool:
