@@ -13,10 +13,11 @@ from torch import Tensor, nn
 import offbeat
 import offbeat.fabric.nodes
 import offbeat.training.synchronizer
-from loops import attach, bits, close, error_of, everything, sgd
+from loops import Faulty, attach, bits, close, error_of, everything, sgd
 from offbeat.fabric.nested import NodeCommunicator
 from offbeat.fabric.nodes import layout
 from offbeat.fabric.recording import Recording
+from offbeat.fabric.single import SingleCommunicator
 from offbeat.training.node import NodeMean
 from problems import bsp_reference, flat, loss_of, make_batch, make_model, make_wide, train_step
 from workers import run
@@ -65,12 +66,13 @@ def across(made: list[Recording]) -> tuple[int, int]:
 # -- values ---------------------------------------------------------------------------------------
 
 
-def of_a_node(rank: int, size: int) -> Any:
+def of_a_node(rank: int, size: int, listens: bool = True) -> Any:
     """Of every strategy: the model after each step and at the end, bytes, and what was decided."""
-    in_environment(rank)
+    if listens:  # a process of its own
+        in_environment(rank)
     found = []
     for text in TEXTS:
-        made = listened()
+        made = listened() if listens else [Recording(SingleCommunicator(1.0))]
         model = make_model(rank)
         sync = attach(model, sgd(model), text, node_group="auto")
         before = across(made)
@@ -107,7 +109,10 @@ def of_one_worker(rank: int, size: int, text: str) -> Any:
 
 
 def test_a_node_is_one_worker_that_has_the_data_of_all_of_its_own() -> None:
-    """In every step, at the end, and in what is decided; its workers have the same bits."""
+    """In every step, at the end, and in what is decided; its workers have the same bits.
+
+    On real processes, and the same on simulated ones.
+    """
     results = run(of_a_node, workers=4)
     for i, text in enumerate(TEXTS):
         plain = simulated(of_one_worker, text, workers=2)
@@ -131,6 +136,12 @@ def test_a_node_is_one_worker_that_has_the_data_of_all_of_its_own() -> None:
     for i in (0, 1):
         for one, other in zip(results[3][i][0], reference, strict=True):
             close(one, other, 1e-12)
+    virtual = simulated(of_a_node, False, workers=4, workers_per_node=2)
+    for real, other in zip(results, virtual, strict=True):
+        for one, same in zip(real, other, strict=True):
+            for a, b in zip([*one[0], one[1]], [*same[0], same[1]], strict=True):
+                close(a, b, 1e-11)
+            assert one[3:] == same[3:], "bytes and decisions"
 
 
 # -- the rest of the front door -------------------------------------------------------------------
@@ -428,19 +439,21 @@ def test_nothing_is_left_behind(found: list[Any]) -> None:
 # -- errors ---------------------------------------------------------------------------------------
 
 
+CASES: list[dict[str, Any]] = [
+    {"strategy": "bsp", "node_group": "auto"},
+    {"strategy": "bsp", "node_group": "other"},
+    {"strategy": "streaming", "node_group": "auto"},
+    {"strategy": "downpour", "node_group": "auto"},
+    {"strategy": "local:period=2", "node_group": "auto", "wire": "auto"},
+    {"strategy": "bsp", "node_group": "auto", "on_failure": "continue"},
+    {"strategy": "bsp", "node_group": "auto", "distance_every": 4},
+]
+
+
 def refused(rank: int, size: int) -> Any:
     os.environ.pop("LOCAL_RANK", None)
-    cases: list[dict[str, Any]] = [
-        {"strategy": "bsp", "node_group": "auto"},
-        {"strategy": "bsp", "node_group": "other"},
-        {"strategy": "streaming", "node_group": "auto"},
-        {"strategy": "downpour", "node_group": "auto"},
-        {"strategy": "local:period=2", "node_group": "auto", "wire": "auto"},
-        {"strategy": "bsp", "node_group": "auto", "on_failure": "continue"},
-        {"strategy": "bsp", "node_group": "auto", "distance_every": 4},
-    ]
     found = []
-    for case in cases:
+    for case in CASES:
         model = make_model(rank)
         options = {name: value for name, value in case.items() if name != "strategy"}
         found.append(
@@ -505,14 +518,44 @@ def test_nodes_are_in_the_order_of_their_first_rank() -> None:
     assert layout([[0, 3], [1, 2], [1, 2], [0, 3]]) == [[0, 3], [1, 2]]
 
 
-def test_the_simulator_has_no_nodes() -> None:
+@pytest.mark.parametrize(
+    ("case", "part"),
+    [
+        ({"strategy": "bsp", "node_group": "other"}, 'node_group must be "auto"'),
+        *zip(CASES[2:], TEXTS_OF_ERRORS[2:7], strict=True),
+    ],
+)
+def test_the_simulator_refuses_the_same(case: dict[str, Any], part: str) -> None:
     def work(rank: int, size: int) -> Any:
         model = make_model(rank)
-        return error_of(lambda: attach(model, sgd(model), "bsp", node_group="auto"))
+        return error_of(lambda: attach(model, sgd(model), **case))
+
+    for kinds, text in simulated(work, workers=4, workers_per_node=2):
+        assert "AttachError" in kinds
+        assert part in text
+
+
+def test_simulated_nodes_of_one_worker_are_none() -> None:
+    def work(rank: int, size: int) -> Any:
+        model = make_model(rank)
+        sync = attach(model, sgd(model), "bsp", node_group="auto")
+        trace = trained(sync, model, [make_batch(rank, step) for step in range(3)])
+        sync.finish()
+        return trace
+
+    for trace in simulated(work, workers=3):
+        for one, other in zip(trace, bsp_reference(3, "sgd", 3), strict=True):
+            close(one, other)
+
+
+def test_a_transport_without_nodes_is_refused() -> None:
+    def work(rank: int, size: int) -> Any:
+        model = make_model(rank)
+        return error_of(lambda: attach(model, sgd(model), "bsp", node_group="auto", group=Faulty()))
 
     for kinds, text in simulated(work, workers=2):
         assert "AttachError" in kinds
-        assert "the simulator" in text
+        assert "make_nodes" in text
 
 
 def one_dies(rank: int, size: int) -> Any:

@@ -38,6 +38,21 @@ class Node:
         self.everyone.close(together=together)
 
 
+@dataclass(frozen=True, eq=False)
+class NodeEnds:
+    """One worker's communicators where workers are in nodes.
+
+    Attributes:
+        everyone: All workers.
+        inside: Those of its node. Errors of an operation say so.
+        across: It and its counterparts in the other nodes. Has the ``host`` of ``inside``.
+    """
+
+    everyone: Communicator
+    inside: Communicator
+    across: Communicator
+
+
 def open_nodes(
     group: dist.ProcessGroup | Transport | None, node_group: NodeGroup, timeout_seconds: float
 ) -> tuple[Communicator, Node | None]:
@@ -46,20 +61,19 @@ def open_nodes(
     With one worker in each node that is the workers' own communicator, and None.
 
     Args:
-        group: All workers; None is the default group.
+        group: All workers; None is the default group. A transport of one's own must have
+            ``make_nodes(timeout_seconds)``, which gives ``NodeEnds``, as that of the simulator.
         node_group: Those of this worker's node, or "auto": by what torchrun has put into the
-            environment.
+            environment, or as the transport has them.
         timeout_seconds: How long one operation may take.
 
     Raises:
         AttachError: on all workers, naming one whose node is not like the others.
     """
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if hasattr(world if group is None else group, "make_communicator"):
-        raise AttachError(
-            "node_group needs a process group of torch.distributed: a transport of one's own, and "
-            "the simulator, have no nodes of several workers"
-        )
+    transport = world if group is None else group
+    if hasattr(transport, "make_communicator"):
+        return _open_by(transport, node_group, timeout_seconds)
     everyone = open_communicator(group, timeout_seconds, what="offbeat.attach()")
     try:
         assert group is None or isinstance(group, dist.ProcessGroup)
@@ -75,6 +89,30 @@ def open_nodes(
         raise
 
 
+def _open_by(
+    transport: object, node_group: NodeGroup, timeout_seconds: float
+) -> tuple[Communicator, Node | None]:
+    """The nodes of a transport that is no process group of torch."""
+    make = getattr(transport, "make_nodes", None)
+    if make is None:
+        raise AttachError(
+            "node_group needs a process group of torch.distributed: this transport has no nodes "
+            "of several workers (make_nodes)"
+        )
+    if node_group != "auto":
+        raise AttachError(f'node_group must be "auto" with this transport, got {node_group!r}')
+    ends: NodeEnds = make(timeout_seconds)
+    if ends.inside.size == 1:
+        return ends.everyone, None
+    return _nested(ends)
+
+
+def _nested(ends: NodeEnds) -> tuple[Communicator, Node]:
+    inside = Located(ends.inside, "inside the node")
+    between = Located(ends.across, "between nodes")
+    return NodeCommunicator(between, inside.twin()), Node(ends.everyone, inside)
+
+
 def _open(
     group: dist.ProcessGroup | None,
     node_group: NodeGroup,
@@ -85,7 +123,7 @@ def _open(
     place, seconds = node.index(everyone.rank), everyone.timeout_seconds
     host = ThreadHost()  # one for both, for one activity waits for both
     own = GroupFactory.among(group, node) if node_group == "auto" else node_group
-    inside = Located(TorchCommunicator(own, timeout_seconds=seconds, host=host), "inside the node")
+    inside = TorchCommunicator(own, timeout_seconds=seconds, host=host)
     try:
         across: SingleCommunicator | TorchCommunicator = SingleCommunicator(seconds)
         across.host = host
@@ -93,8 +131,7 @@ def _open(
             counterparts = GroupFactory.among(group, [members[place] for members in nodes])
             across = TorchCommunicator(counterparts, timeout_seconds=seconds, host=host)
         try:
-            between = Located(across, "between nodes")
-            return NodeCommunicator(between, inside.twin()), Node(everyone, inside)
+            return _nested(NodeEnds(everyone, inside, across))
         except BaseException:
             across.close()
             raise
