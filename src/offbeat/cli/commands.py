@@ -202,6 +202,9 @@ def plan(
     workers: Annotated[int, typer.Option("--workers", "-n", help="How many.")] = 4,
     latency: Latency = USUAL_LATENCY,
     jitter: Jitter = 0.0,
+    workers_per_node: WorkersPerNode = 1,
+    inside: Inside = None,
+    inside_latency: InsideLatency = None,
     lssr: Annotated[float, typer.Option(help="Share of local steps asked of SelSync.")] = 0.9,
     wire: Annotated[
         Precision | None,
@@ -232,6 +235,8 @@ def plan(
     offbeat plan --parameters 25M --step-time 120ms --workers 16 --bandwidth 5gbit
 
     offbeat plan --model digits --workers 4 --bandwidth 100Mbit/s -s bsp -s diloco:period=50
+
+    offbeat plan --parameters 1B --step-time 1s --workers 32 --workers-per-node 8 --bandwidth 5gbit
 
     torchrun --nproc-per-node 2 -m offbeat.cli plan --model digits --probe
     """

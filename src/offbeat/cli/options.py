@@ -17,7 +17,7 @@ USUAL_LATENCY = "100us"
 Latency = Annotated[str, typer.Option(help="Of one message, as in 50us.")]
 Jitter = Annotated[float, typer.Option(help="Standard deviation of a step, relative to it.")]
 WorkersPerNode = Annotated[
-    int, typer.Option(help="Simulate nodes of so many, which share a link and train as one.")
+    int, typer.Option(help="Nodes of so many, which share a link and train as one.")
 ]
 Inside = Annotated[
     str | None,

@@ -225,8 +225,14 @@ class Iteration:
             return
         self.require_own_model("a training step")
         with self._at_work:
+            self._gradients_are_there()
             self.node.average(index)
         self._averaged.add(index)
+
+    def _gradients_are_there(self) -> None:
+        """The step has been computed, if nothing of it was used before."""
+        if not self._stepped and not self._prepared and not self._averaged:
+            self._host.computed(1.0)
 
     def prepare(self, index: int, *, loss_scale: float = 1.0) -> None:
         """The gradients of optimizer ``index`` are ready, but for a ``loss_scale``. Once a step.
@@ -250,8 +256,7 @@ class Iteration:
             )
         self.average_inside(index)
         with self._at_work:
-            if not self._stepped and not self._prepared:
-                self._host.computed(1.0)
+            self._gradients_are_there()
             self._order.append(index)
             count = len(worker.parts)
             last = count == 1 or len({*self._stepped, *self._prepared, index}) == count
