@@ -20,7 +20,7 @@ from offbeat.training.backward import Backward
 from offbeat.training.change import GradientChange
 from offbeat.training.companion import Companions
 from offbeat.training.finite import Finite
-from offbeat.training.node import NodeMean
+from offbeat.training.node import NodeBuffers
 from offbeat.training.rounds import Rounds
 
 
@@ -149,7 +149,7 @@ class Iteration:
         companions: Companions,
         finite: Finite,
         completed: Callable[[bool], None],
-        node: NodeMean | None = None,
+        node: NodeBuffers | None = None,
     ) -> None:
         self.strategy, self._worker, self.node = strategy, worker, node
         self._completed = completed
