@@ -12,13 +12,11 @@ from torch import Tensor, nn
 
 import offbeat
 import offbeat.fabric.nodes
-import offbeat.training.synchronizer
 from loops import Faulty, attach, bits, close, error_of, everything, sgd
 from offbeat.fabric.nested import NodeCommunicator
 from offbeat.fabric.nodes import layout
 from offbeat.fabric.recording import Recording
 from offbeat.fabric.single import SingleCommunicator
-from offbeat.training.node import NodeMean
 from problems import bsp_reference, flat, loss_of, make_batch, make_model, make_wide, train_step
 from workers import run
 from worlds import simulated
@@ -298,48 +296,43 @@ def large(seed: int) -> nn.Sequential:
 def overlapped(rank: int) -> Any:
     """The means of two buckets leave during backward; in later steps that has two passes."""
     began: list[int] = []
-
-    class Watched(NodeMean):
-        def start(self, bucket: int) -> bool:
-            began.append(bucket)
-            return super().start(bucket)
-
-    offbeat.training.synchronizer.NodeMean = Watched  # type: ignore[misc]
     model = large(rank)
     optimizer = sgd(model)
     sync = attach(model, optimizer, "local:period=1", node_group="auto")
+    node = sync._iteration.node
+    start = node.start
+
+    def watched(bucket: int) -> bool:
+        began.append(bucket)
+        return bool(start(bucket))
+
+    node.start = watched
     for step, passes in enumerate((1, 2, 2)):
         optimizer.zero_grad()
         for half in range(passes):
             loss_of(model, make_batch(rank, 2 * step + half)).backward()
         optimizer.step()
     sync.finish()
-    offbeat.training.synchronizer.NodeMean = NodeMean  # type: ignore[misc]
     return began, flat(model)
 
 
-def several(rank: int) -> Any:
-    """Two optimizers, which step in turn; and all workers in one node, and in four."""
-    found = []
-    for text, workers in (("local:period=1", 2), ("local:period=4", 4), ("bsp", 1)):
-        os.environ.update(LOCAL_RANK=str(rank % workers), LOCAL_WORLD_SIZE=str(workers))
-        model = make_model(rank)
-        halves = list(model[:1].parameters()), list(model[1:].parameters())
-        optimizers = [torch.optim.SGD(half, lr=0.05) for half in halves]
-        sync = attach(model, optimizers, text, node_group="auto")
-        for step in range(STEPS):
-            model.zero_grad()
-            loss_of(model, make_batch(rank, step)).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-        sync.finish()
-        found.append(flat(model))
-    return found
+def several(rank: int, size: int, text: str) -> Any:
+    """Two optimizers, which step in turn."""
+    model = make_model(rank)
+    halves = list(model[:1].parameters()), list(model[1:].parameters())
+    optimizers = [torch.optim.SGD(half, lr=0.05) for half in halves]
+    sync = attach(model, optimizers, text, node_group="auto")
+    for step in range(STEPS):
+        model.zero_grad()
+        loss_of(model, make_batch(rank, step)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    sync.finish()
+    return flat(model)
 
 
 def uneven_nodes(rank: int) -> Any:
     """The second node has two batches less than the first."""
-    in_environment(rank)
     model = make_model(rank)
     optimizer = sgd(model)
     with attach(model, optimizer, "local:period=2", node_group="auto") as sync:
@@ -370,15 +363,13 @@ def left_behind(rank: int) -> Any:
 
 
 def more(rank: int, size: int) -> Any:
-    in_environment(rank)
-    found = lossy(rank), scaled(rank), overlapped(rank), several(rank), uneven_nodes(rank)
-    return *found, left_behind(rank)
+    return lossy(rank), scaled(rank), overlapped(rank), uneven_nodes(rank)
 
 
 @pytest.fixture(scope="module")
 def found() -> list[Any]:
-    """One start of processes for all of these."""
-    return run(more, workers=4)
+    """In the simulator, which gives what processes give: see above."""
+    return simulated(more, workers=4, workers_per_node=2)
 
 
 def test_a_lossy_wire_keeps_a_node_equal(found: list[Any]) -> None:
@@ -416,24 +407,42 @@ def test_means_inside_the_node_leave_during_backward(found: list[Any]) -> None:
         close(final, flat(model))
 
 
-def test_any_number_of_workers_in_a_node_and_of_optimizers(found: list[Any]) -> None:
+@pytest.mark.parametrize(
+    ("text", "workers"), [("local:period=1", 2), ("local:period=4", 4), ("bsp", 1)]
+)
+def test_any_number_of_workers_in_a_node_and_of_optimizers(text: str, workers: int) -> None:
     """A lone node is DDP, and nodes of one worker are none."""
     expected = bsp_reference(4, "sgd", STEPS)[-1]
-    for one in found:
-        assert [float((final - expected).abs().max()) < 1e-12 for final in one[3]] == [True] * 3
+    for final in simulated(several, text, workers=4, workers_per_node=workers):
+        close(final, expected)
 
 
 def test_nodes_may_take_different_numbers_of_steps(found: list[Any]) -> None:
-    assert [one[4][0] for one in found] == [7, 7, 5, 5]
+    assert [one[3][0] for one in found] == [7, 7, 5, 5]
     for one in found:
-        assert torch.equal(one[4][1], found[0][4][1])
+        assert torch.equal(one[3][1], found[0][3][1])
 
 
-def test_nothing_is_left_behind(found: list[Any]) -> None:
-    """No thread and no descriptor of the communicators."""
-    for one in found:
-        before, after = one[5]
-        assert all(a <= b for a, b in zip(after, before, strict=True)), (before, after)
+def left(rank: int, size: int) -> Any:
+    """What is left; then a lossy wire, and a lone node, which is made in another way."""
+    found = [left_behind(rank)]
+    in_environment(rank)
+    coded = lossy(rank)
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="4")
+    final = several(rank, size, "local:period=4")
+    return found, final, coded
+
+
+def test_nothing_is_left_behind() -> None:
+    """No thread and no descriptor of the communicators; and more on the real processes."""
+    expected = bsp_reference(4, "sgd", STEPS)[-1]
+    results = run(left, workers=4)
+    for rank, (found, final, coded) in enumerate(results):
+        close(final, expected)
+        assert torch.equal(coded[0], results[rank ^ 1][2][0]), "of its node, after every step"
+        assert torch.equal(coded[1], results[0][2][1])
+        for before, after in found:
+            assert all(a <= b for a, b in zip(after, before, strict=True)), (before, after)
 
 
 # -- errors ---------------------------------------------------------------------------------------
