@@ -16,7 +16,8 @@ from offbeat import BSP, AsyncAveraging, LocalSGD, SelSync, StreamingAveraging, 
 from offbeat.lab.measure import measure_recipe
 from offbeat.plan import HEADINGS, IDLE_LIMIT, LOST_STEPS, Plan, plan
 from offbeat.strategies import STRATEGIES
-from offbeat.strategies.forecast import Forecast, expected_maximum
+from offbeat.strategies.forecast import Forecast
+from offbeat.strategies.node_costs import maximum_of_normals
 
 # 4 workers, 100 MB, 1 Gbit/s = 125 MB/s, 100 us, 100 ms a step
 MERGE = 6 * (12 * 1e-4 + 100e6 / (4 * 125e6))  # 2(N−1)·(α + S/(N·B)) in 12 buckets: 1.2072 s
@@ -463,13 +464,65 @@ def test_a_single_worker_waits_for_nobody() -> None:
         assert (row.step_seconds, row.throughput, row.idle, row.payload_bytes) == (0.1, 1, 0, 0)
 
 
+NODES: dict[str, Any] = dict(
+    workers=8, workers_per_node=2, inside="10Gbit/s", inside_latency="10us", parameters="100k"
+)
+
+
+def test_nodes_by_hand() -> None:
+    """4 nodes of 2 at 1.25 GB/s inside: t and a mean of the node's gradients, then a worker's."""
+    inside = 2 * 1 * (10e-6 + (400e3 + 4 * 3) / (2 * 1.25e9))  # one bucket, three numbers
+    put_together = 10e-6 + 400e3 / 2 / 1.25e9
+    mean = 6 * (1e-4 + 400e3 / (4 * 125e6)) + put_together
+    roll = 6 * (1e-4 + 56 / (4 * 125e6)) + 10e-6 + 28 / 1.25e9
+    row = one("local:period=8", **NODES)
+    step = 0.1 + inside + (roll + mean) / 8
+    assert row.step_seconds == pytest.approx(step, rel=1e-12)
+    assert row.idle == pytest.approx(1 - (0.1 + inside) / step, abs=1e-12)
+    assert row.throughput == pytest.approx(8 * 0.1 / step)
+    assert row.payload_bytes == pytest.approx((400e3 + 56) / 2 / 8)
+    result = plan(**{**CASE, **NODES})
+    assert result.node_step_seconds == pytest.approx(0.1 + inside)
+    assert "between nodes of 2 with 10 Gbit/s" in result.caption()
+    kinds = {row.strategy.split(":")[0] for row in result.rows}
+    assert kinds == {"bsp", "local", "selsync", "async"}, "what depends on time is left out"
+    assert not text("async:schedule=eager", result)
+
+
+def test_the_slowest_worker_of_a_node_sets_its_pace() -> None:
+    """Of two with 10 % of jitter: 0.1/√π more, and √(1 − 1/π) of the spread."""
+    result = plan(**{**CASE, **NODES}, jitter=0.1, strategies=["local:period=1"])
+    inside = 2 * (10e-6 + (400e3 + 12) / (2 * 1.25e9))
+    alone = 0.1 * (1 + 0.1 / math.sqrt(math.pi)) + inside
+    assert result.node_step_seconds == pytest.approx(alone)
+    calm = plan(**{**CASE, **NODES}, strategies=["local:period=1"])
+    added = result.rows[0].step_seconds - calm.rows[0].step_seconds
+    z = maximum_of_normals(4)[0]
+    spread = 0.1 * 0.1 * math.sqrt(1 - 1 / math.pi)
+    assert added == pytest.approx(0.1 * 0.1 / math.sqrt(math.pi) + spread * z)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"workers": 9}, "workers=9 do not fill nodes of workers_per_node=2"),
+        ({"workers_per_node": 1}, "inside needs nodes"),
+        ({"strategies": ["streaming"]}, "would get different models: streaming"),
+        ({"wire": "auto", "strategies": ["bsp"]}, 'wire="auto" chooses'),
+    ],
+)
+def test_nodes_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, offbeat.AttachError), match=message):
+        plan(**{**CASE, **NODES, **changes})
+
+
 @pytest.mark.parametrize(
     ("workers", "value"),
     [(1, 0.0), (2, 1 / math.sqrt(math.pi)), (3, 1.5 / math.sqrt(math.pi)), (100, 2.5075936)],
 )
 def test_expected_maximum_of_normals(workers: int, value: float) -> None:
     """The known values (order statistics of the normal distribution)."""
-    assert expected_maximum(workers) == pytest.approx(value, abs=1e-7)
+    assert maximum_of_normals(workers)[0] == pytest.approx(value, abs=1e-7)
 
 
 @pytest.mark.parametrize("workers", [2, 4, 16, 64])

@@ -27,7 +27,9 @@ def run(function: Callable[..., Any], *args: Any, workers: int, seconds: float =
     return simulated(function, *args, workers=workers)
 
 
-def simulated(function: Callable[..., Any], *args: Any, workers: int) -> list[Any]:
+def simulated(
+    function: Callable[..., Any], *args: Any, workers: int, workers_per_node: int = 1
+) -> list[Any]:
     """The same on simulated workers, whatever the world."""
 
     def worker() -> Any:
@@ -40,7 +42,7 @@ def simulated(function: Callable[..., Any], *args: Any, workers: int) -> list[An
         return simulate(
             worker,
             workers=workers,
-            network=Network("100Mbit/s", latency="100us"),
+            network=Network("100Mbit/s", latency="100us", workers_per_node=workers_per_node),
             compute=Compute("5ms", jitter=0.3),
         ).results
     finally:

@@ -9,6 +9,9 @@ import math
 
 from offbeat.arguments import require_integer
 
+USUAL_INSIDE, USUAL_INSIDE_LATENCY = "100Gbit/s", "10us"
+"""Of the network inside a node of several workers, where nothing else is said."""
+
 FORWARD_SHARE = 1 / 3
 """Of a step's computing, what comes before backward: a backward costs two forwards."""
 

@@ -12,6 +12,7 @@ from typing import Any
 from offbeat.arguments import require_integer, require_number
 from offbeat.fabric.choice import MOST_WAITING, PRECISIONS
 from offbeat.fabric.wire import Precision, require_precision
+from offbeat.simulate import Network
 from offbeat.strategies import (
     BSP,
     STRATEGIES,
@@ -22,14 +23,15 @@ from offbeat.strategies import (
     parse_strategy,
 )
 from offbeat.strategies.forecast import FAR_APART, Costs, Forecast, number, percent
+from offbeat.strategies.node_costs import NodeCosts
+from offbeat.strategies.nodes import between_nodes
 from offbeat.table import Table
-from offbeat.training.attach import require_wire
+from offbeat.training.attach import require_nodes, require_wire
 from offbeat.units import (
     parse_count,
     show_bandwidth,
     show_bytes,
     show_seconds,
-    to_bandwidth,
     to_seconds,
 )
 
@@ -59,8 +61,13 @@ class Plan:
         parameters: Numbers that are averaged.
         step_seconds: One step computed alone, t.
         workers: N.
-        bandwidth: Bits a second, of every worker's link in each direction.
+        bandwidth: Bits a second, of every worker's or node's link in each direction.
         latency_seconds: α.
+        workers_per_node: L.
+        inside: Bits a second, of every worker's link inside its node; None without nodes.
+        inside_latency_seconds: α there; likewise.
+        node_step_seconds: One step of a node that meets no others, with the mean of its gradients;
+            t without nodes.
         jitter: Standard deviation of a step / t.
         wire: Of ``attach``.
         model_bytes: M, before compression.
@@ -75,6 +82,10 @@ class Plan:
     workers: int
     bandwidth: float
     latency_seconds: float
+    workers_per_node: int
+    inside: float | None
+    inside_latency_seconds: float | None
+    node_step_seconds: float
     jitter: float
     wire: Precision
     model_bytes: float
@@ -99,11 +110,18 @@ class Plan:
         """The question, in one line."""
         jitter = f" ± {100 * self.jitter:g} %" if self.jitter else ""
         wire = f" sent as {self.wire}" if self.wire != "float32" else ""
+        nodes = ""
+        if self.inside is not None and self.inside_latency_seconds is not None:
+            nodes = (
+                f" between nodes of {self.workers_per_node} with {show_bandwidth(self.inside)}, "
+                f"latency {show_seconds(self.inside_latency_seconds)}, which step every "
+                f"{show_seconds(self.node_step_seconds)} alone"
+            )
         return (
             f"{self.parameters:,.0f} parameters ({show_bytes(self.model_bytes)}){wire}, "
             f"{show_seconds(self.step_seconds)}{jitter} a step, {self.workers} workers, "
-            f"{show_bandwidth(self.bandwidth)}, latency {show_seconds(self.latency_seconds)}; "
-            "predicted, not measured"
+            f"{show_bandwidth(self.bandwidth)}, latency {show_seconds(self.latency_seconds)}"
+            f"{nodes}; predicted, not measured"
         )
 
     def table(self) -> Table:
@@ -140,6 +158,9 @@ def plan(
     bytes_per_parameter: float = 4,
     lssr: float = 0.9,
     strategies: Sequence[str | Strategy] | None = None,
+    workers_per_node: int = 1,
+    inside: float | str | None = None,
+    inside_latency: float | str | None = None,
 ) -> Plan:
     """Predict the time of a step under each strategy.
 
@@ -169,6 +190,13 @@ def plan(
        ones, the first in the order of ``offbeat strategies``, those of one's own last; of equal
        ones of AsyncAveraging the cyclic.
 
+    **Nodes** of L workers, as ``attach(..., node_group=…)`` trains them: a node takes a step when
+    the slowest of its workers has computed and the mean of their gradients is there, in buckets
+    that leave during backward. Between nodes the strategy is forecast for N/L workers that take so
+    long, and each worker sends 1/L of what it sends. "Idle" is waiting for other nodes, as in
+    ``Stats``; the speed-up knows both. Of the strategies above those that depend on when messages
+    arrive are left out.
+
     SelSync sends as much as LocalSGD(1/(1−LSSR)), but at other steps. What that gains is in the
     metric, not in the time, so the rule rarely picks it.
 
@@ -186,8 +214,13 @@ def plan(
             ``delta``.
         strategies: Forecast these instead, as text or objects; your own, too, if they define
             ``forecast``.
+        workers_per_node: L (≥ 1), a divisor of ``workers``. Then ``bandwidth`` and ``latency`` are
+            those of a node's link, which its workers share.
+        inside: Of each worker's link inside its node, in each direction; None is "100Gbit/s".
+        inside_latency: α there; None is "10us".
 
     Raises:
+        AttachError: a strategy that cannot train in nodes.
         TypeError: an argument of the wrong type.
         ValueError: an impossible value, a strategy that has no forecast, or one that cannot use
             the ``wire``; the message shows the right form.
@@ -204,18 +237,37 @@ def plan(
     count = parse_count(parameters) if isinstance(parameters, str) else parameters
     _require_positive("parameters", count, "like 25e6 or 25M")
     _require_positive("bytes_per_parameter", bytes_per_parameter, "like 4")
-    bits = to_bandwidth(bandwidth)
-    costs = Costs(
+    network = Network(
+        bandwidth,
+        latency,
+        workers_per_node=workers_per_node,
+        inside=inside,
+        inside_latency=inside_latency,
+    )
+    if workers % workers_per_node:
+        raise ValueError(
+            f"workers={workers} do not fill nodes of workers_per_node={workers_per_node}"
+        )
+    alone = Costs(
         workers=workers,
         step_seconds=to_seconds(step_time),
-        bytes_per_second=bits / 8,
-        latency_seconds=to_seconds(latency, allow_zero=True),
+        bytes_per_second=network.bandwidth / 8,
+        latency_seconds=network.latency,
         model_bytes=float(bytes_per_parameter * count),
         jitter=jitter,
         bytes_per_parameter=bytes_per_parameter,
         wire="float32" if wire in (None, "auto") else wire,
         lssr=lssr,
     )
+    costs = alone
+    if network.inside is not None and network.inside_latency is not None:
+        node = NodeCosts(
+            workers=workers_per_node,
+            bytes_per_second=network.inside / 8,
+            latency_seconds=network.inside_latency,
+            step_seconds=alone.step_seconds,
+        )
+        costs = between_nodes(alone, node)
     if strategies is None:
         strategies = list(_suggestions(costs, wire))
     elif isinstance(strategies, str) or not strategies:
@@ -224,10 +276,14 @@ def plan(
     chosen, reason = _recommend(candidates, costs)
     return Plan(
         parameters=count,
-        step_seconds=costs.step_seconds,
+        step_seconds=alone.step_seconds,
         workers=workers,
-        bandwidth=bits,
-        latency_seconds=costs.latency_seconds,
+        bandwidth=network.bandwidth,
+        latency_seconds=network.latency,
+        workers_per_node=workers_per_node,
+        inside=network.inside,
+        inside_latency_seconds=network.inside_latency,
+        node_step_seconds=costs.step_seconds,
         jitter=jitter,
         wire=wire or "float32",
         model_bytes=costs.model_bytes,
@@ -247,6 +303,8 @@ def _candidate(chosen: str | Strategy, costs: Costs, wire: Precision | None) -> 
         raise TypeError(f"a strategy is text like local:period=8, or a Strategy; got {chosen!r}")
     strategy = parse_strategy(chosen) if isinstance(chosen, str) else chosen
     require_wire(wire or strategy.default_wire, strategy)
+    if costs.node is not None:
+        require_nodes(strategy, wire or strategy.default_wire, None, continues=False)
     return strategy, replace(_forecast(strategy, costs, wire), strategy=str(chosen).strip())
 
 
@@ -291,10 +349,13 @@ def _suggestions(costs: Costs, wire: Precision | None) -> Iterator[str]:
     yield from (f"local:period={period}" for period in sorted(periods))
     yield f"selsync:target_lssr={costs.lssr:g}"
     usual = StreamingAveraging()
-    yield str(replace(usual, staleness=_smallest(usual.staleness, stream_is_enough)))
+    if costs.node is None:
+        yield str(replace(usual, staleness=_smallest(usual.staleness, stream_is_enough)))
     merge = costs.merge_seconds(costs.model_bytes, math.inf)
     cycle = costs.steps_for(costs.merge_seconds(costs.model_bytes, math.inf, costs.roll_seconds))
     yield f"async:staleness={2 * _smallest(cycle, cycle_is_enough)}"
+    if costs.node is not None:  # eager schedules depend on when messages arrive
+        return
     # Own steps past P are at most a roll and two merges, rounded up to step boundaries. Workers
     # out of step see each of the three end up to one boundary later.
     most = costs.steps_for(costs.roll_seconds) + 2 * costs.steps_for(merge) + 3
@@ -346,7 +407,7 @@ def _recommend(candidates: Sequence[_Candidate], costs: Costs) -> tuple[Forecast
 
 def _why_bsp(bsp: Forecast, costs: Costs) -> str:
     if costs.workers == 1:
-        return "a single worker has nobody to wait for"
+        return f"a single {'worker' if costs.node is None else 'node'} has nobody to wait for"
     waits = f"BSP waits {percent(bsp.idle)} of the time"
     if bsp.idle <= NEXT_TO_NOTHING:
         return f"exact synchronous training costs almost nothing here, {waits}"

@@ -179,6 +179,47 @@ def test_mistakes_in_a_simulation_are_one_line(
     assert re.fullmatch(f"error: {message}\n", err)
 
 
+@pytest.mark.parametrize("command", ["simulate digits", "compare digits -s bsp --simulate"])
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--workers-per-node 3", "workers=4 do not fill nodes of workers_per_node=3"),
+        ("--workers-per-node 0", "workers_per_node must be at least 1, got 0"),
+        ("--inside 1Gbit/s", "inside needs nodes of several workers: give workers_per_node"),
+        ("--workers-per-node 2 -s streaming", "the workers of a node would get different .*"),
+    ],
+)
+def test_mistakes_in_nodes_are_one_line(
+    argv: str, message: str, command: str, idle_call: Call
+) -> None:
+    code, out, err = idle_call(*command.split(), *argv.split())
+    assert code in (1, 2)
+    assert out == ""
+    assert re.fullmatch(f"error: {message}\n", err)
+
+
+@pytest.mark.parametrize("option", ["--workers-per-node 2", "--inside 1Gbit/s"])
+def test_nodes_are_simulated(option: str, idle_call: Call) -> None:
+    code, _, err = idle_call(*["compare", "digits", "-s", "bsp"], *option.split())
+    assert code == 2
+    assert "is for simulated workers; add --simulate" in err
+
+
+def test_simulate_nodes(call: Call, tmp_path: Path) -> None:
+    """Two nodes of two train as two workers of twice the batch, and the result says so."""
+    argv = ("simulate", "digits", "-s", "local:period=2", "--workers", "4", "--epochs", "0.2")
+    told = tmp_path / "run.json"
+    nodes = ("--workers-per-node", "2", "--inside", "10Gbit/s", "--json", str(told))
+    code, out, err = call(*argv, *PLACE, *nodes)
+    assert (code, err) == (0, "")
+    assert "4 workers (simulated), 200 Mbit/s between nodes of 2" in one_line(table(out))
+    run = json.loads(told.read_text())
+    assert run["configuration"]["network"]["inside"] == 1e10
+    stats = run["stats"]
+    assert stats[0]["payload_bytes"] == stats[1]["payload_bytes"] > 0
+    assert any(span["inside"] and "gradients" in span["what"] for span in run["timeline"])
+
+
 def test_shaped_links_are_refused_where_they_cannot_be(
     idle_call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,8 @@ from offbeat.means.gradient_mean import gradient_buckets
 from offbeat.means.replica import make_buckets
 from offbeat.strategies import STRATEGIES, Strategy, parse_strategy
 from offbeat.strategies.forecast import Costs
+from offbeat.strategies.node_costs import NodeCosts
+from offbeat.strategies.nodes import between_nodes
 
 STEP, LATENCY = 0.05, 0.001
 SLOW, FAST = 8e6, 80e6  # bits a second: a mean of the model takes a few steps, or less than one
@@ -57,6 +59,10 @@ class Row:
         return f"{self.text} at {self.bandwidth / 1e6:g} Mbit/s{buckets}"
 
 
+INSIDE = 400e6  # bits a second, of the links in a node
+NODE = NodeCosts(
+    workers=2, bytes_per_second=INSIDE / 8, latency_seconds=LATENCY / 10, step_seconds=STEP
+)
 W = 516 / 2048  # of int8
 TWO, FOUR = 65_536, 32_768  # bytes of buckets: the model in two, or in four
 
@@ -135,13 +141,15 @@ def measure(
     settle: int,
     steps: int,
     jitter: float = 0.0,
+    nodes: bool = False,
 ) -> tuple[float, float, float]:
     """Seconds, idle share and bytes of a step of the worker that is slowest."""
 
     def worker() -> tuple[float, float, float]:
         model = Model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        sync = offbeat.attach(model, optimizer, strategy, wire=wire)
+        group: Any = "auto" if nodes else None
+        sync = offbeat.attach(model, optimizer, strategy, wire=wire, node_group=group)
         totals = []
         for step in range(settle + steps):
             optimizer.zero_grad()
@@ -155,7 +163,9 @@ def measure(
         elapsed, waited, sent = (after - before for before, after in zip(*totals, strict=True))
         return elapsed / steps, waited / elapsed, sent / steps
 
-    network, compute = Network(bandwidth, latency=LATENCY), Compute(STEP, jitter=jitter)
+    inside = {"workers_per_node": 2, "inside": INSIDE, "inside_latency": LATENCY / 10}
+    network = Network(bandwidth, latency=LATENCY, **(inside if nodes else {}))
+    compute = Compute(STEP, jitter=jitter)
     return max(simulate(worker, workers=workers, network=network, compute=compute).results)
 
 
@@ -171,7 +181,7 @@ def costs_of(**changes: Any) -> Costs:
 
 
 def compare(
-    row: Row, workers: int, wire: Any, monkeypatch: pytest.MonkeyPatch
+    row: Row, workers: int, wire: Any, monkeypatch: pytest.MonkeyPatch, *, nodes: bool = False
 ) -> tuple[float, float]:
     """Bytes of a step, forecast and found; seconds and idle share are checked."""
     strategy = parse_strategy(row.text)
@@ -183,10 +193,17 @@ def compare(
         monkeypatch.setattr("offbeat.means.in_flight.make_buckets", smaller)
         smaller_gradients = partial(gradient_buckets, bucket_bytes=row.bucket)
         monkeypatch.setattr("offbeat.strategies.worker.gradient_buckets", smaller_gradients)
-    told = strategy.forecast(costs_of(workers=workers, wire=wire, **changes))
+    costs = costs_of(workers=workers, wire=wire, **changes)
+    told = strategy.forecast(between_nodes(costs, NODE) if nodes else costs)
     settle, steps = (-(-least // row.cycle) * row.cycle for least in (8, 16))
     seconds, idle, sent = measure(
-        strategy, workers=workers, wire=wire, bandwidth=row.bandwidth, settle=settle, steps=steps
+        strategy,
+        workers=workers,
+        wire=wire,
+        bandwidth=row.bandwidth,
+        settle=settle,
+        steps=steps,
+        nodes=nodes,
     )
     assert told.step_seconds == pytest.approx(seconds, rel=row.within)
     assert told.idle == pytest.approx(idle, abs=row.within)
@@ -240,6 +257,33 @@ def test_servers_agree_over_a_lossy_wire(
     told, sent = compare(row, workers, wire, monkeypatch)
     if "servers" not in row.text:
         assert told == pytest.approx(sent, rel=1e-9)
+
+
+PIPED = "over a lossy wire parts of one bucket are put together while the next one travels"
+IN_NODES = [
+    Row("bsp", bucket=FOUR, within=0.01, why=PIPED),
+    Row("local:period=6", 6, bucket=FOUR),
+    Row("selsync:delta=inf,max_interval=4", 4),
+    Row("async:staleness=6", 3, bucket=FOUR),
+    Row("diloco:period=6,fragments=2,overlap=2", 6, FAST),
+    Row("bsp"),
+    Row("local:period=1"),
+    Row("fedavg:period=4,fraction=0.5", 4),
+    Row("selsync:delta=inf,max_interval=4,aggregate=gradients", 4, bucket=FOUR),
+    Row("streaming:parts=2,schedule=cyclic,staleness=8", 4, FAST),
+    Row("diloco:period=6", 6),
+]
+
+
+@pytest.mark.parametrize("wire", ["float32", pytest.param("int8", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("row", some(IN_NODES, 0, 1, 2, 3, 4), ids=str)
+def test_nodes_agree_with_the_simulator(
+    row: Row, wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two nodes of two; each worker sends half of what a node does."""
+    told, sent = compare(row, 4, wire, monkeypatch, nodes=True)
+    left_out = 8 * TENSORS if parse_strategy(row.text).averages == "gradients" else 0
+    assert sent - left_out - 1 <= told <= sent + 1
 
 
 def test_every_strategy_is_forecast() -> None:

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 import offbeat
 import offbeat.fabric.nodes
-import offbeat.training.synchronizer
-from loops import attach, bits, close, error_of, everything, sgd
+from loops import Faulty, attach, bits, close, error_of, everything, sgd
 from offbeat.fabric.nested import NodeCommunicator
 from offbeat.fabric.nodes import layout
 from offbeat.fabric.recording import Recording
-from offbeat.training.node import NodeMean
+from offbeat.fabric.single import SingleCommunicator
 from problems import bsp_reference, flat, loss_of, make_batch, make_model, make_wide, train_step
 from workers import run
 from worlds import simulated
@@ -65,12 +64,13 @@ def across(made: list[Recording]) -> tuple[int, int]:
 # -- values ---------------------------------------------------------------------------------------
 
 
-def of_a_node(rank: int, size: int) -> Any:
+def of_a_node(rank: int, size: int, listens: bool = True) -> Any:
     """Of every strategy: the model after each step and at the end, bytes, and what was decided."""
-    in_environment(rank)
+    if listens:  # a process of its own
+        in_environment(rank)
     found = []
     for text in TEXTS:
-        made = listened()
+        made = listened() if listens else [Recording(SingleCommunicator(1.0))]
         model = make_model(rank)
         sync = attach(model, sgd(model), text, node_group="auto")
         before = across(made)
@@ -107,7 +107,10 @@ def of_one_worker(rank: int, size: int, text: str) -> Any:
 
 
 def test_a_node_is_one_worker_that_has_the_data_of_all_of_its_own() -> None:
-    """In every step, at the end, and in what is decided; its workers have the same bits."""
+    """In every step, at the end, and in what is decided; its workers have the same bits.
+
+    On real processes, and the same on simulated ones.
+    """
     results = run(of_a_node, workers=4)
     for i, text in enumerate(TEXTS):
         plain = simulated(of_one_worker, text, workers=2)
@@ -131,6 +134,12 @@ def test_a_node_is_one_worker_that_has_the_data_of_all_of_its_own() -> None:
     for i in (0, 1):
         for one, other in zip(results[3][i][0], reference, strict=True):
             close(one, other, 1e-12)
+    virtual = simulated(of_a_node, False, workers=4, workers_per_node=2)
+    for real, other in zip(results, virtual, strict=True):
+        for one, same in zip(real, other, strict=True):
+            for a, b in zip([*one[0], one[1]], [*same[0], same[1]], strict=True):
+                close(a, b, 1e-11)
+            assert one[3:] == same[3:], "bytes and decisions"
 
 
 # -- the rest of the front door -------------------------------------------------------------------
@@ -287,48 +296,43 @@ def large(seed: int) -> nn.Sequential:
 def overlapped(rank: int) -> Any:
     """The means of two buckets leave during backward; in later steps that has two passes."""
     began: list[int] = []
-
-    class Watched(NodeMean):
-        def start(self, bucket: int) -> bool:
-            began.append(bucket)
-            return super().start(bucket)
-
-    offbeat.training.synchronizer.NodeMean = Watched  # type: ignore[misc]
     model = large(rank)
     optimizer = sgd(model)
     sync = attach(model, optimizer, "local:period=1", node_group="auto")
+    node = sync._iteration.node
+    start = node.start
+
+    def watched(bucket: int) -> bool:
+        began.append(bucket)
+        return bool(start(bucket))
+
+    node.start = watched
     for step, passes in enumerate((1, 2, 2)):
         optimizer.zero_grad()
         for half in range(passes):
             loss_of(model, make_batch(rank, 2 * step + half)).backward()
         optimizer.step()
     sync.finish()
-    offbeat.training.synchronizer.NodeMean = NodeMean  # type: ignore[misc]
     return began, flat(model)
 
 
-def several(rank: int) -> Any:
-    """Two optimizers, which step in turn; and all workers in one node, and in four."""
-    found = []
-    for text, workers in (("local:period=1", 2), ("local:period=4", 4), ("bsp", 1)):
-        os.environ.update(LOCAL_RANK=str(rank % workers), LOCAL_WORLD_SIZE=str(workers))
-        model = make_model(rank)
-        halves = list(model[:1].parameters()), list(model[1:].parameters())
-        optimizers = [torch.optim.SGD(half, lr=0.05) for half in halves]
-        sync = attach(model, optimizers, text, node_group="auto")
-        for step in range(STEPS):
-            model.zero_grad()
-            loss_of(model, make_batch(rank, step)).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-        sync.finish()
-        found.append(flat(model))
-    return found
+def several(rank: int, size: int, text: str) -> Any:
+    """Two optimizers, which step in turn."""
+    model = make_model(rank)
+    halves = list(model[:1].parameters()), list(model[1:].parameters())
+    optimizers = [torch.optim.SGD(half, lr=0.05) for half in halves]
+    sync = attach(model, optimizers, text, node_group="auto")
+    for step in range(STEPS):
+        model.zero_grad()
+        loss_of(model, make_batch(rank, step)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    sync.finish()
+    return flat(model)
 
 
 def uneven_nodes(rank: int) -> Any:
     """The second node has two batches less than the first."""
-    in_environment(rank)
     model = make_model(rank)
     optimizer = sgd(model)
     with attach(model, optimizer, "local:period=2", node_group="auto") as sync:
@@ -359,15 +363,13 @@ def left_behind(rank: int) -> Any:
 
 
 def more(rank: int, size: int) -> Any:
-    in_environment(rank)
-    found = lossy(rank), scaled(rank), overlapped(rank), several(rank), uneven_nodes(rank)
-    return *found, left_behind(rank)
+    return lossy(rank), scaled(rank), overlapped(rank), uneven_nodes(rank)
 
 
 @pytest.fixture(scope="module")
 def found() -> list[Any]:
-    """One start of processes for all of these."""
-    return run(more, workers=4)
+    """In the simulator, which gives what processes give: see above."""
+    return simulated(more, workers=4, workers_per_node=2)
 
 
 def test_a_lossy_wire_keeps_a_node_equal(found: list[Any]) -> None:
@@ -405,42 +407,62 @@ def test_means_inside_the_node_leave_during_backward(found: list[Any]) -> None:
         close(final, flat(model))
 
 
-def test_any_number_of_workers_in_a_node_and_of_optimizers(found: list[Any]) -> None:
+@pytest.mark.parametrize(
+    ("text", "workers"), [("local:period=1", 2), ("local:period=4", 4), ("bsp", 1)]
+)
+def test_any_number_of_workers_in_a_node_and_of_optimizers(text: str, workers: int) -> None:
     """A lone node is DDP, and nodes of one worker are none."""
     expected = bsp_reference(4, "sgd", STEPS)[-1]
-    for one in found:
-        assert [float((final - expected).abs().max()) < 1e-12 for final in one[3]] == [True] * 3
+    for final in simulated(several, text, workers=4, workers_per_node=workers):
+        close(final, expected)
 
 
 def test_nodes_may_take_different_numbers_of_steps(found: list[Any]) -> None:
-    assert [one[4][0] for one in found] == [7, 7, 5, 5]
+    assert [one[3][0] for one in found] == [7, 7, 5, 5]
     for one in found:
-        assert torch.equal(one[4][1], found[0][4][1])
+        assert torch.equal(one[3][1], found[0][3][1])
 
 
-def test_nothing_is_left_behind(found: list[Any]) -> None:
-    """No thread and no descriptor of the communicators."""
-    for one in found:
-        before, after = one[5]
-        assert all(a <= b for a, b in zip(after, before, strict=True)), (before, after)
+def left(rank: int, size: int) -> Any:
+    """What is left; then a lossy wire, and a lone node, which is made in another way."""
+    found = [left_behind(rank)]
+    in_environment(rank)
+    coded = lossy(rank)
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="4")
+    final = several(rank, size, "local:period=4")
+    return found, final, coded
+
+
+def test_nothing_is_left_behind() -> None:
+    """No thread and no descriptor of the communicators; and more on the real processes."""
+    expected = bsp_reference(4, "sgd", STEPS)[-1]
+    results = run(left, workers=4)
+    for rank, (found, final, coded) in enumerate(results):
+        close(final, expected)
+        assert torch.equal(coded[0], results[rank ^ 1][2][0]), "of its node, after every step"
+        assert torch.equal(coded[1], results[0][2][1])
+        for before, after in found:
+            assert all(a <= b for a, b in zip(after, before, strict=True)), (before, after)
 
 
 # -- errors ---------------------------------------------------------------------------------------
 
 
+CASES: list[dict[str, Any]] = [
+    {"strategy": "bsp", "node_group": "auto"},
+    {"strategy": "bsp", "node_group": "other"},
+    {"strategy": "streaming", "node_group": "auto"},
+    {"strategy": "downpour", "node_group": "auto"},
+    {"strategy": "local:period=2", "node_group": "auto", "wire": "auto"},
+    {"strategy": "bsp", "node_group": "auto", "on_failure": "continue"},
+    {"strategy": "bsp", "node_group": "auto", "distance_every": 4},
+]
+
+
 def refused(rank: int, size: int) -> Any:
     os.environ.pop("LOCAL_RANK", None)
-    cases: list[dict[str, Any]] = [
-        {"strategy": "bsp", "node_group": "auto"},
-        {"strategy": "bsp", "node_group": "other"},
-        {"strategy": "streaming", "node_group": "auto"},
-        {"strategy": "downpour", "node_group": "auto"},
-        {"strategy": "local:period=2", "node_group": "auto", "wire": "auto"},
-        {"strategy": "bsp", "node_group": "auto", "on_failure": "continue"},
-        {"strategy": "bsp", "node_group": "auto", "distance_every": 4},
-    ]
     found = []
-    for case in cases:
+    for case in CASES:
         model = make_model(rank)
         options = {name: value for name, value in case.items() if name != "strategy"}
         found.append(
@@ -505,14 +527,44 @@ def test_nodes_are_in_the_order_of_their_first_rank() -> None:
     assert layout([[0, 3], [1, 2], [1, 2], [0, 3]]) == [[0, 3], [1, 2]]
 
 
-def test_the_simulator_has_no_nodes() -> None:
+@pytest.mark.parametrize(
+    ("case", "part"),
+    [
+        ({"strategy": "bsp", "node_group": "other"}, 'node_group must be "auto"'),
+        *zip(CASES[2:], TEXTS_OF_ERRORS[2:7], strict=True),
+    ],
+)
+def test_the_simulator_refuses_the_same(case: dict[str, Any], part: str) -> None:
     def work(rank: int, size: int) -> Any:
         model = make_model(rank)
-        return error_of(lambda: attach(model, sgd(model), "bsp", node_group="auto"))
+        return error_of(lambda: attach(model, sgd(model), **case))
+
+    for kinds, text in simulated(work, workers=4, workers_per_node=2):
+        assert "AttachError" in kinds
+        assert part in text
+
+
+def test_simulated_nodes_of_one_worker_are_none() -> None:
+    def work(rank: int, size: int) -> Any:
+        model = make_model(rank)
+        sync = attach(model, sgd(model), "bsp", node_group="auto")
+        trace = trained(sync, model, [make_batch(rank, step) for step in range(3)])
+        sync.finish()
+        return trace
+
+    for trace in simulated(work, workers=3):
+        for one, other in zip(trace, bsp_reference(3, "sgd", 3), strict=True):
+            close(one, other)
+
+
+def test_a_transport_without_nodes_is_refused() -> None:
+    def work(rank: int, size: int) -> Any:
+        model = make_model(rank)
+        return error_of(lambda: attach(model, sgd(model), "bsp", node_group="auto", group=Faulty()))
 
     for kinds, text in simulated(work, workers=2):
         assert "AttachError" in kinds
-        assert "the simulator" in text
+        assert "make_nodes" in text
 
 
 def one_dies(rank: int, size: int) -> Any:

@@ -47,9 +47,22 @@ def refuse_twice(job: Job, strategies: list[str]) -> None:
         seen[kind] = text
 
 
-def refuse_virtual(*, latency: str, step_time: str | None) -> None:
+def refuse_virtual(
+    *,
+    latency: str,
+    step_time: str | None,
+    workers_per_node: int,
+    inside: str | None,
+    inside_latency: str | None,
+) -> None:
     """Raise ValueError for an option that only simulated workers can honour."""
-    asked = {"--step-time": step_time is not None, "--latency": latency != USUAL_LATENCY}
+    asked = {
+        "--step-time": step_time is not None,
+        "--latency": latency != USUAL_LATENCY,
+        "--workers-per-node": workers_per_node != 1,
+        "--inside": inside is not None,
+        "--inside-latency": inside_latency is not None,
+    }
     for option in (name for name, given in asked.items() if given):
         raise ValueError(f"{option} is for simulated workers; add --simulate, or leave it out")
 

@@ -13,7 +13,17 @@ from typing import Annotated, ParamSpec
 import typer
 
 from offbeat.arguments import Precision
-from offbeat.cli.options import USUAL_LATENCY, Bandwidth, Jitter, Latency, StepTime, with_job
+from offbeat.cli.options import (
+    USUAL_LATENCY,
+    Bandwidth,
+    Inside,
+    InsideLatency,
+    Jitter,
+    Latency,
+    StepTime,
+    WorkersPerNode,
+    with_job,
+)
 from offbeat.lab.job import Job
 
 _SAVING = ("checkpoints", "save_every", "resume")  # what only ``train`` offers
@@ -68,6 +78,9 @@ def simulate(
     latency: Latency = USUAL_LATENCY,
     step_time: StepTime = None,
     jitter: Jitter = 0.0,
+    workers_per_node: WorkersPerNode = 1,
+    inside: Inside = None,
+    inside_latency: InsideLatency = None,
     timeline: Annotated[
         Path | None, typer.Option(help="Draw who computed and waited when, as PNG.")
     ] = None,
@@ -77,9 +90,11 @@ def simulate(
 ) -> None:
     """Train a recipe on simulated workers in this process: real training, virtual seconds.
 
-    [bold]Example[/bold]
+    [bold]Examples[/bold]
 
     offbeat simulate digits -s bsp --workers 16 --bandwidth 5gbit --latency 50us --step-time 80ms
+
+    offbeat simulate digits -s local:period=8 --workers 16 --workers-per-node 8 --step-time 80ms
     """
 
 
@@ -112,6 +127,9 @@ def compare(
     latency: Latency = USUAL_LATENCY,
     step_time: StepTime = None,
     jitter: Jitter = 0.0,
+    workers_per_node: WorkersPerNode = 1,
+    inside: Inside = None,
+    inside_latency: InsideLatency = None,
     slow: Annotated[
         str | None,
         typer.Option(help="Slower workers, RANK=FACTOR, as in 0=2; the clock is that of rank 0."),
@@ -184,6 +202,9 @@ def plan(
     workers: Annotated[int, typer.Option("--workers", "-n", help="How many.")] = 4,
     latency: Latency = USUAL_LATENCY,
     jitter: Jitter = 0.0,
+    workers_per_node: WorkersPerNode = 1,
+    inside: Inside = None,
+    inside_latency: InsideLatency = None,
     lssr: Annotated[float, typer.Option(help="Share of local steps asked of SelSync.")] = 0.9,
     wire: Annotated[
         Precision | None,
@@ -214,6 +235,8 @@ def plan(
     offbeat plan --parameters 25M --step-time 120ms --workers 16 --bandwidth 5gbit
 
     offbeat plan --model digits --workers 4 --bandwidth 100Mbit/s -s bsp -s diloco:period=50
+
+    offbeat plan --parameters 1B --step-time 1s --workers 32 --workers-per-node 8 --bandwidth 5gbit
 
     torchrun --nproc-per-node 2 -m offbeat.cli plan --model digits --probe
     """

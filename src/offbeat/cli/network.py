@@ -28,6 +28,9 @@ def plan(
     workers: int,
     latency: str,
     jitter: float,
+    workers_per_node: int,
+    inside: str | None,
+    inside_latency: str | None,
     lssr: float,
     wire: Precision | None,
     strategies: list[str] | None,
@@ -41,6 +44,8 @@ def plan(
         raise ValueError(f"plan forecasts strategies; {text} is a baseline, to be run by compare")
     told: dict[str, Any] = {"jitter": jitter, "lssr": lssr, "workers": workers, "latency": latency}
     told |= {"wire": wire, "strategies": strategies or None}
+    told |= {"workers_per_node": workers_per_node}
+    told |= {"inside": inside, "inside_latency": inside_latency}
     if bandwidth is None and not probe:
         raise ValueError("plan needs --bandwidth, like 5Gbit/s, or --probe under torchrun")
     if model is None and (parameters is None or step_time is None):

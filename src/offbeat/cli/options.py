@@ -10,11 +10,25 @@ from typing import Annotated, Any, Concatenate, ParamSpec
 import typer
 
 from offbeat.arguments import types_of
+from offbeat.costs import USUAL_INSIDE, USUAL_INSIDE_LATENCY
 from offbeat.lab.job import Job, option_of
 
 USUAL_LATENCY = "100us"
 Latency = Annotated[str, typer.Option(help="Of one message, as in 50us.")]
 Jitter = Annotated[float, typer.Option(help="Standard deviation of a step, relative to it.")]
+WorkersPerNode = Annotated[
+    int, typer.Option(help="Nodes of so many, which share a link and train as one.")
+]
+Inside = Annotated[
+    str | None,
+    typer.Option(
+        help="Of each worker's link inside its node, as in 200Gbit/s.", show_default=USUAL_INSIDE
+    ),
+]
+InsideLatency = Annotated[
+    str | None,
+    typer.Option(help="Of one message inside a node.", show_default=USUAL_INSIDE_LATENCY),
+]
 StepTime = Annotated[
     str | None,
     typer.Option(

@@ -55,6 +55,9 @@ def simulate(
     latency: str,
     step_time: str | None,
     jitter: float,
+    workers_per_node: int,
+    inside: str | None,
+    inside_latency: str | None,
     timeline: Path | None,
     as_json: Path | None,
 ) -> None:
@@ -65,8 +68,16 @@ def simulate(
     require_file("--json", as_json)
     if timeline is not None and timeline == as_json:
         raise ValueError(f"--timeline and --json are the same file: {timeline}")
+    job = replace(job, workers_per_node=workers_per_node)
     job.check()
-    place = _virtual(job, bandwidth, latency, step_time, jitter)
+    network = Network(
+        bandwidth,
+        latency=latency,
+        workers_per_node=workers_per_node,
+        inside=inside,
+        inside_latency=inside_latency,
+    )
+    place = _virtual(job, network, step_time, jitter)
     for path in (timeline, as_json):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -93,6 +104,9 @@ def compare(
     latency: str,
     step_time: str | None,
     jitter: float,
+    workers_per_node: int,
+    inside: str | None,
+    inside_latency: str | None,
     slow: str | None,
     lr_scale: str,
 ) -> None:
@@ -102,7 +116,7 @@ def compare(
         raise ValueError(f"seeds must be at most {_MOST_SEEDS}, got {seeds}")
     scales = parse_lr_scales(lr_scale)
     job = replace(_sized(job), lr_scale=scales[0], jitter=jitter, slow=slow)
-    job = replace(job, measure_links=not simulated)
+    job = replace(job, measure_links=not simulated, workers_per_node=workers_per_node)
     if simulated:
         _refuse_torchrun("--simulate")
 
@@ -111,7 +125,13 @@ def compare(
         for scale in scales:
             refuse_twice(replace(job, lr_scale=scale), strategy)
         if not simulated:
-            refuse_virtual(latency=latency, step_time=step_time)
+            refuse_virtual(
+                latency=latency,
+                step_time=step_time,
+                workers_per_node=workers_per_node,
+                inside=inside,
+                inside_latency=inside_latency,
+            )
         if output is not None:
             require_folder("--output", output)
         for text in strategy:
@@ -128,7 +148,14 @@ def compare(
         place: Place | None
         if simulated:
             check()
-            place = _virtual(job, bandwidth, latency, step_time, jitter, slow)
+            network = Network(
+                "1Gbit/s" if bandwidth is None else bandwidth,
+                latency=latency,
+                workers_per_node=workers_per_node,
+                inside=inside,
+                inside_latency=inside_latency,
+            )
+            place = _virtual(job, network, step_time, jitter, slow)
         else:
             place = stack.enter_context(_real(job, bandwidth, check))
             if place is None:
@@ -228,13 +255,11 @@ def _links(bandwidth: str | None, workers: int) -> Iterator[Place]:
 
 def _virtual(
     job: Job,
-    bandwidth: str | None,
-    latency: str,
+    network: Network,
     step_time: str | None,
     jitter: float,
     slow: str | None = None,
 ) -> VirtualCluster:
-    network = Network("1Gbit/s" if bandwidth is None else bandwidth, latency=latency)
     told = "1s" if step_time is None else step_time
     slowdown = parse_slow(slow, job.workers)
     compute = Compute(

@@ -5,7 +5,7 @@ from offbeat.fabric.communicator import Communicator, Transport, Wrapper
 from offbeat.fabric.connect import open_communicator
 from offbeat.fabric.handle import Completed, Handle, explained
 from offbeat.fabric.host import Host, Promise
-from offbeat.fabric.nodes import NodeGroup, open_nodes
+from offbeat.fabric.nodes import NodeEnds, NodeGroup, open_nodes
 from offbeat.fabric.regroup_join import join
 from offbeat.fabric.single import SingleCommunicator
 from offbeat.fabric.team import Team
@@ -19,6 +19,7 @@ __all__ = [
     "Completed",
     "Handle",
     "Host",
+    "NodeEnds",
     "NodeGroup",
     "Promise",
     "SingleCommunicator",

@@ -1,5 +1,7 @@
 """Who trains together now: the one holder of the communicator, which everyone else asks."""
 
+import torch
+
 from offbeat.fabric.accounting import Account, Accounting
 from offbeat.fabric.communicator import Communicator
 from offbeat.fabric.host import Host
@@ -34,7 +36,7 @@ class Team:
     ) -> None:
         self.node = node
         if account is None:
-            account = Account(1 if node is None else node.inside.size)
+            account = Account(1 if node is None or node.sharded else node.inside.size)
         self.account = account
         membership = membership_of(communicator)
         if membership is None:
@@ -81,6 +83,23 @@ class Team:
     def host(self) -> Host:
         """This worker's clock and activities."""
         return self.fabric.host
+
+    @property
+    def sharded(self) -> bool:
+        """Whether this worker holds a part of the model, and others of its node the rest."""
+        return self.node is not None and self.node.sharded
+
+    def over_shards(self, *values: float) -> list[float]:
+        """Sums of numbers over the parts of the model in this node; themselves if it is whole.
+
+        Blocks. All workers of the node get the same.
+        """
+        if self.node is None or not self.node.sharded:
+            return list(values)
+        inside = self.node.inside
+        own = torch.tensor(values, dtype=torch.float64, device=inside.control_device)
+        sums: list[float] = inside.sum(own, what="sum over shards").wait().tolist()
+        return sums
 
     @property
     def uncounted(self) -> Communicator:

@@ -76,9 +76,10 @@ class Job:
     Its fields are the options of the commands ``train``, ``compare`` and ``simulate``, each with
     its name, default, range and help. An option more is a field more, and what is done with it.
 
-    Four have no option of their own: ``jitter`` and ``slow``, the uneven computing of real workers,
+    Five have no option of their own: ``jitter`` and ``slow``, the uneven computing of real workers,
     ``alone_seconds``, the step alone that their sleeps are multiples of (None: as the run measures;
-    see ``lab.uneven``), and ``measure_links``, whether links are measured before and after.
+    see ``lab.uneven``), ``measure_links``, whether links are measured before and after, and
+    ``workers_per_node``, of simulated nodes.
     """
 
     recipe: str = option(
@@ -112,6 +113,7 @@ class Job:
     slow: str | None = None
     alone_seconds: float | None = setting(None, above=0)
     measure_links: bool = False
+    workers_per_node: int = setting(1, least=1)
     log: str | None = option(  # torchrun has options of its own that begin with --log
         None, "--records", help="JSON lines of every step, one file a worker.", is_path=True
     )
@@ -225,6 +227,11 @@ class Job:
         from offbeat.training.attach import require_timeout
 
         parse_slow(self.slow, self.workers)
+        if self.workers % self.workers_per_node:
+            raise ValueError(
+                f"workers={self.workers} do not fill nodes of workers_per_node="
+                f"{self.workers_per_node}"
+            )
         if self.workers > MOST_WORKERS:
             raise ValueError(f"workers must be at most {MOST_WORKERS}, got {self.workers}")
         if self.seed > MOST_SEED:
@@ -240,14 +247,17 @@ class Job:
         """
         from offbeat.lab.baselines import parse_method
         from offbeat.lab.method import Baseline
-        from offbeat.training.attach import require_optimizer_state, require_wire
+        from offbeat.training.attach import require_nodes, require_optimizer_state, require_wire
 
         method = parse_method(self.strategy)
         if isinstance(method, Baseline):
             self._refuse(method)
             method.require()
             return
-        require_wire(self.wire or method.default_wire, method)
+        wire = self.wire or method.default_wire
+        require_wire(wire, method)
+        if self.workers_per_node > 1:
+            require_nodes(method, wire, None, continues=False)
         require_optimizer_state(self.optimizer_state, method)
 
     def _refuse(self, method: "Baseline") -> None:

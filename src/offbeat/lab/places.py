@@ -176,8 +176,9 @@ class VirtualCluster(Place):
 
     def __str__(self) -> str:
         rate, latency = show_bandwidth(8 * self.network.up(0)), self.network.latency
-        step = self.compute.step
-        return f"{rate}, {show_seconds(latency)} latency, {show_seconds(step)} a step"
+        step, workers = self.compute.step, self.network.workers_per_node
+        nodes = f" between nodes of {workers}" if workers > 1 else ""
+        return f"{rate}{nodes}, {show_seconds(latency)} latency, {show_seconds(step)} a step"
 
     @property
     @override

@@ -144,6 +144,7 @@ def _begin(job: Job, task: Task, device: torch.device) -> Method:
             task.model,
             task.optimizer,
             strategy,
+            node_group="auto" if job.workers_per_node > 1 else None,
             optimizer_state=job.optimizer_state,
             wire=job.wire,
             log=job.log,

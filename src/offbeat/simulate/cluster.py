@@ -25,7 +25,8 @@ class Span:
     """What one worker did from ``start`` to ``end`` (virtual seconds).
 
     ``kind`` is ``compute``, ``wait`` (blocked, outside of which it computes), or ``transfer`` (its
-    network card was busy; overlaps the others). ``sent`` and ``received`` are bytes.
+    network card was busy; overlaps the others). ``sent`` and ``received`` are bytes; ``inside``
+    says that they stay in a node of several workers.
     """
 
     rank: int
@@ -35,6 +36,7 @@ class Span:
     what: str
     sent: float = 0.0
     received: float = 0.0
+    inside: bool = False
 
 
 class _UnderWay:
@@ -74,11 +76,13 @@ class Line:
 
     Attributes:
         members: The workers, by their ranks there.
+        sharing: How many groups like this one use the links of the nodes at the same time.
         gone: Those of them that have left.
         under_way: Operations, where workers may be lost.
     """
 
     members: tuple[int, ...]
+    sharing: int = 1
     gone: set[int] = field(default_factory=set)
     under_way: list[_UnderWay] = field(default_factory=list)
 
@@ -111,14 +115,18 @@ class SimulatedCluster:
         self._lines: list[Line] = []
         self._dead: set[int] = set()
         self._cuts: list[tuple[int, float, float]] = []  # worker, from, to
+        # By rank: its share of what joins its node with others, and its link inside the node.
         self._nics: dict[int, _Nic] = defaultdict(_Nic)
+        self._inside: dict[int, _Nic] = defaultdict(_Nic)
+        self._parts: dict[tuple[int, tuple[int, ...]], Line] = {}
         self._joined: dict[tuple[int, int], int] = {}  # collectives so far, by group and rank
         self._collectives: dict[tuple[int, int], _Collective] = {}
         self._mail: dict[_Address, deque[Tensor]] = {}
         self._wanted: dict[_Address, deque[tuple[Tensor, Signal]]] = {}
         self._steps: dict[int, int] = defaultdict(int)
         self._progress: dict[int, float] = defaultdict(float)  # of the step at hand, charged
-        self.twins: dict[tuple[int, int], int] = {}  # numbers of groups made by twin()
+        # Numbers of groups made by twin() and part()
+        self._numbers: dict[tuple[int, int | tuple[int, ...]], int] = {}
 
     def compute_step(self, rank: int, progress: float) -> None:
         """Charge the compute time of the worker's next step up to ``progress`` of it; 1 ends it."""
@@ -188,30 +196,36 @@ class SimulatedCluster:
         if len(operation.tensors) == len(line.members):
             del self._collectives[key]
             if operation.ends:
-                self._transfer(operation, line.members, tensor.nbytes, combine)
+                self._transfer(operation, line, tensor.nbytes, combine)
         return operation.signal
 
     def _transfer(
         self,
         operation: _Collective,
-        ranks: Sequence[int],
+        line: Line,
         size_bytes: int,
         combine: Callable[[Sequence[Tensor]], Any],
     ) -> None:
         """All are there: occupy every network card, and deliver at the end."""
-        kernel, network, n = self.workers.kernel, self.network, len(ranks)
+        kernel, network, ranks = self.workers.kernel, self.network, line.members
         seconds, sent = {
             "reduce": (network.all_reduce_seconds, all_reduce_bytes),
             "broadcast": (network.broadcast_seconds, broadcast_bytes),
             "gather": (network.all_gather_seconds, all_gather_bytes),
             "exchange": (network.all_to_all_seconds, all_to_all_bytes),
         }[operation.kind]
-        duration, each = seconds(size_bytes, ranks), sent(size_bytes, n)
-        nics = [self._nics[rank] for rank in ranks]
+        # Of counterparts in several nodes only the first ones have something to broadcast.
+        sharing = 1 if operation.kind == "broadcast" else line.sharing
+        duration = seconds(size_bytes, ranks, sharing)
+        each, inside = sent(size_bytes, len(ranks)), not network.crosses(ranks)
+        nics = self._busy(ranks, sharing)
         start = max(kernel.now, *(max(nic.up, nic.down) for nic in nics))
-        for rank, nic in zip(ranks, nics, strict=True):
+        for nic in nics:
             nic.up = nic.down = start + duration
-            span = Span(rank, "transfer", start, start + duration, operation.what, each, each)
+        for rank in ranks:
+            span = Span(
+                rank, "transfer", start, start + duration, operation.what, each, each, inside
+            )
             self.spans.append(span)
 
         def deliver(to: Iterable[int]) -> None:
@@ -229,6 +243,26 @@ class SimulatedCluster:
             operation.deliver = deliver
         self._at(start + duration, ranks, end, f"{operation.what} ends")
 
+    def _busy(self, ranks: Sequence[int], sharing: int) -> list[_Nic]:
+        """The network cards that a collective of these workers occupies.
+
+        Between nodes those of all workers of the nodes, for they are one link, unless each worker
+        has its share of that; inside one node, and of several workers of it, theirs there.
+        """
+        network = self.network
+        if network.workers_per_node == 1 or (sharing > 1 and network.crosses(ranks)):
+            return [self._nics[rank] for rank in ranks]
+        within = [self._inside[rank] for rank in ranks]
+        if not network.crosses(ranks):
+            return within
+        return [*within, *(nic for rank in ranks for nic in self._link(rank))]
+
+    def _link(self, rank: int) -> list[_Nic]:
+        """What joins the node of a worker with others: the shares of all of its workers."""
+        workers = self.network.workers_per_node
+        first = self.network.node(rank) * workers
+        return [self._nics[one] for one in range(first, first + workers)]
+
     def send(
         self,
         line: Line,
@@ -245,12 +279,18 @@ class SimulatedCluster:
         the switch keeps it until it is its turn there.
         """
         kernel, size = self.workers.kernel, float(tensor.nbytes)
-        up, down = self._nics[source], self._nics[destination]
+        inside = not self.network.crosses((source, destination))
+        up, down = (
+            [self._inside[rank]] if inside else self._link(rank) for rank in (source, destination)
+        )
         leaving, coming = self.network.link_seconds(tensor.nbytes, source, destination)
-        latency = 0.0 if source == destination else self.network.latency
-        start = max(kernel.now, up.up)
-        up.up = start + leaving
-        self.spans.append(Span(source, "transfer", start, up.up, what, sent=size))
+        latency = self.network.latency_of((source, destination))
+        latency = 0.0 if source == destination else latency
+        start = max(kernel.now, *(nic.up for nic in up))
+        for nic in up:
+            nic.up = start + leaving
+        left = start + leaving
+        self.spans.append(Span(source, "transfer", start, left, what, sent=size, inside=inside))
         key, arrived = (group, source, destination, tag), Signal()
         message = tensor.detach().clone()
         operation = _UnderWay((source, destination), arrived)
@@ -264,10 +304,12 @@ class SimulatedCluster:
             self._deliver(key)
 
         def come_in() -> None:  # when it leaves, so that links are taken in the order of time
-            begin = max(kernel.now, down.down)
-            down.down = max(begin + coming, start + leaving)
-            end = down.down + latency
-            span = Span(destination, "transfer", begin, end, what, received=size)
+            begin = max(kernel.now, *(nic.down for nic in down))
+            come = max(begin + coming, start + leaving)
+            for nic in down:
+                nic.down = come
+            end = come + latency
+            span = Span(destination, "transfer", begin, end, what, received=size, inside=inside)
             self.spans.append(span)
             self._at(end, (source, destination), arrive, f"{what} arrives at rank {destination}")
 
@@ -296,10 +338,21 @@ class SimulatedCluster:
 
     def open(self, members: Sequence[int]) -> Line:
         """Connect some workers."""
-        line = Line(tuple(members), self._dead & {*members})
+        line = Line(tuple(members), gone=self._dead & {*members})
         if self.faulty:
             self._lines.append(line)
         return line
+
+    def number(self, group: int, key: int | tuple[int, ...]) -> int:
+        """Of a group made out of another one, the same for all of its workers."""
+        return self._numbers.setdefault((group, key), -1 - len(self._numbers))
+
+    def part(self, group: int, members: tuple[int, ...], sharing: int) -> Line:
+        """Connect some workers of a group; the same line for all of them."""
+        if (group, members) not in self._parts:
+            self._parts[group, members] = self.open(members)
+            self._parts[group, members].sharing = sharing
+        return self._parts[group, members]
 
     def leave(self, line: Line, member: int, spared: Iterable[int] = ()) -> None:
         """A worker's connections end: what is under way with it fails, here and on the others.

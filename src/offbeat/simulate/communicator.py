@@ -137,11 +137,24 @@ class SimulatedCommunicator(Communicator):
 
     @override
     def twin(self) -> Communicator:
-        twins = self.cluster.twins
-        number = twins.setdefault((self._group, self._twins), -1 - len(twins))
+        number = self.cluster.number(self._group, self._twins)
         self._twins += 1
         return SimulatedCommunicator(
             self.cluster, self.member, self.line, number, self.host, self.timeout_seconds
+        )
+
+    def part(self, ranks: Sequence[int], *, sharing: int = 1) -> "SimulatedCommunicator":
+        """A communicator of some of these workers, of whom this is one.
+
+        Args:
+            ranks: They, in the order of their ranks there.
+            sharing: See ``Line``.
+        """
+        members = tuple(self.line.members[rank] for rank in ranks)
+        line = self.cluster.part(self._group, members, sharing)
+        number = self.cluster.number(self._group, members)
+        return SimulatedCommunicator(
+            self.cluster, self.member, line, number, self.host, self.timeout_seconds
         )
 
     @override

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-from offbeat.fabric import Handle
+from offbeat.fabric import Handle, NodeEnds
 from offbeat.simulate.communicator import SimulatedCommunicator
 
 _REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], object]] = {
@@ -58,6 +58,18 @@ class SimulatedGroup(dist.ProcessGroup):
         size = max(communicator.size, communicator.member + 1)  # one that joins is alone here
         super().__init__(communicator.member, size)  # type: ignore[call-arg]
         self._communicator, self.make_communicator = communicator, make
+
+    def make_nodes(self, timeout_seconds: float) -> NodeEnds:
+        """See ``offbeat.fabric.NodeTransport``; nodes are those of the ``Network``."""
+        everyone = self.make_communicator(timeout_seconds)
+        workers = everyone.cluster.network.workers_per_node
+        node, place = divmod(everyone.rank, workers)
+        first = node * workers
+        return NodeEnds(
+            everyone,
+            inside=everyone.part(range(first, first + workers)),
+            across=everyone.part(range(place, everyone.size, workers), sharing=workers),
+        )
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """For ``torch.distributed.get_backend``."""

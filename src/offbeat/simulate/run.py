@@ -38,7 +38,8 @@ def simulate(
     by the simulated cluster, and ``offbeat.attach`` works as it does on a real one. Virtual time
     passes when a worker waits, and when an attached optimizer steps: then ``compute`` says how long
     the step took, whatever it took here. The workers take turns in one process, so two runs of one
-    configuration are the same to the last bit.
+    configuration are the same to the last bit. Where ``network`` has nodes of several workers,
+    ``attach(..., node_group="auto")`` trains in these.
 
     Args:
         worker: The training function, without arguments. What it returns is in ``results``.
@@ -56,7 +57,8 @@ def simulate(
         What it took and what it gave.
 
     Raises:
-        ValueError: ``network``, ``compute`` or ``faults`` name a worker that there is not.
+        ValueError: ``network``, ``compute`` or ``faults`` name a worker that there is not, or
+            ``workers`` do not fill the nodes of ``network``.
         DeadlockError: the workers wait for each other, with what each waits in.
         Exception: what a worker raised, with a note that names its rank.
     """
@@ -70,6 +72,10 @@ def simulate(
             raise ValueError(
                 f"{what} names worker {max(ranks)}, but there are {count}, counted from 0"
             )
+    if workers % network.workers_per_node:
+        raise ValueError(
+            f"workers={workers} do not fill nodes of workers_per_node={network.workers_per_node}"
+        )
     if dist.is_initialized():
         raise RuntimeError("simulate() needs a process without a torch.distributed process group")
     kernel = Kernel(shuffle_ties)

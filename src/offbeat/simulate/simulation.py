@@ -27,7 +27,7 @@ class Simulation:
         idle: Waiting / (waiting + computing), over all workers and the whole run, set-up and
             evaluation included (``stats[n].idle`` is that of the training).
         timeline: Who computed, waited and sent, when: in the order in which it ended.
-        sent_bytes: Bytes each worker put on the wire.
+        sent_bytes: Bytes each worker put on the wire; those that stay in its node do not count.
         configuration: Workers, network, compute and seed, as plain values.
     """
 
@@ -62,7 +62,9 @@ class Simulation:
             stats=stats,
             idle=spent["wait"] / busy if busy else 0.0,
             timeline=spans,
-            sent_bytes=[sum(s.sent for s in spans if s.rank == r) for r in range(len(ends))],
+            sent_bytes=[
+                sum(s.sent for s in spans if s.rank == r and not s.inside) for r in range(len(ends))
+            ],
             configuration={
                 "workers": cluster.size,
                 "network": cluster.network.to_dict(),

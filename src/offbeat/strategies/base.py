@@ -105,6 +105,12 @@ class Strategy(ABC):
         """
         return self.rounds != "boundary" and self.averages != "pushes"
 
+    divides: ClassVar[bool] = False
+    """Whether it cuts the model into parts by how much of it a worker holds.
+
+    Then the workers of a node cannot hold a part each, as they do under ``fully_shard``.
+    """
+
     averages_state: ClassVar[bool] = False
     """Whether ``optimizer_state="average"`` applies: all wait while models are averaged."""
 

@@ -124,7 +124,9 @@ class BSP(Strategy):
         mean = costs.gradients_seconds(0.0, numbers, overlap=False)
         note = f"a mean of {costs.in_steps(mean)} beside backward; "
         note += f"without overlap {percent(costs.idle(slowest + mean))} idle"
-        if math.isclose(step, slowest + mean):
+        if costs.node is not None:
+            note = f"a mean of {costs.in_steps(mean)} after that inside the node"
+        elif math.isclose(step, slowest + mean):
             note = f"a mean of {costs.in_steps(mean)} after backward: a single bucket"
         return costs.forecast(
             self,

@@ -120,6 +120,11 @@ class DiLoCo(Strategy):
         """At every mean of the last fragment, unless it is overlapped."""
         return not self.overlap
 
+    @property
+    def divides(self) -> bool:  # type: ignore[override]
+        """Into fragments, if there are several."""
+        return self.fragments > 1
+
     @override
     def start(self, worker: Worker) -> DiLoCoState:
         """θ is the model that every worker holds.

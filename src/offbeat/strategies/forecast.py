@@ -8,9 +8,7 @@ nor copies, so what is predicted is what the simulator finds.
 import math
 from collections import deque
 from dataclasses import dataclass
-from functools import cache
 from itertools import repeat
-from statistics import NormalDist
 
 from offbeat.costs import (
     FORWARD_SHARE,
@@ -24,6 +22,7 @@ from offbeat.fabric.wire import Precision
 from offbeat.kernels import BLOCK
 from offbeat.means.gradient_mean import FIRST_BUCKET_BYTES
 from offbeat.means.replica import BUCKET_BYTES
+from offbeat.strategies.node_costs import NodeCosts, maximum_of_normals
 from offbeat.strategies.roll import Ballot
 from offbeat.strategies.server_costs import ServerCosts
 
@@ -44,7 +43,7 @@ class Forecast:
         overlapped_step_seconds: The same if all of the communication of BSP were hidden behind
             computing, which no backward quite reaches; equal to ``step_seconds`` for the others.
         throughput: Samples a second, relative to one worker alone; N at best.
-        idle: Share of the time spent waiting, in [0, 1].
+        idle: Share of the time spent waiting, in [0, 1]; for other nodes, where there are some.
         apart_steps: The most own steps of a worker that no mean of models contains: 0 with BSP,
             H, H + k, τ; s with SSP, the longer interval with Downpour and the steps of an exchange.
             The average where there is no most: 1/(1 − LSSR) with SelSync, ``inf`` if it never
@@ -84,6 +83,10 @@ class Costs:
         C(k, d) = max(k·t + √k·σ·z_N/(1 + f), d)       a cycle of k steps beside communication of
                                                        d; f = max(0, k·t − d)/(√k·σ)
 
+    With nodes of L workers N is the number of nodes, t and σ are those of a node with the mean of
+    its gradients, and B is that of a node's link: L parts of 1/L of the bytes, at 1/L of B each.
+    Whoever waits for a result waits for its parts to be put together, too (``NodeCosts``).
+
     C is no theorem: a Monte-Carlo of 2 to 64 workers gives at most 15 % more than its term with f,
     and, with less slack than √k·σ, down to half of it.
 
@@ -102,6 +105,7 @@ class Costs:
         updates: Whether means are of updates of which the sender keeps what rounding takes away.
             Few workers gather them whole: E(S) = (N−1)·(α + bytes of ⌈elements of S / 512⌉
             blocks/B), G = 0.
+        node: Of what each of the ``workers`` consists; None: it is one worker.
     """
 
     workers: int
@@ -116,12 +120,13 @@ class Costs:
     bucket_bytes: float = BUCKET_BYTES
     first_bucket_bytes: float = FIRST_BUCKET_BYTES
     updates: bool = False
+    node: NodeCosts | None = None
 
     # -- computing -------------------------------------------------------------------------------
 
     def slowest(self, steps: float) -> float:
         """W(k): how long the slowest worker takes for k steps."""
-        return steps * self.step_seconds + self._spread(steps) * expected_maximum(self.workers)
+        return steps * self.step_seconds + self._spread(steps) * maximum_of_normals(self.workers)[0]
 
     def pipelined(self, steps: float, hidden: float) -> float:
         """C(k, d): a cycle of k steps, during which ``hidden`` seconds of communication go on."""
@@ -129,7 +134,7 @@ class Costs:
         late = 0.0
         if spread:
             slack = max(0.0, computing - hidden)
-            late = spread * expected_maximum(self.workers) / (1 + slack / spread)
+            late = spread * maximum_of_normals(self.workers)[0] / (1 + slack / spread)
         return max(computing + late, hidden)
 
     def _spread(self, steps: float) -> float:
@@ -151,8 +156,15 @@ class Costs:
 
     def sum_seconds(self, size: float) -> float:
         """A(S)."""
+        return self._ring(size) + self._inside(size)
+
+    def _ring(self, size: float) -> float:
         rate, latency = self.bytes_per_second, self.latency_seconds
         return all_reduce_seconds(size, self.workers, rate, latency)
+
+    def _inside(self, size: float) -> float:
+        """Until the parts of so many bytes are together in a node of several workers."""
+        return 0.0 if self.node is None else self.node.gather_seconds(size)
 
     @property
     def roll_seconds(self) -> float:
@@ -181,18 +193,24 @@ class Costs:
         return chunks if self.workers * max(chunks) < size else (0, 0)
 
     def stages(self, size: float) -> tuple[float, float]:
-        """E(S) and G(S): the two stages of a sum over the wire."""
+        """E(S) and G(S): the two stages of a sum over the wire, without ``_landing``."""
         first, second = self._chunks(size)
         if not first:
-            return self.sum_seconds(size), 0.0
+            return self._ring(size), 0.0
         network = self.workers, self.bytes_per_second, self.latency_seconds
         gathered = self._gathered(size)
         if gathered:
             return all_gather_seconds(gathered, *network), 0.0
         return (
-            all_to_all_seconds(self.workers * first, *network),
+            # Its parts are put together before the second stage.
+            all_to_all_seconds(self.workers * first, *network) + self._inside(self.workers * first),
             all_gather_seconds(second, *network),
         )
+
+    def _landing(self, size: float) -> float:
+        """From the end of both stages to the result; of several sums it is hidden but for one."""
+        gathered = self._gathered(size) or self._chunks(size)[1]
+        return self._inside(self.workers * gathered or size)
 
     def _sent(self, size: float) -> float:
         """Bytes that a worker hands over for a sum over the wire."""
@@ -208,7 +226,7 @@ class Costs:
     def mean_seconds(self, size: float) -> float:
         """m(S): a mean of so many bytes of models that is waited for."""
         full, bucket, last = self._buckets(size)
-        return full * sum(self.stages(bucket)) + sum(self.stages(last))
+        return full * sum(self.stages(bucket)) + sum(self.stages(last)) + self._landing(last)
 
     def mean_bytes(self, size: float) -> float:
         """Bytes that a worker hands over for such a mean."""
@@ -232,12 +250,13 @@ class Costs:
         full, bucket, last = self._buckets(size)
         (first, second), (last_first, last_second) = self.stages(bucket), self.stages(last)
         before = ahead + full * first
-        ended, left = before + last_first, full * second + last_second
+        landing = self._landing(last)
+        ended, left = before + last_first, full * second + last_second + landing
         boundary = self.steps_for(ended) * self.step_seconds
         if not self.lossy or boundary > steps * self.step_seconds:
             return ended + left
         late = min(full, max(0, math.ceil((before - boundary + self.step_seconds) / first)))
-        return max(ended + left, boundary + late * second + last_second)
+        return max(ended + left, boundary + late * second + last_second + landing)
 
     def _gradient_buckets(self) -> list[float]:
         """Sizes of the buckets of gradients, in the order in which backward completes them."""
@@ -261,8 +280,10 @@ class Costs:
         Args:
             computing: Seconds from the beginning of a step to the end of backward.
             numbers: Those of the caller, and two; one more for each tensor is left out.
-            overlap: Whether buckets leave while backward runs.
+            overlap: Whether buckets leave while backward runs. Those of a node do not: its mean
+                has them first.
         """
+        overlap = overlap and self.node is None
         sizes = self._gradient_buckets()
         known = {size: self.stages(size) for size in set(sizes)}  # most are alike
         *early, last = sizes
@@ -281,7 +302,7 @@ class Costs:
             free += first
             waiting.append((free, second))
         left = sum(known[last]) + sum(second for _, second in waiting)
-        return max(free, computing) + self.sum_seconds(8 * numbers) + left
+        return max(free, computing) + self._ring(8 * numbers) + left + self._landing(last)
 
     def gradients_bytes(self, numbers: int) -> float:
         """Bytes that a worker hands over for a mean of gradients."""
@@ -355,33 +376,24 @@ class Costs:
             note: One line.
             overlapped: Seconds of a step with all communication hidden; None is ``step``.
         """
-        alone = self.workers == 1
+        alone, node = self.workers == 1, self.node
+        throughput = self.workers * self.step_seconds / step
+        if node is not None:
+            throughput = self.workers * node.workers * node.step_seconds / step
+            payload, copies = payload / node.workers, copies + 1  # for the mean inside
         far = "" if apart <= FAR_APART else f"; {number(apart)} steps apart, watch the final metric"
         return Forecast(
             strategy=str(strategy),
             wire=self.wire,
             step_seconds=step,
             overlapped_step_seconds=step if overlapped is None else overlapped,
-            throughput=self.workers * self.step_seconds / step,
+            throughput=throughput,
             idle=self.idle(step),
             apart_steps=apart,
             payload_bytes=0.0 if alone else payload,
             memory_bytes=copies * self.model_bytes,
             note=("nobody to wait for" if alone else note) + far,
         )
-
-
-@cache
-def expected_maximum(workers: int) -> float:
-    """z_N: what the largest of N independent standard normal numbers is on average; 0 for one.
-
-    ∫ z·N·φ(z)·Φ(z)^(N−1) dz by the trapezoidal rule, whose error is far below 1e-9 here.
-    """
-    if workers == 1:
-        return 0.0
-    normal, width = NormalDist(), 0.01
-    points = (width * i for i in range(-1000, 1001))
-    return width * sum(z * workers * normal.pdf(z) * normal.cdf(z) ** (workers - 1) for z in points)
 
 
 def number(value: float) -> str:

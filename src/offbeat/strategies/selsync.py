@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from offbeat.fabric import Completed, Handle
 from offbeat.means import GradientMean
-from offbeat.significance import RelativeChange, ThresholdController, squared_norm
+from offbeat.significance import RelativeChange, ThresholdController
 from offbeat.strategies.base import (
     Averages,
     Costs,
@@ -190,7 +190,7 @@ class SelSync(Strategy):
     def gradients(self, worker: Worker, part: Part) -> None:
         """s ← ‖g‖², before anything clips it."""
         squared: list[float] = worker.state.squared
-        squared[part.index % len(squared)] += squared_norm(part.gradients())
+        squared[part.index % len(squared)] += worker.squared_norm(part.gradients())
 
     @override
     def due(self, worker: Worker) -> bool:

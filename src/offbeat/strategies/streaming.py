@@ -163,6 +163,11 @@ class StreamingAveraging(Strategy):
     def default_wire(self) -> Precision:
         return "auto" if self.schedule == "eager" else "float32"  # of which every run is the same
 
+    @property
+    def divides(self) -> bool:  # type: ignore[override]
+        """Into parts, unless there is one."""
+        return self.parts != 1
+
     @override
     def start(self, worker: Worker) -> StreamingState:
         """Every worker holds P."""
@@ -393,8 +398,9 @@ class StreamingAveraging(Strategy):
         state.landings += 1
         state.pace.landed += 1
         keep = 1 - 1 / (_MERGES * len(state.parts))
-        state.sent_squared = keep * state.sent_squared + part.sent_squared
-        state.mean_squared = keep * state.mean_squared + part.mean_squared
+        sent, mean = worker.team.over_shards(part.sent_squared, part.mean_squared)
+        state.sent_squared = keep * state.sent_squared + sent
+        state.mean_squared = keep * state.mean_squared + mean
         state.fresh_step = max(state.fresh_step, part.launched_step)
         state.landing_seconds += (part.arrived_seconds or 0.0) - part.launched_seconds
         worker.steps_since_sync = worker.step - state.fresh_step

@@ -111,6 +111,11 @@ class Worker:
         handle = self.team.fabric.sum(tensor, what=f"flag exchange at step {self.step}")
         return handle.then(lambda sums: ballot.read(sums.tolist(), size))
 
+    def squared_norm(self, tensors: Iterable[Tensor]) -> float:
+        """‖·‖² over all ``tensors``, those shards too that others of this node hold of them."""
+        (squared,) = self.team.over_shards(squared_norm(tensors))
+        return squared
+
     def finite_gradients(self, parts: Iterable[Part]) -> bool:
         """Whether no gradient of ``parts`` is NaN or infinite. Reads them once."""
         if self.scaled:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -20,6 +21,7 @@ from offbeat.strategies.streaming import StreamingAveraging
 from offbeat.training.beside import require_beside
 from offbeat.training.ddp import AroundDDP, require_repeatable, unwrapped
 from offbeat.training.optimizers import require_own_state, unwrapped_optimizer
+from offbeat.training.shards import shards_of
 from offbeat.training.synchronizer import Synchronizer, attached
 from offbeat.training.usable import require_apart, require_usable
 from offbeat.training.views import Means
@@ -69,9 +71,12 @@ def attach(
             strategy works between the nodes, of which each counts as one worker. "auto": nodes as
             torchrun has started them. ``group`` holds the workers of all nodes. Each of them
             carries an equal part of what the node sends, which is what ``stats`` counts. All nodes
-            have as many workers, which take as many steps. Not with strategies that depend on when
-            messages arrive (eager schedules, parameter servers), ``wire="auto"``,
-            ``distance_every``, data injection and ``on_failure="continue"``. None: there are none.
+            have as many workers, which take as many steps. The model may be one that
+            ``fully_shard`` has divided over a mesh of the node's workers: each of them trains its
+            shards with its counterparts, and torch averages the gradients inside. Not with
+            strategies that depend on when messages arrive (eager schedules, parameter servers),
+            ``wire="auto"``, ``distance_every``, data injection and ``on_failure="continue"``.
+            None: there are none.
         scaler: The GradScaler in use, if any. Iterations then count even where it skips a step.
         optimizer_state: "local" leaves each optimizer's state (momentum, second moments) as it is.
             "average" averages it whenever all workers wait for a mean of models, with
@@ -134,8 +139,8 @@ def attach(
             that communicates by itself; a DistributedDataParallel around the model that cannot be
             switched off; a parameter or buffer that
             cannot be written in place (lazy, on the meta device, expanded, sparse, of
-            ``torch.inference_mode()``, sharded); ``on_failure="continue"`` or ``node_group`` with
-            what cannot; nodes that are not alike.
+            ``torch.inference_mode()``, sharded without ``node_group``); ``on_failure="continue"``,
+            ``node_group`` or a sharded model with what cannot; nodes that are not alike.
         MismatchError: another worker has another model, optimizer or strategy.
         CommunicationError: a worker did not take part.
         TypeError, ValueError: an argument that is none of the above.
@@ -160,16 +165,25 @@ def attach(
     require_choice("on_failure", on_failure, ("raise", "continue"))
     require_integer("min_workers", min_workers, least=1)
     model = unwrapped(model)
-    require_usable(model)
+    continues = on_failure == "continue"
+    if node_group is not None:
+        require_nodes(strategy, wire, distance_every, continues=continues)
+    whole_only = {
+        "scaler": scaler is not None,
+        "companions": bool(companions),
+        'optimizer_state="average"': optimizer_state == "average",
+    }
+    shards = shards_of(model, group, node_group, strategy, non_finite, whole_only)
+    held = model if shards is None else shards
+    require_usable(held)
     require_beside(model, companions)
-    require_apart(dict(model.named_parameters()), strategy)
+    require_apart(dict(held.named_parameters()), strategy)
     optimizers = _optimizers(optimizer)
     if optimizer_state == "average":
         require_own_state(optimizers)
     parts = _parts(model, optimizers)
-    continues = on_failure == "continue"
-    if node_group is not None:
-        require_nodes(strategy, wire, distance_every, continues=continues)
+    if shards is not None:
+        parts = [replace(p, parameters=[*map(shards.shard, p.parameters)]) for p in parts]
     if continues:
         require_continuation(strategy, len(parts), distance_every, companions)
     elif min_workers != 1:
@@ -178,7 +192,9 @@ def attach(
         kernels()  # loaded before anyone waits for this worker, as all do for one that joins
     around = AroundDDP(model, group, strategy, wire)
     try:
-        team = _team(group, node_group, timeout_seconds, regroups=continues)
+        team = _team(
+            group, node_group, timeout_seconds, regroups=continues, sharded=shards is not None
+        )
     except BaseException:
         around.remove()
         raise
@@ -203,6 +219,7 @@ def attach(
             companions=companions,
             hooks=[around],
             min_workers=min_workers if continues else None,
+            shards=shards,
         )
     except BaseException:
         around.remove()
@@ -220,9 +237,10 @@ def _team(
     timeout_seconds: float,
     *,
     regroups: bool,
+    sharded: bool,
 ) -> Team:
     if node_group is not None:
-        communicator, node = open_nodes(group, node_group, timeout_seconds)
+        communicator, node = open_nodes(group, node_group, timeout_seconds, sharded=sharded)
         return Team(communicator, node=node)
     return Team(
         open_communicator(group, timeout_seconds, what="offbeat.attach()", regroups=regroups)

@@ -1,6 +1,6 @@
 """SelSync's Δ of a worker's own gradient, under any strategy: to look at before choosing δ."""
 
-from offbeat.significance import RelativeChange, squared_norm
+from offbeat.significance import RelativeChange
 from offbeat.strategies.base import Part, Worker
 
 
@@ -18,7 +18,7 @@ class GradientChange:
 
     def add(self, part: Part, loss_scale: float) -> None:
         """The gradients of one optimizer are ready; they are ``loss_scale`` times too large."""
-        self._squared += squared_norm(part.gradients()) / loss_scale**2
+        self._squared += self._worker.squared_norm(part.gradients()) / loss_scale**2
 
     def end(self) -> None:
         """Those of all optimizers were added."""

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offbeat.significance import squared_norm
 from offbeat.strategies.base import Part, Strategy, Worker
 from offbeat.training.iteration import Iteration
+from offbeat.training.shards import Shard
 
 _NAMES = ("clip_grad_norm_", "clip_grad_value_")
 
@@ -46,7 +46,11 @@ class Clipping:
         self._end: Callable[[], object] = lambda: None
         if self._matters:
             me = weakref.ref(self)  # who drops a model without detaching it shall be rid of it
-            owners = {id(p): (me, part.index) for part in worker.parts for p in part.parameters}
+            owners = {
+                id(p.whole if isinstance(p, Shard) else p): (me, part.index)
+                for part in worker.parts
+                for p in part.parameters
+            }
             _watch(owners)
             finalizer = weakref.finalize(self, _watch_no_more, me, tuple(owners))
             finalizer.atexit = False
@@ -85,7 +89,7 @@ class Clipping:
         worker = self._worker
         squared = worker.norm_squared
         if squared is None or len(parts) < len(worker.parts):
-            squared = squared_norm(g for part in parts for g in part.gradients())
+            squared = worker.squared_norm(g for part in parts for g in part.gradients())
         parameters = [p for part in parts for p in part.parameters if p.grad is not None]
         double = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
         norm = torch.tensor(squared, dtype=torch.float64).sqrt()

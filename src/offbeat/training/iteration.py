@@ -20,7 +20,7 @@ from offbeat.training.backward import Backward
 from offbeat.training.change import GradientChange
 from offbeat.training.companion import Companions
 from offbeat.training.finite import Finite
-from offbeat.training.node import NodeMean
+from offbeat.training.node import NodeBuffers
 from offbeat.training.rounds import Rounds
 
 
@@ -149,7 +149,7 @@ class Iteration:
         companions: Companions,
         finite: Finite,
         completed: Callable[[bool], None],
-        node: NodeMean | None = None,
+        node: NodeBuffers | None = None,
     ) -> None:
         self.strategy, self._worker, self.node = strategy, worker, node
         self._completed = completed
@@ -225,8 +225,14 @@ class Iteration:
             return
         self.require_own_model("a training step")
         with self._at_work:
+            self._gradients_are_there()
             self.node.average(index)
         self._averaged.add(index)
+
+    def _gradients_are_there(self) -> None:
+        """The step has been computed, if nothing of it was used before."""
+        if not self._stepped and not self._prepared and not self._averaged:
+            self._host.computed(1.0)
 
     def prepare(self, index: int, *, loss_scale: float = 1.0) -> None:
         """The gradients of optimizer ``index`` are ready, but for a ``loss_scale``. Once a step.
@@ -250,8 +256,7 @@ class Iteration:
             )
         self.average_inside(index)
         with self._at_work:
-            if not self._stepped and not self._prepared:
-                self._host.computed(1.0)
+            self._gradients_are_there()
             self._order.append(index)
             count = len(worker.parts)
             last = count == 1 or len({*self._stepped, *self._prepared, index}) == count

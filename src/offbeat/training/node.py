@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from torch import nn
+from typing_extensions import override
 
 from offbeat.errors import OffbeatError
 from offbeat.fabric import Communicator, Team, Wire
@@ -11,7 +12,38 @@ from offbeat.means.gradient_mean import GradientMean
 from offbeat.strategies.base import Part
 
 
-class NodeMean:
+class NodeBuffers:
+    """Keeps the buffers of a node's workers equal, whose parameters ``fully_shard`` has divided.
+
+    The gradients are its business, and are there when backward has ended.
+
+    Args:
+        inside: The workers of this node. Their bytes and waits are not counted.
+        model: The model.
+    """
+
+    overlap = False
+
+    def __init__(self, inside: Communicator, model: nn.Module) -> None:
+        team = self._team = Team(inside)
+        # A replica of its own: what its buckets stage must not be under way elsewhere.
+        self._buffers = ModelMean(team, Replica(model, ()), Wire(team), referenced=False)
+
+    def start(self, bucket: int) -> bool:
+        """Nothing is started during backward."""
+        return False
+
+    def average(self, index: int) -> None:
+        """The buffers become their mean. Blocks."""
+        what = "mean of the buffers of a node"
+        self._buffers.average_buffers(1.0, self._team.size, what=what)
+
+    def meet(self, index: int) -> None:
+        """This worker takes no step now, and so must all others of its node. Blocks."""
+        self.average(index)
+
+
+class NodeMean(NodeBuffers):
     """Keeps the workers of a node equal, so that the strategy has one gradient of each node.
 
     Before the strategy sees them, the gradients of a step become their mean inside the node, and so
@@ -28,8 +60,9 @@ class NodeMean:
     """
 
     def __init__(self, inside: Communicator, model: nn.Module, parts: Sequence[Part]) -> None:
-        team = self._team = Team(inside)
-        wire, self.overlap = Wire(team), len(parts) == 1
+        super().__init__(inside, model)
+        team, wire = self._team, Wire(self._team)
+        self.overlap = len(parts) == 1
         self._means = [
             GradientMean(
                 team,
@@ -41,20 +74,21 @@ class NodeMean:
             )
             for part in parts
         ]
-        # A replica of its own: what its buckets stage must not be under way elsewhere.
-        self._buffers = ModelMean(team, Replica(model, ()), wire, referenced=False)
 
+    @override
     def start(self, bucket: int) -> bool:
         """Backward, still running, has completed this bucket; whether to tell of further ones."""
         mean = self._means[0]
         mean.start(bucket)
         return mean.overlap
 
+    @override
     def average(self, index: int) -> None:
-        """The gradients of optimizer ``index`` become their mean. Blocks."""
+        """The gradients of optimizer ``index`` become their mean, and so do buffers. Blocks."""
         self._reduce(index, stepping=True)
-        self._average_buffers()
+        super().average(index)
 
+    @override
     def meet(self, index: int) -> None:
         """This worker takes no step now, and so must all others of its node. Blocks.
 
@@ -62,7 +96,7 @@ class NodeMean:
             index: The optimizer whose turn it would be.
         """
         self._reduce(index, stepping=False)
-        self._average_buffers()
+        super().average(index)
 
     def _reduce(self, index: int, *, stepping: bool) -> None:
         (steps,) = self._means[index].reduce([float(stepping)], contribute=stepping)
@@ -72,6 +106,3 @@ class NodeMean:
                 "others are in consensus(), finish() or save(): the workers of a node must stop "
                 "together, so give each of them as many batches"
             )
-
-    def _average_buffers(self) -> None:
-        self._buffers.average_buffers(1.0, self._team.size, what="mean of the buffers of a node")

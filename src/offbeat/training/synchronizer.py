@@ -34,8 +34,9 @@ from offbeat.training.distance import Distance
 from offbeat.training.finite import Finite
 from offbeat.training.hooks import Removable, ScalerHooks, hook_optimizer
 from offbeat.training.iteration import Iteration
-from offbeat.training.node import NodeMean
+from offbeat.training.node import NodeBuffers, NodeMean
 from offbeat.training.optimizers import unwrapped_optimizer
+from offbeat.training.shards import Shards
 from offbeat.training.state import (
     answer_of,
     check_state,
@@ -72,17 +73,22 @@ class Synchronizer:
         companions: Sequence[nn.Module] = (),
         hooks: Sequence[Removable] = (),
         min_workers: int | None = None,
+        shards: Shards | None = None,
     ) -> None:
         self._strategy, self._team, self._active = strategy, team, True
         self._finished = False
         self._host = team.host
-        replica = Replica(model, [p for p in model.parameters() if p.requires_grad])
+        self._shards, held = shards, model if shards is None else shards
+        seen = Replica(model, [p for p in model.parameters() if p.requires_grad])
+        replica = seen
+        if shards is not None:
+            replica = Replica(shards, [p for p in shards.parameters() if p.requires_grad])
         self._beside = Beside(team, companions)
         chosen = [f"optimizer_state {means.optimizer_state!r}", f"wire {means.wire!r}"]
         chosen += [f"distance_every {distance_every}", f"non_finite {non_finite!r}"]
         chosen.append(f"max_grad_norm {max_grad_norm}")
         chosen += [] if min_workers is None else [f"min_workers {min_workers}"]
-        lines = [*chosen, *describe(strategy, replica, parts), *self._beside.describe()]
+        lines = [*chosen, *describe(strategy, seen, parts), *self._beside.describe()]
         began = team.view == 0
         with team.account.paused():
             if began:
@@ -97,7 +103,10 @@ class Synchronizer:
         self._companions = Companions(team, worker.details, lambda: self.step)
         worker.scaled = scaler is not None and scaler.is_enabled()
         finite = Finite(strategy, worker, non_finite)
-        node = None if team.node is None else NodeMean(team.node.inside, model, parts)
+        node: NodeBuffers | None = None
+        if team.node is not None:
+            inside = team.node.inside
+            node = NodeBuffers(inside, held) if shards else NodeMean(inside, model, parts)
         self._iteration = Iteration(
             strategy, worker, self._companions, finite, self._completed, node
         )
@@ -291,6 +300,8 @@ class Synchronizer:
     def _meet(self, *, finishing: bool) -> Roll:
         """Take part in the others' rounds with weight 0 until nobody steps any more."""
         self._companions.away()
+        if self._shards is not None:
+            self._shards.gather_no_more()
         roll = self._iteration.meet(finishing=finishing)
         if self._distance is not None:
             self._distance.meet()
@@ -339,6 +350,8 @@ class Synchronizer:
         return own
 
     def _restore(self, own: tuple[list[Tensor], list[Tensor]]) -> None:
+        if self._shards is not None:
+            self._shards.gather_no_more()
         self._worker.replica.restore(own[0])
         self._beside.restore(own[1])
 
@@ -520,6 +533,11 @@ def aside_of(sync: Synchronizer, what: str, *, loads: bool = False) -> Iterator[
     """
     _require_synchronizer(sync)
     sync._require_active(what)
+    if sync._shards is not None:
+        raise AttachError(
+            f"{what} with a model that fully_shard has divided: a file would hold DTensors; save "
+            "with torch.distributed.checkpoint inside consensus()"
+        )
     if loads:
         sync._iteration.require_own_model(what)
     sync._iteration.require_boundary(what)

@@ -1,6 +1,5 @@
 """Which tensors of a model can be synchronized: what cannot be written in place is refused."""
 
-import sys
 from collections.abc import Mapping
 
 import torch
@@ -9,9 +8,11 @@ from torch.nn.parameter import is_lazy
 
 from offbeat.errors import AttachError
 from offbeat.strategies.base import Strategy
+from offbeat.training.shards import is_sharded
 
 _DIVIDED = (
-    "every worker must hold the whole model; attach it without FSDP and without tensor parallelism"
+    "every worker must hold the whole model, or its node with node_group and fully_shard; attach "
+    "it without FSDP and without tensor parallelism"
 )
 
 
@@ -56,7 +57,7 @@ def require_apart(tensors: Mapping[str, Tensor], strategy: Strategy) -> None:
 
 def _unusable(tensor: Tensor) -> str | None:
     """Why ``tensor`` cannot be synchronized, and what to do; None if it can."""
-    if _is_sharded(tensor):
+    if is_sharded(tensor):
         return f"it is a DTensor, divided among workers: {_DIVIDED}"
     if is_lazy(tensor):
         return (
@@ -81,12 +82,6 @@ def _unusable(tensor: Tensor) -> str | None:
             "view); replace it by its clone().contiguous()"
         )
     return None
-
-
-def _is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor."""
-    module = sys.modules.get("torch.distributed.tensor")  # whoever has one has imported it
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def _shares_memory_with_itself(tensor: Tensor) -> bool:

@@ -1,0 +1,231 @@
+"""Nodes of several workers in virtual time: seconds and bytes, worked out by hand."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import offbeat
+from offbeat import CommunicationError, Compute, Network, simulate
+from offbeat.simulate import Kill
+
+# Numbers so far apart that a second on the wrong link shows.
+STEP = 0.05
+OUT, OUT_LATENCY = 1e6, 2e-3  # bytes a second, seconds
+IN, IN_LATENCY = 40e6, 1e-4
+M = 4 * 10_000  # bytes of the model, one tensor
+NODES = {
+    "bandwidth": 8 * OUT,
+    "latency": OUT_LATENCY,
+    "inside": 8 * IN,
+    "inside_latency": IN_LATENCY,
+}
+
+
+def network(workers_per_node: int = 2, **changes: Any) -> Network:
+    return Network(**{**NODES, "workers_per_node": workers_per_node, **changes})
+
+
+class Model(nn.Module):
+    """One tensor, whose gradient is 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.zeros(M // 4))
+
+    def forward(self) -> Tensor:
+        return self.p.sum()
+
+
+def measured(text: str, *, workers: int, per_node: int, cycle: int, flat: bool = False) -> Any:
+    """Seconds of a step, and of it those waited between nodes; all are alike on all workers."""
+
+    def worker() -> Any:
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = offbeat.attach(
+            model,
+            optimizer,
+            offbeat.parse_strategy(text),
+            node_group=None if flat else "auto",
+        )
+        found = []
+        for step in range(5 * cycle):
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+            if step + 1 in (2 * cycle, 5 * cycle):
+                stats = sync.stats
+                found.append((stats.compute_seconds + stats.wait_seconds, stats.wait_seconds))
+        sync.finish()
+        return [(b - a) / (3 * cycle) for a, b in zip(*found, strict=True)]
+
+    results = simulate(
+        worker, workers=workers, network=network(per_node), compute=Compute(STEP)
+    ).results
+    for one in results:
+        assert one == pytest.approx(results[0], rel=1e-9)
+    return results[0]
+
+
+def inside_mean(workers: int) -> float:
+    """A ring inside the node over the gradients and four numbers: a vote, two more, a tensor's."""
+    size = M + 4 * 4
+    return 2 * (workers - 1) * (IN_LATENCY + size / workers / IN)
+
+
+def between(size: float, nodes: int, workers: int) -> float:
+    """A ring in which each worker has 1/L of the bytes and of the link; then the parts inside."""
+    part = size / workers
+    ring = 2 * (nodes - 1) * (OUT_LATENCY + part / nodes / (OUT / workers))
+    return ring + (workers - 1) * (IN_LATENCY + part / IN)
+
+
+ROLL = 8 * 8  # seven numbers, and one of padding: two workers, or four, carry parts alike
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (3, 2), (2, 4)])
+def test_local_sgd_waits_for_a_roll_and_a_mean_between_nodes(nodes: int, per_node: int) -> None:
+    """step = t + inside + (roll + mean)/H."""
+    period = 4
+    seconds, waited = measured(
+        f"local:period={period}", workers=nodes * per_node, per_node=per_node, cycle=period
+    )
+    met = between(ROLL, nodes, per_node) + between(M, nodes, per_node)
+    assert waited == pytest.approx(met / period, rel=1e-6)
+    assert seconds == pytest.approx(STEP + inside_mean(per_node) + met / period, rel=1e-6)
+
+
+def test_bsp_sends_the_gradients_of_the_node_in_each_step() -> None:
+    """With the vote, two numbers and a tensor's at the end of its only bucket."""
+    seconds, waited = measured("bsp", workers=4, per_node=2, cycle=1)
+    met = between(M + 4 * (7 + 2 + 1), 2, 2)
+    assert waited == pytest.approx(met, rel=1e-6)
+    assert seconds == pytest.approx(STEP + inside_mean(2) + met, rel=1e-6)
+
+
+def test_a_flag_of_a_node_costs_what_that_of_a_worker_does() -> None:
+    seconds, _ = measured("selsync:delta=inf", workers=4, per_node=2, cycle=1)
+    assert seconds == pytest.approx(STEP + inside_mean(2) + between(ROLL, 2, 2), rel=1e-6)
+
+
+def test_what_travels_between_nodes_delays_nothing_inside() -> None:
+    """A merge of 2·(2 ms + 20 kB at 1 MB/s) = 46 ms and more is hidden behind four steps."""
+    seconds, waited = measured("async:staleness=8", workers=4, per_node=2, cycle=4)
+    assert waited == 0
+    assert seconds == pytest.approx(STEP + inside_mean(2), rel=1e-9)
+
+
+def test_without_node_group_a_ring_goes_round_all_workers() -> None:
+    """At the rate of a node's link, which it enters and leaves once."""
+    seconds, _ = measured("bsp", workers=4, per_node=2, cycle=1, flat=True)
+    size = M + 4 * (7 + 2 + 1)
+    assert seconds == pytest.approx(STEP + 2 * 3 * (OUT_LATENCY + size / 4 / OUT), rel=1e-6)
+
+
+def test_rates_by_hand() -> None:
+    """1 Gbit/s is 125 MB/s; a node has one flow of a ring, and L of an all-to-all."""
+    links = Network("1Gbit/s", "1ms", workers_per_node=4, inside="80Gbit/s", switch="1.6Gbit/s")
+    assert links.collective_bytes_per_second(range(4)) == 1e10
+    assert links.latency_of(range(4)) == 1e-5
+    assert links.collective_bytes_per_second(range(8)) == 100e6  # half of the switch
+    assert links.collective_bytes_per_second([0, 4], sharing=4) == 25e6
+    assert links.all_gather_seconds(1e6, range(8)) == pytest.approx(7 * (1e-3 + 1e6 / 100e6))
+    assert links.all_to_all_seconds(8e6, range(8)) == pytest.approx(7 * (1e-3 + 1e6 / 25e6))
+    assert links.broadcast_seconds(1e6, range(8)) == pytest.approx(3 * (1e-3 + 1e6 / 25e6))
+    assert links.broadcast_seconds(1e6, [0, 4]) == pytest.approx(1e-3 + 1e6 / 100e6)
+    assert links.all_reduce_seconds(1e6, range(4)) == pytest.approx(6 * (1e-5 + 25e4 / 1e10))
+    assert links.message_seconds(1e6, 0, 3) == pytest.approx(1e-5 + 1e-4)
+    assert links.message_seconds(1e6, 0, 4) == pytest.approx(1e-3 + 8e-3)
+    slow = Network("1Gbit/s", workers_per_node=2, inside="8Mbit/s")
+    assert slow.collective_bytes_per_second(range(4)) == 1e6, "a ring passes inside, too"
+    assert slow.collective_bytes_per_second([0, 2]) == 125e6
+
+
+def test_messages_of_a_node_queue_at_its_link() -> None:
+    """Two at once to two workers of another node; one inside meanwhile is not delayed."""
+    size = 10_000
+
+    def worker() -> float:
+        rank = dist.get_rank()
+        fabric: Any = dist.group.WORLD.make_communicator(60.0)  # type: ignore[union-attr]
+        x = torch.zeros(size // 4)
+        if rank in (0, 1):
+            handles = [fabric.send(x, destination=rank + 2, what="across")]
+            if rank == 0:
+                handles.append(fabric.send(x, destination=1, tag=1, what="inside"))
+            else:
+                handles.append(fabric.receive(x, source=0, tag=1, what="inside"))
+                handles[-1].wait()
+                return float(fabric.host.now())
+        else:
+            handles = [fabric.receive(x, source=rank - 2, what="across")]
+        for one in handles:
+            one.wait()
+        return float(fabric.host.now())
+
+    result = simulate(worker, workers=4, network=network())
+    assert result.results[1] == pytest.approx(IN_LATENCY + size / IN)
+    first, second = result.results[2:]
+    assert first == pytest.approx(OUT_LATENCY + size / OUT)
+    assert second == pytest.approx(OUT_LATENCY + 2 * size / OUT)
+    assert result.sent_bytes == [size, size, 0, 0], "bytes inside a node do not count"
+
+
+def test_the_death_of_a_worker_reaches_all_nodes() -> None:
+    def worker() -> str:
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        strategy = offbeat.LocalSGD(period=2)
+        sync = offbeat.attach(model, optimizer, strategy, node_group="auto", timeout_seconds=5)
+        try:
+            for _ in range(20):
+                model().backward()
+                optimizer.step()
+        except CommunicationError as error:
+            return str(error)
+        finally:
+            sync.detach()
+        return "nothing"
+
+    kill = Kill(worker=3, at="0.5 s")
+    result = simulate(worker, workers=4, network=network(), compute=Compute(STEP), faults=[kill])
+    assert "inside the node" in result.results[2]
+    assert "between nodes" in result.results[1], "of its counterpart"
+    assert "lost the connection" in result.results[0]
+    assert result.seconds < 2
+
+
+def test_a_network_of_nodes_shows_and_saves_itself() -> None:
+    links = Network("1Gbit/s", "1ms", workers_per_node=2, inside="10Gbit/s")
+    assert repr(links) == (
+        "Network('1 Gbit/s', latency='1 ms', workers_per_node=2, inside='10 Gbit/s', "
+        "inside_latency='10 us')"
+    )
+    assert eval(repr(links)) == links != Network("1Gbit/s", "1ms")
+    told = json.loads(json.dumps(links.to_dict()))
+    assert told["workers_per_node"] == 2
+    assert (told["inside"], told["inside_latency"]) == (1e10, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"workers_per_node": 0}, "workers_per_node"),
+        ({"workers_per_node": 2, "per_worker": {0: "1Gbit/s"}}, "per_worker with workers_per"),
+        ({"inside": "1Gbit/s"}, "inside needs nodes"),
+        ({"inside_latency": "1us"}, "inside_latency needs nodes"),
+        ({"workers_per_node": 2, "inside": "1GB"}, "'1GB' is not a bandwidth"),
+    ],
+)
+def test_impossible_nodes_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Network("1Gbit/s", **options)
+
+
+def test_workers_fill_the_nodes() -> None:
+    with pytest.raises(ValueError, match="workers=3 do not fill nodes of workers_per_node=2"):
+        simulate(lambda: None, workers=3, network=network())

@@ -1,0 +1,185 @@
+"""Models that ``fully_shard`` divides inside nodes, on real processes: values of whole models."""
+
+import importlib
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import offbeat
+from loops import attach, close, error_of
+from pages import code_on
+from problems import loss_of, make_batch, make_model, train_step
+from workers import run
+from worlds import simulated
+
+STEPS = 9
+TEXTS = [
+    "local:period=2",
+    "async:schedule=cyclic,staleness=4",
+    "selsync:delta=0.05",
+    "bsp",
+    "diloco:period=4,overlap=1",
+    "streaming:schedule=cyclic,staleness=4,parts=1",
+    "selsync:target_lssr=0.5,aggregate=gradients",
+    "fedavg:period=3,fraction=0.5",
+]
+
+
+def divided(model: nn.Module, *, reshards: bool = True, **options: Any) -> nn.Module:
+    """``model`` given to ``fully_shard``, layer by layer, over the workers of this node."""
+    fully_shard = importlib.import_module("torch.distributed.fsdp").fully_shard
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("across", "inside"))["inside"]
+    for layer in model.children():
+        if not isinstance(layer, nn.Tanh):
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshards, **options)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshards, **options)
+    return model
+
+
+def whole(tensors: Any) -> Tensor:
+    """All numbers, gathered where they are divided."""
+    full = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
+    return torch.cat([t.detach().reshape(-1) for t in full]).clone()
+
+
+def with_statistics(seed: int) -> nn.Sequential:
+    return nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64), *make_model(seed))
+
+
+def trained(rank: int, text: str, *, shards: bool) -> Any:
+    """Each model, what a look at the consensus shows, and what was counted."""
+    model: nn.Module = with_statistics(rank // 2)  # a node divides one model
+    model = divided(model, reshards=False) if shards else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    sync = attach(model, optimizer, text, max_grad_norm=0.5, node_group="auto")
+    trace, shown = [], []
+    for step in range(STEPS - rank // 2):  # nodes may take different numbers of steps
+        optimizer.zero_grad()
+        loss_of(model, make_batch(rank, step)).backward()
+        if step % 3 == 1:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+        optimizer.step()
+        trace.append(whole(model.parameters()))
+        if step == 4:
+            with sync.consensus(), torch.no_grad():
+                shown.append(model.eval()(make_batch(0, 99)[0]))  # leaves gathered parameters
+                if shards:
+                    shown.append(whole([p for p in optimizer.param_groups[0]["params"]]))
+                else:
+                    shown.append(whole(model.parameters()))
+            model.train()
+    sync.finish()
+    if shards:
+        for module in model.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()
+    end = torch.cat([whole(model.parameters()), whole(b.double() for b in model.buffers())])
+    return trace, shown, end, sync.stats.payload_bytes, sync.stats.syncs
+
+
+def shard_by_shard(rank: int, size: int, texts: list[str]) -> Any:
+    os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
+    return [trained(rank, text, shards=True) for text in texts]
+
+
+def all_on_each(rank: int, size: int, texts: list[str]) -> Any:
+    return [trained(rank, text, shards=False) for text in texts]
+
+
+@pytest.mark.parametrize("texts", [TEXTS[:4], pytest.param(TEXTS[4:], marks=pytest.mark.nightly)])
+def test_shards_train_as_whole_models_do(texts: list[str]) -> None:
+    """Every step, the consensus, the end and the decisions are those of nodes of whole models.
+
+    With clips of the norm over all shards, statistics, and an evaluation in between, after which
+    modules hold gathered parameters.
+    """
+    found = run(shard_by_shard, texts, workers=4)
+    expected = simulated(all_on_each, texts, workers=4, workers_per_node=2)
+    for shards, wholes in zip(found, expected, strict=True):
+        for text, one, other in zip(texts, shards, wholes, strict=True):
+            for a, b in zip(
+                [*one[0], *one[1], one[2]], [*other[0], *other[1], other[2]], strict=True
+            ):
+                close(a, b, 1e-9)
+            assert one[4] == other[4], text
+            assert torch.equal(one[2], found[0][texts.index(text)][2])
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def meshes(case: str) -> nn.Module:
+    """A model divided in a way that ``node_group`` cannot take, or in the one that it can."""
+    fsdp = importlib.import_module("torch.distributed.fsdp")
+    parallel = importlib.import_module("torch.distributed.tensor.parallel")
+    model = make_model(0)
+    if case == "all":
+        fsdp.fully_shard(model, mesh=dist.init_device_mesh("cpu", (4,)))
+    elif case == "two":
+        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("across", "inside"))
+        fsdp.fully_shard(model, mesh=mesh)
+    elif case == "some":
+        inside = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
+        fsdp.fully_shard(model[0], mesh=inside)
+    elif case == "tensors":
+        inside = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
+        parallel.parallelize_module(model, inside, {"0": parallel.ColwiseParallel()})
+    else:
+        divided(model)
+    return model
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("", {"node_group": None}, "every worker must hold the whole model"),
+    ("all", {}, "its mesh has the ranks [0, 1, 2, 3], and the node of node_group [0, 1]"),
+    ("two", {}, "its mesh has 2 dimensions"),
+    ("some", {}, "'2.weight' cannot be trained between nodes: it is no DTensor, and others are"),
+    ("tensors", {}, "not given to fully_shard (tensor parallelism)"),
+    ("", {"non_finite": "raise"}, "non_finite with a model that fully_shard has divided"),
+    ("", {"scaler": "one"}, "scaler with a model that fully_shard has divided"),
+    ("", {"companions": [nn.Linear(1, 1)]}, "companions with a model that fully_shard"),
+    ("", {"optimizer_state": "average"}, 'optimizer_state="average" with a model that fully'),
+    ("", {"strategy": "diloco:period=4,fragments=2"}, "cuts the model into parts"),
+    ("", {"strategy": "streaming:schedule=cyclic,parts=2"}, "cuts the model into parts"),
+    ("", {"strategy": "streaming"}, "the workers of a node would get different models"),
+]
+
+
+def refused(rank: int, size: int) -> Any:
+    """What rank 0 alone is told; then what all are of a checkpoint, as the page has it."""
+    os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
+    found = []
+    for case, options, _ in REFUSED:
+        model, given = meshes(case), {"strategy": "local:period=2", "node_group": "auto", **options}
+        if "scaler" in given:
+            given["scaler"] = torch.amp.GradScaler("cpu")
+        if rank == 0:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            found.append(error_of(lambda m=model, o=optimizer, g=given: attach(m, o, **g)))
+    model = make_model(0)
+    model.layers = list(model)[:1]  # as the page calls them
+    fsdp = importlib.import_module("torch.distributed.fsdp")
+    names = {"model": model, "nodes": 2, "gpus": 2, "fully_shard": fsdp.fully_shard}
+    page = code_on("coming-from-ddp", "fully_shard(layer").replace('"cuda"', '"cpu"')
+    exec(page, names | {"torch": torch, "dist": dist, "offbeat": offbeat}, names)
+    optimizer, sync = names["optimizer"], names["sync"]
+    train_step(model, optimizer, make_batch(rank, 0))
+    kinds, text = error_of(lambda: offbeat.save("never", sync))
+    sync.finish()
+    return found, kinds, text, whole(model.parameters())
+
+
+def test_what_shards_cannot_do_is_refused_before_anything_is_sent() -> None:
+    """By one worker that attaches alone, too."""
+    results = run(refused, workers=4)
+    for (kinds, text), (_, _, part) in zip(results[0][0], REFUSED, strict=True):
+        assert "AttachError" in kinds, text
+        assert part in text
+    for _, kinds, text, end in results:
+        assert "AttachError" in kinds
+        assert "torch.distributed.checkpoint" in text
+        assert torch.equal(end, results[0][3])
