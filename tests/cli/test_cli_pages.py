@@ -29,7 +29,7 @@ BLOCKS = blocks_in(*SHELL)
 APP: Any = typer.main.get_command(cli.app)
 STEPS = ["--max-steps", "3", "--evaluations", "1"]
 SHORT = {"train": STEPS, "simulate": STEPS, "compare": [*STEPS, "--seeds", "1"]}
-OTHERS = {"ip", "mypy", "export", "cd"}  # of which nothing can be said here
+OTHERS = {"apt-get", "ip", "mypy", "export", "cd"}  # of which nothing can be said here
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
@@ -44,7 +44,8 @@ def commands_of(block: Block) -> Iterator[list[str]]:
         while words and re.match(r"\w+=", words[0]):
             words = words[1:]
         if words:
-            yield [Path(words[0]).name, *words[1:]]
+            own = words[0].startswith("examples/")
+            yield [words[0] if own else Path(words[0]).name, *words[1:]]
 
 
 def offbeat_of(words: list[str]) -> list[str] | None:
@@ -117,6 +118,8 @@ def parse(words: list[str]) -> None:
 def check(words: list[str]) -> None:
     """What a line of anything else names."""
     name, *rest = words
+    named = [one for one in words if one.startswith("examples/")]
+    assert all(Path(one).exists() for one in named), named
     if name == "torchrun":
         told = get_args_parser().parse_args(rest)
         assert told.module or Path(told.training_script).exists(), told.training_script
@@ -132,17 +135,16 @@ def check(words: list[str]) -> None:
     elif name.startswith("python"):
         module = rest[1] if rest[0] == "-m" else None
         if module == "benchmarks":
-            named = [one for one in rest[2:3] if one[0] != "-"]
-            assert all((ROOT / "benchmarks" / f"{one}.py").exists() for one in named), named
+            for one in (one for one in rest[2:3] if one[0] != "-"):
+                assert (ROOT / "benchmarks" / f"{one}.py").exists(), one
         else:
             assert importlib.util.find_spec(module) if module else Path(rest[0]).exists(), rest
-    elif name in ("sbatch", "kubectl", "bash", "sh"):
-        (file,) = (one for one in rest if one.startswith("examples/"))
-        assert Path(file).exists(), file
+    elif name in ("sbatch", "kubectl"):
+        assert named
     elif name in ("ruff", "mkdocs", "srun"):
         assert rest
     else:
-        assert name in OTHERS, f"nothing is known of {name}"
+        assert name in named or name in OTHERS, f"nothing is known of {name}"
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
@@ -218,6 +220,8 @@ def test_a_wrong_line_of_offbeat_is_found(wrong: str, begin: Callable[[list[str]
         "make tests-all",
         "pip install '.[everything]'",
         "torchrun examples/none.py",
+        "sbatch examples/launchers/slurm/none.sbatch",
+        "sbatch train.sbatch",
         "python -m benchmark",
         "frobnicate",
     ],
