@@ -78,7 +78,9 @@ launchers:  ## try torchrun on two machines, Slurm, Ray Train, Kubernetes' manif
 	PATH="$$PWD/.venv-launchers/bin:$$PATH" $(LAUNCHERS)/slurm/try
 
 # The torch of that version on PyPI is the one with CUDA, for Linux: some gigabytes.
-LOWEST := torch==2.9.0 numpy==1.26.0 typing-extensions==4.10.0 typer==0.19.2 rich==13.0.0
+# click and pyparsing are those of the time: newer ones warn of the calls of these.
+LOWEST := torch==2.9.0 numpy==1.26.0 typing-extensions==4.10.0 typer==0.19.2 rich==13.0.0 \
+  click==8.1.8 jinja2==3.1.0 matplotlib==3.8.0 pyparsing==3.1.0
 CORE := tests/cli/test_cli_lists.py tests/means tests/simulate \
   tests/strategies/test_strategies_agree.py tests/training/test_attach.py \
   tests/training/test_checkpoint.py tests/training/test_clipping.py tests/training/test_ddp.py \
