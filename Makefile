@@ -6,7 +6,7 @@ DEMO := runs/demo
 SEED ?= 0
 MINUTES ?= 20
 
-.PHONY: help demo test install side-by-side alone nightly soak frameworks lowest lint bench docs dist clean
+.PHONY: help demo test install side-by-side alone nightly soak frameworks launchers lowest lint bench docs dist clean
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -66,8 +66,21 @@ frameworks:  ## the tests with the real frameworks: Trainer, Lightning, Accelera
 	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check --no-deps timm
 	.venv-frameworks/bin/python -m pytest tests/frameworks
 
+# An environment of its own. Namespaces need root; Slurm needs its packages, which `try` names.
+LAUNCHERS := examples/launchers
+launchers:  ## try torchrun on two machines, Slurm, Ray Train, Kubernetes' manifests
+	test -x .venv-launchers/bin/python || $(PYTHON) -m venv .venv-launchers
+	.venv-launchers/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+	  -c constraints.txt -e '.[cli,recipes]' 'ray[train]' kubernetes kubeflow-training pyyaml
+	.venv-launchers/bin/python $(LAUNCHERS)/kubernetes/check.py $(LAUNCHERS)/kubernetes/*.yaml
+	.venv-launchers/bin/python $(LAUNCHERS)/ray/train.py
+	.venv-launchers/bin/python $(LAUNCHERS)/torchrun/two_machines.py
+	PATH="$$PWD/.venv-launchers/bin:$$PATH" $(LAUNCHERS)/slurm/try
+
 # The torch of that version on PyPI is the one with CUDA, for Linux: some gigabytes.
-LOWEST := torch==2.9.0 numpy==1.26.0 typing-extensions==4.10.0 typer==0.19.2 rich==13.0.0
+# click and pyparsing are those of the time: newer ones warn of the calls of these.
+LOWEST := torch==2.9.0 numpy==1.26.0 typing-extensions==4.10.0 typer==0.19.2 rich==13.0.0 \
+  click==8.1.8 jinja2==3.1.0 matplotlib==3.8.0 pyparsing==3.1.0
 CORE := tests/cli/test_cli_lists.py tests/means tests/simulate \
   tests/strategies/test_strategies_agree.py tests/training/test_attach.py \
   tests/training/test_checkpoint.py tests/training/test_clipping.py tests/training/test_ddp.py \
@@ -95,4 +108,4 @@ dist: $(VENV)/.dev  ## build wheel and sdist into dist/, and train with the whee
 	.ci/try-wheel $(BIN)/python dist/*.whl
 
 clean:  ## remove what the other targets made, results of runs excepted
-	rm -rf $(VENV) .venv-frameworks .venv-lowest site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-frameworks .venv-launchers .venv-lowest site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import pickle
 import re
 import tomllib
 from functools import cache
@@ -47,6 +48,11 @@ def test_the_version_is_the_same_everywhere() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     cited = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
     assert [project["version"]] == [offbeat.__version__] == cited
+
+
+def test_the_package_can_be_sent_to_another_process() -> None:
+    """Launchers pickle a training function with the modules that it uses; Ray does."""
+    assert pickle.loads(pickle.dumps(offbeat)) is offbeat
 
 
 def test_what_is_public_is_what_the_page_lists() -> None:

@@ -1,6 +1,8 @@
 """Offbeat trains PyTorch models data-parallel on slow networks without waiting for them."""
 
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -98,6 +100,10 @@ class _Package(ModuleType):
     def __setattr__(self, name: str, value: object) -> None:
         if name != "simulate" or not isinstance(value, ModuleType):
             super().__setattr__(name, value)
+
+    def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:
+        """By its name, as other modules are when a function that uses them is sent to a process."""
+        return import_module, (self.__name__,)
 
 
 sys.modules[__name__].__class__ = _Package

@@ -15,6 +15,7 @@ except ImportError:
 import offbeat
 from offbeat.cli.commands import COMMANDS
 from offbeat.errors import OffbeatError
+from offbeat.lab import slurm
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -74,6 +75,7 @@ def main() -> None:
 
 def _run() -> NoReturn:
     try:
+        os.environ.update(slurm.as_torchrun(os.environ))
         status = app(standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         _fail(INTERRUPTED, 130)

@@ -52,7 +52,7 @@ def train(
     job: Job,
     bandwidth: Bandwidth = None,
 ) -> None:
-    """Train a recipe under one strategy on local worker processes, or on those of torchrun.
+    """Train a recipe under one strategy on local worker processes, or on those of torchrun or srun.
 
     Instead of a strategy also under a baseline; `offbeat strategies` lists both.
 
@@ -67,6 +67,8 @@ def train(
     offbeat train digits -s diloco --checkpoints runs/digits --save-every 100 --resume
 
     torchrun --nproc-per-node 4 -m offbeat.cli train digits -s async:staleness=16
+
+    srun --ntasks 4 offbeat train digits -s async:staleness=16
     """
 
 

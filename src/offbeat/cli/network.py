@@ -106,7 +106,7 @@ def probe(seconds: float, pairs: bool, as_json: bool) -> None:
 def _measure_network(seconds: float = 20.0) -> probing.Probe:
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise OffbeatError(
-            "probing needs the processes that torchrun starts: "
+            "probing needs the processes that torchrun or srun starts: "
             "torchrun --nproc-per-node 2 -m offbeat.cli probe"
         )
     dist.init_process_group("gloo")

@@ -17,12 +17,13 @@ from offbeat.arguments import require_integer
 from offbeat.cli.checks import check_method, parse_lr_scales, refuse_twice, refuse_virtual
 from offbeat.cli.outputs import require_file, require_folder, require_picture
 from offbeat.cli.view import Bar, console, show_narrow
+from offbeat.errors import OffbeatError
 from offbeat.lab import compare as comparison
-from offbeat.lab import report
+from offbeat.lab import report, slurm
 from offbeat.lab.baselines import require_virtual
 from offbeat.lab.job import Job
 from offbeat.lab.measure import measure_recipe
-from offbeat.lab.places import Loopback, Place, ShapedLinks, Torchrun, VirtualCluster
+from offbeat.lab.places import Launched, Loopback, Place, ShapedLinks, VirtualCluster
 from offbeat.lab.results import Result
 from offbeat.lab.train import choose_backend, share_cores
 from offbeat.lab.uneven import parse_slow
@@ -33,7 +34,7 @@ _MOST_SEEDS = 1000
 
 
 def train(job: Job, bandwidth: str | None) -> None:
-    """Train a recipe under one strategy on local worker processes, or on those of torchrun."""
+    """Train a recipe under one strategy on local worker processes, or on those of a launcher."""
     job = _sized(job)
 
     def check() -> None:
@@ -62,7 +63,7 @@ def simulate(
     as_json: Path | None,
 ) -> None:
     """Train a recipe on simulated workers in this process: real training, virtual seconds."""
-    _refuse_torchrun("offbeat simulate")
+    _refuse_launcher("offbeat simulate")
     require_virtual(job.strategy)
     require_picture("--timeline", timeline)
     require_file("--json", as_json)
@@ -118,7 +119,7 @@ def compare(
     job = replace(_sized(job), lr_scale=scales[0], jitter=jitter, slow=slow)
     job = replace(job, measure_links=not simulated, workers_per_node=workers_per_node)
     if simulated:
-        _refuse_torchrun("--simulate")
+        _refuse_launcher("--simulate")
 
     def check() -> None:
         task = None
@@ -186,9 +187,11 @@ def _check_records(job: Job) -> None:
 def _command() -> str:
     """What was typed, to be typed again."""
     program = ["offbeat"]
-    if _under_torchrun():
+    if _is_launched():
         local = os.environ.get("LOCAL_WORLD_SIZE", "1")
         program = ["torchrun", "--nproc-per-node", local, "-m", "offbeat.cli"]
+        if slurm.is_task(os.environ):
+            program = ["srun", "--ntasks", os.environ["WORLD_SIZE"], "offbeat"]
     return shlex.join([*program, *sys.argv[1:]])
 
 
@@ -197,28 +200,28 @@ def _file_name(recipe: str) -> str:
     return re.sub(r"[^\w-]+", "-", recipe.rpartition("/")[2].replace(".py", "")).strip("-")
 
 
-def _under_torchrun() -> bool:
+def _is_launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def _refuse_torchrun(what: str) -> None:
-    if _under_torchrun():
-        raise ValueError(f"{what} simulates all workers in one process: start it without torchrun")
+def _refuse_launcher(what: str) -> None:
+    if _is_launched():
+        raise ValueError(f"{what} simulates all workers in one process: start it once, by itself")
 
 
 def _sized(job: Job) -> Job:
-    """The job with as many workers as torchrun has started, if it has."""
-    return replace(job, workers=int(os.environ["WORLD_SIZE"])) if _under_torchrun() else job
+    """The job with as many workers as a launcher has started, if one has."""
+    return replace(job, workers=int(os.environ["WORLD_SIZE"])) if _is_launched() else job
 
 
 @contextlib.contextmanager
 def _real(job: Job, bandwidth: str | None, check: Callable[[], object]) -> Iterator[Place | None]:
     """Where real processes run jobs like this, once ``check`` has found no mistake.
 
-    Under torchrun that is where this process is one, and None on all but rank 0: they have taken
-    part in all of its runs.
+    Under torchrun or srun that is where this process is one, and None on all but rank 0: they have
+    taken part in all of its runs.
     """
-    if not _under_torchrun():
+    if not _is_launched():
         check()
         with _links(bandwidth, job.workers) as links:
             yield links
@@ -228,15 +231,25 @@ def _real(job: Job, bandwidth: str | None, check: Callable[[], object]) -> Itera
     if os.environ["RANK"] == "0":
         check()
     limit = timedelta(seconds=job.timeout_seconds)
-    dist.init_process_group(choose_backend(), timeout=limit)
-    share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", job.workers)))
-    place = Torchrun()
+    launcher = "Slurm" if slurm.is_task(os.environ) else "torchrun"
+    try:
+        dist.init_process_group(choose_backend(), timeout=limit)
+    except dist.DistError as error:
+        raise OffbeatError(
+            f"rank {os.environ['RANK']} of {job.workers} did not meet the others that {launcher} "
+            f"has started, at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} "
+            f"(MASTER_ADDR, MASTER_PORT) within --timeout {job.timeout_seconds:g}: "
+            f"{str(error).strip().splitlines()[0]}"
+        ) from None
+    workers = int(os.environ.get("LOCAL_WORLD_SIZE", job.workers))
+    share_cores(slurm.sharing(os.environ, workers))
+    place = Launched(launcher)
     try:
         if dist.get_rank() > 0:
             place.follow()
             yield None
         else:
-            console.print(f"joined the {job.workers} processes that torchrun has started")
+            console.print(f"joined the {job.workers} processes that {launcher} has started")
             yield place
             place.end()
     finally:

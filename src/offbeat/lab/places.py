@@ -1,4 +1,4 @@
-"""Where a job can run: on loopback, on shaped links, on torchrun's processes, in virtual time."""
+"""Where a job can run: on loopback, on shaped links, on a launcher's processes, in virtual time."""
 
 import math
 import os
@@ -120,17 +120,23 @@ def at_half(act: Callable[[], None], on_event: Callable[[Event], None]) -> Calla
     return listen
 
 
-class Torchrun(Place):
-    """The worker processes that torchrun has started, of which this is one.
+class Launched(Place):
+    """The worker processes that a launcher has started, of which this is one.
 
     The default process group must exist. Rank 0 runs jobs; the others ``follow`` it until it says
     ``end``.
+
+    Args:
+        launcher: Its name, for captions.
     """
 
     simulated = False
 
+    def __init__(self, launcher: str = "torchrun") -> None:
+        self._launcher = launcher
+
     def __str__(self) -> str:
-        return f"torchrun, {dist.get_backend()}"
+        return f"{self._launcher}, {dist.get_backend()}"
 
     @property
     @override

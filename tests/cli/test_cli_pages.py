@@ -1,0 +1,231 @@
+"""Every shell block of the pages: each of its commands is one that there is.
+
+A line of ``offbeat`` goes through the real command line, up to the point where something would run;
+the nightly run lets it run for a few steps. Of others what they name has to exist: options, targets
+of make, extras, files.
+"""
+
+import importlib.util
+import re
+import shlex
+import shutil
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from torch.distributed.run import get_args_parser
+
+from cli.commands import Call, ended
+from offbeat import cli
+from offbeat.cli import network, runs
+from offbeat.lab.cluster import Cluster
+from pages import ROOT, SHELL, Block, blocks_in, code_on, files_of
+
+BLOCKS = blocks_in(*SHELL)
+APP: Any = typer.main.get_command(cli.app)
+STEPS = ["--max-steps", "3", "--evaluations", "1"]
+SHORT = {"train": STEPS, "simulate": STEPS, "compare": [*STEPS, "--seeds", "1"]}
+OTHERS = {"apt-get", "ip", "mypy", "export", "cd"}  # of which nothing can be said here
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+class ReachedError(Exception):
+    """The command line has found no mistake and would now begin."""
+
+
+def commands_of(block: Block) -> Iterator[list[str]]:
+    """The words of each command, without what is put into its environment."""
+    for line in block.code.replace("\\\n", " ").splitlines():
+        words = shlex.split(line.removeprefix("$ "), comments=True)
+        while words and re.match(r"\w+=", words[0]):
+            words = words[1:]
+        if words:
+            own = words[0].startswith("examples/")
+            yield [words[0] if own else Path(words[0]).name, *words[1:]]
+
+
+def offbeat_of(words: list[str]) -> list[str] | None:
+    """What ``offbeat`` is told, started by itself or under torchrun."""
+    if words[0] == "offbeat":
+        return words[1:]
+    if "offbeat.cli" in words and words[0] == "torchrun":
+        return words[words.index("offbeat.cli") + 1 :]
+    if words[0] == "srun" and "offbeat" in words:
+        return words[words.index("offbeat") + 1 :]
+    return None
+
+
+@pytest.fixture
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Block], None]:
+    """Put where the reader of a block is: its page's files, and the checkout's, are there."""
+
+    def enter(block: Block) -> None:
+        for name in ("examples", "benchmarks", "constraints.txt"):
+            (tmp_path / name).symlink_to(ROOT / name)
+        for name, code in files_of(block.page).items():
+            (tmp_path / name).write_text(code)
+            monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
+        own = tmp_path / "path" / "to" / "model.py"
+        own.parent.mkdir(parents=True)
+        own.write_text(code_on("your-own-model", "def spirals"))
+        shutil.copy(ROOT / "examples" / "train_selsync.py", tmp_path / "train.py")
+        monkeypatch.chdir(tmp_path)
+
+    return enter
+
+
+@pytest.fixture
+def begin(call: Call, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], None]:
+    """A line of ``offbeat``, which must come to where it would measure, connect or train."""
+
+    def reached(*args: Any, **kwargs: Any) -> Any:
+        raise ReachedError
+
+    def main(words: list[str]) -> None:
+        if words[0] != "offbeat":
+            monkeypatch.setenv("RANK", "0")
+            monkeypatch.setenv("WORLD_SIZE", "2")
+        argv = offbeat_of(words)
+        assert argv is not None
+        try:
+            code, _, err = call(*argv)
+        except ReachedError:
+            return
+        assert (code, err) == (0, "")
+
+    monkeypatch.setattr(runs.comparison, "run_and_record", reached)
+    monkeypatch.setattr(runs.comparison, "compare", reached)
+    monkeypatch.setattr(runs, "ShapedLinks", reached)
+    monkeypatch.setattr(runs, "measure_recipe", reached)
+    monkeypatch.setattr(runs.dist, "init_process_group", reached)
+    monkeypatch.setattr(network, "measure_recipe", reached)
+    return main
+
+
+def parse(words: list[str]) -> None:
+    """A line of ``offbeat`` that needs what is not here: only its options are looked at."""
+    command, *rest = offbeat_of(words) or [""]
+    if command.startswith("-"):
+        assert command in {one for option in APP.params for one in option.opts}
+        return
+    APP.commands[command].make_context(command, rest)
+
+
+def check(words: list[str]) -> None:
+    """What a line of anything else names."""
+    name, *rest = words
+    named = [one for one in words if one.startswith("examples/")]
+    assert all(Path(one).exists() for one in named), named
+    if name == "torchrun":
+        told = get_args_parser().parse_args(rest)
+        assert told.module or Path(told.training_script).exists(), told.training_script
+    elif name == "make":
+        makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+        for target in (one for one in rest if "=" not in one):
+            assert re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE), target
+    elif name == "pip":
+        for extra in re.findall(r"\.\[([\w,]+)\]", " ".join(rest)):
+            assert set(extra.split(",")) <= PROJECT["optional-dependencies"].keys()
+        if "-c" in rest:
+            assert Path(rest[rest.index("-c") + 1]).exists()
+    elif name.startswith("python"):
+        module = rest[1] if rest[0] == "-m" else None
+        if module == "benchmarks":
+            for one in (one for one in rest[2:3] if one[0] != "-"):
+                assert (ROOT / "benchmarks" / f"{one}.py").exists(), one
+        else:
+            assert importlib.util.find_spec(module) if module else Path(rest[0]).exists(), rest
+    elif name in ("sbatch", "kubectl"):
+        assert named
+    elif name in ("ruff", "mkdocs", "srun"):
+        assert rest
+    else:
+        assert name in named or name in OTHERS, f"nothing is known of {name}"
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_a_command_on_a_page_is_accepted(
+    block: Block, reader: Callable[[Block], None], begin: Callable[[list[str]], None]
+) -> None:
+    """Options exist, strategies and units parse, files and targets are there."""
+    reader(block)
+    for words in commands_of(block):
+        if offbeat_of(words) is None or words[0] == "torchrun":
+            check(words)
+        if offbeat_of(words) is not None:
+            parse(words)
+            if block.way is None and "--resume" not in words:
+                begin(words)
+
+
+def runnable() -> list[Block]:
+    """Those that only call what is of this project, and need nothing else."""
+    found = [one for one in BLOCKS if one.way is None]
+    return [b for b in found if any(offbeat_of(one) or is_script(one) for one in commands_of(b))]
+
+
+def is_script(words: list[str]) -> bool:
+    """A program under torchrun, on one machine."""
+    return words[0] == "torchrun" and "--nnodes" not in words
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("block", runnable(), ids=str)
+def test_a_command_on_a_page_runs(
+    block: Block, reader: Callable[[Block], None], call: Call
+) -> None:
+    """For three steps and with one seed, if it trains."""
+    reader(block)
+    for words in commands_of(block):
+        argv = offbeat_of(words)
+        shaped = "--bandwidth" in words and "--simulate" not in words
+        if shaped and argv and argv[0] in ("train", "compare") and Cluster.why_not() is not None:
+            continue
+        short = SHORT.get(argv[0], []) if argv else []
+        if "--save-every" in words:
+            short = [*short, "--save-every", "2"]
+        if words[0] == "offbeat":
+            assert argv is not None
+            code, _, err = call(*argv, *short)
+        elif words[0] == "torchrun":
+            run = ("-m", "torch.distributed.run", *words[1:], *short)
+            code, _, err = ended(sys.executable, *run)
+        else:
+            continue
+        assert code == 0, err
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "offbeat train digits --worker-count 4",
+        "offbeat compare digits -s selsinc",
+        "offbeat simulate digits --bandwidth 5gibberish",
+        "torchrun --nproc-per-node 2 -m offbeat.cli compare digits -s local:periods=8",
+        "offbeat tune digits",
+    ],
+)
+def test_a_wrong_line_of_offbeat_is_found(wrong: str, begin: Callable[[list[str]], None]) -> None:
+    with pytest.raises(AssertionError):
+        begin(shlex.split(wrong))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "make tests-all",
+        "pip install '.[everything]'",
+        "torchrun examples/none.py",
+        "sbatch examples/launchers/slurm/none.sbatch",
+        "sbatch train.sbatch",
+        "python -m benchmark",
+        "frobnicate",
+    ],
+)
+def test_another_wrong_line_is_found(wrong: str) -> None:
+    with pytest.raises(AssertionError):
+        check(shlex.split(wrong))

@@ -1,0 +1,120 @@
+"""Tasks of srun as workers. The variables are those of Slurm 22.05, as two slurmd gave them."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from cli.commands import ENVIRONMENT
+from offbeat.errors import OffbeatError
+from offbeat.lab.slurm import as_torchrun, first_node, sharing
+
+BATCH = {
+    **{"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"},
+    **{"SLURM_NTASKS": "3", "SLURM_JOB_NODELIST": "127.0.0.[1-2]"},
+}
+TASK = {
+    **BATCH,
+    **{"SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NODELIST": "127.0.0.[1-2]"},
+    **{"SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_LAUNCH_NODE_IPADDR": "10.9.9.9"},
+}
+LAST = {**TASK, "SLURM_PROCID": "2", "SLURM_NODEID": "1"}
+
+
+def test_a_task_knows_what_torchrun_would_tell_it() -> None:
+    """Rank, place in its node, and where all meet: on the step's first node, not srun's."""
+    assert as_torchrun(LAST) == {
+        **{"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "15113"},  # 16 · 7 + 1
+    }
+    first = as_torchrun(TASK)
+    assert first["LOCAL_WORLD_SIZE"] == "2"
+    assert first["MASTER_PORT"] == "15113"
+    assert as_torchrun({**LAST, "SLURM_JOB_ID": "123456789"})["MASTER_PORT"] == "18625"
+
+
+def test_where_they_meet_can_be_said() -> None:
+    told = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "SLURM_STEP_NODELIST": "nowhere7"}
+    found = as_torchrun({**LAST, **told})
+    assert "MASTER_ADDR" not in found
+    assert "MASTER_PORT" not in found
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        BATCH,  # a batch script has SLURM_NTASKS, too, and runs once
+        {**TASK, "SLURM_STEP_NUM_TASKS": "1"},
+        {**LAST, "RANK": "5"},
+        {**LAST, "RANK": "5", "TORCHELASTIC_RUN_ID": "x"},  # torchrun under srun
+    ],
+)
+def test_any_other_process_is_left_alone(environment: dict[str, str]) -> None:
+    assert as_torchrun(environment) == {}
+
+
+@pytest.mark.parametrize("missing", ["SLURM_PROCID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID"])
+def test_what_is_missing_is_named(missing: str) -> None:
+    environment = {name: value for name, value in LAST.items() if name != missing}
+    with pytest.raises(OffbeatError, match=f"{missing} is not set: start the workers with srun"):
+        as_torchrun(environment)
+
+
+def test_a_node_without_an_address_is_named() -> None:
+    with pytest.raises(OffbeatError, match=r"meet on x\.invalid, .*: set MASTER_ADDR to"):
+        as_torchrun({**LAST, "SLURM_STEP_NODELIST": "x.invalid,y"})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node1", "node1"),
+        ("a1,b2", "a1"),
+        ("node[07-09,12],gpu3", "node07"),
+        ("node[3,5]", "node3"),
+        ("rack[1-2]node[04-05]-ib", "rack1node04-ib"),
+    ],
+)
+def test_the_first_of_a_list_of_nodes(nodes: str, first: str) -> None:
+    assert first_node(nodes) == first
+
+
+def test_tasks_with_cores_of_their_own_share_them_with_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for cores, told, expected in ((8, "8", 1), (32, "8", 4), (32, None, 4)):
+        mask: Any = set(range(cores))
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid, mask=mask: mask, raising=False)
+        own = {} if told is None else {"SLURM_CPUS_PER_TASK": told}
+        assert sharing({**TASK, **own}, 4) == expected
+    assert sharing({"SLURM_CPUS_PER_TASK": "64"}, 4) == 4  # not Slurm's
+
+
+@pytest.mark.nightly  # three processes import torch
+def test_tasks_train_together() -> None:
+    """Two processes with Slurm's variables are one run; one that comes alone says so."""
+    step = {**TASK, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    argv = (sys.executable, "-m", "offbeat.cli", "train", "digits", "--max-steps", "2")
+
+    def start(job: str, *more: str, **task: str) -> subprocess.Popen[str]:
+        environment = {**ENVIRONMENT, **step, "SLURM_JOB_ID": job, **task}
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            [*argv, *more], stdout=pipe, stderr=pipe, encoding="utf-8", env=environment
+        )
+
+    second = {"SLURM_PROCID": "1", "SLURM_NODEID": "1"}
+    alone = start("70", "--timeout", "2", **second)
+    both = [start("71"), start("71", **second)]
+    (out, err), (silent, _) = (one.communicate(timeout=100) for one in both)
+    assert [one.returncode for one in both] == [0, 0], err
+    assert "joined the 2 processes that Slurm has started" in out
+    assert "2 workers" in " ".join(out.split())
+    assert silent == ""
+    _, err = alone.communicate(timeout=100)
+    assert alone.returncode == 1
+    assert "error: rank 1 of 2 did not meet the others that Slurm has started, at " in err
+    assert "127.0.0.1:16121 (MASTER_ADDR, MASTER_PORT) within --timeout 2" in err
+    assert "Traceback" not in err
