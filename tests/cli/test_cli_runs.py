@@ -212,7 +212,10 @@ def test_simulate_nodes(call: Call, tmp_path: Path) -> None:
     nodes = ("--workers-per-node", "2", "--inside", "10Gbit/s", "--json", str(told))
     code, out, err = call(*argv, *PLACE, *nodes)
     assert (code, err) == (0, "")
-    assert "4 workers (simulated), 200 Mbit/s between nodes of 2" in one_line(table(out))
+    place = (
+        "4 workers (simulated), 200 Mbit/s between nodes of 2 (10 Gbit/s, 10 us latency), 100 us"
+    )
+    assert place in one_line(table(out))
     run = json.loads(told.read_text())
     assert run["configuration"]["network"]["inside"] == 1e10
     stats = run["stats"]

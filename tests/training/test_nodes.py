@@ -17,6 +17,7 @@ from offbeat.fabric.nested import NodeCommunicator
 from offbeat.fabric.nodes import layout
 from offbeat.fabric.recording import Recording
 from offbeat.fabric.single import SingleCommunicator
+from offbeat.strategies import STRATEGIES
 from problems import bsp_reference, flat, loss_of, make_batch, make_model, make_wide, train_step
 from workers import run
 from worlds import simulated
@@ -30,6 +31,7 @@ TEXTS = [
     "diloco:period=4,fragments=2,overlap=1",
     "async:schedule=cyclic,staleness=4",
     "streaming:schedule=cyclic,staleness=4,parts=2",
+    "fedavg:period=3,fraction=0.5",
 ]
 
 
@@ -140,6 +142,12 @@ def test_a_node_is_one_worker_that_has_the_data_of_all_of_its_own() -> None:
             for a, b in zip([*one[0], one[1]], [*same[0], same[1]], strict=True):
                 close(a, b, 1e-11)
             assert one[3:] == same[3:], "bytes and decisions"
+
+
+def test_every_strategy_that_can_train_in_nodes_has_a_row() -> None:
+    """Parameter servers cannot; of those whose default depends on time another schedule can."""
+    rows = {text.partition(":")[0] for text in TEXTS}
+    assert rows == {name for name, kind in STRATEGIES.items() if kind.averages != "pushes"}
 
 
 # -- the rest of the front door -------------------------------------------------------------------

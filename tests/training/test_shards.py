@@ -29,10 +29,13 @@ TEXTS = [
 ]
 
 
-def divided(model: nn.Module, *, reshards: bool = True, **options: Any) -> nn.Module:
+def divided(
+    model: nn.Module, *, reshards: bool = True, workers: int = 2, **options: Any
+) -> nn.Module:
     """``model`` given to ``fully_shard``, layer by layer, over the workers of this node."""
     fully_shard = importlib.import_module("torch.distributed.fsdp").fully_shard
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("across", "inside"))["inside"]
+    shape = dist.get_world_size() // workers, workers
+    mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("across", "inside"))["inside"]
     for layer in model.children():
         if not isinstance(layer, nn.Tanh):
             fully_shard(layer, mesh=mesh, reshard_after_forward=reshards, **options)
@@ -107,6 +110,47 @@ def test_shards_train_as_whole_models_do(texts: list[str]) -> None:
                 close(a, b, 1e-9)
             assert one[4] == other[4], text
             assert torch.equal(one[2], found[0][texts.index(text)][2])
+
+
+def in_turn(rank: int, size: int) -> Any:
+    """A lone node, and nodes of one worker; two optimizers, and a frozen layer."""
+    found = []
+    for workers, text in ((size, "local:period=2"), (1, "bsp")):
+        os.environ.update(LOCAL_RANK=str(rank % workers), LOCAL_WORLD_SIZE=str(workers))
+        model = make_model(0)
+        for p in model[2].parameters():
+            p.requires_grad_(False)
+        model = divided(model, workers=workers)
+        first, _, middle, last = model.children()
+        optimizers = [
+            torch.optim.SGD([*first.parameters(), *middle.parameters()], lr=0.05),
+            torch.optim.SGD(last.parameters(), lr=0.05),
+        ]
+        sync = attach(model, optimizers, text, node_group="auto")
+        for step in range(3):
+            model.zero_grad()
+            loss_of(model, make_batch(rank, step)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        sync.finish()
+        found.append(whole(model.parameters()))
+    return found
+
+
+@pytest.mark.nightly
+def test_any_number_of_workers_may_share_a_model() -> None:
+    """The mean of all gradients, by hand."""
+    model = make_model(0)
+    for step in range(3):
+        model.zero_grad()
+        for rank in range(4):
+            (loss_of(model, make_batch(rank, step)) / 4).backward()
+        with torch.no_grad():
+            for p in [*model[0].parameters(), *model[3].parameters()]:
+                p -= 0.05 * p.grad  # type: ignore[operator]
+    for found in run(in_turn, workers=4):
+        for one in found:
+            close(one, whole(model.parameters()))
 
 
 # -- errors ---------------------------------------------------------------------------------------

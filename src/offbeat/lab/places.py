@@ -182,8 +182,11 @@ class VirtualCluster(Place):
 
     def __str__(self) -> str:
         rate, latency = show_bandwidth(8 * self.network.up(0)), self.network.latency
-        step, workers = self.compute.step, self.network.workers_per_node
-        nodes = f" between nodes of {workers}" if workers > 1 else ""
+        step, inside, late = self.compute.step, self.network.inside, self.network.inside_latency
+        nodes = ""
+        if inside is not None and late is not None:
+            within = f"{show_bandwidth(inside)}, {show_seconds(late)} latency"
+            nodes = f" between nodes of {self.network.workers_per_node} ({within})"
         return f"{rate}{nodes}, {show_seconds(latency)} latency, {show_seconds(step)} a step"
 
     @property
