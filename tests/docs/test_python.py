@@ -7,10 +7,11 @@ simulates, and what uses that, runs once for all of them.
 import ast
 import importlib
 import inspect
+import io
 import re
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -26,6 +27,7 @@ from worlds import simulated
 
 WORKERS = 4
 BLOCKS = blocks_in("python")
+FIGURE = re.compile(r"\d+\.\d+")
 MADE_ANEW = ("model", "optimizer", "scheduler")  # for each attach
 
 
@@ -77,16 +79,32 @@ def run_on_worker(rank: int, size: int, blocks: Sequence[Block]) -> None:
         space["sync"].finish()
 
 
+def after(block: Block) -> Block | None:
+    """The page's next one."""
+    blocks = blocks_of(block.page)
+    place = blocks.index(block) + 1
+    return blocks[place] if place < len(blocks) else None
+
+
 def run_once(blocks: Sequence[Block]) -> None:
-    """The simulations of a page, in its order; and the tests that it defines."""
+    """The simulations of a page, in its order; and the tests that it defines.
+
+    What one prints is what the page shows as text after it, figures to a hundredth.
+    """
     space: Space = dict(IMPORTS)
     for block in blocks:
         for name in names(block.code, ast.Load) & SUPPLIES.keys():
             get(space, name)
-        with pytest.raises(Exception) if block.way == "raises" else nullcontext() as error:
+        wrong = pytest.raises(Exception) if block.way == "raises" else nullcontext()
+        with redirect_stdout(io.StringIO()) as out, wrong as error:
             exec(compiled(block), space)
         if error is not None:
             assert error.typename == block.told
+        elif (shown := after(block)) is not None and shown.language == "text":
+            printed = out.getvalue()
+            assert FIGURE.sub("#", printed) == FIGURE.sub("#", shown.code)
+            got, want = ([float(x) for x in FIGURE.findall(one)] for one in (printed, shown.code))
+            assert got == pytest.approx(want, rel=0.01)
         for name in [one for one in space if one.startswith("test_")]:
             space.pop(name)()
 
