@@ -163,9 +163,11 @@ def _moved(case: Case, outcome: Outcome, done: list[Report]) -> tuple[float, flo
             return moved - case.steps, max(moved, case.steps) + more
         return moved, moved + more
     # Those who have gone apart are averaged when a view changes, and each goes on from its own
-    # step. Who has come to its last one then takes part in further means with weight 0.
+    # step. Who has come to its last one then takes part in further means with weight 0; and of one
+    # that is lost later the mean has had fewer steps, or more.
     alike = max(r.shares for r in done) - min(r.shares for r in done) < _EXACT if done else True
-    apart = 0.0 if alike and case.strategy not in EAGER and case.kind not in JOINING else 4.0
+    exact = alike and case.second < 0 and case.kind not in JOINING and case.strategy not in EAGER
+    apart = 0.0 if exact else 4.0
     return case.steps - apart, case.steps + apart
 
 
