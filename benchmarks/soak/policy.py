@@ -102,7 +102,8 @@ class Policy(ABC):
             waited = report.at - (outcome.fault_at or report.at)
             if case.kind == "interrupt" and waited > 0.2 + SLACK_SECONDS:
                 yield f"Ctrl-C took {waited:.1f} s to get through"
-            if case.kills and rank != case.silent and rank not in late(case, outcome):
+            lived = report.at > (outcome.fault_at or 0.0)  # else something else had ended it before
+            if case.kills and lived and rank not in {case.silent, *late(case, outcome)}:
                 yield f"rank {rank} was killed, and reports {report.outcome}"
 
 
