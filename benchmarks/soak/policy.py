@@ -216,7 +216,7 @@ def _excused(case: Case, outcome: Outcome, rank: int) -> bool:
     report = outcome.reports[rank]
     assert report is not None
     # Who asks a store that does not answer waits for it, in threads of their own.
-    unanswered = case.kind == "stop" and case.own_store and case.victim == 0
+    unanswered = case.own_store and 0 in case.victims and (case.kind == "stop" or case.continues)
     if unanswered or (case.kind == "unplug" and rank == case.victim and report.descriptors <= 0):
         return True
     # A server's thread that has received half of a message; in each view.
