@@ -23,7 +23,6 @@ _COUNTED = (
     *("async:staleness=4,schedule=eager", "streaming:parts=3,staleness=4,outer_gain=1"),
     *("ssp:staleness=2", "ssp:staleness=2,servers=0/", "downpour", "downpour:servers=0/"),
 )
-_APART = (*EAGER, "async:staleness=4")
 
 
 class Continue(Policy):
@@ -163,9 +162,12 @@ def _moved(case: Case, outcome: Outcome, done: list[Report]) -> tuple[float, flo
             # What is not with a server counts as in the mean of the workers' models.
             return moved - case.steps, max(moved, case.steps) + more
         return moved, moved + more
-    # Those who go apart are averaged when a view changes, and each goes on from its own step. Who
-    # has come to its last one then takes part in further means with weight 0.
-    apart = 4.0 if case.strategy in _APART or case.kind in JOINING else 0.0
+    # Those who have gone apart are averaged when a view changes, and each goes on from its own
+    # step. Who has come to its last one then takes part in further means with weight 0; and of one
+    # that is lost later the mean has had fewer steps, or more.
+    alike = max(r.shares for r in done) - min(r.shares for r in done) < _EXACT if done else True
+    exact = alike and case.second < 0 and case.kind not in JOINING and case.strategy not in EAGER
+    apart = 0.0 if exact else 4.0
     return case.steps - apart, case.steps + apart
 
 

@@ -102,7 +102,8 @@ class Policy(ABC):
             waited = report.at - (outcome.fault_at or report.at)
             if case.kind == "interrupt" and waited > 0.2 + SLACK_SECONDS:
                 yield f"Ctrl-C took {waited:.1f} s to get through"
-            if case.kills and rank != case.silent and rank not in late(case, outcome):
+            lived = report.at > (outcome.fault_at or 0.0)  # else something else had ended it before
+            if case.kills and lived and rank not in {case.silent, *late(case, outcome)}:
                 yield f"rank {rank} was killed, and reports {report.outcome}"
 
 
@@ -215,7 +216,7 @@ def _excused(case: Case, outcome: Outcome, rank: int) -> bool:
     report = outcome.reports[rank]
     assert report is not None
     # Who asks a store that does not answer waits for it, in threads of their own.
-    unanswered = case.kind == "stop" and case.own_store and case.victim == 0
+    unanswered = case.own_store and 0 in case.victims and (case.kind == "stop" or case.continues)
     if unanswered or (case.kind == "unplug" and rank == case.victim and report.descriptors <= 0):
         return True
     # A server's thread that has received half of a message; in each view.
@@ -253,6 +254,10 @@ def _not_finite(case: Case, outcome: Outcome) -> Iterator[str]:
     asked = non_finite_of(case, parse_strategy(case.strategy))
     serves = case.strategy in SERVERS
     told = f"rank {case.victim} would {'push' if serves else 'contribute'} NaN or infinity"
+    reports = [report for report in outcome.reports if report is not None]
+    unseen = all(r.finite and r.outcome == "finished" and not r.warnings for r in reports)
+    if "unselected=restart" in case.strategy and unseen:
+        return  # it was not drawn in that round, and went on from the mean of the others
     for rank, report in enumerate(outcome.reports):
         if report is None:
             continue

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -196,6 +197,27 @@ def leave_one_behind(rank: int, size: int) -> Any:
 def test_an_activity_that_does_not_end_is_left_behind() -> None:
     """close() waits farewell_seconds for it, and no longer."""
     assert all(0.2 <= seconds < 5 for seconds in run(leave_one_behind, workers=2))
+
+
+def interrupt_the_end(rank: int, size: int) -> list[str]:
+    fabric = open_one()
+    sent = fabric.send(torch.zeros(1), destination=1 - rank, what="a message")
+    fabric.receive(torch.zeros(1), source=1 - rank, what="a message").wait()  # by a thread
+    sent.wait()
+    if rank == 1:
+        meet("rank 0 has left", [0, 1])
+        fabric.close()
+        return []
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        fabric.close(together=True)
+    meet("rank 0 has left", [0, 1])
+    return [thread.name for thread in threading.enumerate() if thread.name == "messages"]
+
+
+def test_a_ctrl_c_in_the_end_leaves_nothing_open() -> None:
+    """While this worker waits for the others to leave, too."""
+    assert run(interrupt_the_end, workers=2) == [[], []]
 
 
 def leave_one_inside(rank: int, size: int) -> tuple[float, bool]:

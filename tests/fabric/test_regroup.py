@@ -504,6 +504,10 @@ def test_nobody_to_join_is_an_error(tmp_path: Path) -> None:
         address = "{}:{}".format(*closed.getsockname())
     with pytest.raises(CommunicationError, match=rf"joining failed: nobody keeps .* {address}"):
         offbeat.join(address).make_communicator(0.5)
+    with socket.create_server(("127.0.0.1", 0)) as stuck:  # it listens, and never answers
+        address = "{}:{}".format(*stuck.getsockname())
+        with pytest.raises(CommunicationError, match=rf"joining failed: nobody keeps .* {address}"):
+            offbeat.join(address).make_communicator(0.2)
     path = tmp_path / "rendezvous"
     with pytest.raises(CommunicationError, match="there is no store at"):
         offbeat.join(f"file://{path}").make_communicator(0.5)

@@ -1,6 +1,7 @@
 """How a new process comes into a training that is under way."""
 
 import os
+import threading
 import time
 from datetime import timedelta
 from functools import partial
@@ -17,6 +18,7 @@ from offbeat.fabric.regroup_lifelines import Lifelines
 
 _LOOK_SECONDS = 0.05  # between looks whether the others have agreed
 _CONNECT_SECONDS = 30.0
+_MORE_SECONDS = 1.0  # than its time-out: how long torch may take to notice that
 _ATTEMPTS = 2  # each ends a view of the members
 
 
@@ -131,16 +133,33 @@ class Newcomer(Transport):
                 raise CommunicationError(f"joining failed: there is no store at {self._address}")
             return dist.FileStore(path)  # type: ignore[attr-defined]
         host, _, port = self._address.rpartition(":")
-        limit = timedelta(seconds=min(timeout_seconds, _CONNECT_SECONDS))
-        try:
-            return dist.TCPStore(  # type: ignore[attr-defined]
-                host, int(port), is_master=False, wait_for_workers=False, timeout=limit
-            )
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"joining failed: nobody keeps a store at {self._address} (none found within "
-                f"{limit.total_seconds():g} s): {str(error).splitlines()[0][:200]}"
-            ) from None
+        seconds = min(timeout_seconds, _CONNECT_SECONDS)
+        made: list[Any] = []
+        said = ["no answer"]
+
+        def connect() -> None:
+            try:
+                made.append(
+                    dist.TCPStore(  # type: ignore[attr-defined]
+                        *(host, int(port)),
+                        is_master=False,
+                        wait_for_workers=False,
+                        timeout=timedelta(seconds=seconds),
+                    )
+                )
+            except RuntimeError as error:
+                said[:] = [str(error).splitlines()[0][:200]]
+
+        # It has no time-out for one that listens and does not answer, as one that is stopped.
+        thread = threading.Thread(target=connect, name="store", daemon=True)
+        thread.start()
+        thread.join(seconds + _MORE_SECONDS)
+        if made:
+            return made[0]
+        raise CommunicationError(
+            f"joining failed: nobody keeps a store at {self._address} (none found within "
+            f"{seconds:g} s): {said[0]}"
+        )
 
     def _await(self, board: Board, key: str, deadline: float, timeout_seconds: float) -> str:
         while time.monotonic() < deadline:

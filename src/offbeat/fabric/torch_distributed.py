@@ -145,10 +145,12 @@ class TorchCommunicator(Communicator):
 
     @override
     def close(self, *, together: bool = False) -> None:
-        if together and not self._life.closed:
-            with contextlib.suppress(CommunicationError):  # training is over, whoever is gone
-                self.sum(torch.zeros(1, device=self.control_device), what="the end").wait()
-        self._life.close(together=together)
+        try:
+            if together and not self._life.closed:
+                with contextlib.suppress(CommunicationError):  # training is over, whoever is gone
+                    self.sum(torch.zeros(1, device=self.control_device), what="the end").wait()
+        finally:  # a Ctrl-C, too, leaves nothing open
+            self._life.close(together=together)
 
 
 class _Work(Handle[Any]):
