@@ -6,7 +6,7 @@ DEMO := runs/demo
 SEED ?= 0
 MINUTES ?= 20
 
-.PHONY: help demo test install side-by-side alone nightly soak frameworks launchers lowest lint bench docs dist clean
+.PHONY: help demo test install collect side-by-side alone nightly soak frameworks launchers lowest lint bench docs dist clean
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -41,12 +41,16 @@ demo: $(VENV)/.demo  ## train digits under four strategies on 4 workers, about 3
 	echo "$$*"; "$$@"
 
 test:  ## all checks: lint, types, tests
-	@MAKE='$(MAKE)' .ci/timed install lint side-by-side alone
+	@MAKE='$(MAKE)' .ci/timed install 'lint collect' side-by-side alone
 
 install: $(VENV)/.dev
 
 side-by-side: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not quiet and not nightly"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not quiet and not nightly"
+
+# What pytest makes of the assertions is kept, once for all that run side by side.
+collect: $(VENV)/.dev
+	@$(BIN)/python -m pytest --collect-only --quiet > /dev/null
 
 # Of the files that have some: to collect all takes longer than to run these.
 alone: $(VENV)/.dev

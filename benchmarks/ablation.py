@@ -85,8 +85,8 @@ def cells(seeds: Sequence[int]) -> list[Cell]:
         found.append(("ideal", task, 4, "1Gbit/s", "ideal"))
         found += [("default", task, 4, bandwidth, "streaming") for bandwidth in BANDWIDTHS]
         found += [("default", task, 4, "50Mbit/s", DILOCO)]
-    for scale in (0.5, 2.0):
-        for method in ("ideal", "streaming", DILOCO):
+    for scale in (0.5, 2.0, 4.0):
+        for method in ("ideal", "streaming", "streaming:outer_gain=1", DILOCO):
             text = f"{method} --lr-scale {scale:g}"
             found += [("rate", task, 4, "50Mbit/s", text) for task in ("cnn", "lm")]
     for text in (

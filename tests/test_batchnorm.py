@@ -145,6 +145,7 @@ def meet(rank: int, size: int, strategy: offbeat.Strategy, steps: list[int]) -> 
             "after": after, "end": end, "mode": mode}  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "strategy",
     [

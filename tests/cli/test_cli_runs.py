@@ -551,6 +551,7 @@ def test_files_in_a_new_folder(call: Call, tmp_path: Path) -> None:
     assert values.exists()
 
 
+@pytest.mark.nightly
 def test_ctrl_c_ends_a_simulation() -> None:
     """SIGINT in the middle: exit code 130 and one line, within seconds."""
     argv = ["simulate", "digits", "--workers", "2", "--epochs", "100", "--step-time", "20ms"]

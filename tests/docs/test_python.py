@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import offbeat
+from cells import nightly
 from docs.stage import IMPORTS, MODULES, SUPPLIES, Space, get
 from pages import ROOT, WAYS, Block, blocks_in, blocks_of, files_of, pages
 from worlds import simulated
@@ -127,7 +128,11 @@ def run_page(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *ways: st
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("page", sorted({one.page for one in BLOCKS if one.way != "not run"}))
+LONG = ("docs/data.md", "docs/simulator.md")  # some seconds each
+PAGES = sorted({one.page for one in BLOCKS if one.way != "not run"} - {*LONG})
+
+
+@pytest.mark.parametrize("page", [*PAGES, *nightly(LONG)])
 def test_what_a_page_shows_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From top to bottom, in an empty folder."""
     run_page(page, tmp_path, monkeypatch, None, "file", "raises")

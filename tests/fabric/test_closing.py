@@ -208,6 +208,7 @@ def interrupt_the_end(rank: int, size: int) -> list[str]:
         meet("rank 0 has left", [0, 1])
         fabric.close()
         return []
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it may have been started without
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         fabric.close(together=True)

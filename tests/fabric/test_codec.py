@@ -57,6 +57,7 @@ def rounded(x: Tensor, precision: str) -> Tensor:
     return out
 
 
+@pytest.mark.sampled
 @both
 @given(
     elements=st.integers(1, 4 * BLOCK + 1),
@@ -79,6 +80,7 @@ def test_the_error_is_bounded(
     )
 
 
+@pytest.mark.sampled
 @both
 def test_many_pieces_and_odd_ends(precision: str) -> None:
     """A tensor longer than what is worked on at a time, which ends inside of a block."""

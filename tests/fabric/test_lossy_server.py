@@ -123,6 +123,7 @@ class Pull(Rule):
         return self.move
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("pushes", ["changes", "models"])
 @pytest.mark.parametrize(
     ("world", "precision", "dtype"),

@@ -58,6 +58,7 @@ def numbers(node: int, count: int, dtype: torch.dtype) -> Tensor:
     return torch.tensor([(node * 7 + 3 * i) % 11 + 1 for i in range(count)]).to(dtype)
 
 
+@pytest.mark.sampled
 @every_layout
 @pytest.mark.parametrize("count", [1, 5, 12])
 def test_results_are_those_of_one_worker_in_each_node(nodes: int, workers: int, count: int) -> None:

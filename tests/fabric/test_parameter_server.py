@@ -57,6 +57,7 @@ def total(pushes: list[Tensor], start: Tensor) -> Tensor:
 # -- values ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @every_world
 @pytest.mark.parametrize("servers", [None, (1,), (0, 2), (2, 0, 1)], ids=str)
 def test_the_vector_lies_in_shards_on_the_servers(
@@ -409,6 +410,7 @@ BAD = {
 }
 
 
+@pytest.mark.sampled
 @worlds_of_several
 @pytest.mark.parametrize("name", BAD)
 def test_a_request_that_is_none_is_refused(world: World, name: str) -> None:

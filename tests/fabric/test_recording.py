@@ -105,6 +105,7 @@ def train(rank: int, size: int, text: str) -> Any:
     return [(kind, re.sub(r"\d+", "#", what)) for kind, what in collectives(transport.started)]
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:the workers are not alike:UserWarning")
 @pytest.mark.parametrize(
     "text",

@@ -122,7 +122,7 @@ def lose(rank: int, size: int, victims: list[int]) -> Any:
     return worker.until(*survivors).finish(), worker.changed - float(store().get("died"))
 
 
-@pytest.mark.parametrize("victims", [[0], [1], [2], [3], [0, 2], [1, 2, 3]], ids=str)
+@pytest.mark.parametrize("victims", some([[0], [1], [2], [3], [0, 2], [1, 2, 3]], 0, 3, 5), ids=str)
 def test_the_others_go_on(victims: list[int]) -> None:
     """Whoever dies, rank 0 too; two at once; all but one. It takes a fraction of a second."""
     results = run(lose, victims, workers=4, newcomers=0, may_die=tuple(victims))

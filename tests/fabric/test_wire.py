@@ -253,6 +253,7 @@ def poisoned(wire: Wire, team: Team) -> Any:
     return bad, good
 
 
+@pytest.mark.sampled
 @both
 @every_world
 def test_what_is_not_finite_is_seen_by_all_and_gone_next_time(world: Any, precision: str) -> None:

@@ -104,6 +104,7 @@ CURVES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("text", CURVES)
 def test_what_is_evaluated_is_the_mean_model(text: str, runs: list[dict[str, Run]]) -> None:
     """After each step it is that of a reference in one process, clipping and schedule included."""

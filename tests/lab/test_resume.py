@@ -116,6 +116,7 @@ def test_a_run_that_had_ended_ends_again(tmp_path: Path) -> None:
     assert not [event for event in events if isinstance(event, Step)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

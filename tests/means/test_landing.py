@@ -296,6 +296,7 @@ def written(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return moment
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("written", ["in the end", "early"], indirect=True)
 @pytest.mark.parametrize(("text", "options"), MEANS, ids=str)
 def test_a_mean_is_written_as_a_whole_or_not_at_all(

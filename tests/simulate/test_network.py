@@ -123,6 +123,7 @@ def test_an_all_to_all_and_an_all_gather_of_its_chunks_are_an_all_reduce() -> No
         assert sent == pytest.approx(costs.all_reduce_bytes(*each[:2]))
 
 
+@pytest.mark.sampled
 @every_collective
 @settings(deadline=None, max_examples=100, derandomize=True, database=None)
 @given(size=sizes, rate=rates, latency=latencies)
@@ -133,6 +134,7 @@ def test_one_worker_costs_nothing(
     assert all(traffic(size, 1) == 0 for traffic in TRAFFIC)
 
 
+@pytest.mark.sampled
 @every_collective
 @settings(deadline=None, max_examples=100, derandomize=True, database=None)
 @given(a=sizes, b=sizes, c=latencies, d=latencies, rate=rates, workers=counts)
@@ -145,6 +147,7 @@ def test_more_bytes_or_latency_never_cost_less(
     assert costs.message_seconds(less, rate, sooner) <= costs.message_seconds(more, rate, later)
 
 
+@pytest.mark.sampled
 @every_collective
 @settings(deadline=None, max_examples=100, derandomize=True, database=None)
 @given(size=sizes, latency=latencies, a=rates, b=rates, workers=counts)
@@ -237,6 +240,7 @@ def test_a_switch_is_shared_by_all_flows() -> None:
     assert Network("1Gbit/s", 0, switch="8Mbit/s").message_seconds(1e6, 0, 1) == 1.0
 
 
+@pytest.mark.sampled
 @every_collective
 @settings(deadline=None, max_examples=100, derandomize=True, database=None)
 @given(

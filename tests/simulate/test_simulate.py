@@ -207,6 +207,7 @@ def trace(text: str, shuffle: int | None = None) -> str:
     return result.to_json() + json.dumps(result.results)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("text", TEXTS)
 def test_the_same_seed_gives_the_same_bytes(text: str) -> None:
     """Twice in this process, and whatever the random state outside."""
@@ -234,6 +235,7 @@ def test_two_processes_give_the_same_bytes() -> None:
     assert outs[0] == outs[1] != ""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("text", TEXTS[:5])
 def test_shuffled_ties_do_not_change_synchronous_strategies(text: str) -> None:
     plain = json.loads(trace(text).rpartition("}[")[0] + "}")

@@ -191,6 +191,7 @@ def test_whole_periods_end_with_theta() -> None:
         assert result["stats"].payload_bytes == result["payload"] + ROLL_BYTES
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("counts", [[3, 17, 9], [13, 2, 4], [0, 8, 5]])
 @pytest.mark.parametrize(("fragments", "overlap"), [(1, 0), (3, 0), (1, 2), (3, 2)])
 def test_uneven_counts(counts: list[int], fragments: int, overlap: int) -> None:
@@ -198,6 +199,7 @@ def test_uneven_counts(counts: list[int], fragments: int, overlap: int) -> None:
     compare(DiLoCo(period=5, fragments=fragments, overlap=overlap), counts)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("period", "fragments", "overlap"),
     [(4, 2, 0), (5, 2, 0), (7, 3, 0), (6, 6, 0), (5, 1, 3), (7, 3, 1), (7, 3, 6), (6, 6, 5)],
@@ -324,6 +326,7 @@ def resume(rank: int, size: int, strategy: DiLoCo, at: int) -> list[Any]:
     return runs
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("at", [6, 7, 10])  # fragments of two leave after steps 3, 6, 9, 12, 15
 @pytest.mark.parametrize(("fragments", "overlap"), [(1, 0), (2, 2), (2, 5)])
 def test_a_checkpoint_continues_bit_for_bit(at: int, fragments: int, overlap: int) -> None:

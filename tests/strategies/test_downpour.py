@@ -199,6 +199,7 @@ STRATEGIES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("make", [sgd, grouped], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_two_workers_step_by_step(strategy: Downpour, make: Make) -> None:

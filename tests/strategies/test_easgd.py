@@ -104,6 +104,7 @@ def equations_3_4(
     return trace, z
 
 
+@pytest.mark.sampled
 @every_order
 @pytest.mark.parametrize(("period", "alpha"), [(1, 0.3), (3, 0.3), (4, None)])
 @pytest.mark.parametrize("servers", [None, (1,)], ids=str)
@@ -227,6 +228,7 @@ def play(
     return trace, before, z
 
 
+@pytest.mark.sampled
 @every_order
 @pytest.mark.parametrize("servers", [None, (2,)], ids=str)
 @pytest.mark.parametrize(("period", "alpha"), [(1, 0.2), (2, None), (4, 0.5)])
@@ -305,6 +307,7 @@ def assert_conserved(results: list[Any], servers: tuple[int, ...], atol: float) 
         assert turn == 0 or (z_after - z_before).abs().max() > 1e-4, "first all are at z"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("synchronous", [False, True])
 @pytest.mark.parametrize("wire", ["bfloat16", "int8", "int2"])
 def test_an_exchange_conserves_x_plus_z_over_a_lossy_wire(synchronous: bool, wire: str) -> None:

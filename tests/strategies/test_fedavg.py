@@ -103,6 +103,7 @@ def observed(results: Sequence[dict[str, Any]]) -> list[set[int]]:
     return [{rank for rank, drawn in enumerate(row) if drawn} for row in rounds]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("unselected", ["keep", "restart"])
 @pytest.mark.parametrize("weights", [None, (600, 300, 100)])
 @pytest.mark.parametrize("fraction", [0.67, 1.0])

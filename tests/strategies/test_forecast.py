@@ -210,6 +210,7 @@ def compare(
     return told.payload_bytes, sent
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("workers", "wire"), CASES)
 @pytest.mark.parametrize("row", AVERAGING, ids=str)
 def test_forecasts_agree_with_the_simulator(
@@ -222,6 +223,7 @@ def test_forecasts_agree_with_the_simulator(
     assert told <= sent * (1 + 1e-9)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.nightly), 4])
 @pytest.mark.parametrize("row", some(SERVERS, *range(0, 20, 3), 19), ids=str)
 def test_servers_agree_with_the_simulator(
@@ -234,6 +236,7 @@ def test_servers_agree_with_the_simulator(
         assert told == pytest.approx(sent, rel=row.within if row.why else 1e-4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("workers", "wire"), [(4, "int8"), pytest.param(2, "int2", marks=pytest.mark.nightly)]
 )
@@ -275,6 +278,7 @@ IN_NODES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("wire", ["float32", pytest.param("int8", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("row", some(IN_NODES, 0, 1, 2, 3, 4), ids=str)
 def test_nodes_agree_with_the_simulator(

@@ -64,6 +64,7 @@ def train(
     }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "period", "warmup_steps", "steps"),
     [

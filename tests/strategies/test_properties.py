@@ -92,7 +92,7 @@ ROWS = [
 ]
 every_row = pytest.mark.parametrize("row", ROWS, ids=str)
 _FIRST = {row.text.partition(":")[0]: row for row in reversed(ROWS)}.values()
-every_strategy = pytest.mark.parametrize(  # of what is slow: its first row, the others nightly
+every_strategy = pytest.mark.parametrize(  # its first row, the others nightly
     "row",
     [row if row in _FIRST else pytest.param(row, marks=pytest.mark.nightly) for row in ROWS],
     ids=str,
@@ -170,7 +170,7 @@ def assert_same_training(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> No
 # -- values ------------------------------------------------------------------------------------
 
 
-@every_row
+@every_strategy
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
 def test_one_worker_trains_as_if_alone(row: Row, kind: str) -> None:
     """The same script with one process is plain training, for any optimizer."""
@@ -241,7 +241,7 @@ def buffered(
     return own, [*seen, {name: buffer.clone() for name, buffer in model.named_buffers()}]
 
 
-@every_row
+@every_strategy
 def test_all_end_with_the_same_buffers(row: Row) -> None:
     """Of every dtype: in consensus() and after finish(); bools and bytes are those of rank 0."""
     results = run(buffered, row.text, row.timed, workers=3)
@@ -261,7 +261,7 @@ def test_all_end_with_the_same_buffers(row: Row) -> None:
         assert float(firsts[-1][name].real.max()) <= float(values[2].real.max())
 
 
-@every_row
+@every_strategy
 def test_a_look_at_the_consensus_leaves_no_trace(row: Row) -> None:
     """Own models, decisions, bytes and the end are those of a training without looks."""
     size = row.repeatable
@@ -343,7 +343,7 @@ def addresses(rank: int, size: int, text: str) -> list[bool]:
     return seen
 
 
-@every_row
+@every_strategy
 def test_tensors_stay_where_they_are(row: Row) -> None:
     """Pitfall 9: none is rebound or becomes a view of a larger one."""
     for seen in run(addresses, row.text, workers=2):
@@ -368,7 +368,7 @@ def one_cycle(rank: int, size: int, text: str | None) -> tuple[list[float], list
     return rates, events
 
 
-@every_row
+@every_strategy
 def test_schedulers_and_the_users_own_hooks_go_on_working(row: Row) -> None:
     """Pitfall 4: OneCycleLR gives the rates of plain training, hooks fire once a step."""
     rates, events = one_cycle(0, 1, None)
@@ -396,7 +396,7 @@ def by_closure(model: nn.Module, optimizer: Optimizer, batch: tuple[Tensor, Tens
     assert optimizer.step(closure).isfinite()
 
 
-@every_row
+@every_strategy
 def test_accumulated_gradients_are_one_step(row: Row) -> None:
     """Pitfall 6: two backward passes and a step train as one pass over the whole batch."""
     size = row.repeatable
@@ -409,7 +409,7 @@ def test_accumulated_gradients_are_one_step(row: Row) -> None:
         assert a["counted"][:3] == b["counted"][:3]
 
 
-@every_row
+@every_strategy
 def test_a_closure_trains_as_a_plain_step(row: Row) -> None:
     """optimizer.step(closure) is the same training, to the last bit."""
     size = row.repeatable
@@ -445,7 +445,7 @@ def in_turn(rank: int, size: int, text: str, steps: list[int]) -> dict[str, Any]
     return {"end": flat(model), "counts": counts, "steps": sync.stats.steps}
 
 
-@every_row
+@every_strategy
 def test_two_optimizers_in_turn_are_one_iteration(row: Row) -> None:
     """Pitfall 5: an iteration is one step of each; workers with unequal data end alike."""
     results = run(in_turn, row.text, [7, 5], workers=2)
@@ -483,7 +483,7 @@ def scale(rank: int, size: int, text: str, declared: bool) -> dict[str, Any]:
     return {"end": flat(model), "steps": sync.stats.steps, "scales": scales}
 
 
-@every_row
+@every_strategy
 def test_a_step_that_a_scaler_skips_counts(row: Row) -> None:
     """Pitfall 3: the worker whose gradient overflowed stays in step with the others."""
     for size, odd in ((2, 1),):
@@ -513,7 +513,7 @@ def send(rank: int, size: int, text: str, wire: Any) -> tuple[int, Tensor]:
     return sent, flat(model)
 
 
-@every_row
+@every_strategy
 @pytest.mark.parametrize(
     ("wire", "share"),
     [pytest.param("bfloat16", 0.78, marks=pytest.mark.nightly), ("int8", 0.4)],
@@ -560,7 +560,7 @@ def tell(rank: int, size: int, text: str, folder: str) -> str:
     return told
 
 
-@every_row
+@every_strategy
 def test_every_word_of_telemetry_is_json(row: Row, tmp_path: Path) -> None:
     """Records and totals are plain values, the same keys in each record of one kind."""
     for rank, told in enumerate(run(tell, row.text, str(tmp_path), workers=2)):
@@ -582,7 +582,7 @@ def hold(rank: int, size: int, text: str, wire: Any, alive: "weakref.WeakSet[Any
     alive.update([model, optimizer, sync])
 
 
-@every_row
+@every_strategy
 @pytest.mark.parametrize("wire", [None, pytest.param("auto", marks=pytest.mark.nightly)])
 def test_a_simulated_run_holds_nothing_when_it_has_ended(row: Row, wire: Any) -> None:
     """Its models are freed at once: the garbage collector counts objects, and not their bytes."""

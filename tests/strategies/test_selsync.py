@@ -170,6 +170,7 @@ def mixed(expected: Expected) -> None:
     assert len(votes) > 2, votes
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("options", "kind"),
     [
@@ -661,6 +662,7 @@ def resume(rank: int, size: int, strategy: offbeat.SelSync, at: int, steps: int)
     return runs
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "options",
     [

@@ -123,6 +123,7 @@ ALONE = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("strategy", some(ALONE, *range(0, 20, 2)), ids=str)
 def test_a_resumed_worker_goes_on_bit_for_bit(strategy: Strategy) -> None:
     """One worker is deterministic under any of them: G, the server's optimizer, z, the view."""
@@ -166,6 +167,7 @@ def staggered(
     return [(trace, end) for trace, end, _ in results], [file for *_, file in results]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("latency", "wire"),
     [
@@ -224,6 +226,7 @@ def drift(rank: int, size: int, strategy: Strategy, wire: str) -> tuple[Tensor, 
     return total, model.x.detach(), seen
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -304,6 +307,7 @@ def test_who_ends_early_waits_longer_than_the_time_out(strategy: Strategy) -> No
         assert seconds > 1.5
 
 
+@pytest.mark.sampled
 @every_strategy
 def test_evaluation_does_not_change_training(strategy: Strategy) -> None:
     """One worker, deterministic: with and without consensus() after every step, bit for bit."""
@@ -367,6 +371,7 @@ def die(rank: int, size: int, strategy: Strategy, folder: str) -> Any:
     return kinds, text, seconds, later[0], finite, alive
 
 
+@pytest.mark.sampled
 @every_strategy
 def test_a_dead_worker_is_named_by_every_survivor(strategy: Strategy, tmp_path: Path) -> None:
     """Pitfalls 15 and 19: within seconds, and no later step succeeds."""
@@ -430,6 +435,7 @@ def run_script(text: str, folder: Path) -> list[tuple[int, str]]:
     return [(code, (folder / f"errors{rank}").read_text()) for rank, code in enumerate(codes)]
 
 
+@pytest.mark.nightly
 def test_an_exception_ends_both_processes(tmp_path: Path) -> None:
     """Its own error on one rank, an error that names the rank on the other, and no abort."""
     text = SCRIPT.replace("{strategy!r}", "SSP(staleness=3)")
@@ -478,6 +484,7 @@ def uneven(rank: int, size: int, strategy: Strategy) -> Any:
     return seen, flat(model), sync.step
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("world", "servers"), [("gloo", None), ("gloo", (2, 0)), ("simulated", (1,))], ids=str
 )
@@ -501,6 +508,7 @@ def test_uneven_workers_end_alike(world: str, servers: tuple[int, ...] | None, i
         assert end.isfinite().all()
 
 
+@pytest.mark.sampled
 @every_strategy
 def test_a_simulation_is_the_same_each_time(strategy: Strategy) -> None:
     """Byte for byte, servers' threads or not."""

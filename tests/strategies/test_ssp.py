@@ -283,6 +283,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("refresh", ["ahead", "lazy"])
 @pytest.mark.parametrize("staleness", [0, *nightly([1]), 2, *nightly([5])])
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -388,6 +389,7 @@ def marks(rank: int, steps: Sequence[int], strategy: SSP) -> list[Tensor]:
     return read
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("refresh", ["ahead", "lazy"])
 @pytest.mark.parametrize("staleness", [0, *nightly([1, 2]), 7])
 @pytest.mark.parametrize(

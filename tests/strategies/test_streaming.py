@@ -62,6 +62,7 @@ def observe(rank: int, size: int, text: str, wire: Any, steps: int) -> list[dict
     return seen
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize(
     "text",
@@ -140,6 +141,7 @@ def idle_of(bandwidth: str, parts: int, wire: Any, staleness: int = 64) -> Any:
     return simulate(worker, workers=4, network=network, compute=compute).results
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("wire", ["float32", "int4"])
 @pytest.mark.parametrize("bandwidth", ["1Mbit/s", "10Mbit/s", "1Gbit/s"])
 def test_nobody_waits(bandwidth: str, wire: str) -> None:

@@ -91,6 +91,7 @@ def changes(trace: list[str]) -> int:
     return sum(a != b for a, b in itertools.pairwise(trace) if a is not None)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("text", [*QUICK, *nightly(sorted({*EXPECTED} - {*QUICK}))])
 @pytest.mark.parametrize("place", some([0, 1, 2], 0, 2), ids=["1Gbit", "100Mbit", "10Mbit"])
 def test_the_most_exact_precision_that_keeps_waiting_short(text: str, place: int) -> None:

@@ -39,6 +39,7 @@ def train(
     return {"records": sink.records, "norms": norms, "end": flat(model), "stats": sync.stats}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 @pytest.mark.parametrize(
     "text", ["bsp", "local:period=3", "selsync:delta=0.05", "async:staleness=4", "ssp:staleness=0"]

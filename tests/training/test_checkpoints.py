@@ -211,6 +211,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shared", [True, False], ids=["one directory", "one each"])
 @pytest.mark.parametrize("name", DAMAGES)
 def test_all_go_on_from_the_step_before_where_one_file_is_damaged(
@@ -491,6 +492,7 @@ def from_consensus(rank: int, size: int, text: str, folder: Path, model: Any) ->
     return step, flat(net)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("text", ["diloco:period=2", "ssp:staleness=0"])
 def test_a_consensus_is_loaded_by_any_number_of_workers(

@@ -97,6 +97,7 @@ def test_what_is_measured_is_the_distance_before_the_mean() -> None:
             assert result["own"]["distances_measured"] == 8
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("text", UNTIMED)
 def test_measuring_changes_nothing_of_the_training(text: str) -> None:
     """The same bits at the end, and the same bytes, with and without."""
@@ -113,6 +114,7 @@ def test_measuring_changes_nothing_of_the_training(text: str) -> None:
         assert all(one["distance_largest"] > 0 for one in measured[0]["found"])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("text", [*UNTIMED, *FREE])
 def test_workers_may_take_different_numbers_of_steps(text: str) -> None:
     """Nobody hangs, and all find the same; a triangle bounds the one distance by the other."""
@@ -215,6 +217,7 @@ class Broken:
         return made if self._made == 1 else Faults(made, [fault])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("text", ["local:period=2", "ssp:staleness=1"])
 @pytest.mark.parametrize("operation", [0, 1, 2, 3, 4])
 def test_a_measurement_that_fails_ends_the_measuring_alone(text: str, operation: int) -> None:

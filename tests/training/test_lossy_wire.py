@@ -118,6 +118,7 @@ def test_blocking_strategies_keep_all_workers_equal(text: str, wire: str) -> Non
         assert not torch.equal(trace[0], trace[1])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "text",
     [
@@ -224,6 +225,7 @@ def normalised(rank: int, size: int, text: str) -> dict[str, Any]:
     return {"smallest": smallest, "own": own, "end": model.state_dict()}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("text", TEXTS)
 def test_batch_statistics_travel_exactly(text: str) -> None:
     """Variances stay positive and the workers' statistics are equal at the end."""

@@ -441,6 +441,7 @@ def left(rank: int, size: int) -> Any:
     return found, final, coded
 
 
+@pytest.mark.nightly
 def test_nothing_is_left_behind() -> None:
     """No thread and no descriptor of the communicators; and more on the real processes."""
     expected = bsp_reference(4, "sgd", STEPS)[-1]

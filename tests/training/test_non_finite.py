@@ -90,6 +90,7 @@ def test_bsp_goes_on_without_it(kind: str) -> None:
         assert details.get("not_finite", 0) == (rank == BAD_RANK)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["sgd", "momentum", "adamw"])
 @pytest.mark.parametrize(
     ("text", "period"),
@@ -133,6 +134,7 @@ def train_alike(rank: int, size: int, text: str, bad: tuple[int, ...]) -> Any:
     return torch.stack(trace), torch.stack(buffers), flat(model), sync.stats.details
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("text", "same", "back"),
     [
@@ -358,6 +360,7 @@ def test_raise_stops_all_workers_before_the_mean(text: str) -> None:
 RAISE = {"non_finite": "raise"}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("text", AVERAGING)
 def test_by_default_it_is_told_once(text: str, caplog: pytest.LogCaptureFixture) -> None:
     """Each worker logs rank and step, once; the mean is what it is."""

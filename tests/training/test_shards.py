@@ -93,7 +93,7 @@ def all_on_each(rank: int, size: int, texts: list[str]) -> Any:
     return [trained(rank, text, shards=False) for text in texts]
 
 
-@pytest.mark.parametrize("texts", [TEXTS[:4], pytest.param(TEXTS[4:], marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("texts", [TEXTS[:2], pytest.param(TEXTS[2:], marks=pytest.mark.nightly)])
 def test_shards_train_as_whole_models_do(texts: list[str]) -> None:
     """Every step, the consensus, the end and the decisions are those of nodes of whole models.
 

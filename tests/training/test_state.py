@@ -133,6 +133,7 @@ def load_spoiled(rank: int, size: int, text: str, wire: str, spoil: bool) -> Any
     return seen, torch.stack([*trace, flat(model)])
 
 
+@pytest.mark.sampled
 @every_row
 def test_a_damaged_state_is_refused_by_all_and_changes_nothing(text: str, wire: str) -> None:
     """Whatever is wrong on rank 1: it says so, rank 0 says so of it, both train on as before."""
@@ -172,6 +173,7 @@ def load_of(rank: int, size: int, text: str, wire: str, given: list[State]) -> A
     return error, torch.stack([*trace, flat(model)])
 
 
+@pytest.mark.sampled
 @every_row
 def test_states_of_other_ranks_and_worlds_are_refused(text: str, wire: str) -> None:
     """Rank 0's file on both ranks, swapped files, and files of three workers on two."""
@@ -301,6 +303,7 @@ def go_on(
     return steps, synced, torch.stack([*trace, flat(model)])
 
 
+@pytest.mark.sampled
 @every_row
 def test_training_begins_anew_from_a_consensus_with_any_number_of_workers(
     text: str, wire: str
@@ -414,6 +417,7 @@ def gone_back(rank: int, size: int, text: str, wire: str, at: int) -> Tensor:
     return torch.stack([*trace, flat(model)])
 
 
+@pytest.mark.sampled
 @every_row
 def test_a_training_goes_back_to_a_state_of_its_own(text: str, wire: str) -> None:
     """With whatever was in flight then, and nothing of what is in flight when it is loaded."""
