@@ -54,10 +54,11 @@ collect: $(VENV)/.dev
 
 # Of the files that have some: to collect all takes longer than to run these.
 alone: $(VENV)/.dev
-	$(BIN)/python -m pytest -m quiet $$(grep -rl mark.quiet tests)
+	$(BIN)/python -m pytest -m "quiet and not nightly" $$(grep -rl mark.quiet tests)
 
 nightly: $(VENV)/.dev  ## the tests of values on real processes, too
 	$(BIN)/python -m pytest -n 2 -m "not quiet" --world gloo
+	$(BIN)/python -m pytest -m quiet $$(grep -rl mark.quiet tests)
 
 soak: $(VENV)/.dev  ## random faults over real processes, of both policies, for MINUTES=20, from SEED=0
 	$(BIN)/python -m benchmarks.soak --seed $(SEED) --minutes $(MINUTES) --output runs/soak.jsonl

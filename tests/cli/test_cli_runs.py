@@ -275,6 +275,7 @@ def test_train(call: Call, tmp_path: Path) -> None:
         assert {record["rank"] for record in records} == {rank}
 
 
+@pytest.mark.nightly
 def test_train_joins_torchrun() -> None:
     """Under torchrun each process is one worker, whatever --workers says; rank 0 alone prints."""
     code, out, err = ended(

@@ -225,6 +225,7 @@ def slow_digits(rank: int, size: int, seconds: float, evaluations: int | None) -
     return heard
 
 
+@pytest.mark.nightly
 def test_a_costly_evaluation_is_done_less_often() -> None:
     """The first one tells; all workers evaluate at the same steps; what is left is even."""
     heard, silent = on_processes(slow_digits, 0.3, None, workers=2)
@@ -238,6 +239,7 @@ def test_a_costly_evaluation_is_done_less_often() -> None:
     assert steps == [*range(1, 49), 48]  # the last is evaluated once training is over
 
 
+@pytest.mark.nightly
 def test_a_number_that_is_set_is_kept() -> None:
     heard = on_processes(slow_digits, 0.02, 6, workers=2)[0]
     assert not any(isinstance(event, Chosen) for event in heard)

@@ -113,6 +113,7 @@ def test_the_time_to_aim_for_is_kept() -> None:
     assert max(run(probe_and_time, workers=3)) < 4
 
 
+@pytest.mark.nightly
 @needs_namespaces
 @pytest.mark.quiet
 def test_bandwidths_are_those_of_the_links(tmp_path: Path) -> None:

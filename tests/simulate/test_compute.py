@@ -98,6 +98,7 @@ def test_rank_step_and_seed_all_choose_the_jitter() -> None:
     assert Compute(2.0, jitter=0.1).seconds(1, 2, 3) == 2 * compute.seconds(1, 2, 3)
 
 
+@pytest.mark.nightly
 def test_two_processes_agree() -> None:
     """The same arguments give the same seconds, to the last bit, in another process."""
     script = (

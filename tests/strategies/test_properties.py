@@ -301,6 +301,7 @@ def resume(rank: int, size: int, text: str, wire: Any, at: int, steps: int) -> l
     return [*trace, flat(wide)]
 
 
+@pytest.mark.sampled
 @every_row
 @pytest.mark.parametrize("resumed", some(RESUMED, 0, 6), ids=str)
 def test_a_resumed_training_goes_on_bit_for_bit(row: Row, resumed: tuple[str, int]) -> None:
@@ -631,6 +632,7 @@ def raise_in_the_loop(rank: int, size: int, text: str) -> dict[str, Any]:
     return {"error": type(error).__name__, "seconds": seconds, "same": finite, "text": str(error)}
 
 
+@pytest.mark.sampled
 @every_strategy
 def test_an_exception_starts_no_collective_and_is_noticed(row: Row) -> None:
     """Pitfall 13: it leaves the block at once, and the others fail long before their time-out."""
@@ -668,6 +670,7 @@ def die(rank: int, size: int, text: str, folder: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.sampled
 @every_strategy
 def test_a_dead_worker_is_named(row: Row, tmp_path: Path) -> None:
     """Pitfalls 15, 19: by rank, soon, with the operation; and no later step succeeds."""

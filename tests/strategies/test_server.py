@@ -106,6 +106,7 @@ DETERMINISTIC = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", some(DETERMINISTIC, 0), ids=str)
 def test_a_resumed_run_goes_on(strategy: Strategy) -> None:
     """Pitfalls 20 and 24: on three workers, to the rounding of sums in another order."""

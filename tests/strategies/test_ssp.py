@@ -438,6 +438,7 @@ def quadratic(rank: int, strategy: Any, steps: int) -> float:
     return float(model.x.detach().abs().max())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("strategy", "converges"),
     [

@@ -86,6 +86,7 @@ def train(rank: int, size: int, text: str, step_seconds: float = 0.0) -> dict[st
     }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("text", [*TEXTS, *nightly(TEXTS_TOO)])
 def test_gloo_and_the_simulator_agree(text: str) -> None:
     """Models, decisions, counts and bytes."""
@@ -104,6 +105,7 @@ def test_gloo_and_the_simulator_agree(text: str) -> None:
         assert torch.equal(b["end"], simulated.results[0]["end"])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("text", [*TIMED, *nightly(TIMED_TOO)])
 def test_gloo_and_the_simulator_train_alike(text: str) -> None:
     """Where order matters: all workers end with the same bits, near the other world's."""

@@ -79,6 +79,7 @@ def train_each(rank: int, size: int, wire: str) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("wire", some(LOSSY, 1))
 def test_gloo_and_the_simulator_agree(wire: str) -> None:
     """Models, looks at the consensus and bytes; all workers end with the same bits."""
