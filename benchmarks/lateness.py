@@ -55,15 +55,17 @@ def _pieces(corners: Points) -> Iterator[tuple[tuple[float, float], tuple[float,
 
 
 def summary(found: Sequence[float | None]) -> str:
-    """The mean and, of two or more, half the width of its 95 % interval; how many arrived."""
+    """The mean and its range, of three or more half its 95 % interval; how many arrived."""
     there = [one for one in found if one is not None]
     if not there:
         return "never"
     text = f"{statistics.fmean(there):.2f}"
-    if len(there) > 1:
+    if len(there) == 2:
+        text += f" ({min(there):.2f}–{max(there):.2f})"
+    elif len(there) > 2:
         found_interval = interval_of(there)
         text += f" ± {found_interval.high - found_interval.mean:.2f}"
-    return text if len(there) == len(found) else f"{text} ({len(there)} of {len(found)})"
+    return text if len(there) == len(found) else f"{text}, {len(there)} of {len(found)}"
 
 
 def table(

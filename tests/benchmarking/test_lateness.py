@@ -32,5 +32,6 @@ def test_seeds_are_paired_and_those_that_never_arrive_are_counted() -> None:
     better = [(s, m + 0.2) for s, m in LATE]
     rows = table({"x": {0: LATE, 1: better}}, {0: IDEAL, 1: IDEAL}, [20, 40], less=False)
     # 0: 1.6 and never; 1: at .4 after 18 s, at .5 after 24
-    assert rows == [["x", "1.25 ± 4.45", "0.60 (1 of 2)"]]
+    assert rows == [["x", "1.25 (0.90–1.60)", "0.60, 1 of 2"]]
     assert summary([None, None]) == "never"
+    assert summary([1.0, 2.0, 3.0]) == "2.00 ± 2.48"  # 4.302653 · 1 / √3

@@ -181,6 +181,11 @@ def test_pages_quote_the_race_as_it_was(page: str) -> None:
         assert quoted == figures.table(figures.read(RESULTS))
 
 
+def test_the_page_of_streaming_quotes_how_late_all_are() -> None:
+    page = (ROOT / "docs" / "streaming.md").read_text(encoding="utf-8")
+    assert figures.late(RESULTS, [10, 20, 30]) in page
+
+
 def test_a_wrong_quote_is_found() -> None:
     """The comparison above can fail."""
     text = f"a\n{figures.MARKS[0]}\n| ideal | 1 s |\n{figures.MARKS[1]}\nb"
