@@ -89,9 +89,7 @@ def test_the_first_page_quotes_the_measurement() -> None:
     (quote,) = (one for one in text.split("\n\n") if "(streaming.md#what-was-measured)" in one)
     rows = [line.split("|") for line in section("streaming", "What was measured").splitlines()]
     late = {
-        (row[1].strip(), row[2].strip(" `").split(":")[0]): row[4]
-        for row in rows[:]
-        if len(row) > 7
+        (row[1].strip(), row[2].strip(" `").split(":")[0]): row[4] for row in rows if len(row) > 7
     }
     wan, lan = "cifar-wan", "cifar-lan"
     asked = [
