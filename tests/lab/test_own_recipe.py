@@ -69,6 +69,7 @@ def test_all_workers_build_the_same(spirals: Path) -> None:
     assert not torch.equal(next(one.model.parameters()), next(other.model.parameters()))
 
 
+@pytest.mark.nightly
 def test_it_reaches_its_target(spirals: Path) -> None:
     """The example of the page learns; the schedule ends low."""
     job = Job("spirals.py", "local:period=4", 2, evaluations=4)

@@ -126,6 +126,7 @@ def test_bandwidths_are_those_of_the_links(tmp_path: Path) -> None:
     assert found["warnings"] == []
 
 
+@pytest.mark.nightly
 @needs_namespaces
 @pytest.mark.quiet
 def test_a_slow_uplink_is_named(tmp_path: Path) -> None:

@@ -117,6 +117,7 @@ def test_shifts_move_by_at_most_one_pixel() -> None:
     assert len(moved) > 4
 
 
+@pytest.mark.nightly
 def test_digits_are_learnt() -> None:
     """One worker by itself gets past 90 % in a few epochs."""
     torch.manual_seed(0)

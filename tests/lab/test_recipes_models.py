@@ -276,6 +276,7 @@ def test_perplexity_of_a_uniform_guess_is_the_vocabulary(data: Path) -> None:
     assert task.clip_norm == 2.0
 
 
+@pytest.mark.nightly
 def test_the_transformer_learns(data: Path) -> None:
     """A few steps bring the perplexity on other text far below that of the uniform guess."""
     task = build("wikitext:transformer", data)

@@ -320,6 +320,7 @@ def check(results: list[Any], broken: int) -> None:
                 assert one["changed"] == [], (rank, operation, one["error"])
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("written")
 @pytest.mark.parametrize("written", ["early"], indirect=True)
 @pytest.mark.parametrize("kind", ["fail", *nightly(["cut"])])
