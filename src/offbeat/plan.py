@@ -1,6 +1,8 @@
 """Which strategy to try first: the strategies' own forecasts side by side, and a rule.
 
 A prediction of time alone. It knows nothing of the final metric, which a run has to tell.
+The file is long because the rule and its reasons in words are one, and the docstring of ``plan``
+says them a third time.
 """
 
 import math
@@ -26,7 +28,7 @@ from offbeat.strategies.forecast import FAR_APART, Costs, Forecast, number, perc
 from offbeat.strategies.node_costs import NodeCosts
 from offbeat.strategies.nodes import between_nodes
 from offbeat.table import Table
-from offbeat.training.attach import require_nodes, require_wire
+from offbeat.training.requirements import require_nodes, require_wire
 from offbeat.units import (
     parse_count,
     show_bandwidth,

@@ -14,7 +14,7 @@ from offbeat.data.samples import Parcel, count_samples, join, take
 from offbeat.data.senders import draw_samples, draw_senders, require_fraction
 from offbeat.errors import MismatchError, OffbeatError
 from offbeat.fabric import Handle, Team, explained, open_communicator
-from offbeat.training.attach import require_timeout
+from offbeat.training.requirements import require_timeout
 from offbeat.training.synchronizer import Synchronizer, companions_of
 
 

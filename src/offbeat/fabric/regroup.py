@@ -9,6 +9,8 @@ A view change from view v to v + 1:
    other, so that there is one list, wherever the network is cut.
 3. Who is in the list opens groups with the others. Who is not was left behind.
 4. If that fails, the same begins again from this list, for view v + 2.
+
+The file is long because it is that protocol, whole: each step rests on what others leave behind.
 """
 
 import contextlib

@@ -13,6 +13,7 @@ the first one ended, at the latest before the worker blocks in any operation. It
 the communicator, in the order in which the first stages were started, so that the order is the
 same on all workers whenever each of them asks. All wires of a team keep one such order: a worker
 that waited for one of a later sum would hold up the others in an earlier one.
+The file is long because that order is kept between all kinds of sums in it.
 """
 
 from collections import deque

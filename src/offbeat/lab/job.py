@@ -224,7 +224,7 @@ class Job:
     def _check_bounds(self) -> None:
         """Raise ValueError for numbers that no run has a use for."""
         from offbeat.lab.uneven import parse_slow
-        from offbeat.training.attach import require_timeout
+        from offbeat.training.requirements import require_timeout
 
         parse_slow(self.slow, self.workers)
         if self.workers % self.workers_per_node:
@@ -247,7 +247,11 @@ class Job:
         """
         from offbeat.lab.baselines import parse_method
         from offbeat.lab.method import Baseline
-        from offbeat.training.attach import require_nodes, require_optimizer_state, require_wire
+        from offbeat.training.requirements import (
+            require_nodes,
+            require_optimizer_state,
+            require_wire,
+        )
 
         method = parse_method(self.strategy)
         if isinstance(method, Baseline):

@@ -1,4 +1,7 @@
-"""What the communicators of one simulation share: links, messages, collectives, time spent."""
+"""What the communicators of one simulation share: links, messages, collectives, time spent.
+
+The file is long because messages and collectives queue for the same cards.
+"""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence

@@ -3,6 +3,7 @@
 Steady state, without warm-up. Computing costs seconds a step, the network what the formulas of
 ``offbeat.costs`` say, and nothing else costs anything: neither the arithmetic of sums and codecs
 nor copies, so what is predicted is what the simulator finds.
+The file is long because every letter is explained beside the formulas that are made of it.
 """
 
 import math
