@@ -234,10 +234,11 @@ def test_fewer_bits_over_a_slower_link() -> None:
 
 
 def test_parts_are_as_many_as_pay() -> None:
-    """At least 64 KiB each, 4 at most."""
-    assert {one["parts"] for one in choices("1Gbit/s")} == {4}
-    many = StreamingAveraging()._count(10e6), StreamingAveraging(parts=9)._count(10e6)
-    assert many == (4, 9)
+    """At least 4 MiB each, 4 at most, but two of 64 KiB."""
+    assert {one["parts"] for one in choices("1Gbit/s")} == {2}
+    sizes = (2**16, 2**17 - 1, 2**17, 2**23, 3 * 2**22, 2**24, 2**30)
+    assert [StreamingAveraging()._count(size) for size in sizes] == [1, 1, 2, 2, 3, 4, 4]
+    assert StreamingAveraging(parts=9)._count(10e6) == 9
 
 
 def test_precision_is_tried_and_taken_back() -> None:

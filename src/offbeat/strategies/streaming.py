@@ -37,9 +37,12 @@ from offbeat.strategies.pace import FEW, PRECISIONS, Pace
 
 logger = logging.getLogger("offbeat")
 
-_PART_BYTES = 2**16  # of a part at least, where their number is chosen: each costs some operations
-_PARTS_LIMIT = 1024
+# Where the number of parts is chosen. Each costs operations, which take as long as rounding and
+# adding some MB; but of two, one can be on the link while the other one's arrival is noticed.
+_PART_BYTES = 2**22
+_LEAST_BYTES = 2**16  # of each of two
 _MOST_PARTS = 4
+_PARTS_LIMIT = 1024
 _MEMORY_STEPS = 50.0  # own steps in which the outer momentum fades to 1/e
 _MORE_BYTES = 8 * 4  # of a vote
 _AGREED = ("precision", "tried", "counts", "patience")  # of ``Pace``
@@ -115,7 +118,8 @@ class StreamingAveraging(Strategy):
     need be: the same bits in every run.
 
     Args:
-        parts: How many, of equal bytes (1 to 1024). "auto": as many as have 64 KiB, at most 4.
+        parts: How many, of equal bytes (1 to 1024). "auto": as many as have 4 MiB, at most 4;
+            two where these have 64 KiB.
         staleness: τ: a worker waits when the last part that has landed is so many own steps old
             (cyclic: even, ≥ 2; eager ≥ 1).
         schedule: "eager" or "cyclic".
@@ -211,7 +215,8 @@ class StreamingAveraging(Strategy):
     def _count(self, model_bytes: float) -> int:
         if self.parts != "auto":
             return self.parts
-        return max(1, min(_MOST_PARTS, int(model_bytes / _PART_BYTES)))
+        least = min(2, max(1, int(model_bytes / _LEAST_BYTES)))
+        return max(least, min(_MOST_PARTS, int(model_bytes / _PART_BYTES)))
 
     # -- rounds ----------------------------------------------------------------------------------
 
