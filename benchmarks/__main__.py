@@ -19,6 +19,7 @@ NAMES = (
     "bsp",
     "memory",
     "idle",
+    "beside",
     "discrepancy",
     "overhead",
     "validation",

@@ -12,8 +12,18 @@ from torch.utils.data import TensorDataset
 from offbeat.lab import Task, accuracy, recipe
 
 
+def network():
+    """Three convolutions and two linear layers."""
+    return nn.Sequential(
+        *(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(64, 128, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(2048, 960), nn.ReLU(), nn.Linear(960, 10)),
+    )
+
+
 def task(setup, scheduler=None):
-    """Three convolutions and two linear layers on CIFAR-10."""
+    """``network`` on CIFAR-10."""
     with np.load(setup.data / "cifar10.npz") as file:
         x, y, test_x, test_y = (
             torch.from_numpy(file[name]) for name in ("x_train", "y_train", "x_test", "y_test")
@@ -21,12 +31,7 @@ def task(setup, scheduler=None):
     x, test_x = (
         (images.permute(0, 3, 1, 2).float() / 255 - 0.473) / 0.251 for images in (x, test_x)
     )
-    model = nn.Sequential(
-        *(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(64, 128, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Flatten(), nn.Linear(2048, 960), nn.ReLU(), nn.Linear(960, 10)),
-    )
+    model = network()
     return Task(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9),

@@ -1,0 +1,92 @@
+"""Streaming averaging, nothing set: what a step costs beside the parts that travel.
+
+Workers of the same processes train a CNN of 2.1 million parameters by turns, forty steps under
+streaming averaging and forty of another such model alone, over shaped links. So both see the same
+machine. Each worker is pinned to its share of the cores, as ``offbeat compare`` does. With as many
+workers as cores nothing else wants a core; with twice as many, all that is computed for the network
+is taken from the training.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import offbeat
+from benchmarks.harness import Result
+from benchmarks.models import cifar_wide
+from benchmarks.processes import run
+from offbeat.lab.train import share_cores
+
+STEPS = 40
+WARM_UP = 2  # blocks in which the pace is found
+
+
+def make_step() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]]:
+    """A model, its optimizer and a function that takes one step on invented images."""
+    torch.manual_seed(0)
+    model = cifar_wide.network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+    x, y = torch.randn(32, 3, 32, 32), torch.randint(10, (32,))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    return model, optimizer, step
+
+
+def measure(blocks: int) -> dict[str, Any]:
+    """Runs on every worker: wall and processor time of a step under Offbeat against alone."""
+    share_cores(dist.get_world_size(), dist.get_rank())
+    model, optimizer, ours = make_step()
+    *_, alone = make_step()
+    sync = offbeat.attach(model, optimizer)
+
+    def block(step: Callable[[], None]) -> tuple[float, float]:
+        with sync.consensus():  # all begin together; in a plain barrier nobody would answer
+            pass
+        wall, cpu = time.perf_counter(), time.process_time()
+        for _ in range(STEPS):
+            step()
+        return time.perf_counter() - wall, time.process_time() - cpu
+
+    pairs = [(block(ours), block(alone)) for _ in range(WARM_UP + blocks)][WARM_UP:]
+    waited, stats = sync.stats.idle, dict(sync.stats.details)
+    sync.detach()
+    return {
+        "wall": statistics.median(a[0] / b[0] for a, b in pairs),
+        "cpu": statistics.median(a[1] / b[1] for a, b in pairs),
+        "alone_seconds": statistics.median(b[0] for _, b in pairs) / STEPS,
+        "blocks": [[a[0] / STEPS, b[0] / STEPS] for a, b in pairs],
+        "idle": waited,
+        "steps_a_model": sync.stats.steps * stats["parts"] / max(1, stats["landings"]),
+        **{name: stats[name] for name in ("parts", "wire", "window", "landing_seconds")},
+    }
+
+
+def results(*, quick: bool = False) -> list[Result]:
+    """All figures of this benchmark."""
+    found, blocks = [], 3 if quick else 8
+    cores = len(os.sched_getaffinity(0))
+    for workers, most in ((cores, 1.05), (2 * cores, None)):
+        for bandwidth in ("1Gbit/s", "200Mbit/s", "50Mbit/s"):
+            each = run(measure, workers=workers, bandwidth=bandwidth, seconds=400, blocks=blocks)
+            worst = max(each, key=lambda one: one["wall"])
+            config = {"workers": workers, "cores": cores, "bandwidth": bandwidth, "blocks": blocks}
+            what = f"streaming, {workers} workers on {cores} cores, {bandwidth}"
+            for name, value, unit, target in (
+                ("step / alone", worst["wall"], "", most),
+                ("processor time of a step / alone", max(one["cpu"] for one in each), "", None),
+                ("idle", 100 * max(one["idle"] for one in each), "%", 1.0),
+            ):
+                found.append(
+                    Result("beside", f"{what}: {name}", value, target, unit, config, worst)
+                )
+    return found
