@@ -200,7 +200,9 @@ def test_impossible_settings_are_refused(text: str, message: str) -> None:
 # -- what it chooses by itself --------------------------------------------------------------------
 
 
-def choices(bandwidth: str, strategy: Any = None) -> list[dict[str, Any]]:
+def choices(
+    bandwidth: str, strategy: Any = None, latency: str = "100us", steps: int = 60
+) -> list[dict[str, Any]]:
     """Details after 60 steps of 10 ms of a model of 280 kB, on 3 workers of unequal speed."""
 
     def worker() -> dict[str, Any]:
@@ -208,7 +210,7 @@ def choices(bandwidth: str, strategy: Any = None) -> list[dict[str, Any]]:
         model = torch.nn.Linear(264, 264)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         sync = offbeat.attach(model, optimizer, strategy)
-        for step in range(60):
+        for step in range(steps):
             optimizer.zero_grad()
             x = torch.randn(4, 264, generator=torch.Generator().manual_seed(100 * rank + step))
             model(x).square().mean().backward()
@@ -218,7 +220,7 @@ def choices(bandwidth: str, strategy: Any = None) -> list[dict[str, Any]]:
         return found
 
     compute = Compute("10ms", jitter=0.1)
-    network = Network(bandwidth, latency="100us")
+    network = Network(bandwidth, latency=latency)
     return simulate(worker, workers=3, network=network, compute=compute).results
 
 
@@ -226,7 +228,7 @@ def test_fewer_bits_over_a_slower_link() -> None:
     """The same on all workers; nothing is said but ``attach(model, optimizer)``."""
     chosen = []
     for bandwidth in ("1Gbit/s", "20Mbit/s", "2Mbit/s"):
-        wires = {one["wire"] for one in choices(bandwidth)}
+        wires = {one["wire"] for one in choices(bandwidth, steps=100)}
         assert len(wires) == 1
         chosen.append(PRECISIONS.index(wires.pop()))
     assert chosen[0] < PRECISIONS.index("int4") < chosen[2]
@@ -244,19 +246,49 @@ def test_parts_are_as_many_as_pay() -> None:
 def test_precision_is_tried_and_taken_back() -> None:
     """More bits where the model passes at once; if that is too slow the next try comes later."""
     pace = Pace(precision="int8")
-    assert not pace.choose(1.5, 5, 8), "of twice the bits it would take three"
-    assert pace.choose(1.2, 10, 8)
-    assert (pace.precision, pace.began, pace.landed) == ("bfloat16", 10, 0)
-    assert pace.choose(3.0, 20, 8), "in vain"
+    assert not pace.choose(1.5, 5, 8, 2), "of twice the bits it would take three"
+    assert pace.choose(1.2, 10, 8, 2)
+    assert (pace.precision, pace.began, pace.landed) == ("bfloat16", 10, -2)
+    assert pace.choose(3.0, 20, 8, 2), "in vain"
     assert pace.precision == "int8"
     waited = 0
-    while not pace.choose(1.2, 30, 8):
+    while not pace.choose(1.2, 30, 8, 2):
         waited += 1
     assert waited == 3, "four counts instead of one"
-    assert not pace.choose(2.4, 40, 8), "proved"
-    assert not pace.choose(2.4, 50, 8)
-    assert pace.choose(20.0, 60, 8)
+    assert not pace.choose(2.4, 40, 8, 2), "proved"
+    assert not pace.choose(2.4, 50, 8, 2)
+    assert pace.choose(20.0, 60, 8, 2)
     assert pace.precision == "int2", "no other is small enough"
+
+
+def test_fewer_bits_are_taken_back_where_they_do_not_help() -> None:
+    """Latency is no full link: the next try of fewer comes four times as late."""
+    pace = Pace(precision="int4")
+    assert pace.choose(5.0, 10, 4, 2)
+    assert pace.precision == "int2"
+    assert pace.choose(4.8, 20, 4, 2), "in vain"
+    assert pace.precision == "int4"
+    waited = 0
+    while not pace.choose(5.0, 30, 4, 2):
+        waited += 1
+    assert waited == 3, "four counts instead of one"
+    assert not pace.choose(3.0, 40, 4, 2), "as fast as bits are fewer"
+    assert (pace.precision, pace.endurance) == ("int2", 1)
+    assert not pace.choose(9.0, 50, 4, 2), "there are none fewer"
+
+
+def test_passes_are_counted_between_landings_of_one_precision() -> None:
+    """A link that was full at any time was not free, though its window is open now."""
+    pace = Pace(window=4, landed=-2, allowance=2.0)
+    for step in (3, 5, 8, 10, 12, 14):
+        assert pace.passes(step, 2) is None
+        pace.resize([5] if step == 10 else [], 2, prompt=3)
+        pace.land(step)
+    assert (pace.began, pace.landed, pace.window) == (5, 4, 4)
+    assert pace.passes(14, 2) == (14 - 5) * 2 / 4, "not 1: a part was late at step 10"
+    pace.choose(4.5, 14, 4, 2)
+    assert pace.landed == -2
+    assert not pace.crowded
 
 
 @pytest.mark.parametrize(("ages", "window"), [([], 9), ([0, 0], 9), ([1, 0], 6), ([2, 1, 1], 5)])

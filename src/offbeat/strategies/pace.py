@@ -24,7 +24,8 @@ _MOST_SHARE = 0.1
 about as much again, and that is time in which a full processor does not compute."""
 _SMOOTHING = 0.1
 _LEAST_STEPS = 8  # own steps before what was measured counts
-_RETRY = 4  # times as long is waited for the next try of more bits, after one in vain
+_RETRY = 4  # times as long is waited for the next try of more bits, or of fewer, after one in vain
+_GAIN = 0.85  # of the time that the model took before: more, and fewer bits were in vain
 
 
 @dataclass
@@ -34,13 +35,19 @@ class Pace:
     Attributes:
         window: Parts that may be under way.
         probing: The link has never been full.
-        precision: Of what is launched; the same on all workers, as are ``tried``, ``counts`` and
-            ``patience``. The others are this one's own.
+        precision: Of what is launched; the same on all workers, as are all from ``tried`` to
+            ``endurance``. The others are this one's own.
         began: Own step since which the passes of the model are counted.
-        landed: Parts that have landed since then.
+        landed: Parts that have landed since then; below 0 while those land that were launched
+            before the precision changed.
+        crowded: Too many were late since then.
         tried: Whether the last change was to more bits, which have not proved themselves yet.
+        before: Own steps in which the model passed before the last change to fewer bits; 0 once
+            these have proved themselves.
+        exact: The precision then.
         counts: Counts since the last change.
         patience: Counts to wait for before more bits are tried.
+        endurance: Counts to wait for before fewer bits are tried.
         step_seconds: Of its own steps, smoothed.
         part_seconds: Of launching and landing a part, waiting left out; likewise.
         allowance: Parts that it may launch without spending too much of its time on it.
@@ -52,9 +59,13 @@ class Pace:
     precision: Precision = "int4"
     began: int = 0
     landed: int = 0
+    crowded: bool = False
     tried: bool = False
+    before: float = 0.0
+    exact: Precision = "int4"
     counts: int = 0
     patience: int = 1
+    endurance: int = 1
     step_seconds: float = 0.0
     part_seconds: float = 0.0
     allowance: float = 0.0
@@ -89,7 +100,7 @@ class Pace:
         late = sum(age >= prompt for age in ages)
         if late > parts // _MOST_LATE:
             least = min(_LEAST_WINDOW, parts)
-            self.window, self.probing = max(least, self.window - 1), False
+            self.window, self.probing, self.crowded = max(least, self.window - 1), False, True
         elif late:
             self.probing = False
         else:
@@ -97,40 +108,59 @@ class Pace:
             # Beyond once the model it is agreed which parts follow as soon as they have landed.
             self.window = min(2 * parts, self.window + more)
 
+    def land(self, step: int) -> None:
+        """A part has landed."""
+        self.landed += 1
+        if self.landed == 0:
+            self.began = step
+
     def passes(self, step: int, parts: int) -> float | None:
         """Own steps in which all parts land once; None until that is known.
 
         One if the link is never full although everything is sent that can be: fewer bits would not
         help. Where a worker has no time for more parts, fewer bits let each of them arrive sooner.
         """
-        free = self.window == 2 * parts and self.allowance >= parts
-        if self.probing and not free:
+        free = self.window == 2 * parts and self.allowance >= parts and not self.crowded
+        if self.probing and not free and self.landed > 0:
             self.began, self.landed = step, 0
         if self.landed < 2 * parts or step - self.began < _LEAST_STEPS:
             return None
         return 1.0 if free else (step - self.began) * parts / self.landed
 
-    def choose(self, steps: float, step: int, workers: int) -> bool:
+    def choose(self, steps: float, step: int, workers: int, parts: int) -> bool:
         """Fewer bits if the model takes more than a few steps; more, one try, if it is fast.
+
+        Fewer are a try, too: where latency is what takes long, or a worker's time is short, the
+        model is no sooner there with them, and goes on as exactly as before.
 
         Args:
             steps: In which the model passes, on average over the workers.
             step: Own steps; counting begins anew.
             workers: How many there are.
+            parts: Likewise.
 
         Returns:
             Whether the precision has changed.
         """
         self.began, self.landed, self.counts = step, 0, self.counts + 1
+        self.crowded = False
         bits = [update_bits(precision, workers) for precision in PRECISIONS]
         place = now = PRECISIONS.index(self.precision)
-        if steps > FEW:
+        vain = 0 < _GAIN * self.before < steps
+        if self.before and not vain:
+            self.endurance = 1
+        self.before = 0.0
+        if vain:
+            place, self.endurance = PRECISIONS.index(self.exact), self.endurance * _RETRY
+        elif steps > FEW and (self.tried or self.counts >= self.endurance):
             while place < len(PRECISIONS) - 1:
                 place += 1
                 if steps * bits[place] <= FEW * bits[now]:
                     break
-            self.patience = self.patience * _RETRY if self.tried else self.patience
-            self.tried = False
+            if self.tried:
+                self.patience, self.tried = self.patience * _RETRY, False
+            elif place > now:
+                self.before, self.exact = steps, self.precision
         elif (
             place and self.counts >= self.patience and steps * bits[place - 1] <= FEW * bits[place]
         ):
@@ -140,6 +170,7 @@ class Pace:
         if place == now:
             return False
         self.precision, self.counts, self.probing = PRECISIONS[place], 0, True
+        self.landed = -parts
         return True
 
 

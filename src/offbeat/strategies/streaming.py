@@ -45,7 +45,8 @@ _MOST_PARTS = 4
 _PARTS_LIMIT = 1024
 _MEMORY_STEPS = 50.0  # own steps in which the outer momentum fades to 1/e
 _MORE_BYTES = 8 * 4  # of a vote
-_AGREED = ("precision", "tried", "counts", "patience")  # of ``Pace``
+# Of ``Pace``.
+_AGREED = ("precision", "tried", "before", "exact", "counts", "patience", "endurance")
 _MERGES = 5  # over so many passes of the model coherence is smoothed
 
 
@@ -196,7 +197,7 @@ class StreamingAveraging(Strategy):
             launched=[0.0] * len(cuts),
             round_step=worker.step,
             fresh_step=worker.step,
-            pace=Pace(began=worker.step),
+            pace=Pace(began=worker.step, landed=-len(cuts)),
         )
 
     @override
@@ -331,7 +332,7 @@ class StreamingAveraging(Strategy):
         """Another precision if the model passes too slowly, or so fast that more bits may do."""
         state: StreamingState = worker.state
         before, count = state.pace.precision, len(state.parts)
-        if state.pace.choose(passes, worker.step, worker.size):
+        if state.pace.choose(passes, worker.step, worker.size, count):
             logger.info(
                 "the whole model (%d parts in %s) passes every %.1f steps: %s from now on",
                 *(count, before, passes, state.pace.precision),
@@ -401,7 +402,7 @@ class StreamingAveraging(Strategy):
         state.pace.spent(worker.team.host.now() - began)
         state.flying.pop(0)
         state.landings += 1
-        state.pace.landed += 1
+        state.pace.land(worker.step)
         keep = 1 - 1 / (_MERGES * len(state.parts))
         sent, mean = worker.team.over_shards(part.sent_squared, part.mean_squared)
         state.sent_squared = keep * state.sent_squared + sent
