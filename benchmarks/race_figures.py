@@ -225,7 +225,7 @@ def methods_of(cells: Sequence[Raced]) -> list[str]:
     return [*dict.fromkeys(name for one in cells for name in one.times if name != "ideal")]
 
 
-WIDTH, DPI, FONT = 4.8, 150, 9
+WIDTH, DPI, FONT = 4.8, 120, 9
 """Inches, and points: what a telephone shows 360 pixels wide can be read."""
 MARKERS = "osD^v<>PX*"
 
@@ -286,23 +286,26 @@ def draw_profile(cells: Sequence[Raced], path: Path) -> None:
     figure.savefig(path)
 
 
-def draw_shares(cells: Sequence[Raced], path: Path) -> None:
-    """The share of the ideal against T_merge/T_step, a line a method; 0: it never arrived."""
+def draw_shares(cells: Sequence[Raced], path: Path, *further: Sequence[Raced]) -> None:
+    """The share of the ideal against T_merge/T_step, a line a method; 0: it never arrived.
+
+    Of further cells the lines are dotted, then dashed.
+    """
     names = methods_of(cells)
     figure, axes = canvas(3.2, legend=len(names))
     for number, method in enumerate(names):
-        own = [one for one in cells if method in one.times and one.merge_over_step > 0]
-        points = sorted((one.merge_over_step, 100 * one.share(method)) for one in own)
-        style = f"{MARKERS[number % 10]}-"
-        if points:
-            seconds, values = zip(*points, strict=True)
-            axes.plot(
-                *(seconds, values, style),
-                color=f"C{number % 10}",
-                label=_name(method),
-                markersize=4,
-                linewidth=1,
-            )
+        for line, some in zip(("-", ":", "--"), (cells, *further), strict=False):
+            own = [one for one in some if method in one.times and one.merge_over_step > 0]
+            points = sorted((one.merge_over_step, 100 * one.share(method)) for one in own)
+            if points:
+                axes.plot(
+                    *zip(*points, strict=True),
+                    f"{MARKERS[number % 10]}{line}",
+                    color=f"C{number % 10}",
+                    label=_name(method) if line == "-" else None,
+                    markersize=4,
+                    linewidth=1,
+                )
     axes.set_xscale("log")
     axes.axhline(100, color="0.5", linewidth=1, linestyle=":")
     axes.set_ylim(bottom=0)
@@ -335,5 +338,5 @@ def show_factor(axes: Any, x: float, y: float, factor: float, size: float, more:
     red = (1, 1 - 0.7 * shade, 1 - 0.9 * shade)
     blue = (1 - 0.9 * shade, 1 - 0.5 * shade, 1)
     box = {"facecolor": red if factor >= 1 else blue, "edgecolor": "none"}
-    text = f"{factor:.2g}" if factor < 1 else f"{factor:.1f}" if math.isfinite(factor) else "∞"
+    text = f"{factor:.2f}" if math.isfinite(factor) else "∞"
     axes.text(x, y, text + more, ha="center", va="center", fontsize=size, bbox=box)

@@ -32,10 +32,11 @@ from benchmarks.race_simulated import (
     FACTORS,
     LATENCIES,
     MAP,
-    RATES,
+    METHODS,
     TUNED_AT,
     Cell,
     raced,
+    tried,
 )
 from benchmarks.virtual import Row
 from offbeat.lab.report.figures import PARTS, time_split
@@ -65,14 +66,16 @@ def draw(rows: Sequence[Row], folder: Path = RESULTS) -> list[Path]:
         told = {
             "map": lambda path: regret_map(rows, path, "defaults"),
             "map-tuned": lambda path: regret_map(rows, path, "tuned"),
-            "share": lambda path: draw_shares([named(one) for one in on_map(cells)], path),
+            "share": lambda path: shares(cells, path),
             "profile": lambda path: draw_profile([named(one) for one in cells.values()], path),
             "rates": lambda path: rates(rows, path),
             "bytes": lambda path: sent(rows, path),
             "curves": lambda path: curves(rows, path),
         }
         for name, drawing in told.items():
-            if name == "map-tuned" and not factors(rows, "tuned"):
+            if name == "map-tuned" and len(factors(rows, "tuned")) < len(BANDWIDTHS):
+                continue  # a few cells are no map
+            if name == "rates" and not tried(rows):
                 continue
             paths.append(folder / f"race-simulated-{name}.png")
             drawing(paths[-1])
@@ -84,6 +87,15 @@ def draw(rows: Sequence[Row], folder: Path = RESULTS) -> list[Path]:
         paths.append(folder / "race-simulated-reality.png")
         reality(pairs, paths[-1])
     return paths
+
+
+def shares(cells: dict[Cell, Raced], path: Path) -> None:
+    """A line for each latency: the least one solid, the longest dotted."""
+    first, *others = (
+        [named(one) for cell, one in cells.items() if cell in MAP and cell.latency == latency]
+        for latency in (LATENCIES[0], *reversed(LATENCIES[1:]))
+    )
+    draw_shares(first, path, *others)
 
 
 def on_map(cells: dict[Cell, Raced]) -> list[Raced]:
@@ -118,27 +130,34 @@ def factor(default: float, rival: float) -> float:
     return default / rival
 
 
-def factors(rows: Sequence[Row], track: str) -> dict[Cell, tuple[float, str]]:
+def factors(
+    rows: Sequence[Row], track: str, own: str = "defaults"
+) -> dict[Cell, tuple[float, str]]:
     """Of the map's cells the default's time over that of the track's best rival, and who that is.
 
-    The default has nothing set, and its recipe's rate, in both tracks.
+    Args:
+        rows: The results.
+        track: Of the rivals.
+        own: Of the default: with nothing set, at the recipe's rate; or tuned, too.
     """
-    defaults, rivals = (raced(rows, "mlp", one) for one in ("defaults", track))
+    ours, rivals = (raced(rows, "mlp", one) for one in (own, track))
     found = {}
-    for cell in (one for one in MAP if one in defaults and one in rivals):
+    for cell in (one for one in MAP if one in ours and one in rivals):
         name, seconds = best_rival(rivals[cell])
-        found[cell] = factor(defaults[cell].times["streaming"], seconds), name
+        found[cell] = factor(ours[cell].times["streaming"], seconds), name
     return found
 
 
 def regret_map(rows: Sequence[Row], path: Path, track: str) -> None:
     """Over bandwidth and latency, what the default with nothing set took, over the best rival's."""
     figure, axes = new_figure(WIDTH, 2.6, dpi=DPI)
+    fair = factors(rows, track, track)
     for cell, (found, name) in factors(rows, track).items():
         x, y = BANDWIDTHS.index(cell.bandwidth), LATENCIES.index(cell.latency)
         name = short(name).partition(":")[0].partition(" (")[0]
         if found:
-            show_factor(axes, x, y, found, FONT, f"\n{name}")
+            also = f"\n({fair[cell][0]:.2f})" if track == "tuned" else ""
+            show_factor(axes, x, y, found, FONT, f"{also}\n{name}")
         else:
             axes.text(x, y, "no rival\narrives", ha="center", va="center", fontsize=FONT)
     axes.set_xlim(-0.5, len(BANDWIDTHS) - 0.5)
@@ -146,8 +165,9 @@ def regret_map(rows: Sequence[Row], path: Path, track: str) -> None:
     axes.set_xticks(range(len(BANDWIDTHS)), BANDWIDTHS, fontsize=FONT)
     axes.set_yticks(range(len(LATENCIES)), [f"{one:g} ms" for one in LATENCIES], fontsize=FONT)
     axes.set_ylabel("latency, one way", fontsize=FONT)
-    whose = "tuned rival" if track == "tuned" else "rival at defaults"
-    title = f"time of streaming, nothing set, over the best {whose}'s\n(simulated)"
+    whose = "tuned rival" if track == "tuned" else "rival at the same rate"
+    title = f"streaming, nothing set, against the best {whose}:\ntimes its time (simulated)"
+    title += "; in brackets: tuned, too" if track == "tuned" else ""
     axes.set_title(title, fontsize=FONT, loc="left")
     figure.savefig(path)
 
@@ -156,30 +176,22 @@ def regret_map(rows: Sequence[Row], path: Path, track: str) -> None:
 
 
 def rates(rows: Sequence[Row], path: Path) -> None:
-    """Final metric against the factor on the rate, with the range over the seeds."""
-    own = [
-        row
-        for row in rows
-        if row["workload"] == "mlp" and row["cell"] == TUNED_AT and row["track"] != "tuning"
-    ]
-    methods = [row["family"] for row in own if row["track"] == "defaults"]
-    names = [*dict.fromkeys(methods)]
+    """Final metric against the factor on the rate, of every method as it comes; one seed."""
+    found: dict[str, dict[float, float]] = {}
+    for row in rows:
+        setting, _, scale = row["method"].partition(" --lr-scale ")
+        tuning = (row["workload"], row["track"], row["cell"]) == ("mlp", "tuning", TUNED_AT)
+        if tuning and setting in METHODS:
+            found.setdefault(setting, {})[float(scale or 1)] = 100 * row["points"][-1][1]
+    names = [one for one in METHODS if one in found]
     figure, axes = canvas(3.2, legend=len(names))
     for number, method in enumerate(names):
-        found: dict[float, list[float]] = {}
-        for row in own:
-            if row["track"] in ("defaults", "rates") and row["family"] == method:
-                text = row["method"].partition("--lr-scale ")[2]
-                found.setdefault(float(text or 1), []).append(100 * row["points"][-1][1])
-        scales = sorted(found)
-        middle = [statistics.median(found[one]) for one in scales]
-        low, high = ([end(found[one]) for one in scales] for end in (min, max))
+        scales = sorted(found[method])
+        finals = [found[method][one] for one in scales]
         style = f"{MARKERS[number]}-"
-        axes.plot(scales, middle, style, color=f"C{number}", label=short(method), markersize=4)
-        axes.fill_between(scales, low, high, color=f"C{number}", alpha=0.15, linewidth=0)
+        axes.plot(scales, finals, style, color=f"C{number}", label=short(method), markersize=5)
     axes.set_xscale("log")
-    ticks = sorted({*FACTORS, *RATES})
-    axes.set_xticks(ticks, [f"{one:g}" for one in ticks])
+    axes.set_xticks(FACTORS, [f"{one:g}" for one in FACTORS])
     axes.minorticks_off()
     axes.set_xlabel("times the recipe's learning rate")
     axes.set_ylabel("final accuracy, % (simulated)")

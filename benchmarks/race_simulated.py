@@ -14,7 +14,6 @@ Tracks: ``defaults``, every method as it comes, at the recipe's rate; ``tuned``,
 ``GRIDS`` with three settings and three factors on the rate, tuned with a seed of its own: of each
 setting the factor with the best final metric at ``TUNED_AT``, of the settings the one that is at
 the target first, cell by cell; with the seeds that are shown streaming and the first two rivals.
-``rates``, the methods of the first track at other rates.
 """
 
 import json
@@ -43,7 +42,7 @@ CNN_BYTES = 8_279_592
 SEEDS, TUNING_SEED = (0, 1, 2), 100
 FINALISTS = 2
 """Rivals of a cell that are run with the seeds that are shown: the first with the tuning seed."""
-FACTORS, RATES = (0.3, 1.0, 3.0), (0.1, 0.3, 3.0)
+FACTORS = (0.3, 1.0, 3.0)
 METHODS = (
     "ideal",
     "streaming",
@@ -207,16 +206,12 @@ class Race:
         for cell in cells:
             yield from self._runs("defaults", cell, [(one, one) for one in METHODS], self._seeds)
 
-    def rates(self) -> Iterator[Row]:
-        """Every method at other rates, where rates were tuned."""
-        for factor in RATES:
-            told = [(one, f"{one} --lr-scale {factor:g}") for one in METHODS]
-            yield from self._runs("rates", TUNED_AT, told, self._seeds)
-
     def tuned(self) -> Iterator[Row]:
         """Streaming and the best families as tuned, behind the runs that this took."""
-        ideal = self._runs("tuning", TUNED_AT, [("ideal", "ideal")], [TUNING_SEED])[0]
-        target = SHARE * float(ideal["points"][-1][1])
+        told = [("ideal", f"ideal --lr-scale {factor:g}") for factor in FACTORS]
+        ideals = self._runs("tuning", TUNED_AT, told, [TUNING_SEED])
+        yield from ideals
+        target = SHARE * float(ideals[FACTORS.index(1.0)]["points"][-1][1])
         best: dict[str, list[str]] = {}
         for family, settings in GRIDS.items():
             for setting in settings:
@@ -308,10 +303,13 @@ def run_all(workload: str, folder: Path = RESULTS) -> Path:
     kept = Cells(run, folder / "cells" / "race-simulated.jsonl", processes=0)
     path = folder / FILE
     if workload == "mlp":
-        race, rest = Race(workload, kept, MAP[:8]), Race(workload, kept, MAP[8:])
+        thirds = [Race(workload, kept, MAP[i : i + 4]) for i in (0, 4, 8)]
+        race = thirds[0]
         tracks = (
-            *(race.defaults(MAP[:8]), race.tuned(), race.defaults(OTHERS[:2])),
-            *(race.defaults(MAP[8:]), rest.tuned(), race.defaults(OTHERS[2:]), race.rates()),
+            *(race.defaults(MAP[:8]), Race(workload, kept, [TUNED_AT]).tuned()),
+            *(race.defaults(OTHERS[:2]), race.tuned(), thirds[1].tuned()),
+            *(race.defaults(MAP[8:]), thirds[2].tuned()),
+            race.defaults(OTHERS[2:]),
         )
     else:
         tracks = (Race(workload, kept, seeds=SEEDS[:1]).defaults(CORNERS),)
@@ -320,7 +318,7 @@ def run_all(workload: str, folder: Path = RESULTS) -> Path:
     for track in tracks:
         try:
             for row in track:
-                if row not in rows:  # rates are tuned once for both halves
+                if row not in rows:  # rates are tuned once for all cells
                     rows.append(row)
         finally:  # what was run is there if it is stopped
             write(rows, path)

@@ -121,7 +121,6 @@ def rows_of(*tracks: str, cells: Sequence[Cell] = MAP) -> list[Row]:
     made = {
         "defaults": lambda: race.defaults([*cells, *OTHERS]),
         "tuned": race.tuned,
-        "rates": race.rates,
     }
     return [row for track in tracks for row in made[track]()]
 
@@ -143,7 +142,7 @@ def test_rates_are_tuned_by_the_end_and_settings_by_the_time() -> None:
     tuning = [row for row in rows if row["track"] == "tuning"]
     assert {row["seed"] for row in tuning} == {TUNING_SEED}
     # nine where rates are tuned, and three in the other cell
-    assert race_simulated.tried(rows) == dict.fromkeys(GRIDS, 12)
+    assert race_simulated.tried(rows) == {"ideal": 3, **dict.fromkeys(GRIDS, 12)}
 
 
 def test_an_ideal_is_run_once_for_all_links() -> None:
@@ -191,7 +190,7 @@ def test_who_never_arrives_is_infinitely_late() -> None:
 
 @pytest.mark.nightly
 def test_all_pictures_are_drawn(tmp_path: Path) -> None:
-    rows = as_read(rows_of("defaults", "tuned", "rates"), tmp_path)
+    rows = as_read(rows_of("defaults", "tuned"), tmp_path)
     real = RESULTS / "race-defaults-cifar-wan.jsonl"
     (tmp_path / real.name).write_bytes(real.read_bytes())
     paths = race_pictures.draw(rows, tmp_path)
