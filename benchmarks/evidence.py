@@ -1,4 +1,4 @@
-"""What the pages say about speed, made from results only: ``python -m benchmarks.evidence``.
+"""What the pages say about speed, made from results only: ``python -m benchmarks evidence``.
 
 Draws the pictures of the race into ``results/`` and ``docs/images/``, and rewrites what
 ``docs/evidence.md`` and the README quote: the first paragraph, the first table of each section of
@@ -93,6 +93,9 @@ def _lost_on_the_map(rows: Sequence[Row]) -> str:
     cells = on_map(raced(rows, "mlp", "defaults"))
     behind = [one for one in cells if one.share("streaming") < 1]
     text = f"In virtual time {'; '.join(parts)}."
+    for cell, (times, name) in factors(rows, "defaults", cells=OTHERS).items():
+        if times > 1:
+            text += f" It is later than {_name(name)}, {_times(times)}, with {_besides(cell)}."
     if behind:
         worst = min(behind, key=lambda one: one.share("streaming"))
         text += (
@@ -227,6 +230,11 @@ def map_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def _besides(cell: Cell) -> str:
+    """What is not usual in a cell."""
+    return cell.name.removeprefix(f"{cell.bandwidth} {cell.latency:g}ms ")
+
+
 def _ratio(value: float) -> str:
     return "never" if math.isinf(value) else f"{value:.2f}"
 
@@ -235,7 +243,7 @@ def others_table(rows: Sequence[Row]) -> str:
     """A line a method, a column a cell beside the map; shares of the ideal's speed."""
     found = raced(rows, "mlp", "defaults")
     cells = [one for one in OTHERS if one in found]
-    names = [one.name.removeprefix(f"{one.bandwidth} {one.latency:g}ms ") for one in cells]
+    names = [_besides(one) for one in cells]
     methods = list(dict.fromkeys(name for cell in cells for name in found[cell].times))
     lines = [f"| method | {' | '.join(names)} |", "|---|" + "--:|" * len(cells)]
     for method in methods:

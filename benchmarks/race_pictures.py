@@ -1,6 +1,6 @@
 """Pictures of the race, from its results only: of the simulated half, and of both side by side.
 
-``python -m benchmarks.evidence`` draws them, and rewrites what the pages say of them.
+``python -m benchmarks evidence`` draws them, and rewrites what the pages say of them.
 """
 
 import json
@@ -131,18 +131,19 @@ def factor(default: float, rival: float) -> float:
 
 
 def factors(
-    rows: Sequence[Row], track: str, own: str = "defaults"
+    rows: Sequence[Row], track: str, own: str = "defaults", cells: Sequence[Cell] = MAP
 ) -> dict[Cell, tuple[float, str]]:
-    """Of the map's cells the default's time over that of the track's best rival, and who that is.
+    """Of these cells the default's time over that of the track's best rival, and who that is.
 
     Args:
         rows: The results.
         track: Of the rivals.
         own: Of the default: with nothing set, at the recipe's rate; or tuned, too.
+        cells: Which.
     """
     ours, rivals = (raced(rows, "mlp", one) for one in (own, track))
     found = {}
-    for cell in (one for one in MAP if one in ours and one in rivals):
+    for cell in (one for one in cells if one in ours and one in rivals):
         name, seconds = best_rival(rivals[cell])
         found[cell] = factor(ours[cell].times["streaming"], seconds), name
     return found

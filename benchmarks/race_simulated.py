@@ -98,7 +98,7 @@ class Cell:
         text = f"{self.bandwidth} {self.latency:g}ms"
         text += f" {self.workers} workers" if self.workers != 4 else ""
         text += f" jitter {100 * self.jitter:g} %" if self.jitter != 0.05 else ""
-        return text + (f" one {self.slow:g} times slower" if self.slow != 1 else "")
+        return text + (f" one worker {self.slow:g} times slower" if self.slow != 1 else "")
 
     def network(self, workload: Workload) -> Network:
         """The links, scaled to the workload's model."""

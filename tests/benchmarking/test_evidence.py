@@ -39,7 +39,7 @@ def test_pictures_of_the_repository_are_small_and_copied() -> None:
     ("path", "made"), [(evidence.PAGE, evidence.page), (evidence.README, evidence.readme)]
 )
 def test_pages_say_what_the_results_say(path: Path, made: Any) -> None:
-    """`python -m benchmarks.evidence` makes it so."""
+    """`python -m benchmarks evidence` makes it so."""
     text = path.read_text(encoding="utf-8")
     assert made(text) == text
 
