@@ -1,6 +1,6 @@
 """Every benchmark that has a target, one after the other: ``python -m benchmarks [NAME …]``.
 
-``python -m benchmarks race …`` has options of its own.
+``python -m benchmarks race …`` has options of its own; ``evidence`` makes pages of what was raced.
 """
 
 import argparse
@@ -38,6 +38,11 @@ if __name__ == "__main__":
         from benchmarks import race
 
         race.main(sys.argv[2:])
+        raise SystemExit
+    if sys.argv[1:2] == ["evidence"]:
+        from benchmarks import evidence
+
+        evidence.main()
         raise SystemExit
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", default=NAMES, help=f"of {', '.join(NAMES)}")

@@ -2,7 +2,8 @@
 
 ``python -m benchmarks race --track defaults --cells lan`` runs the cells that are called so, one
 after the other; what is in their files already is not run again. ``--list`` shows all of them,
-``--table`` prints the table of the README from what was run, ``--figures`` draws.
+``--table`` prints the table of the README from what was run, ``--figures`` draws. ``--simulated``
+is the race in virtual time (``race_simulated``), over latencies and more workers.
 
 Two tracks: ``defaults`` has every method at its recipe's learning rate, ``tuned`` each with the
 factors of ``TRACKS``, the best by the final metric. No run goes on past ``MOST_SECONDS``. A cell's
@@ -257,6 +258,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--table", action="store_true", help="only print the table")
     parser.add_argument("--late", help="only print how late all are at, as in 10,20,30 seconds")
     parser.add_argument("--figures", action="store_true", help="only draw, from what was run")
+    parser.add_argument("--simulated", action="store_true", help="in virtual time instead")
+    parser.add_argument("--workload", choices=("mlp", "cnn"), default="mlp", help="simulated")
     told = parser.parse_args(argv)
     try:
         cells = chosen([text for text in told.cells.split(",") if text])
@@ -264,7 +267,11 @@ def main(argv: Sequence[str]) -> None:
             of_method(cell, told.method)
     except ValueError as error:
         parser.error(str(error))
-    if told.list:
+    if told.simulated:
+        from benchmarks import race_simulated  # which needs what is above
+
+        print(race_simulated.run_all(told.workload, told.output))
+    elif told.list:
         for cell in cells:
             print(f"{cell.name:14} {len(cell.methods)} methods, {cell.seeds} seeds")
     elif told.table:

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks import lateness
 from offbeat.lab.peers import PREFIXES
@@ -141,24 +142,38 @@ def table(cells: Sequence[Raced]) -> str:
     )
 
 
+Curves = dict[str, dict[int, list[tuple[float, float]]]]
+"""Method → seed → seconds and metric of each evaluation; of seeds that the ideal has, too."""
+
+
+def curves(folder: Path) -> dict[str, tuple[Curves, bool]]:
+    """Of every cell at defaults, by its name; and whether less of its metric is better."""
+    found = {}
+    for path in sorted(folder.glob("race-defaults-*.jsonl")):
+        results = read_results(path)
+        seeds = {one.job.seed for one in results if one.is_ideal}
+        if not seeds or "tiny" in path.stem:
+            continue
+        own = {
+            row.name: {run.job.seed: _points(run) for run in row.runs if run.job.seed in seeds}
+            for row in rows_of(results)
+        }
+        found[path.stem.split("-", 2)[2]] = own, not results[0].higher_is_better
+    return found
+
+
 def late(folder: Path, seconds: Sequence[float]) -> str:
     """How many times as long each method takes to what the ideal has after so many seconds."""
     lines = [
         "| cell | method | " + " | ".join(f"{at:g} s" for at in seconds) + " | a step | seeds |"
     ]
     lines.append("|---|---|" + "--:|" * (len(seconds) + 2))
-    for path in sorted(folder.glob("race-defaults-*.jsonl")):
-        results = read_results(path)
-        ideals = {one.job.seed: one for one in results if one.is_ideal}
-        if not ideals or "tiny" in path.stem:
-            continue
-        cell = path.stem.split("-", 2)[2]
-        less = not results[0].higher_is_better
+    for cell, (methods, less) in curves(folder).items():
+        results = read_results(folder / f"race-defaults-{cell}.jsonl")
         for row in rows_of(results):
-            runs = [run for run in row.runs if run.job.seed in ideals]
-            points = {run.job.seed: _points(run) for run in runs}
-            of_ideals = {seed: _points(run) for seed, run in ideals.items()}
-            (name, *found), *_ = lateness.table({row.name: points}, of_ideals, seconds, less=less)
+            runs = [run for run in row.runs if run.job.seed in methods[row.name]]
+            own = {row.name: methods[row.name]}
+            (name, *found), *_ = lateness.table(own, methods["ideal"], seconds, less=less)
             step = statistics.median(run.seconds / run.points[-1].step for run in runs)
             shown = " | ".join([*found, f"{1000 * step:.0f} ms", str(len(runs))])
             lines.append(f"| {cell} | `{name}` | {shown} |")
@@ -210,25 +225,52 @@ def methods_of(cells: Sequence[Raced]) -> list[str]:
     return [*dict.fromkeys(name for one in cells for name in one.times if name != "ideal")]
 
 
+WIDTH, DPI, FONT = 4.8, 120, 9
+"""Inches, and points: what a telephone shows 360 pixels wide can be read."""
+MARKERS = "osD^v<>PX*"
+
+
 def draw(cells: Sequence[Raced], folder: Path) -> list[Path]:
     """Performance profile, share of the ideal, regrets: a picture of each, for each track."""
     paths = []
     for track in dict.fromkeys(one.track for one in cells):
         own = [one for one in cells if one.track == track]
-        for name, drawing in (("profile", _profile), ("share", _shares), ("regret", _regrets)):
+        for name, drawing in (
+            ("profile", draw_profile),
+            ("share", draw_shares),
+            ("regret", _regrets),
+        ):
             paths.append(folder / f"race-{track}-{name}.png")
             drawing(own, paths[-1])
     return paths
 
 
+def canvas(height: float, *, legend: int = 0) -> tuple[Any, Any]:
+    """A figure of so many inches, with room for so many lines of a legend below."""
+    figure, axes = new_figure(WIDTH, height + 0.19 * legend, dpi=DPI)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=FONT)
+    for label in (axes.xaxis.label, axes.yaxis.label, axes.title):
+        label.set_fontsize(FONT)
+    return figure, axes
+
+
+def legend_below(figure: Any, axes: Any, columns: int = 1) -> None:
+    """What the axes show, below them."""
+    told = axes.get_legend_handles_labels()
+    figure.legend(*told, loc="outside lower left", frameon=False, fontsize=FONT - 1, ncols=columns)
+
+
 def _name(method: str) -> str:
     """In lines of a picture's legend."""
-    lines = textwrap.wrap(method.replace(",", ", "), 36, break_on_hyphens=False)
+    lines = textwrap.wrap(method.replace(",", ", "), 52, break_on_hyphens=False)
     return "\n".join(line.replace(", ", ",") for line in lines)
 
 
-def _profile(cells: Sequence[Raced], path: Path) -> None:
-    figure, axes = new_figure(8, 4.5, dpi=150)
+def draw_profile(cells: Sequence[Raced], path: Path) -> None:
+    """In what share of the cells a method took at most so many times the best one's time."""
+    names = methods_of(cells)
+    figure, axes = canvas(3.2, legend=len(names))
     factors = [2 ** (i / 16) for i in range(16 * 4 + 1)]  # up to 16
     for number, (method, shares) in enumerate(profile(cells, factors).items()):
         style = "-" if number < 10 else "--"
@@ -236,48 +278,65 @@ def _profile(cells: Sequence[Raced], path: Path) -> None:
             factors, shares, style, where="post", color=f"C{number % 10}", label=_name(method)
         )
     axes.set_xscale("log", base=2)
+    axes.set_xticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
     axes.set_ylim(0, 1.03)
     axes.set_xlabel(f"times the best method's time to {100 * SHARE:g} % of the ideal's metric")
     axes.set_ylabel(f"share of {len(cells)} cells")
-    axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    legend_below(figure, axes)
     figure.savefig(path)
 
 
-def _shares(cells: Sequence[Raced], path: Path) -> None:
-    figure, axes = new_figure(8, 4.5, dpi=150)
-    for number, method in enumerate(methods_of(cells)):
-        own = [one for one in cells if method in one.times and one.merge_over_step > 0]
-        points = sorted((one.merge_over_step, 100 * one.share(method)) for one in own)
-        mark = "osD^v<>PX*"[number % 10]
-        if points:
-            seconds, values = zip(*points, strict=True)
-            axes.plot(seconds, values, mark, color=f"C{number % 10}", label=_name(method))
+def draw_shares(cells: Sequence[Raced], path: Path, *further: Sequence[Raced]) -> None:
+    """The share of the ideal against T_merge/T_step, a line a method; 0: it never arrived.
+
+    Of further cells the lines are dotted, then dashed.
+    """
+    names = methods_of(cells)
+    figure, axes = canvas(3.2, legend=len(names))
+    for number, method in enumerate(names):
+        for line, some in zip(("-", ":", "--"), (cells, *further), strict=False):
+            own = [one for one in some if method in one.times and one.merge_over_step > 0]
+            points = sorted((one.merge_over_step, 100 * one.share(method)) for one in own)
+            if points:
+                axes.plot(
+                    *zip(*points, strict=True),
+                    f"{MARKERS[number % 10]}{line}",
+                    color=f"C{number % 10}",
+                    label=_name(method) if line == "-" else None,
+                    markersize=4,
+                    linewidth=1,
+                )
     axes.set_xscale("log")
     axes.axhline(100, color="0.5", linewidth=1, linestyle=":")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("T_merge / T_step: a mean of all gradients over a step alone")
     axes.set_ylabel("share of the ideal, %")
-    axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    legend_below(figure, axes)
     figure.savefig(path)
 
 
 def _regrets(cells: Sequence[Raced], path: Path) -> None:
     methods = methods_of(cells)
-    figure, axes = new_figure(3 + 0.5 * len(cells), 1.5 + 0.35 * len(methods), dpi=150)
+    figure, axes = new_figure(3 + 0.5 * len(cells), 1.5 + 0.35 * len(methods), dpi=DPI)
     axes.set_xlim(-0.5, len(cells) - 0.5)
     axes.set_ylim(len(methods) - 0.5, -0.5)
-    most = 4.0  # powers of two
     for x, one in enumerate(cells):
         for y, method in enumerate(methods):
-            if method not in one.times:
-                continue
-            regret = one.regret(method)
-            shade = min(1.0, math.log2(regret) / most) if math.isfinite(regret) else 1.0
-            box = {"facecolor": (1, 1 - 0.7 * shade, 1 - 0.9 * shade), "edgecolor": "none"}
-            text = f"{regret:.1f}" if math.isfinite(regret) else "∞"
-            axes.text(x, y, text, ha="center", va="center", fontsize=7, bbox=box)
+            if method in one.times:
+                show_factor(axes, x, y, one.regret(method), 7)
     axes.set_xticks(range(len(cells)), [one.cell for one in cells], rotation=60, ha="right")
     axes.set_yticks(range(len(methods)), [_name(one) for one in methods])
     axes.tick_params(labelsize=7)
     axes.set_title("times the best method's time", fontsize=8, loc="left")
     figure.savefig(path)
+
+
+def show_factor(axes: Any, x: float, y: float, factor: float, size: float, more: str = "") -> None:
+    """A factor of time in a box: the redder, the further above 1; the bluer, the further below."""
+    most = 4.0  # powers of two
+    shade = min(1.0, abs(math.log2(factor)) / most) if math.isfinite(factor) else 1.0
+    red = (1, 1 - 0.7 * shade, 1 - 0.9 * shade)
+    blue = (1 - 0.9 * shade, 1 - 0.5 * shade, 1)
+    box = {"facecolor": red if factor >= 1 else blue, "edgecolor": "none"}
+    text = f"{factor:.2f}" if math.isfinite(factor) else "∞"
+    axes.text(x, y, text + more, ha="center", va="center", fontsize=size, bbox=box)

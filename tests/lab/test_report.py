@@ -203,6 +203,13 @@ def test_caption_says_what_was_compared() -> None:
     assert "real" not in report.caption([replace(one, simulated=True)])
 
 
+def test_caption_says_that_not_all_have_every_seed() -> None:
+    """Two seeds of one method and one of another are no table of two seeds."""
+    runs = [make("bsp", [(1, 0.5)], seed=seed) for seed in range(2)]
+    assert report.caption(runs).endswith(", 2 seeds")
+    assert report.caption([*runs, make("async", [(1, 0.5)])]).endswith(", 1 to 2 seeds")
+
+
 def test_markdown_is_a_table() -> None:
     """One line a row, as many cells as headings, after the caption and an empty line."""
     results = [make("bsp", [(1, 0.5)]), make("selsync:delta=0.3,window=5", [(1, 0.99)])]

@@ -266,13 +266,16 @@ def further(results: Sequence[Result]) -> list[tuple[str, str]]:
 def caption(results: Sequence[Result]) -> str:
     """What was compared: recipe, target, workers, link, machine, options; simulated or real."""
     one = results[0]
-    seeds = len({run.job.seed for run in results})
+    most = len({run.job.seed for run in results})
+    least = min(len({run.job.seed for run in row.runs}) for row in rows_of(results))
+    seeds = f"{most} seed{'s' if most > 1 else ''}"
+    seeds = seeds if least == most else f"{least} to {seeds}"
     kind = "simulated" if one.simulated else "real processes"
     uneven = f", steps varying by {100 * one.job.jitter:g} %" if one.job.jitter else ""
     uneven += f", {_slow(one.job.slow)}" if one.job.slow else ""
     return (
         f"{one.job.recipe}, target {one.metric} {one.target:g}, {one.job.workers} workers "
-        f"({kind}), {one.link}{uneven}, {one.machine}, {seeds} seed{'s' if seeds > 1 else ''}"
+        f"({kind}), {one.link}{uneven}, {one.machine}, {seeds}"
         f"{''.join(f', {option}' for option in common_options(results))}"
     )
 

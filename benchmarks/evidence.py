@@ -1,0 +1,361 @@
+"""What the pages say about speed, made from results only: ``python -m benchmarks evidence``.
+
+Draws the pictures of the race into ``results/`` and ``docs/images/``, and rewrites what
+``docs/evidence.md`` and the README quote: the first paragraph, the first table of each section of
+``TABLES``, and the paragraph of the README that begins with ``CLAIM``. A test compares.
+"""
+
+import math
+import re
+import shutil
+import statistics
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks import race_pictures
+from benchmarks.harness import RESULTS
+from benchmarks.race_figures import Raced, curves, is_default, late
+from benchmarks.race_pictures import (
+    IMAGES,
+    REAL,
+    best_rival,
+    both,
+    factor,
+    factors,
+    late_at,
+    on_map,
+    short,
+)
+from benchmarks.race_simulated import (
+    BANDWIDTHS,
+    FACTORS,
+    MAP,
+    OTHERS,
+    SHARE,
+    TUNED_AT,
+    Cell,
+    arrival,
+    raced,
+    read,
+    tried,
+)
+from benchmarks.virtual import Row
+
+ROOT = RESULTS.parents[1]
+PAGE, README = ROOT / "docs" / "evidence.md", ROOT / "README.md"
+SECONDS = (10.0, 20.0, 30.0)
+CLAIM = "In virtual time, on links"
+
+
+def draws(folder: Path = RESULTS) -> list[Path]:
+    """All pictures, and copies for the pages."""
+    paths = race_pictures.draw(read(folder), folder)
+    for path in paths:
+        shutil.copy(path, IMAGES)
+    return paths
+
+
+# Sentences
+
+
+def lead(folder: Path = RESULTS) -> str:
+    """The first paragraph: where the default loses."""
+    rows = read(folder)
+    text = ["Where streaming averaging, the default, loses."]
+    if rows:
+        text.append(_lost_on_the_map(rows))
+    text.append(_late_on_processes(folder))
+    text.append(
+        "A [transformer with AdamW](streaming.md#what-was-measured) is what it does least well: "
+        "the ideal stays ahead of it at every learning rate that was tried."
+    )
+    return _wrapped(" ".join(one for one in text if one))
+
+
+def _lost_on_the_map(rows: Sequence[Row]) -> str:
+    parts = []
+    for own, track, rival in (
+        ("defaults", "defaults", "rival at the same rate"),
+        ("defaults", "tuned", "tuned rival"),
+        ("tuned", "tuned", "tuned rival, tuned itself,"),
+    ):
+        found = factors(rows, track, own)
+        if not found:
+            continue
+        lost = {cell: one for cell, one in found.items() if one[0] > 1}
+        told = ", ".join(
+            f"{cell.bandwidth} and {cell.latency:g} ms ({_name(name)}, {_times(times)})"
+            for cell, (times, name) in lost.items()
+        )
+        text = f"it is later than the best {rival} in {len(lost)} of {len(found)} cells of the map"
+        parts.append(f"{text}: {told}" if lost else text)
+    cells = on_map(raced(rows, "mlp", "defaults"))
+    behind = [one for one in cells if one.share("streaming") < 1]
+    text = f"In virtual time {'; '.join(parts)}."
+    for cell, (times, name) in factors(rows, "defaults", cells=OTHERS).items():
+        if times > 1:
+            text += f" It is later than {_name(name)}, {_times(times)}, with {_besides(cell)}."
+    if behind:
+        worst = min(behind, key=lambda one: one.share("streaming"))
+        text += (
+            f" It is behind the ideal in {len(behind)} of {len(cells)} cells, at worst with "
+            f"{_share(worst)} of its speed ({worst.cell})."
+        )
+    return text
+
+
+def _late_on_processes(folder: Path) -> str:
+    late_cells, beaten = [], []
+    for cell, (methods, less) in curves(folder).items():
+        for name in filter(is_default, methods):
+            own = [late_at(methods, name, at, less=less) for at in SECONDS]
+            worst = None if None in own else max(one for one in own if one is not None)
+            late_cells.append(f"{cell} {'never' if worst is None else f'{worst:.2f}'}")
+            for rival in methods:
+                if rival == "ideal" or is_default(rival):
+                    continue
+                theirs = [late_at(methods, rival, at, less=less) for at in SECONDS]
+                ahead = [
+                    at
+                    for at, mine, other in zip(SECONDS, own, theirs, strict=True)
+                    if other is not None and (mine is None or other < mine)
+                ]
+                if ahead:
+                    when = ", ".join(f"{at:g}" for at in ahead)
+                    beaten.append(f"{short(rival)} in {cell} (after {when} s)")
+    if not late_cells:
+        return ""
+    text = (
+        "On real processes, which share two cores, it is behind the ideal in every cell that was "
+        f"run; at worst its times are these multiples of the ideal's: {', '.join(late_cells)}"
+    )
+    ahead_of = f"; ahead of it are {', '.join(beaten)}." if beaten else "; no rival is ahead of it."
+    return text + ahead_of
+
+
+def claim(rows: Sequence[Row]) -> str:
+    """What the README says of the simulated race, as methods come and, if that was run, tuned."""
+    usual, tuned = factors(rows, "defaults"), factors(rows, "tuned", "tuned")
+    latencies = sorted({cell.latency for cell in usual})
+    text = (
+        f"{CLAIM} from {BANDWIDTHS[0]} to {BANDWIDTHS[-1]} with {latencies[0]:g} to "
+        f"{latencies[-1]:g} ms of latency, a small model is the first at 98 % of the ideal's final "
+        f"accuracy under streaming averaging in {_won(usual)}, against BSP, local SGD, DiLoCo, "
+        "asynchronous averaging and SelSync at the same learning rate"
+    )
+    if _too_low(rows):
+        text += ", which is too low for all of them"
+    if tuned:
+        text += f", and in {_won(tuned)} with all of them tuned alike"
+    return _wrapped(
+        f"{text}. [Evidence](docs/evidence.md) has all of it, and begins with what is lost."
+    )
+
+
+def _too_low(rows: Sequence[Row]) -> bool:
+    """Whether every setting that was tried at several rates was best at the largest of them."""
+    finals: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if (row["workload"], row["track"], row["cell"]) == ("mlp", "tuning", TUNED_AT):
+            setting, _, scale = row["method"].partition(" --lr-scale ")
+            finals.setdefault(setting, {})[scale] = row["points"][-1][1]
+    largest = f"{max(FACTORS):g}"
+    return bool(finals) and all(of.get(largest) == max(of.values()) for of in finals.values())
+
+
+def _won(found: Mapping[Cell, tuple[float, str]]) -> str:
+    """How many cells, and what is lost in the others."""
+    lost = [one for one, _ in found.values() if one > 1]
+    known = [one for one in lost if math.isfinite(one)]
+    text = []
+    if known:
+        text.append(f"up to {max(known):.2f} times the best one's time in {len(known)}")
+    if len(known) < len(lost):
+        text.append(f"never there in {len(lost) - len(known)}")
+    return f"{len(found) - len(lost)} of {len(found)} cells" + (
+        f" ({', '.join(text)})" if text else ""
+    )
+
+
+def _times(value: float) -> str:
+    return "streaming never" if math.isinf(value) else f"{value:.2f} times"
+
+
+def _name(method: str) -> str:
+    return short(method).partition(" (")[0]
+
+
+def _share(one: Raced) -> str:
+    return f"{100 * one.share('streaming'):.0f} %"
+
+
+def _wrapped(text: str) -> str:
+    return "\n".join(textwrap.wrap(text, 100, break_long_words=False, break_on_hyphens=False))
+
+
+# Tables
+
+
+def map_table(rows: Sequence[Row]) -> str:
+    """A line a cell of the map: the ideal, the default, the best rival, as it comes and tuned."""
+    defaults, tuned = (raced(rows, "mlp", track) for track in ("defaults", "tuned"))
+    lines = [
+        "| link | latency | ideal | streaming | best rival | streaming / it | best tuned rival "
+        "| streaming / it | streaming tuned | it / the rival |",
+        "|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for cell in (one for one in MAP if one in defaults):
+        one = defaults[cell]
+        name, seconds = best_rival(one)
+        shown = [
+            cell.bandwidth,
+            f"{cell.latency:g} ms",
+            _seconds(one.times["ideal"]),
+            _spread(rows, cell, "streaming"),
+            f"{_seconds(seconds)} `{short(name)}`",
+            _ratio(factor(one.times["streaming"], seconds)),
+        ]
+        if cell in tuned:
+            name, seconds = best_rival(tuned[cell])
+            shown += [
+                f"{_seconds(seconds)} `{_setting(rows, cell, name)}`",
+                _ratio(factor(one.times["streaming"], seconds)),
+                _seconds(tuned[cell].times["streaming"]),
+                _ratio(factor(tuned[cell].times["streaming"], seconds)),
+            ]
+        else:
+            shown += ["not run"] * 4
+        lines.append(f"| {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def _besides(cell: Cell) -> str:
+    """What is not usual in a cell."""
+    return cell.name.removeprefix(f"{cell.bandwidth} {cell.latency:g}ms ")
+
+
+def _ratio(value: float) -> str:
+    return "never" if math.isinf(value) else f"{value:.2f}"
+
+
+def others_table(rows: Sequence[Row]) -> str:
+    """A line a method, a column a cell beside the map; shares of the ideal's speed."""
+    found = raced(rows, "mlp", "defaults")
+    cells = [one for one in OTHERS if one in found]
+    names = [_besides(one) for one in cells]
+    methods = list(dict.fromkeys(name for cell in cells for name in found[cell].times))
+    lines = [f"| method | {' | '.join(names)} |", "|---|" + "--:|" * len(cells)]
+    for method in methods:
+        times = [
+            f"{_seconds(found[cell].times[method])} ({100 * found[cell].share(method):.0f} %)"
+            if math.isfinite(found[cell].times[method])
+            else "never"
+            for cell in cells
+        ]
+        lines.append(f"| `{short(method)}` | {' | '.join(times)} |")
+    return "\n".join(lines)
+
+
+def tuning_table(rows: Sequence[Row]) -> str:
+    """Family → how many runs its tuning took, and what it chose, over the cells of the map."""
+    lines = ["| family | runs | chosen, and in how many cells |", "|---|--:|---|"]
+    for family, runs in tried(rows).items():
+        chosen: dict[str, set[Cell]] = {}
+        for row in rows:
+            if (row["workload"], row["track"], row["family"]) == ("mlp", "tuned", family):
+                chosen.setdefault(row["method"], set()).add(row["cell"])
+        told = ", ".join(f"`{short(name)}` {len(cells)}" for name, cells in chosen.items())
+        lines.append(f"| {family} | {runs} | {told} |")
+    return "\n".join(lines)
+
+
+def reality_table(folder: Path = RESULTS) -> str:
+    """How late, simulated and measured."""
+    lines = ["| link | method | after | simulated | measured |", "|--:|---|--:|--:|--:|"]
+    for cell, method, at, virtual, real in both(folder):
+        shown = ["never" if one is None else f"{one:.2f}" for one in (virtual, real)]
+        name = short(method)
+        lines.append(f"| {REAL[cell]} | `{name}` | {at:g} s | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def _seconds(value: float) -> str:
+    return "never" if math.isinf(value) else f"{value:.1f} s"
+
+
+def _spread(rows: Sequence[Row], cell: Cell, family: str) -> str:
+    """The median over the seeds, and their range."""
+    own = [r for r in rows if r["workload"] == "mlp" and r["cell"] == cell]
+    own = [row for row in own if row["track"] == "defaults"]
+    ideal = [row["points"][-1][1] for row in own if row["family"] == "ideal"]
+    target = SHARE * statistics.median(ideal)
+    times = [arrival(row, target) for row in own if row["family"] == family]
+    middle = statistics.median(times)
+    if math.isinf(max(times)):
+        arrived = sum(map(math.isfinite, times))
+        return f"{_seconds(middle)}, {arrived} of {len(times)}"
+    return f"{middle:.1f} ({min(times):.1f}–{max(times):.1f}) s"
+
+
+def _setting(rows: Sequence[Row], cell: Cell, family: str) -> str:
+    return next(
+        short(row["method"])
+        for row in rows
+        if (row["track"], row["family"], row["cell"]) == ("tuned", family, cell)
+    )
+
+
+def tables(folder: Path = RESULTS) -> dict[str, str]:
+    """Section of the page → its table; of sections that have results."""
+    rows = read(folder)
+    found = {"On real processes": late(folder, SECONDS)}
+    if rows:
+        found["On simulated links"] = map_table(rows)
+        if any(row["cell"] in OTHERS for row in rows):
+            found["Uneven workers, and more of them"] = others_table(rows)
+        if factors(rows, "tuned"):
+            found["What tuning took"] = tuning_table(rows)
+    if both(folder):
+        found["The simulator against real processes"] = reality_table(folder)
+    return found
+
+
+# Pages
+
+
+def page(text: str, folder: Path = RESULTS) -> str:
+    """The page with what its results say now."""
+    head, _, rest = text.partition("\n\n")
+    _, _, rest = rest.partition("\n\n")
+    text = f"{head}\n\n{lead(folder)}\n\n{rest}"
+    for section, table in tables(folder).items():
+        heading = f"\n## {section}\n"
+        if heading not in text:
+            raise ValueError(f"the page has no section {section!r}")
+        before, _, after = text.partition(heading)
+        old = re.search(r"(?:^\|.*\n)+", after, flags=re.MULTILINE)
+        if old is None:
+            raise ValueError(f"section {section!r} of the page has no table")
+        after = f"{after[: old.start()]}{table}\n{after[old.end() :]}"
+        text = before + heading + after
+    return text
+
+
+def readme(text: str, folder: Path = RESULTS) -> str:
+    """The README likewise."""
+    rows = read(folder)
+    parts = text.split("\n\n")
+    return "\n\n".join(claim(rows) if rows and one.startswith(CLAIM) else one for one in parts)
+
+
+def main() -> None:
+    for path in draws():
+        print(path)
+    for path, made in ((PAGE, page), (README, readme)):
+        path.write_text(made(path.read_text(encoding="utf-8")), encoding="utf-8")
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""What the pages say about speed is what the results say."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks import evidence
+from benchmarks.harness import RESULTS
+
+from benchmarking.test_race_simulated import as_read, rows_of
+
+
+def test_losses_are_told_first(tmp_path: Path) -> None:
+    """Made up so that streaming is last in all cells: at the end after 31.1 s, tuned after 21.1.
+
+    The best rivals are there after 11 s. The share is there after 0.9775 of the time past 1 s.
+    """
+    rows = as_read(rows_of("defaults", "tuned"), tmp_path)
+    text = " ".join(evidence.lead(tmp_path).split())
+    assert text.startswith("Where streaming averaging, the default, loses. In virtual time it is ")
+    assert (
+        "later than the best tuned rival in 12 of 12 cells of the map: 1Gbit/s and 0.1 ms" in text
+    )
+    said = " ".join(evidence.claim(rows).split())
+    late, tuned = ((1 + (end - 1) * 0.9775) / (1 + 10 * 0.9775) for end in (31.1, 21.1))
+    for ratio in (late, tuned):
+        assert f"in 0 of 12 cells (up to {ratio:.2f} times the best one's time in 12)" in said
+    assert "never" not in evidence.map_table(rows)
+
+
+def test_pictures_of_the_repository_are_small_and_copied() -> None:
+    for path in evidence.IMAGES.glob("race-*.png"):
+        assert path.stat().st_size < 80_000
+        assert path.read_bytes() == (RESULTS / path.name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("path", "made"), [(evidence.PAGE, evidence.page), (evidence.README, evidence.readme)]
+)
+def test_pages_say_what_the_results_say(path: Path, made: Any) -> None:
+    """`python -m benchmarks evidence` makes it so."""
+    text = path.read_text(encoding="utf-8")
+    assert made(text) == text
+
+
+def test_a_wrong_page_is_found(tmp_path: Path) -> None:
+    """The comparison above can fail: in the first paragraph, and in each of the tables."""
+    text = evidence.PAGE.read_text(encoding="utf-8")
+    for old in [evidence.lead(), *evidence.tables().values()]:
+        assert old in text
+        wrong = text.replace(old, old.replace("1", "7"))
+        assert wrong != text
+        assert evidence.page(wrong) == text
+
+
+def test_the_table_of_the_readme_is_that_of_its_results() -> None:
+    """Medians of the three seeds with their range, of the lines of the file themselves."""
+    lines = (RESULTS / "readme-digits.jsonl").read_text(encoding="utf-8").splitlines()
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for one in map(json.loads, lines):
+        runs.setdefault(one["strategy"], []).append(one)
+    page = evidence.README.read_text(encoding="utf-8")
+    assert len(runs) == 4
+    for strategy, of in runs.items():
+        (line,) = (one for one in page.splitlines() if one.startswith(f"| `{strategy}`"))
+        shown = []
+        for name, form in (("time_to_target_seconds", ".1f"), ("final", ".4f"), ("seconds", ".1f")):
+            low, middle, high = (format(one, form) for one in sorted(run[name] for run in of))
+            shown.append(f"{middle} ({low}-{high}){'' if name == 'final' else ' s'}")
+        sent = sorted(run["payload_bytes"] / 1e6 for run in of)[1]
+        idle = sorted(100 * run["idle"] for run in of)[1]
+        cells = [cell.strip() for cell in line.split("|")[2:]]
+        assert cells[:3] == shown
+        assert cells[4:6] == [f"{sent:.1f} MB", f"{idle:.0f} %"]
