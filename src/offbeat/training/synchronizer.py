@@ -534,10 +534,12 @@ def aside_of(sync: Synchronizer, what: str, *, loads: bool = False) -> Iterator[
     _require_synchronizer(sync)
     sync._require_active(what)
     if sync._shards is not None:
-        raise AttachError(
-            f"{what} with a model that fully_shard has divided: a file would hold DTensors; save "
-            "with torch.distributed.checkpoint inside consensus()"
-        )
+        if sync._iteration.shows_consensus:
+            raise AttachError(
+                f"{what} inside consensus() with a model that fully_shard has divided: no worker's "
+                "file would hold all of it; save there with torch.distributed.checkpoint"
+            )
+        sync._shards.gather_no_more()
     if loads:
         sync._iteration.require_own_model(what)
     sync._iteration.require_boundary(what)
@@ -551,7 +553,8 @@ def aside_of(sync: Synchronizer, what: str, *, loads: bool = False) -> Iterator[
             if loads:  # what is in flight could overtake what is done here
                 with sync._iteration.guard:
                     sync._strategy.before_save(worker, sync._meet_quietly)
-            yield Aside(sync._things[0], worker, sync._iteration.guard, sync.state_dict, check)
+            guard, divided = sync._iteration.guard, sync._shards is not None
+            yield Aside(sync._things[0], worker, guard, sync.state_dict, check, divided)
     finally:
         now = sync._host.now()
         sync._clock = now if loads else sync._clock + now - start
