@@ -73,11 +73,13 @@ def hook_optimizer(
                 "attach the optimizer inside"
             )
 
+    # Where a user compiles the step, the compiler would go on into all that communicates.
+    untraced: Callable[[Any], Any] = torch.compiler.disable
     return [
         StepHooked(optimizer),
-        optimizer.register_step_pre_hook(before),
-        optimizer.register_step_post_hook(after),
-        *(inside.register_step_pre_hook(alone) for inside in held_by(optimizer)),
+        optimizer.register_step_pre_hook(untraced(before)),
+        optimizer.register_step_post_hook(untraced(after)),
+        *(inside.register_step_pre_hook(untraced(alone)) for inside in held_by(optimizer)),
     ]
 
 
