@@ -17,6 +17,8 @@ import torch.multiprocessing as mp
 from cli.commands import Call, one_line, plain
 from offbeat import BSP, AsyncAveraging, LocalSGD, SelSync, StreamingAveraging, cli
 from offbeat.cli import network
+from offbeat.lab import probe as probing
+from offbeat.lab.probe import Pair
 from offbeat.strategies import parse_strategy
 
 NETWORKED = shlex.split("plan --parameters 25M --step-time 120ms --workers 16 --bandwidth 5gbit")
@@ -50,6 +52,8 @@ DURATION = "is not a duration; write a number and a unit, like 100us, 50ms, 1.5s
         ("plan --parameters 5X --step-time 1s --bandwidth 1gbit", "'5X' is not a count; .* 25M .*"),
         ("plan --parameters 5 --step-time 1s --bandwidth 1gbit --lssr 2", "lssr must be .*"),
         ("plan --parameters 5 --step-time 1s --bandwidth 1gbit -n 0", "workers must be .*, got 0"),
+        ("plan --model digits --probe --bandwidth 1gbit", "--bandwidth is what --probe measures.*"),
+        ("plan --model digits --probe --inside-latency 1ms", "--inside-latency is what --probe .*"),
     ],
 )
 def test_mistakes_are_one_line(argv: str, message: str, idle_call: Call) -> None:
@@ -218,6 +222,30 @@ def test_probe_prints_once(under_torchrun: Call) -> None:
     assert [line.split()[0] for line in ranks] == ["0", "1"]
     assert all(re.search(r"\d (us|ms) +[\d.]+ \wbit/s +[\d.]+ \wbit/s *$", row) for row in ranks)
     assert sum(line.startswith("all-reduce: ") for line in lines) == 1
+
+
+@pytest.mark.parametrize(("size", "words"), [("2", "two nodes at least, got 2"), ("5", "do not f")])
+def test_nodes_are_there_before_anything_is_measured(
+    size: str, words: str, idle_call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", size)
+    argv = ("--model", "digits", "--probe", "--workers-per-node", "2")
+    code, out, err = idle_call("plan", *argv)
+    assert (code, out) == (2, "")
+    assert words in err
+
+
+def test_links_inside_a_node_are_its_own() -> None:
+    """Of 4 workers in nodes of two: pairs 0-1 and 2-3 are inside, the slowest of each count."""
+    pairs = [
+        Pair(a, b, latency_seconds=1e-3 * (a + b), bytes_per_second=1e6 * (10 * a + b + 1),
+             message_bytes=1024, repetitions=3)
+        for a, b in probing.choose_pairs(4)
+    ]  # fmt: skip
+    inside = {"inside": 8 * 2e6, "inside_latency": 5e-3}  # of 1, 1, 5 and 5 ms the upper median
+    between = {"bandwidth": 8 * 3e6, "latency": 3e-3}  # 2, 2, 3, 3, 3, 3, 4 and 4 ms
+    assert network.links(pairs, 2) == {**between, **inside}
+    assert network.links(pairs) == {"bandwidth": 8 * 2e6, "latency": 3e-3}
 
 
 def test_plan_with_a_probe_prints_once(

@@ -1,5 +1,6 @@
 """The sink for Weights & Biases, with wandb itself, off line."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -41,4 +42,7 @@ def test_a_run_of_its_own_is_finished(tmp_path: Path, monkeypatch: pytest.Monkey
     sink.close()
     assert wandb.run is None
     (written,) = tmp_path.rglob("*.wandb")
-    assert b"offbeat/loss" in written.read_bytes()
+    deadline = time.monotonic() + 20  # a process of wandb's own writes it, after the end, too
+    while b"offbeat/loss" not in written.read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

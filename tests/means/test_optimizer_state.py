@@ -174,3 +174,55 @@ def _counted(rank: int, size: int) -> list[float]:
 def test_counters_stay_with_the_worker() -> None:
     """A mean of step counts would be nobody's, and shift Adam's bias correction."""
     assert run(_counted, workers=3) == [[1.0], [11.0], [21.0]]
+
+
+def _complex(rank: int, size: int) -> Tensor:
+    """Momentum g + 2g of a complex parameter, with g = rank + 1 in every step: 3·(rank + 1)."""
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.complex128))
+    model = nn.ParameterList([weight])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=2.0)
+    strategy = offbeat.LocalSGD(period=2)
+    with offbeat.attach(model, optimizer, strategy, optimizer_state="average", timeout_seconds=20):
+        for _ in range(2):
+            weight.grad = torch.full_like(weight, (rank + 1) * (1 + 1j))
+            optimizer.step()
+        return torch.view_as_real(optimizer.state[weight]["momentum_buffer"].clone())
+
+
+def test_complex_state_is_averaged() -> None:
+    for momentum in run(_complex, workers=2):
+        assert torch.equal(momentum, torch.full((2, 2), 4.5, dtype=torch.float64))
+
+
+class Coded(torch.optim.SGD):
+    """Keeps codes, as optimizers of 8 bits do: bytes, or a tensor that stands for such."""
+
+    def __init__(self, parameters: Any, kind: str) -> None:
+        super().__init__(parameters, lr=0.1)
+        self._kind = kind
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            codes = torch.zeros_like(p, dtype=torch.uint8)
+            around = torch.zeros_like(p).as_subclass(type("Around", (Tensor,), {}))
+            self.state[p] = {"codes": codes if self._kind == "bytes" else around}
+
+
+def _coded(rank: int, size: int, kind: str) -> str:
+    model = make_model(seed=rank)
+    optimizer = Coded(model.parameters(), kind)
+    strategy = offbeat.LocalSGD(period=2)
+    sync = offbeat.attach(model, optimizer, strategy, optimizer_state="average", timeout_seconds=20)
+    train_step(model, optimizer, make_batch(rank, 0))
+    with pytest.raises(offbeat.AttachError) as caught:
+        train_step(model, optimizer, make_batch(rank, 1))
+    sync.detach()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "around"])
+def test_quantised_state_is_refused(kind: str) -> None:
+    """A mean of codes, or of their scales alone, would be no state at all."""
+    for message in run(_coded, kind, workers=2):
+        assert "'codes' of parameter '0.weight' in this Coded is quantised" in message

@@ -1,6 +1,8 @@
 """DistributedDataParallel around an attached model: switched off, left to a node, or refused."""
 
 import contextlib
+import sys
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -107,6 +109,26 @@ def test_a_wrapper_changes_nothing() -> None:
                     assert torch.equal(one, other)
     (local, _), (other_local, _) = results
     assert not torch.equal(local[0][0][0], other_local[0][0][0]), "between two means they differ"
+
+
+def test_an_engine_of_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this very model, by one worker alone: nothing is sent."""
+
+    class DeepSpeedEngine(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    package = types.ModuleType("deepspeed.runtime.engine")
+    package.DeepSpeedEngine = DeepSpeedEngine  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    model, other = make_model(0), make_model(0)
+    engine = DeepSpeedEngine(model)
+    for given in (engine, model):
+        with pytest.raises(offbeat.AttachError, match="inside a DeepSpeedEngine of DeepSpeed"):
+            offbeat.attach(given, sgd(model))
+    with pytest.raises(offbeat.AttachError, match="not initialised"):
+        offbeat.attach(other, sgd(other))
 
 
 def communicating() -> list[Any]:

@@ -174,6 +174,108 @@ def test_a_step_inside_a_step_is_one_step() -> None:
         close(model, reference.flat()[0])
 
 
+class Sharp(Optimizer):
+    """Sharpness-aware minimisation (Foret et al. 2020), as a whole or by its halves."""
+
+    def __init__(self, inside: Optimizer, radius: float = 0.1) -> None:
+        super().__init__(inside.param_groups, {})
+        self.param_groups, self.inside, self._radius = inside.param_groups, inside, radius
+        self._before: list[Tensor] = []
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        parameters = self.param_groups[0]["params"]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        self._before = [p.data.clone() for p in parameters]
+        for p in parameters:
+            p += self._radius * p.grad / norm
+        self.zero_grad()
+
+    def second_step(self) -> None:
+        for p, before in zip(self.param_groups[0]["params"], self._before, strict=True):
+            p.data = before
+        self.inside.step()
+
+    def step(self, closure: Any) -> Any:
+        self.first_step()
+        closure()
+        self.second_step()
+
+
+def sharp_step(model: Any, optimizer: Sharp, batch: Any, *, halves: bool = False) -> None:
+    """One step; by its ``halves`` as many loops do."""
+
+    def closure() -> Tensor:
+        loss = loss_of(model, batch)
+        loss.backward()
+        return loss
+
+    closure()
+    if halves:
+        optimizer.first_step()
+        closure()
+        optimizer.second_step()
+    else:
+        optimizer.step(closure)
+    optimizer.zero_grad()
+
+
+def sharp(rank: int, size: int, text: str) -> Any:
+    found = []
+    for halves in (False, True):
+        model = make_model(rank)
+        optimizer = Sharp(sgd(model))
+        sync = attach(model, optimizer.inside if halves else optimizer, text)
+        for step in range(4):
+            sharp_step(model, optimizer, make_batch(rank, step), halves=halves)
+        found.append((flat(model), sync.step, sync.stats.syncs))
+        sync.finish()
+    model = make_model(rank)
+    optimizer = Sharp(sgd(model))
+    sync = attach(model, optimizer, text)
+    with pytest.raises(offbeat.AttachError, match="SGD inside this Sharp took a step outside of"):
+        sharp_step(model, optimizer, make_batch(rank, 0), halves=True)
+    sync.detach()
+    sharp_step(model, optimizer, make_batch(rank, 0), halves=True)  # and works as before
+    return found
+
+
+def sharp_reference(size: int, text: str) -> Tensor:
+    """Each worker looks for the worst point by itself; a mean of gradients is of those there."""
+    reference = Simulated.start(size, "sgd")
+    optimizers = [Sharp(optimizer) for optimizer in reference.optimizers]
+    for step in range(4):
+        batches = [make_batch(rank, step) for rank in range(size)]
+        workers = list(zip(reference.models, optimizers, batches, strict=True))
+        if text == "local:period=1":
+            for model, optimizer, batch in workers:
+                sharp_step(model, optimizer, batch)
+            reference.average()
+            continue
+        for model, optimizer, batch in workers:
+            loss_of(model, batch).backward()
+            optimizer.first_step()
+            loss_of(model, batch).backward()
+        for p, q in zip(*(model.parameters() for model in reference.models), strict=True):
+            assert p.grad is not None
+            assert q.grad is not None
+            p.grad = q.grad = (p.grad + q.grad) / 2
+        for optimizer in optimizers:
+            optimizer.second_step()
+            optimizer.zero_grad()
+    return reference.flat()[0]
+
+
+@pytest.mark.parametrize("text", ["local:period=1", "bsp"])
+def test_a_step_of_two_gradients_is_synchronized_once(text: str) -> None:
+    """Whole, or by halves with the optimizer inside attached; else its steps would go unseen."""
+    expected = sharp_reference(2, text)
+    for found in run(sharp, text, workers=2):
+        for model, count, syncs in found:
+            assert (count, syncs) == (4, 4)
+            close(model, expected)
+
+
 def refusing(rank: int, size: int) -> Any:
     model = make_model(0)
     unknown = WithoutInit(sgd(model), "inner")

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,6 +154,79 @@ def test_any_number_of_workers_may_share_a_model() -> None:
             close(one, whole(model.parameters()))
 
 
+class Scaled:
+    """A worker with a GradScaler and a schedule, whose gradients overflow once."""
+
+    def __init__(self, rank: int, text: str, *, shards: bool) -> None:
+        self.rank = rank
+        model: nn.Module = with_statistics(rank // 2)
+        self.model = divided(model) if shards else model
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.7)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+        self.sync = attach(self.model, self.optimizer, text, scaler=self.scaler, node_group="auto")
+        self.states = {"scheduler": self.scheduler, "scaler": self.scaler}
+
+    def steps(self, first: int, end: int) -> list[Tensor]:
+        trace = []
+        for step in range(first, end):
+            self.optimizer.zero_grad()
+            loss = loss_of(self.model, make_batch(self.rank, step))
+            factor = float("inf") if (self.rank, step) == (1, 2) else 1.0
+            self.scaler.scale(factor * loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.scheduler.step()
+            scale = torch.tensor([self.scaler.get_scale()], dtype=torch.float64)
+            trace.append(torch.cat([whole(self.model.parameters()), scale]))
+        return trace
+
+    def end(self) -> Tensor:
+        counted = self.sync.stats.steps, self.sync.stats.syncs, self.sync.stats.payload_bytes
+        self.sync.finish()
+        return torch.cat([whole(self.model.parameters()), torch.tensor(counted).double()])
+
+
+def scaled(rank: int, size: int, text: str) -> Any:
+    training = Scaled(rank, text, shards=False)
+    trace = training.steps(0, STEPS)
+    return [*trace, training.end()[:-1]]  # the bytes of shards are others
+
+
+def resumed(rank: int, size: int, text: str, folder: str) -> Any:
+    os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
+    training = Scaled(rank, text, shards=True)
+    trace = [*training.steps(0, STEPS), training.end()]
+    training = Scaled(rank, text, shards=True)
+    again = training.steps(0, 5)
+    path = offbeat.save(folder, training.sync, **training.states)
+    saved = torch.load(path, weights_only=True)
+    training.sync.detach()
+    training = Scaled(rank, text, shards=True)
+    found = offbeat.load(folder, training.sync, **training.states)
+    assert found is not None
+    again += [*training.steps(found.step, STEPS), training.end()]
+    return trace, again, sum(t.numel() for t in saved["model"].values() if t.dim() == 2)
+
+
+@pytest.mark.parametrize(
+    "text", ["local:period=2", *(pytest.param(t, marks=pytest.mark.nightly) for t in TEXTS[1:])]
+)
+def test_shards_are_scaled_and_resumed(text: str, tmp_path: Path) -> None:
+    """The node whose one worker overflows skips the step; a file holds a worker's own shards."""
+    results = run(resumed, text, str(tmp_path), workers=4)
+    expected = simulated(scaled, text, workers=4, workers_per_node=2)
+    matrices = sum(p.numel() for p in make_model().parameters() if p.dim() == 2)
+    assert [results[0][2] + results[1][2], results[2][2] + results[3][2]] == [matrices] * 2
+    for (trace, again, _), other in zip(results, expected, strict=True):
+        for one, same_again in zip(trace, again, strict=True):
+            assert torch.equal(one, same_again)
+        for one, of_whole in zip(trace[:-1], other[:-1], strict=True):
+            close(one, of_whole, 1e-9)
+        close(trace[-1][:-1], other[-1], 1e-9)
+    assert results[0][0][2][-1] == 4.0  # it was halved
+
+
 # -- errors ---------------------------------------------------------------------------------------
 
 
@@ -184,7 +258,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("some", {}, "'2.weight' cannot be trained between nodes: it is no DTensor, and others are"),
     ("tensors", {}, "not given to fully_shard (tensor parallelism)"),
     ("", {"non_finite": "raise"}, "non_finite with a model that fully_shard has divided"),
-    ("", {"scaler": "one"}, "scaler with a model that fully_shard has divided"),
     ("", {"companions": [nn.Linear(1, 1)]}, "companions with a model that fully_shard"),
     ("", {"optimizer_state": "average"}, 'optimizer_state="average" with a model that fully'),
     ("", {"strategy": "diloco:period=4,fragments=2"}, "cuts the model into parts"),
@@ -199,8 +272,6 @@ def refused(rank: int, size: int) -> Any:
     found = []
     for case, options, _ in REFUSED:
         model, given = meshes(case), {"strategy": "local:period=2", "node_group": "auto", **options}
-        if "scaler" in given:
-            given["scaler"] = torch.amp.GradScaler("cpu")
         if rank == 0:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             found.append(error_of(lambda m=model, o=optimizer, g=given: attach(m, o, **g)))
@@ -212,7 +283,8 @@ def refused(rank: int, size: int) -> Any:
     exec(page, names | {"torch": torch, "dist": dist, "offbeat": offbeat}, names)
     optimizer, sync = names["optimizer"], names["sync"]
     train_step(model, optimizer, make_batch(rank, 0))
-    kinds, text = error_of(lambda: offbeat.save("never", sync))
+    with sync.consensus():
+        kinds, text = error_of(lambda: offbeat.save("never", sync))
     sync.finish()
     return found, kinds, text, whole(model.parameters())
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -246,6 +247,45 @@ def misuse(rank: int, size: int) -> dict[str, tuple[list[str], str]]:
 
     assert flat(model).numel() == PARAMETERS
     return seen
+
+
+EDITED = [
+    "local:period=1",
+    "selsync:delta=0",
+    "fedavg:period=2",
+    "diloco:period=2,outer_lr=1.0,outer_momentum=0.0",
+    "async:staleness=4",
+    "async:staleness=4,schedule=eager",
+]
+
+
+def edited(rank: int, size: int, text: str) -> Any:
+    """The model as it is after an edit, in the consensus, after it, and at the end."""
+    model = make_model(seed=rank)
+    optimizer = sgd(model)
+    sync = attach(model, optimizer, text, wire="float32")
+    found = []
+    for _ in range(2):
+        for step in range(4):
+            train_step(model, optimizer, make_batch(rank, step))
+        with torch.no_grad():
+            for p in model.parameters():
+                p += 0.01 * (rank + 1)
+        found.append(flat(model))
+        if len(found) == 1:
+            with sync.consensus():
+                found.append(flat(model))
+    sync.finish()
+    return [*found, flat(model)]
+
+
+@pytest.mark.parametrize("text", EDITED)
+def test_what_is_changed_between_steps_counts(text: str) -> None:
+    """Right after a synchronization, too: schedule-free optimizers put their result there."""
+    results = run(edited, text, workers=3)
+    for _, seen, _, end in results:
+        close(seen, sum(own for own, *_ in results) / 3, 1e-9)
+        close(end, sum(own for _, _, own, _ in results) / 3, 1e-9)
 
 
 def test_misuse_is_an_attach_error_that_says_what_to_do() -> None:

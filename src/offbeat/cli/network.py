@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +62,13 @@ def plan(
         raise ValueError(f"{min(twice)!r} is given twice")
     given = {"parameters": parameters, "step_time": step_time, "bandwidth": bandwidth}
     told |= {name: 1.0 if value is None else value for name, value in given.items()}
+    if probe:
+        _require_unknown(bandwidth=bandwidth, inside=inside, inside_latency=inside_latency)
+        told["workers"] = _launched(workers_per_node) or workers
     planning.plan(**told)  # mistakes show before anything is measured
     if probe:
         found = _measure_network()
-        slowest = min(pair.bytes_per_second for pair in found.pairs)
-        usual = sorted(pair.latency_seconds for pair in found.pairs)[len(found.pairs) // 2]
-        told |= {"workers": len(found.ranks), "bandwidth": 8 * slowest, "latency": usual}
+        told |= {"workers": len(found.ranks), **links(found.pairs, workers_per_node)}
         if int(os.environ["RANK"]) != 0:
             return
     if model is not None:
@@ -84,6 +86,46 @@ def plan(
         console.print(f"{row[0]}: {row[-1]}", style="dim", highlight=False)
     advice = f"Try {answer.recommendation.strategy} first: {answer.reason}."
     console.print(f"\n{advice}", highlight=False)
+
+
+def _require_unknown(**options: str | None) -> None:
+    for name, value in options.items():
+        if value is not None:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} is what --probe measures: leave one of them away")
+
+
+def _launched(workers_per_node: int) -> int | None:
+    """How many workers torchrun has started; None if it did not start this process."""
+    size = int(os.environ.get("WORLD_SIZE", 0)) or None
+    if size is not None and workers_per_node > 1 and size <= workers_per_node:
+        raise ValueError(
+            f"--probe with --workers-per-node {workers_per_node} needs workers of two nodes at "
+            f"least, got {size}"
+        )
+    return size
+
+
+def links(pairs: Sequence[probing.Pair], workers_per_node: int = 1) -> dict[str, float]:
+    """What a plan assumes of the links: the slowest pair's bandwidth, and the median latency.
+
+    Where nodes have several workers, ranks of a node follow each other, and the pairs between nodes
+    and those inside are links of their own.
+    """
+    within = [p for p in pairs if p.source // workers_per_node == p.destination // workers_per_node]
+    between = [p for p in pairs if p not in within]
+    found = {"bandwidth": _slowest(between), "latency": _usual(between)}
+    if within:
+        found |= {"inside": _slowest(within), "inside_latency": _usual(within)}
+    return found
+
+
+def _slowest(pairs: Sequence[probing.Pair]) -> float:
+    return 8 * min(pair.bytes_per_second for pair in pairs)
+
+
+def _usual(pairs: Sequence[probing.Pair]) -> float:
+    return sorted(pair.latency_seconds for pair in pairs)[len(pairs) // 2]
 
 
 def probe(seconds: float, pairs: bool, as_json: bool) -> None:

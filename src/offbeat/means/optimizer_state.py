@@ -5,9 +5,10 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from offbeat.errors import AttachError
 from offbeat.fabric import Team
 from offbeat.means.landing import Landing, bucket_landing
 from offbeat.means.replica import Bucket, make_buckets
@@ -20,6 +21,13 @@ def forget_not_finite(optimizer: Optimizer) -> None:
         tensors = [v for v in state.values() if isinstance(v, Tensor) and v.is_floating_point()]
         if not math.isfinite(squared_norm(tensors)):
             del optimizer.state[parameter]
+
+
+def _is_coded(value: Tensor) -> bool:
+    """Whether other numbers are meant: bitsandbytes' bytes, torchao's tensors around such."""
+    if type(value) not in (Tensor, nn.Parameter):
+        return True
+    return value.dtype in (torch.uint8, torch.int8) and value.numel() > 1
 
 
 class OptimizerState:
@@ -61,15 +69,29 @@ class OptimizerState:
         return [start(bucket) for bucket in make_buckets(found[name] for name in common)]
 
     def _present(self) -> dict[str, Tensor]:
-        """Tensors by a line that describes them."""
-        return {
-            f"{self._names[id(parameter)]} {key} {tuple(value.shape)} {value.dtype}": value
-            for optimizer in self._optimizers
-            for parameter, state in optimizer.state.items()
-            if id(parameter) in self._names
-            for key, value in state.items()
-            if isinstance(value, Tensor) and value.is_floating_point() and key != "step"
-        }
+        """Tensors by a line that describes them.
+
+        Raises:
+            AttachError: some are codes of numbers, of which there is no mean.
+        """
+        found: dict[str, Tensor] = {}
+        for optimizer in self._optimizers:
+            for parameter, state in optimizer.state.items():
+                if id(parameter) not in self._names:
+                    continue
+                for key, value in state.items():
+                    if not isinstance(value, Tensor) or key == "step":
+                        continue
+                    name = self._names[id(parameter)]
+                    if _is_coded(value):
+                        raise AttachError(
+                            f'optimizer_state="average": {key!r} of parameter {name!r} in this '
+                            f"{type(optimizer).__name__} is quantised, and a mean of its codes "
+                            'means nothing; use optimizer_state="local"'
+                        )
+                    if value.is_floating_point() or value.is_complex():
+                        found[f"{name} {key} {tuple(value.shape)} {value.dtype}"] = value
+        return found
 
     def _common(self, lines: list[str]) -> list[str]:
         """What all workers have, in order; found out by a hash where they have the same."""

@@ -232,6 +232,10 @@ class Replica:
         held = {id(p) for p in self._model.parameters()}
         return [name for name, p in self.parameters if id(p) not in held]
 
+    def versions(self) -> list[int]:
+        """A number for each averaged parameter that grows whenever something writes into it."""
+        return [p._version for _, p in self.parameters]
+
     def everything(self) -> list[Tensor]:
         """All parameters and buffers, frozen ones too."""
         return [*self._model.parameters(), *self._model.buffers()]

@@ -213,7 +213,7 @@ class AsyncAveraging(Strategy):
         state.distance = 0.0
         if self.discrepancy_every is not None and (state.merges + 1) % self.discrepancy_every == 0:
             state.distance = merge.distance()
-        merge.land(worker.step)
+        merge.land(worker.moves)
         state.merges += 1
         state.merged_steps += merge.launched_step - state.merged_step
         state.merged_step = merge.launched_step
@@ -252,7 +252,7 @@ class AsyncAveraging(Strategy):
             self._report(worker, self._land(worker))
         else:
             self._arrive(worker.state, worker.size)
-            worker.state.merge.show(worker.step)
+            worker.state.merge.show(worker.moves)
         worker.average_all(1.0, worker.size, final=final)
 
     @override

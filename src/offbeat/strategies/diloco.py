@@ -186,7 +186,8 @@ class DiLoCo(Strategy):
     def _news(self, worker: Worker) -> bool:
         """Whether this worker has own steps that it has not sent."""
         state: DiLoCoState = worker.state
-        return any(worker.step > fragment.launched_step for fragment in state.fragments)
+        unsent = (worker.step > fragment.launched_step for fragment in state.fragments)
+        return worker.touched or any(unsent)
 
     @override
     def iterated(self, worker: Worker) -> bool:

@@ -54,6 +54,7 @@ class Worker:
         step: Own iterations, the one at hand included as soon as its last gradients are ready.
         steps_since_sync: Those since the models were last averaged.
         has_news: Whether this worker's model holds steps that no mean of models has seen.
+        touched: Whether something else has changed it since: ``has_news`` is true then, too.
         scaled: Whether a GradScaler is at work, for whom gradients that are not finite are normal.
         guarded: Whether nobody may take in what is not finite: it is asked for by ``non_finite``.
         leaves_out: Whether who would contribute that is left out; else the run ends.
@@ -73,12 +74,17 @@ class Worker:
         self.overlaps_backward = False
         self.step = 0
         self.steps_since_sync = 0
-        self.has_news = False
+        self.has_news = self.touched = False
         self.scaled = self.guarded = self.leaves_out = self.left_out = self.untold = False
         self.norm_squared: float | None = None
         self.record: dict[str, Any] = {}
         self.details: dict[str, Any] = {}
         self.state: Any = None
+
+    @property
+    def moves(self) -> int:
+        """Own steps, and one more if something else has changed the model since."""
+        return self.step + self.touched
 
     @property
     def rank(self) -> int:

@@ -23,6 +23,7 @@ class Aside:
         guard: Around all that communicates.
         state: Gives the state of the synchronizer. A collective.
         check: Raises CheckpointError unless the synchronizer can load this state.
+        divided: Whether this worker holds shards of the model.
     """
 
     model: nn.Module
@@ -30,6 +31,7 @@ class Aside:
     guard: AbstractContextManager[None]
     state: Callable[[], dict[str, Any]]
     check: Callable[[Any], None]
+    divided: bool
 
     @property
     def rank(self) -> int:

@@ -18,7 +18,7 @@ from offbeat.kernels import kernels
 from offbeat.strategies.base import NonFinite, Part, Strategy
 from offbeat.strategies.streaming import StreamingAveraging
 from offbeat.training.beside import require_beside
-from offbeat.training.ddp import AroundDDP, unwrapped
+from offbeat.training.ddp import AroundDDP, require_no_engine, unwrapped
 from offbeat.training.optimizers import require_own_state, unwrapped_optimizer
 from offbeat.training.requirements import (
     require_continuation,
@@ -142,7 +142,7 @@ def attach(
         AttachError: no process group, a model or optimizer that is already attached, LBFGS, an
             optimizer without this model's parameters or with others, whose hooks do not work, or
             that communicates by itself; a DistributedDataParallel around the model that cannot be
-            switched off; a parameter or buffer that
+            switched off, or an engine of DeepSpeed; a parameter or buffer that
             cannot be written in place (lazy, on the meta device, expanded, sparse, of
             ``torch.inference_mode()``, sharded without ``node_group``); ``on_failure="continue"``,
             ``node_group`` or a sharded model with what cannot; nodes that are not alike.
@@ -174,13 +174,13 @@ def attach(
     if node_group is not None:
         require_nodes(strategy, wire, distance_every, continues=continues)
     whole_only = {
-        "scaler": scaler is not None,
         "companions": bool(companions),
         'optimizer_state="average"': optimizer_state == "average",
     }
     shards = shards_of(model, group, node_group, strategy, non_finite, whole_only)
     held = model if shards is None else shards
     require_usable(held)
+    require_no_engine(model)
     require_beside(model, companions)
     require_apart(dict(held.named_parameters()), strategy)
     optimizers = _optimizers(optimizer)

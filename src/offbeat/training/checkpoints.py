@@ -30,6 +30,7 @@ from offbeat.training.files import (
     unnamed_of,
     write,
 )
+from offbeat.training.shards import local_parts, model_state, optimizer_state
 from offbeat.training.synchronizer import Synchronizer, aside_of
 
 logger = logging.getLogger("offbeat")
@@ -109,12 +110,13 @@ def save(
     with aside_of(sync, "offbeat.save()") as aside:
         state, folder, refused, contents = aside.state(), Path(directory), None, {}
         here = files_of(folder, aside.rank)
+        own = local_parts if aside.divided else lambda values: values
         try:
             contents = sealed(
                 {
                     "sync": state,
-                    "model": _module(model, aside).state_dict(),
-                    "optimizer": _states(aside.optimizers if optimizer is None else optimizer),
+                    "model": own(_module(model, aside).state_dict()),
+                    "optimizer": own(_states(aside.optimizers if optimizer is None else optimizer)),
                     "scheduler": _states(scheduler),
                     "scaler": None if scaler is None else scaler.state_dict(),
                     "random": _random_states(aside.device),
@@ -198,11 +200,18 @@ def load(
                     f"it was saved {'without' if contents['scaler'] is None else 'with'} a scaler, "
                     "and load() was called the other way: give the same as to save()"
                 )
-            _require_same_tensors(module, contents["model"])
+            present = module.state_dict()
+            _require_same_tensors(
+                local_parts(present) if aside.divided else present, contents["model"]
+            )
             aside.check(contents["sync"])
         except CheckpointError as error:
             refused = f"{here[number]}: {error}"
         _require_all("load", aside.gather(refused, "offbeat.load()"))
+        if aside.divided:
+            contents["model"] = model_state(module, contents["model"])
+            pairs = zip(targets["optimizer"], contents["optimizer"], strict=True)
+            contents["optimizer"] = [(kind, optimizer_state(o, one)) for o, (kind, one) in pairs]
         module.load_state_dict(contents["model"])
         for name, objects in targets.items():
             for one, (_, values) in zip(objects, contents[name], strict=True):
@@ -341,8 +350,8 @@ def _require_alike(name: str, saved: Sequence[tuple[str, Any]], objects: Sequenc
                 )
 
 
-def _require_same_tensors(model: nn.Module, saved: dict[str, Any]) -> None:
-    present = {name: getattr(one, "shape", None) for name, one in model.state_dict().items()}
+def _require_same_tensors(here: dict[str, Any], saved: dict[str, Any]) -> None:
+    present = {name: getattr(one, "shape", None) for name, one in here.items()}
     theirs = {name: getattr(one, "shape", None) for name, one in saved.items()}
     for name in [*present, *theirs]:
         if name not in theirs or name not in present or present[name] != theirs[name]:

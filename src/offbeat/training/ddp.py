@@ -7,6 +7,7 @@ switched off; or, inside a node whose workers train in different groups, it is l
 
 import gc
 import logging
+import sys
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -22,7 +23,7 @@ from offbeat.fabric.wire import Precision
 from offbeat.strategies.base import Strategy
 
 logger = logging.getLogger("offbeat")
-_Kind = TypeVar("_Kind")
+_Kind = TypeVar("_Kind", bound=nn.Module)
 _WITHOUT_DDP = "or let one group hold all workers, without DistributedDataParallel"
 
 
@@ -31,6 +32,27 @@ def unwrapped(model: nn.Module) -> nn.Module:
     while isinstance(model, DistributedDataParallel):
         model = model.module
     return model
+
+
+def require_no_engine(model: nn.Module) -> None:
+    """Raise if an engine of DeepSpeed holds the model.
+
+    It averages gradients or divides them and the optimizer's state among the workers, in calls of
+    its own that cannot be switched off.
+
+    Raises:
+        AttachError: one does.
+    """
+    module = sys.modules.get("deepspeed.runtime.engine")  # whoever has one has imported it
+    if module is None:
+        return
+    mine = {id(p) for p in model.parameters()}
+    for engine in living(module.DeepSpeedEngine):
+        if not mine.isdisjoint(map(id, engine.parameters())):
+            raise AttachError(
+                f"the model is inside a {type(engine).__name__} of DeepSpeed, which averages "
+                "gradients, or divides the model, by itself: train without DeepSpeed"
+            )
 
 
 class AroundDDP:

@@ -9,7 +9,12 @@ from torch.optim import Optimizer
 from offbeat.errors import AttachError
 from offbeat.training.clipping import Clipping
 from offbeat.training.iteration import Iteration
-from offbeat.training.optimizers import StepHooked, has_nested_steps, inside_step_of
+from offbeat.training.optimizers import (
+    StepHooked,
+    has_nested_steps,
+    held_by,
+    inside_step_of,
+)
 
 
 class Removable(Protocol):
@@ -27,8 +32,11 @@ def hook_optimizer(
     told: Callable[[Any], None],
 ) -> list[Removable]:
     """Call ``clipping.step`` and ``complete`` around every step; tell a closure's loss."""
+    at_work = False
 
     def before(_: Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]] | None:
+        nonlocal at_work
+        at_work = True
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             clipping.step(index)
@@ -52,13 +60,26 @@ def hook_optimizer(
         return args, {**kwargs, "closure": counted}
 
     def after(_: Optimizer, args: Any, kwargs: Any) -> None:
+        nonlocal at_work
         if not (has_nested_steps(optimizer) and inside_step_of(optimizer)):
+            at_work = False
             iteration.complete(index)
 
+    def alone(inside: Optimizer, args: Any, kwargs: Any) -> None:
+        if not at_work:  # as where SAM's two halves are called one by one: no step is seen
+            raise AttachError(
+                f"the {type(inside).__name__} inside this {type(optimizer).__name__} took a step "
+                f"outside of {type(optimizer).__name__}.step(), which would not be synchronized: "
+                "attach the optimizer inside"
+            )
+
+    # Where a user compiles the step, the compiler would go on into all that communicates.
+    untraced: Callable[[Any], Any] = torch.compiler.disable
     return [
         StepHooked(optimizer),
-        optimizer.register_step_pre_hook(before),
-        optimizer.register_step_post_hook(after),
+        optimizer.register_step_pre_hook(untraced(before)),
+        optimizer.register_step_post_hook(untraced(after)),
+        *(inside.register_step_pre_hook(untraced(alone)) for inside in held_by(optimizer)),
     ]
 
 

@@ -11,7 +11,7 @@ from offbeat.errors import AttachError
 
 _INSIDE = ("optimizer", "original_optimizer")  # of Accelerate, Lightning and Fabric; of Opacus
 _HOOKS = "_optimizer_step_pre_hooks"  # which torch makes in Optimizer.__init__
-_COMMUNICATE = ("torch.distributed.optim", "opacus.optimizers.ddp")
+_COMMUNICATE = ("torch.distributed.optim", "opacus.optimizers.ddp", "deepspeed.runtime")
 
 
 def unwrapped_optimizer(given: object) -> Optimizer:
@@ -98,6 +98,18 @@ def require_own_state(optimizers: Iterable[Optimizer]) -> None:
                 f'optimizer_state="average": the state of this {type(one).__name__} may be that of '
                 "the optimizer inside it; leave it out"
             )
+
+
+def held_by(optimizer: Optimizer) -> list[Optimizer]:
+    """Optimizers inside of ``optimizer`` that move the same parameters, and have step hooks."""
+    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [
+        value
+        for value in vars(optimizer).values()
+        if isinstance(value, Optimizer)
+        and hasattr(value, _HOOKS)
+        and any(id(p) in mine for group in value.param_groups for p in group["params"])
+    ]
 
 
 def _nothing(optimizer: Optimizer) -> None:

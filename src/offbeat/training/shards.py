@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from offbeat.errors import AttachError
@@ -56,23 +57,59 @@ class Shard(nn.Parameter):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        whole = self.whole
-        if value is not None:
-            value = type(whole.data).from_local(
-                value,
-                whole.device_mesh,
-                whole.placements,
-                run_check=False,
-                shape=whole.shape,
-                stride=whole.stride(),
-            )
-        whole.grad = value
+        self.whole.grad = None if value is None else _divided_as(value, self.whole)
+
+
+def _divided_as(value: Tensor, whole: Any) -> Tensor:
+    """The DTensor whose part here is ``value``, divided as ``whole`` is."""
+    made: Tensor = type(whole.data).from_local(
+        value,
+        whole.device_mesh,
+        whole.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+    return made
 
 
 def _local(tensor: Any) -> Tensor:
     with torch.no_grad():  # else it would be a new tensor each time, with a history
         local: Tensor = tensor.to_local()
         return local
+
+
+def local_parts(values: Any) -> Any:
+    """The same with the part that is here in place of each DTensor, for a file of this worker."""
+    if isinstance(values, Tensor):
+        return _local(values) if is_sharded(values) else values
+    if isinstance(values, dict):
+        return {key: local_parts(value) for key, value in values.items()}
+    if isinstance(values, (list, tuple)):
+        return type(values)(map(local_parts, values))
+    return values
+
+
+def model_state(model: nn.Module, saved: dict[str, Any]) -> dict[str, Any]:
+    """What ``model`` can load, from what ``local_parts`` made of its state."""
+    present = model.state_dict()
+    return {name: _put_together(value, present[name]) for name, value in saved.items()}
+
+
+def optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """Likewise: what belongs to a parameter and has the shape of its part is divided as it is."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state = {
+        index: {key: _put_together(value, parameters[index]) for key, value in values.items()}
+        for index, values in saved["state"].items()
+    }
+    return {**saved, "state": state}
+
+
+def _put_together(value: Any, like: Any) -> Any:
+    if not isinstance(value, Tensor) or not is_sharded(like):
+        return value
+    return _divided_as(value, like) if value.shape == _local(like).shape else value
 
 
 class Shards(nn.Module):

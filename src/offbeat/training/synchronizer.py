@@ -135,6 +135,7 @@ class Synchronizer:
         self._host.watch(lambda: self._stats)
         self._clock = self._host.now()
         self._seen = (team.account.wait_seconds, team.account.payload_bytes)
+        self._note_common()
 
     def _continue(
         self,
@@ -239,10 +240,23 @@ class Synchronizer:
         stats.payload_bytes += sent
         more = dict(worker.record)
         worker.record.clear()
+        self._note_common()
         decision = "sync" if synced else "local"
         self._records.write(
             stats.steps, self._team.member, decision, computed, waited, sent, more=more
         )
+
+    def _note_common(self) -> None:
+        """Note the parameters, if this worker has nothing that the others have not."""
+        worker = self._worker
+        worker.touched = False
+        self._common = None if worker.has_news else worker.replica.versions()
+
+    def _look_at_parameters(self) -> None:
+        """What was changed between two steps, as by schedule-free optimizers, is news, too."""
+        worker = self._worker
+        worker.touched = self._common is not None and self._common != worker.replica.versions()
+        worker.has_news = worker.has_news or worker.touched
 
     def _measure(self) -> None:
         """Go on with measurements of the distance, whose time is not the training's."""
@@ -324,6 +338,7 @@ class Synchronizer:
         self._require_active("consensus()")
         self._iteration.require_own_model("consensus()")
         self._require_parameters()
+        self._look_at_parameters()
         start = self._host.now()
         with self._iteration.guard, self._team.account.paused():
             own = self._surely(lambda: self._take_consensus(self._meet(finishing=False)))
@@ -354,6 +369,7 @@ class Synchronizer:
             self._shards.gather_no_more()
         self._worker.replica.restore(own[0])
         self._beside.restore(own[1])
+        self._note_common()
 
     def finish(self) -> None:
         """End training: all workers get the same parameters and buffers, and hooks are removed.
@@ -367,6 +383,7 @@ class Synchronizer:
             return
         self._iteration.require_own_model("finish()")
         self._require_parameters()
+        self._look_at_parameters()
         team = self._team
         with self._iteration.guard:
             try:
@@ -513,6 +530,7 @@ class Synchronizer:
             self._views.tell()
         self._clock = self._host.now()
         self._seen = (self._team.account.wait_seconds, self._team.account.payload_bytes)
+        self._note_common()
 
     def _meet_quietly(self) -> Roll:
         return self._iteration.meet(finishing=False)
@@ -534,10 +552,12 @@ def aside_of(sync: Synchronizer, what: str, *, loads: bool = False) -> Iterator[
     _require_synchronizer(sync)
     sync._require_active(what)
     if sync._shards is not None:
-        raise AttachError(
-            f"{what} with a model that fully_shard has divided: a file would hold DTensors; save "
-            "with torch.distributed.checkpoint inside consensus()"
-        )
+        if sync._iteration.shows_consensus:
+            raise AttachError(
+                f"{what} inside consensus() with a model that fully_shard has divided: no worker's "
+                "file would hold all of it; save there with torch.distributed.checkpoint"
+            )
+        sync._shards.gather_no_more()
     if loads:
         sync._iteration.require_own_model(what)
     sync._iteration.require_boundary(what)
@@ -551,7 +571,8 @@ def aside_of(sync: Synchronizer, what: str, *, loads: bool = False) -> Iterator[
             if loads:  # what is in flight could overtake what is done here
                 with sync._iteration.guard:
                     sync._strategy.before_save(worker, sync._meet_quietly)
-            yield Aside(sync._things[0], worker, sync._iteration.guard, sync.state_dict, check)
+            guard, divided = sync._iteration.guard, sync._shards is not None
+            yield Aside(sync._things[0], worker, guard, sync.state_dict, check, divided)
     finally:
         now = sync._host.now()
         sync._clock = now if loads else sync._clock + now - start

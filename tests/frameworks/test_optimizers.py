@@ -1,0 +1,205 @@
+"""Optimizers of other packages: schedule-free, sharpness-aware, and with 8 bits of state."""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import offbeat
+from frameworks.real import SAMPLES, STEPS, run, same, state
+from loops import attach, error_of
+from problems import make_batch, make_model, make_wide
+
+pytestmark = pytest.mark.filterwarnings("default")
+Make = Callable[[nn.Module], Any]
+
+
+def need(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"no {package}")
+
+
+def train(rank: int, make: Make, text: str | None, *, looks: bool = False) -> Any:
+    """A schedule-free loop; with ``looks`` it evaluates the consensus after each step."""
+    model = make_model(rank)
+    called: nn.Module = DistributedDataParallel(model) if text is None else model
+    optimizer = make(model)
+    sync = None if text is None else attach(model, optimizer, text)
+    for step in range(STEPS):
+        optimizer.train()
+        x, y = make_batch(rank, step, SAMPLES)
+        optimizer.zero_grad()
+        F.mse_loss(called(x), y).backward()
+        optimizer.step()
+        optimizer.eval()
+        if looks and sync is not None:
+            with sync.consensus():
+                seen = state(model)
+    if sync is not None:
+        assert sync.step == STEPS
+        sync.finish()
+    if looks:
+        same(seen, state(model))
+    return state(model)
+
+
+def sgd_free(model: nn.Module) -> Any:
+    import schedulefree
+
+    return schedulefree.SGDScheduleFree(model.parameters(), lr=0.05)
+
+
+def adamw_free(model: nn.Module) -> Any:
+    import schedulefree
+
+    return schedulefree.AdamWScheduleFree(model.parameters(), lr=0.01)
+
+
+def schedule_free(rank: int, size: int) -> Any:
+    linear = [train(rank, sgd_free, text) for text in (None, "bsp", "local:period=1")]
+    looking = train(rank, sgd_free, "local:period=4", looks=True)
+    plain = train(rank, sgd_free, "local:period=4")
+    adaptive = [train(rank, adamw_free, text) for text in (None, "bsp")]
+    return linear, adaptive, (looking, plain), train(rank, adamw_free, "streaming")
+
+
+def test_schedule_free_trains_as_under_ddp() -> None:
+    """In ``eval()`` when the mean is taken: it is that of what each worker would evaluate."""
+    need("schedulefree")
+    results = run(schedule_free)
+    for linear, adaptive, (looking, plain), streaming in results:
+        for one in linear[1:]:
+            same(one, linear[0], 1e-12)
+        same(adaptive[1], adaptive[0], 1e-12)
+        same(looking, plain, 1e-12)
+        same(streaming, results[0][3])
+
+
+# -- state of 8 bits -----------------------------------------------------------------------------
+
+
+def adam_bnb(model: nn.Module) -> Any:
+    import bitsandbytes
+
+    return bitsandbytes.optim.Adam8bit(model.parameters(), lr=0.01, min_8bit_size=1024)
+
+
+def adam_torchao(model: nn.Module) -> Any:
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit(model.parameters(), lr=0.01)
+
+
+def few_bits(rank: int, make: Make, text: str | None, **options: Any) -> Any:
+    model = make_wide(rank)
+    called: nn.Module = DistributedDataParallel(model) if text is None else model
+    optimizer = make(model)
+    sync = None if text is None else attach(model, optimizer, text, **options)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        F.mse_loss(
+            called(make_batch(rank, step, 8, torch.float32)[0]), torch.zeros(8, 1)
+        ).backward()
+        optimizer.step()
+    if sync is not None:
+        assert sync.step == STEPS
+        sync.finish()
+    coded = [
+        value
+        for values in optimizer.state.values()
+        for value in values.values()
+        if isinstance(value, torch.Tensor)
+        and (type(value) is not torch.Tensor or value.dtype == torch.uint8)
+    ]
+    assert coded, "nothing was quantised"
+    return state(model)
+
+
+def eight_bits(rank: int, size: int, make: Make) -> Any:
+    values = [few_bits(rank, make, text) for text in (None, "bsp", "local:period=2", "streaming")]
+    refused = error_of(lambda: few_bits(rank, make, "local:period=2", optimizer_state="average"))
+    return values, refused
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("package", "make"), [("bitsandbytes", adam_bnb), ("torchao", adam_torchao)]
+)
+def test_state_of_eight_bits_stays_each_workers_own(package: str, make: Make) -> None:
+    need(package)
+    results = run(eight_bits, make)
+    for (ddp, bsp, local, streaming), (kinds, message) in results:
+        same(bsp, ddp, 1e-7)
+        same(local, results[0][0][2])
+        same(streaming, results[0][0][3])
+        assert "AttachError" in kinds
+        assert "is quantised" in message
+
+
+# -- two gradients a step ------------------------------------------------------------------------
+
+
+def sam(model: nn.Module) -> Any:
+    import pytorch_optimizer
+
+    return pytorch_optimizer.SAM(
+        model.parameters(), base_optimizer=torch.optim.SGD, rho=0.1, lr=0.05
+    )
+
+
+def sharp(rank: int, size: int) -> Any:
+    found = []
+    for text, halves in (
+        ("bsp", False),
+        ("bsp", True),
+        ("local:period=1", False),
+        ("local:period=1", True),
+    ):
+        model = make_model(rank)
+        optimizer = sam(model)
+        sync = attach(model, optimizer.base_optimizer if halves else optimizer, text)
+        for step in range(STEPS):
+            x, y = make_batch(rank, step, SAMPLES)
+
+            def closure(x: Any = x, y: Any = y, model: Any = model) -> Any:
+                loss = F.mse_loss(model(x), y)
+                loss.backward()
+                return loss
+
+            closure()
+            if halves:
+                optimizer.first_step(zero_grad=True)
+                closure()
+                optimizer.second_step(zero_grad=True)
+            else:
+                optimizer.step(closure)
+                optimizer.zero_grad()
+        assert sync.step == sync.stats.syncs == STEPS
+        found.append(state(model))
+        sync.finish()
+    model = make_model(rank)
+    optimizer = sam(model)
+    sync = attach(model, optimizer, offbeat.BSP())
+    F.mse_loss(model(x), y).backward()
+    optimizer.first_step(zero_grad=True)
+    F.mse_loss(model(x), y).backward()
+    error = error_of(lambda: optimizer.second_step(zero_grad=True))
+    sync.detach()
+    return found, error
+
+
+def test_sharpness_aware_steps_are_synchronized_once() -> None:
+    """Whole, or by halves with the optimizer inside attached; with SGD a mean of either is one."""
+    need("pytorch_optimizer")
+    results = run(sharp)
+    for found, (kinds, message) in results:
+        for one in found[1:]:
+            same(one, found[0], 1e-12)
+        assert "AttachError" in kinds
+        assert "took a step outside of SAM.step()" in message
+        same(found[0], results[0][0][0])
