@@ -1,8 +1,8 @@
 """002, Figures 9 and 10: SelDP against DefDP, and parameters against gradients.
 
-Figure 9: the CNN on 1,600 images of CIFAR-10, 100 a worker under DefDP, 40 passes: few data and
+Figure 9: the CNN on 1,600 images of CIFAR-10, 200 a worker under DefDP, 30 passes: few data and
 many passes, as the paper's runs of hundreds of epochs are. Figure 10: the CNN of ``convergence``
-under the paper's δ, and one that synchronizes more. 16 workers.
+under the paper's δ, and one that synchronizes more. 8 workers.
 
     python -m benchmarks.papers.choices
 """
@@ -12,14 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.papers.convergence import WORKERS, run_of, selsync
-from benchmarks.papers.runs import Run, by_method, cells, save, seeds_asked
-from benchmarks.virtual import Row, spread
+from benchmarks.papers.runs import Run, by_method, cells, save, seeds_asked, told
+from benchmarks.virtual import Row
 
 NAME = "choices"
 SAMPLERS = ("seldp", "defdp")
-PASSES = 40.0
+PASSES = 30.0
 ROTATED = {
-    "BSP": "bsp",
     "SelSync, δ = 0.3": selsync(0.3),
     "SelSync, δ = 0.5": selsync(0.5),
 }
@@ -59,7 +58,7 @@ def table(data: dict[str, Any], key: str) -> str:
     names = ("SelDP", "DefDP") if key == "rotated" else ("parameters", "gradients")
     lines = [f"| method | {names[0]}, % | LSSR | {names[1]}, % | LSSR |", "|---|--:|--:|--:|--:|"]
     for one in data[key]:
-        cells_ = [f"{spread(each['final'])} | {each['lssr']:.3f}" for each in one["pair"]]
+        cells_ = [f"{told(each['final'])} | {each['lssr']:.3f}" for each in one["pair"]]
         lines.append(f"| {one['method']} | {' | '.join(cells_)} |")
     return "\n".join(lines)
 

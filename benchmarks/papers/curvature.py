@@ -21,10 +21,10 @@ from benchmarks.papers.runs import save
 from benchmarks.papers.sketch import sketch
 
 NAME = "curvature"
-STEPS, POINTS = 600, 16
+STEPS, POINTS = 600, 14
 RATE, MOMENTUM = 0.02, 0.9
-ITERATIONS, SAMPLES, BATCHES = 40, 512, 32
-SEEDS = (0, 1, 2)
+ITERATIONS, SAMPLES, BATCHES = 20, 512, 24
+SEEDS = (0, 1)
 
 
 def gradient(loss: Tensor, parameters: Sequence[Tensor], *, graph: bool = False) -> Tensor:

@@ -25,10 +25,10 @@ from benchmarks.papers.sketch import sketch
 from offbeat import Compute, Network, Strategy
 
 NAME = "distances"
-WORKERS = (2, 4, 8, 16)
+WORKERS = (2, 4, 8)
 STALENESS = (4, 16)
-STEPS = 64
-SEEDS = (0, 1, 2)
+STEPS = 48
+SEEDS = (0, 1)
 STEP_SECONDS, JITTER = 0.01, 0.1
 METHODS = ("async", "async, eager", "streaming", "local SGD", "EASGD", "SSP", "Downpour")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import RESULTS, machine
-from benchmarks.virtual import MNIST, SEEDS, Cells, Row, run_at
+from benchmarks.virtual import MNIST, SEEDS, Cells, Row, run_at, spread
 from offbeat.lab.job import Job
 from offbeat.lab.places import VirtualCluster
 from offbeat.lab.recipes import find_recipe
@@ -103,13 +103,18 @@ def train(run: Run) -> Row:
     }
 
 
-def seeds_asked(description: str | None) -> tuple[int, ...]:
-    """Of the command line: all three, or ``--seeds 1``."""
+def parser_for(description: str | None) -> argparse.ArgumentParser:
+    """Of a figure's command line: all three seeds, or ``--seeds 1``."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many; default 3")
-    return tuple(range(parser.parse_args().seeds))
+    return parser
+
+
+def seeds_asked(description: str | None) -> tuple[int, ...]:
+    """Of the command line, where it says nothing else."""
+    return tuple(range(parser_for(description).parse_args().seeds))
 
 
 def cells(name: str, function: Callable[[Any], Row] = train) -> Cells:
@@ -124,6 +129,11 @@ def by_method(rows: Sequence[Row], *keys: str) -> dict[tuple[Any, ...], list[Row
     for row in rows:
         groups.setdefault(tuple(row["run"][key] for key in keys), []).append(row)
     return groups
+
+
+def told(values: Sequence[float]) -> str:
+    """Of shares: median and range in percent; of one alone itself."""
+    return spread(values) if len(values) > 1 else f"{100 * values[0]:.1f}"
 
 
 def path_of(name: str) -> Path:

@@ -13,9 +13,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.papers.runs import Run, by_method, cells, save, seeds_asked
+from benchmarks.papers.runs import Run, by_method, cells, save, seeds_asked, told
 from benchmarks.papers.sketch import sketch
-from benchmarks.virtual import Row, arrival, spread
+from benchmarks.virtual import Row, arrival
 
 NAME = "speedup"
 RATES = (0.25, 1.0)
@@ -99,7 +99,7 @@ def table(data: dict[str, Any]) -> str:
         faster = f"{statistics.median(there):.2f} × faster{arrived}" if there else "never"
         lines.append(
             f"| {0.02 * one['rate']:g} | {one['workers']} | {one['method']} | "
-            f"{spread(one['finals'])} | {one['throughput']:.2f} × | "
+            f"{told(one['finals'])} | {one['throughput']:.2f} × | "
             f"{'-' if one['workers'] == 1 else faster} | {100 * one['idle']:.0f} % |"
         )
     return "\n".join(lines)

@@ -37,15 +37,15 @@ def test_a_run_has_converged_when_it_is_nearly_as_good_as_it_gets():
 
 
 def test_the_overall_speed_up_has_each_run_at_its_own_convergence():
-    """BSP is there after 30 s; the other after 20 of its own, at a lower level."""
+    """Means of three: BSP is there after 50 s, the other after 40, at a lower level of its own."""
     names = convergence.methods("cifar")
-    rows = [row(one, [0.5, 0.7, 0.8, 0.8]) for one in names.values()]
+    rows = [row(one, [0.5, 0.7, 0.8, 0.8, 0.8, 0.8]) for one in names.values()]
     last = len(rows) - 1
-    rows[last] = row([*names.values()][last], [0.5, 0.7, 0.7, 0.7], lssr=0.9)
+    rows[last] = row([*names.values()][last], [0.5, *([0.7] * 5)], lssr=0.9)
     found = convergence.facts("cifar", rows)
-    assert [one["overall"] for one in found] == [[1.0]] * last + [[1.5]]
+    assert [one["overall"] for one in found] == [[1.0]] * last + [[1.25]]
     assert found[last]["to_bsp"] == [None]  # it never has what BSP has
-    assert found[last]["steps"] == [20]
+    assert found[last]["steps"] == [40]
     assert found[0]["to_bsp"] == [1.0]
 
 
