@@ -140,6 +140,9 @@ def _delta(data: dict[str, Any]) -> dict[str, str]:
 
 def _choices(data: dict[str, Any]) -> dict[str, str]:
     found = {key: choices.table(data, key) for key in ("rotated", "aggregated")}
+    for one in data["rotated"]:
+        first, second = (statistics.median(each["final"]) for each in one["pair"])
+        found[f"more {one['method'].split()[-1]}"] = f"{100 * (first - second):.1f}"
     found["seeds choices"] = _seeds(data["rotated"][0]["pair"][0]["final"])
     for key in ("rotated", "aggregated"):
         for one in data[key]:
