@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.discrepancy import Problem
+from benchmarks.models.papers import at_constant_rate
 from benchmarks.papers import convergence, curvature, delta, distances, regret, runs, speedup
 from torch import nn
+
+from offbeat.lab.recipes import digits
+from offbeat.lab.recipes.base import Setup
 
 
 def row(
@@ -134,3 +138,9 @@ def test_distances_are_those_before_a_reset(method: str):
     """After τ = 4 own steps of 0.5·n each, the mean over n = 0…3 of |n − 1.5|, and 3 for a pair."""
     found = distances.distances(method, workers=4, staleness=4, seed=0, steps=16, problem=apart())
     assert found == pytest.approx({"mean": 4 * 0.5 * 1.0, "pair": 4 * 0.5 * 3})
+
+
+def test_a_constant_rate_is_not_that_of_the_first_step_of_a_warm_up():
+    task = at_constant_rate(digits.build(Setup(workers=1, epochs=10)))
+    assert task.scheduler is None
+    assert task.optimizer.param_groups[0]["lr"] == 0.05
