@@ -2,7 +2,7 @@
 
 The CNN on CIFAR-10 of ``convergence``, 8 workers. For Figure 5 BSP's run, at whose steps Δ is
 recorded: is it large while the accuracy rises, and small afterwards? For Figure 6 SelSync with δ
-from 0 to 1 and with one that is never reached.
+from 0 to 0.5 and with one that is never reached.
 
     python -m benchmarks.papers.delta
 """
