@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
@@ -51,9 +52,14 @@ def plain(cell: Any) -> Row:
 
 def run(job: Job) -> Row:
     """One run at ``place``, without what nobody reads."""
+    return run_at(job, place())
+
+
+def run_at(job: Job, where: VirtualCluster) -> Row:
+    """The same elsewhere."""
     torch.set_num_threads(1)
     mnist.read_idx = _read_once  # all workers are in this process, and a run follows another
-    result = run_and_record(job, lambda event: None, place())
+    result = run_and_record(job, lambda event: None, where)
     samples = [one.details.get("injected_bytes_sent", 0) for one in result.stats]
     return {
         "job": plain(job),
@@ -85,12 +91,19 @@ class Cells:
         function: A module's own function, cell → row of JSON values.
         path: Where rows are kept; None keeps them here only.
         processes: How many run side by side; 0: one after the other in this one.
+        progress: Print each row's cell and its wall time.
     """
 
     def __init__(
-        self, function: Callable[[Any], Row], path: Path | None, *, processes: int = 2
+        self,
+        function: Callable[[Any], Row],
+        path: Path | None,
+        *,
+        processes: int = 2,
+        progress: bool = False,
     ) -> None:
         self._function, self._path, self._processes = function, path, processes
+        self._progress = progress
         self._rows: dict[str, Row] = {}
         if path is not None and path.exists():
             for line in path.read_text().splitlines():
@@ -110,7 +123,10 @@ class Cells:
         }
         if self._processes == 0:
             for key, cell in missing.items():
+                start = time.perf_counter()
                 self._keep(key, self._function(cell))
+                if self._progress:
+                    print(f"{time.perf_counter() - start:6.1f} s  {cell}", flush=True)
         elif missing:
             # One pool a call: what is left of an interrupted one dies with it.
             context = get_context("spawn")

@@ -1,0 +1,81 @@
+"""Small tasks for the papers' figures: a CNN on CIFAR-10, on few of its images, and on MNIST.
+
+The directory of the data holds ``cifar10.npz``, or MNIST's four files.
+"""
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import torch
+from torch import nn
+
+from offbeat.lab import Task, accuracy, recipe
+from offbeat.lab.recipes import mnist
+from offbeat.lab.recipes.samples import TensorData
+from offbeat.lab.recipes.schedules import warmup_cosine
+
+FEW = 1600
+
+
+@cache  # all workers are in one process, and a run follows another
+def load(data):
+    """Images in channels first, and labels, of both splits."""
+    with np.load(data / "cifar10.npz") as file:
+        x, y, test_x, test_y = (
+            torch.from_numpy(file[name]) for name in ("x_train", "y_train", "x_test", "y_test")
+        )
+    x, test_x = (
+        (images.permute(0, 3, 1, 2).float() / 255 - 0.473) / 0.251 for images in (x, test_x)
+    )
+    return x.contiguous(), y.long(), test_x.contiguous(), test_y.long()
+
+
+def strided(setup, *, rate=0.02, scheduler=None, images=None):
+    """Two strided convolutions and two linear layers, 137,706 parameters."""
+    x, y, test_x, test_y = load(setup.data)
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 16, 5, stride=2, padding=2), nn.ReLU()),
+        *(nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(2048, 64), nn.ReLU(), nn.Linear(64, 10)),
+    )
+    return Task(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=4e-4),
+        scheduler=scheduler,
+        dataset=TensorData(x[:images], y[:images]),
+        batch_size=32,
+        loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+        evaluate=accuracy(TensorData(test_x, test_y), {"accuracy": 1}),
+    )
+
+
+@recipe(metric="accuracy", target=0.55, epochs=8)
+def cifar(setup):
+    """At a constant rate."""
+    return strided(setup, rate=0.05)
+
+
+@recipe(metric="accuracy", target=0.55, epochs=8)
+def cifar_decay(setup):
+    """A tenth of the run upwards, then half a cosine to nothing."""
+    return strided(setup, scheduler=warmup_cosine)
+
+
+@recipe(metric="accuracy", target=0.4, epochs=60)
+def cifar_few(setup):
+    """The first 1,600 images alone: few data, many passes."""
+    return strided(setup, images=FEW)
+
+
+def at_constant_rate(task):
+    """Without its schedule, which has set the rate of the first step already."""
+    for group in task.optimizer.param_groups:
+        group["lr"] = group["initial_lr"]
+    return replace(task, scheduler=None)
+
+
+@recipe(metric="test accuracy", target=0.98, epochs=4)
+def mnist_flat(setup):
+    """The recipe ``mnist:cnn`` at a constant rate."""
+    return at_constant_rate(mnist.build(setup))

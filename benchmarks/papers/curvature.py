@@ -1,0 +1,144 @@
+"""002, Figure 4: does the gradient's variance follow the Hessian's largest eigenvalue?
+
+One worker, the CNN of ``benchmarks.discrepancy`` on ``digits`` with momentum, at points of the run
+that are evenly spread in its logarithm: the largest eigenvalue of the Hessian by power iteration on
+512 images, and of gradients of batches of 32 the variance (mean squared distance to their mean) and
+the mean squared norm, which is what SelSync's trigger smooths. Spearman's rank correlations.
+
+    python -m benchmarks.papers.curvature
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.discrepancy import batches, images, slim_cnn
+from benchmarks.papers.runs import save
+from benchmarks.papers.sketch import sketch
+
+NAME = "curvature"
+STEPS, POINTS = 600, 14
+RATE, MOMENTUM = 0.02, 0.9
+ITERATIONS, SAMPLES, BATCHES = 20, 512, 24
+SEEDS = (0, 1)
+
+
+def gradient(loss: Tensor, parameters: Sequence[Tensor], *, graph: bool = False) -> Tensor:
+    found = torch.autograd.grad(loss, list(parameters), create_graph=graph)
+    return torch.cat([one.flatten() for one in found])
+
+
+def largest_eigenvalue(
+    loss: Tensor, parameters: Sequence[Tensor], *, iterations: int = ITERATIONS
+) -> float:
+    """Of the Hessian of ``loss``, in magnitude, by power iteration: its Rayleigh quotient."""
+    g = gradient(loss, parameters, graph=True)
+    v = torch.randn(g.shape, generator=torch.Generator().manual_seed(0), dtype=g.dtype)
+    value = 0.0
+    for _ in range(iterations):
+        v = v / v.norm()
+        found = torch.autograd.grad(g @ v, list(parameters), retain_graph=True)
+        product = torch.cat([one.flatten() for one in found])
+        value = float(v @ product)
+        v = product
+    return value
+
+
+def spearman(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Rank correlation; no two values may be equal."""
+
+    def ranks(values: Sequence[float]) -> list[int]:
+        order = sorted(values)
+        return [order.index(one) for one in values]
+
+    return statistics.correlation(ranks(xs), ranks(ys))
+
+
+def looks() -> list[int]:
+    """Steps after which is measured."""
+    return sorted({round(math.exp(i * math.log(STEPS) / (POINTS - 1))) for i in range(POINTS)})
+
+
+def measure(seed: int) -> list[dict[str, float]]:
+    torch.manual_seed(seed)
+    model = slim_cnn()
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=RATE, momentum=MOMENTUM)
+    x, y = images()
+    stream = batches(1, 0, seed)
+    wanted, found = looks(), []
+
+    def loss_of(batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    for step in range(1, STEPS + 1):
+        optimizer.zero_grad()
+        loss_of(next(stream)).backward()
+        optimizer.step()
+        if step in wanted:
+            fixed = loss_of((x[:SAMPLES], y[:SAMPLES]))
+            some = batches(1, 999, seed)
+            each = torch.stack([gradient(loss_of(next(some)), parameters) for _ in range(BATCHES)])
+            found.append(
+                {
+                    "step": step,
+                    "loss": float(fixed.detach()),
+                    "eigenvalue": largest_eigenvalue(fixed, parameters),
+                    "variance": float((each - each.mean(0)).pow(2).sum(1).mean()),
+                    "squared_norm": float(each.pow(2).sum(1).mean()),
+                }
+            )
+    return found
+
+
+def correlations(points: Sequence[dict[str, float]]) -> dict[str, float]:
+    values = [one["eigenvalue"] for one in points]
+    return {
+        key: spearman(values, [one[key] for one in points]) for key in ("variance", "squared_norm")
+    }
+
+
+def table(data: dict[str, Any]) -> str:
+    """Markdown: of the first seed some points, and the correlations of all."""
+    lines = [
+        "| step | loss | largest eigenvalue | variance of gradients | mean squared norm |",
+        "|--:|--:|--:|--:|--:|",
+    ]
+    lines += [
+        f"| {one['step']} | {one['loss']:.2f} | {one['eigenvalue']:.1f} | "
+        f"{one['variance']:.2f} | {one['squared_norm']:.2f} |"
+        for one in data["points"][0][::3]
+    ]
+    return "\n".join(lines)
+
+
+def draw(data: dict[str, Any]) -> None:
+    with sketch(f"papers-{NAME}", "step", "relative to the run's largest") as axes:
+        points = data["points"][0]
+        for key, name in (
+            ("eigenvalue", "Hessian's largest eigenvalue"),
+            ("variance", "variance of gradients"),
+        ):
+            values = [one[key] for one in points]
+            axes.plot(
+                [one["step"] for one in points], [v / max(values) for v in values], "o-", label=name
+            )
+        axes.set_xscale("log")
+        axes.set_title("a small CNN on digits, one worker", fontsize="medium")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    points = [measure(seed) for seed in SEEDS]
+    data = {"points": points, "correlations": [correlations(one) for one in points]}
+    save(NAME, data)
+    draw(data)
+    print(table(data), data["correlations"], sep="\n")
+
+
+if __name__ == "__main__":
+    main()

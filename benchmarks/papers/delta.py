@@ -1,0 +1,145 @@
+"""002, Figures 5 and 6: Δ beside accuracy while training, and δ against LSSR and accuracy.
+
+The CNN on CIFAR-10 of ``convergence``, 8 workers. For Figure 5 BSP's run, at whose steps Δ is
+recorded: is it large while the accuracy rises, and small afterwards? For Figure 6 SelSync with δ
+from 0 to 0.5 and with one that is never reached.
+
+    python -m benchmarks.papers.delta
+"""
+
+import json
+import math
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.papers.convergence import WORKERS, run_of, selsync
+from benchmarks.papers.runs import Run, by_method, cells, job_of, place_of, save, seeds_asked, told
+from benchmarks.papers.sketch import sketch
+from benchmarks.virtual import Row, run_at
+
+NAME = "delta"
+DELTAS = (0.0, 0.1, 0.3, 0.5, math.inf)
+PIECES = 10
+
+
+def recorded(run: Run) -> Row:
+    """A run, and Δ of worker 0 at each step; the first, which has none, is None."""
+    with tempfile.TemporaryDirectory() as directory:
+        job = replace(job_of(run), log=str(Path(directory) / "records.jsonl"))
+        row = run_at(job, place_of(run.task, run.link))
+        first = sorted(Path(directory).iterdir())[0]
+        records = [json.loads(line) for line in first.read_text().splitlines()]
+    changes = [one["change"] for one in records if "change" in one]
+    points = [{key: one[key] for key in ("step", "metric")} for one in row["points"]]
+    return {
+        **{key: row[key] for key in ("final", "lssr")},
+        "run": asdict(run),
+        "points": points,
+        "change": [one if _finite(one) else None for one in changes],
+    }
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value)
+
+
+def pieces(row: Row) -> list[dict[str, float]]:
+    """Of each tenth of the run: mean and largest Δ, and by how much the best accuracy rose."""
+    steps = len(row["change"])
+    best: list[tuple[int, float]] = [(0, 0.1)]  # of ten classes
+    for one in row["points"]:
+        best.append((one["step"], max(best[-1][1], one["metric"])))
+
+    def at(step: float) -> float:
+        return max(metric for when, metric in best if when <= step)
+
+    found = []
+    for i in range(PIECES):
+        start, end = steps * i // PIECES, steps * (i + 1) // PIECES
+        changes = [one for one in row["change"][start:end] if one is not None]
+        found.append(
+            {
+                "mean": statistics.fmean(changes),
+                "largest": max(changes),
+                "gain": at(end) - at(start),
+            }
+        )
+    return found
+
+
+def facts(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """One line a δ."""
+    groups = by_method(rows, "method")
+    return [
+        {
+            "delta": None if math.isinf(delta) else delta,
+            "lssr": [row["lssr"] for row in groups[selsync(delta),]],
+            "final": [row["final"] for row in groups[selsync(delta),]],
+            "best": [
+                max(one["metric"] for one in row["points"]) for row in groups[selsync(delta),]
+            ],
+        }
+        for delta in DELTAS
+    ]
+
+
+def table(data: dict[str, Any]) -> str:
+    """Markdown."""
+    lines = ["| δ | LSSR | accuracy at the end, % | best, % |", "|--:|--:|--:|--:|"]
+    for one in data["facts"]:
+        delta = "∞" if one["delta"] is None else f"{one['delta']:g}"
+        lssr = f"{statistics.median(one['lssr']):.3f}"
+        lines.append(f"| {delta} | {lssr} | {told(one['final'])} | {told(one['best'])} |")
+    return "\n".join(lines)
+
+
+def table_of_pieces(data: dict[str, Any]) -> str:
+    """Markdown: how Δ goes with the accuracy's rise."""
+    head = " | ".join(f"{10 * i}–{10 * i + 10} %" for i in range(PIECES))
+    lines = [f"| part of the run | {head} |", f"|---|{'--:|' * PIECES}"]
+    for name, key, scale, digits in (
+        ("mean Δ", "mean", 1, 3),
+        ("largest Δ", "largest", 1, 2),
+        ("rise of the best accuracy, points", "gain", 100, 1),
+    ):
+        values = " | ".join(f"{scale * one[key]:.{digits}f}" for one in data["pieces"])
+        lines.append(f"| {name} | {values} |")
+    return "\n".join(lines)
+
+
+def draw(data: dict[str, Any]) -> None:
+    """Δ and accuracy over the steps; LSSR and accuracy over δ."""
+    with sketch(f"papers-{NAME}", "", "", of=2) as (left, right):
+        changes = [one or math.nan for one in data["recorded"]["change"]]
+        left.plot(range(1, len(changes) + 1), changes, lw=0.6, label="Δ of worker 0 (BSP)")
+        points = data["recorded"]["points"]
+        xs, ys = ([one[key] for one in points] for key in ("step", "metric"))
+        left.plot(xs, ys, label="test accuracy")
+        left.set(xlabel="step", ylim=(0, 1))
+        shown = [one for one in data["facts"] if one["delta"] is not None]
+        deltas = [one["delta"] for one in shown]
+        for key, name in (("lssr", "LSSR"), ("final", "accuracy at the end")):
+            right.plot(deltas, [statistics.median(o[key]) for o in shown], "o-", label=name)
+        right.set(xlabel="δ", ylim=(0, 1.02))
+        right.set_title(f"{WORKERS} workers, CIFAR-10 (simulated)", fontsize="medium")
+
+
+def main() -> None:
+    seeds = seeds_asked(__doc__)
+    wanted = [run_of("cifar", selsync(delta), seed) for delta in DELTAS[1:] for seed in seeds]
+    rows = cells("train").rows(wanted)
+    synchronous = [run_of("cifar", selsync(0.0), seed) for seed in seeds]
+    rows += (all_recorded := cells("delta", recorded).rows(synchronous))
+    row = all_recorded[0]
+    data = {"workers": WORKERS, "facts": facts(rows), "pieces": pieces(row), "recorded": row}
+    save(NAME, data)
+    draw(data)
+    print(table(data), table_of_pieces(data), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()

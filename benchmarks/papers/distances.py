@@ -1,0 +1,188 @@
+"""001, the main figure, for every method: how far the workers' models are from each other.
+
+``benchmarks.discrepancy`` has it for asynchronous averaging and for gradient delay at its worst.
+Here its problem and its protocol for all: after every τ-th own step, before what the method does
+then, the mean over the workers of ‖x_n − mean(x)‖, and the largest ‖x_n − x_m‖; means over the
+second half of the run. τ is the staleness of asynchronous averaging, the period of local SGD and
+EASGD, the bound of SSP. Links are such that a mean of the model takes 0.45 τ steps, so that it
+sets, too, how old the parts of streaming averaging and Downpour's gradients are.
+
+    python -m benchmarks.papers.distances
+"""
+
+import math
+import statistics
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import offbeat
+from benchmarks.discrepancy import DIGITS, Problem, flat, slope, to_mean
+from benchmarks.papers.runs import save
+from benchmarks.papers.sketch import sketch
+from offbeat import Compute, Network, Strategy
+
+NAME = "distances"
+WORKERS = (2, 4, 8)
+STALENESS = (4, 16)
+STEPS = 48
+SEEDS = (0, 1)
+STEP_SECONDS, JITTER = 0.01, 0.1
+METHODS = ("async", "async, eager", "streaming", "local SGD", "EASGD", "SSP", "Downpour")
+
+
+def strategy(name: str, staleness: int) -> Strategy:
+    match name:
+        case "async":
+            return offbeat.AsyncAveraging(staleness=staleness)
+        case "async, eager":
+            return offbeat.AsyncAveraging(staleness=staleness, schedule="eager")
+        case "streaming":
+            return offbeat.StreamingAveraging()
+        case "local SGD":
+            return offbeat.LocalSGD(period=staleness)
+        case "EASGD":
+            return offbeat.EASGD(period=staleness)
+        case "SSP":
+            return offbeat.SSP(staleness=staleness)
+        case "Downpour":
+            return offbeat.Downpour()
+    raise ValueError(f"no method {name!r}")
+
+
+def bandwidth(parameters: int, workers: int, staleness: int) -> float:
+    """Bits a second at which a ring's mean takes 0.45 τ steps, latencies apart."""
+    bits = 2 * (workers - 1) / workers * 32 * parameters
+    return bits / (0.45 * staleness * STEP_SECONDS)
+
+
+def largest_pair(models: list[Tensor]) -> float:
+    stacked = torch.stack(models)
+    return float(torch.pdist(stacked).max())
+
+
+def distances(
+    name: str,
+    *,
+    workers: int,
+    staleness: int,
+    seed: int,
+    steps: int = STEPS,
+    problem: Problem = DIGITS,
+) -> dict[str, float]:
+    """Mean distance to the mean, and the largest between two."""
+
+    def worker() -> list[Tensor]:
+        torch.manual_seed(seed)
+        model = problem.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=problem.learning_rate)
+        found: list[Tensor] = []
+        step = 0
+
+        def look(*_: object) -> None:
+            nonlocal step
+            step += 1
+            if step > steps // 2 and step % staleness == 0:
+                found.append(flat(model))
+
+        # Before attach, so that it is called before the reset.
+        optimizer.register_step_post_hook(look)
+        stream = problem.batches(workers, dist.get_rank(), seed)
+        with offbeat.attach(model, optimizer, strategy(name, staleness)):
+            for _ in range(steps):
+                optimizer.zero_grad()
+                problem.loss(model, next(stream)).backward()
+                optimizer.step()
+        return found
+
+    count = sum(one.numel() for one in problem.model().parameters())
+    result = offbeat.simulate(
+        worker,
+        workers=workers,
+        network=Network(bandwidth(count, workers, staleness), latency="10us"),
+        compute=Compute(STEP_SECONDS, jitter=JITTER),
+        seed=seed,
+    )
+    taken = [list(models) for models in zip(*result.results, strict=True)]
+    return {
+        "mean": statistics.fmean(map(to_mean, taken)),
+        "pair": statistics.fmean(map(largest_pair, taken)),
+    }
+
+
+def measure() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in METHODS:
+        found[name] = {
+            str(staleness): {
+                str(n): [
+                    distances(name, workers=n, staleness=staleness, seed=seed) for seed in SEEDS
+                ]
+                for n in WORKERS
+            }
+            for staleness in STALENESS
+        }
+        print(name, found[name], flush=True)
+    return {"steps": STEPS, "seeds": len(SEEDS), "methods": found}
+
+
+def mean_of(data: dict[str, Any], name: str, staleness: int, workers: int, key: str) -> float:
+    rows = data["methods"][name][str(staleness)][str(workers)]
+    return statistics.fmean(row[key] for row in rows)
+
+
+def slopes(data: dict[str, Any], name: str, key: str) -> tuple[float, float]:
+    """Against N, mean over τ, and against τ, mean over N."""
+
+    def of(n: int, t: int) -> float:
+        value = mean_of(data, name, t, n, key)
+        return value if value > 0 else math.nan
+
+    over_n = statistics.fmean(slope(WORKERS, [of(n, t) for n in WORKERS]) for t in STALENESS)
+    over_t = statistics.fmean(slope(STALENESS, [of(n, t) for t in STALENESS]) for n in WORKERS)
+    return over_n, over_t
+
+
+def table(data: dict[str, Any]) -> str:
+    """Markdown: distances in thousandths, and exponents of the mean distance."""
+    lines = [
+        "| method | τ | " + " | ".join(f"N = {n}" for n in WORKERS) + " | N^ | τ^ |",
+        f"|---|--:|{'--:|' * len(WORKERS)}--:|--:|",
+    ]
+    for name in METHODS:
+        over = slopes(data, name, "mean")
+        for staleness in STALENESS:
+            values = " | ".join(
+                f"{1000 * mean_of(data, name, staleness, n, 'mean'):.1f}, "
+                f"{1000 * mean_of(data, name, staleness, n, 'pair'):.1f}"
+                for n in WORKERS
+            )
+            ends = " | ".join(f"{one:.2f}" for one in over) if staleness == STALENESS[0] else " | "
+            lines.append(f"| {name} | {staleness} | {values} | {ends} |".replace("-", "−", 0))
+    return "\n".join(lines)
+
+
+def draw(data: dict[str, Any]) -> None:
+    with sketch(f"papers-{NAME}", "workers N", "mean distance to the mean", of=2) as axes:
+        for one, staleness in zip(axes, STALENESS, strict=True):
+            for name in METHODS:
+                values = [mean_of(data, name, staleness, n, "mean") for n in WORKERS]
+                one.plot(WORKERS, values, "o-", label=name)
+            one.set_xscale("log", base=2)
+            one.set_yscale("log", base=2)
+            one.set_xticks(WORKERS, [str(n) for n in WORKERS])
+            one.set_title(f"τ = {staleness} (simulated)", fontsize="medium")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    data = measure()
+    save(NAME, data)
+    draw(data)
+    print(table(data))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""001, the theorem: regret of asynchronous averaging on a convex problem, against T and τ.
+
+The paper proves regret O(τ² + √(τT)), so an average regret of O(τ²/T + √(τ/T)). Logistic regression
+with batches of one sample, 4 workers, cyclic schedule, plain SGD at the constant rate c/√T: the
+mean over workers and steps of F(x_n,t) − F(x*), where F is the loss over all samples and x* its
+minimum by Newton's method. Slopes are those of log regret against log T.
+
+    python -m benchmarks.papers.regret
+"""
+
+import math
+import statistics
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import offbeat
+from benchmarks.discrepancy import slope
+from benchmarks.papers.runs import save
+from benchmarks.papers.sketch import sketch
+
+NAME = "regret"
+WORKERS = 4
+STEPS = (64, 256, 1024)
+STALENESS = (2, 8, 32)
+RATE = 2.0  # c
+SAMPLES, WIDTH, RIDGE = 512, 20, 1e-3
+SEEDS = (0, 1)
+
+
+def problem(seed: int) -> tuple[Tensor, Tensor]:
+    """Gaussian inputs, and labels of −1 and 1 with noise."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(SAMPLES, WIDTH, generator=generator, dtype=torch.float64)
+    truth = torch.randn(WIDTH, generator=generator, dtype=torch.float64)
+    noise = torch.randn(SAMPLES, generator=generator, dtype=torch.float64)
+    return x, torch.sign(x @ truth + 2 * noise)
+
+
+def loss(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    """Logistic loss with a small ridge, which makes the minimum unique."""
+    return nn.functional.softplus(-y * (x @ w)).mean() + RIDGE / 2 * (w @ w)
+
+
+def minimum(x: Tensor, y: Tensor) -> tuple[Tensor, float]:
+    """By Newton's method with derivatives written out, until the gradient is nothing."""
+    w = torch.zeros(x.shape[1], dtype=x.dtype)
+    for _ in range(50):
+        wrong = torch.sigmoid(-y * (x @ w))
+        gradient = -(x * (y * wrong)[:, None]).mean(0) + RIDGE * w
+        if gradient.norm() < 1e-12:
+            break
+        curved = (x * (wrong * (1 - wrong))[:, None]).T @ x / len(x)
+        w = w - torch.linalg.solve(curved + RIDGE * torch.eye(len(w), dtype=w.dtype), gradient)
+    return w, float(loss(x, y, w))
+
+
+def regret(steps: int, staleness: int, seed: int, *, workers: int = WORKERS) -> float:
+    """Average regret of a run."""
+    x, y = problem(seed)
+    _, best = minimum(x, y)
+    rate = RATE / math.sqrt(steps)
+
+    def worker() -> float:
+        w = nn.Parameter(torch.zeros(WIDTH, dtype=torch.float64))
+        model = nn.ParameterList([w])
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+        chosen = torch.randint(SAMPLES, (steps,), generator=generator)
+        total = 0.0
+        with offbeat.attach(model, optimizer, offbeat.AsyncAveraging(staleness=staleness)):
+            for one in chosen.tolist():
+                with torch.no_grad():
+                    total += float(loss(x, y, w)) - best
+                optimizer.zero_grad()
+                loss(x[one : one + 1], y[one : one + 1], w).backward()
+                optimizer.step()
+        return total / steps
+
+    return statistics.fmean(offbeat.simulate(worker, workers=workers, seed=seed).results)
+
+
+def measure() -> dict[str, Any]:
+    found = {
+        str(staleness): {
+            str(steps): [regret(steps, staleness, seed) for seed in SEEDS] for steps in STEPS
+        }
+        for staleness in STALENESS
+    }
+    slopes = {
+        staleness: [
+            slope(STEPS, [rows[str(steps)][i] for steps in STEPS]) for i in range(len(SEEDS))
+        ]
+        for staleness, rows in found.items()
+    }
+    return {"workers": WORKERS, "rate": RATE, "regret": found, "slopes": slopes}
+
+
+def table(data: dict[str, Any]) -> str:
+    """Markdown: average regret, mean over the seeds."""
+    lines = [
+        f"| τ | {' | '.join(f'T = {steps}' for steps in STEPS)} | slope (range) |",
+        f"|--:|{'--:|' * (len(STEPS) + 1)}",
+    ]
+    for staleness, rows in data["regret"].items():
+        values = " | ".join(f"{statistics.fmean(rows[str(steps)]):.4f}" for steps in STEPS)
+        slopes = data["slopes"][staleness]
+        text = f"{statistics.median(slopes):.2f} ({min(slopes):.2f} to {max(slopes):.2f})"
+        lines.append(f"| {staleness} | {values} | {text.replace('-', '−')} |")
+    return "\n".join(lines)
+
+
+def draw(data: dict[str, Any]) -> None:
+    with sketch(f"papers-{NAME}", "steps T", "average regret") as axes:
+        for staleness, rows in data["regret"].items():
+            means = [statistics.fmean(rows[str(steps)]) for steps in STEPS]
+            axes.plot(STEPS, means, "o-", label=f"τ = {staleness}")
+        first = statistics.fmean(data["regret"][str(STALENESS[0])][str(STEPS[0])])
+        line = [first * math.sqrt(STEPS[0] / steps) for steps in STEPS]
+        axes.plot(STEPS, line, "k:", label="1/√T")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_xticks(STEPS, [str(steps) for steps in STEPS])
+        axes.set_title("logistic regression, 4 workers, cyclic", fontsize="medium")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    data = measure()
+    save(NAME, data)
+    draw(data)
+    print(table(data))
+
+
+if __name__ == "__main__":
+    main()

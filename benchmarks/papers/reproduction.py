@@ -1,0 +1,220 @@
+"""The page docs/reproduction.md: ``reproduction.md`` beside this, with the results' numbers in it.
+
+python -m benchmarks.papers.reproduction
+"""
+
+import json
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import RESULTS
+from benchmarks.papers import choices, convergence, curvature, delta, distances, regret, speedup
+from benchmarks.papers.runs import path_of, saved, told
+
+TEMPLATE = Path(__file__).with_name("reproduction.md")
+PAGE = RESULTS.parents[1] / "docs" / "reproduction.md"
+VERDICTS = ("**reproduced**", "**not at this scale**", "**refuted**")
+
+
+def values() -> dict[str, str]:
+    """What stands for each ``{{name}}`` of the template."""
+    return {
+        **_of(speedup.NAME, _speedup),
+        **_of(convergence.NAME, _convergence),
+        **_of(distances.NAME, _distances),
+        **_of(delta.NAME, _delta),
+        **_of(choices.NAME, _choices),
+        **_of(regret.NAME, _regret),
+        **_of(curvature.NAME, _curvature),
+        **_discrepancy(json.loads((RESULTS / "discrepancy.json").read_text())),
+        **_noniid(json.loads((RESULTS / "noniid.json").read_text())),
+        **_models(json.loads((RESULTS / "papers.json").read_text())),
+        **_trigger((RESULTS / "trigger.jsonl").read_text()),
+    }
+
+
+def _of(name: str, told_of: Callable[[dict[str, Any]], dict[str, str]]) -> dict[str, str]:
+    """Nothing of a figure that was not run."""
+    return told_of(saved(name)) if path_of(name).exists() else {}
+
+
+def render() -> str:
+    """The page.
+
+    Raises:
+        KeyError: the template asks for a value that there is not.
+    """
+    found = values()
+    return re.sub(r"\{\{([^}]+)\}\}", lambda one: found[one[1]], TEMPLATE.read_text())
+
+
+def verdicts(page: str) -> list[tuple[str, str]]:
+    """Figure and verdict of each row of the page's first table."""
+    rows = [line for line in page.partition("\n|")[2].partition("\n\n")[0].split("\n|")][2:]
+    fields = [[one.strip() for one in row.strip(" |").split(" | ")] for row in rows]
+    return [(one[0], one[-1]) for one in fields]
+
+
+def _speedup(data: dict[str, Any]) -> dict[str, str]:
+    found = {"speedup": speedup.table(data), "seeds speedup": _seeds(data["facts"][0]["finals"])}
+    alone = {
+        one["rate"]: statistics.median(one["finals"])
+        for one in data["facts"]
+        if one["workers"] == 1
+    }
+    for one in data["facts"]:
+        key = f"{one['rate']:g} {one['workers']} {one['method'].split(',')[0]}"
+        there = [each for each in one["speedups"] if each is not None]
+        found[f"speedup {key}"] = f"{statistics.median(there):.2f}" if there else "never"
+        found[f"throughput {key}"] = f"{one['throughput']:.2f}"
+        found[f"final {key}"] = f"{100 * statistics.median(one['finals']):.1f}"
+        short = alone[one["rate"]] - statistics.median(one["finals"])
+        found[f"short {key}"] = f"{100 * short:.1f}"
+        found[f"idle {key}"] = f"{100 * one['idle']:.0f}"
+    return found
+
+
+def _convergence(data: dict[str, Any]) -> dict[str, str]:
+    found = {}
+    for task, facts in data["facts"].items():
+        found[f"convergence {task}"] = convergence.table(data, task)
+        found[f"seeds {task}"] = _seeds(facts[0]["best"])
+        for one in facts:
+            key = f"{task} {one['method']}"
+            there = [each for each in one["to_bsp"] if each is not None]
+            found[f"steps {key}"] = f"{statistics.median(one['steps']):.0f}"
+            found[f"lssr {key}"] = f"{one['lssr']:.3f}"
+            found[f"best {key}"] = told(one["best"])
+            found[f"overall {key}"] = f"{statistics.median(one['overall']):.2f}"
+            found[f"level {key}"] = f"{statistics.median(there):.2f}" if there else "never"
+            less = statistics.median(one["best"]) - statistics.median(facts[0]["best"])
+            found[f"step {key}"] = f"{1000 * one['step_seconds']:.0f}"
+            found[f"less {key}"] = _signed(100 * less)
+    return found
+
+
+def _seeds(values: Sequence[Any]) -> str:
+    return {1: "one seed", 2: "two seeds", 3: "three seeds"}[len(values)]
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.1f}".replace("-", "−")
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
+
+
+def _discrepancy(data: dict[str, Any]) -> dict[str, str]:
+    found = {}
+    for when, slopes in data["slopes"].items():
+        for key, name in (("staleness", "τ"), ("workers", "N"), ("delay_workers", "delay")):
+            found[f"slope {name} {when}"] = _range(slopes[key])
+            found[f"{name} short"] = f"{statistics.median(slopes[key]):.2f}"
+    return found
+
+
+def _distances(data: dict[str, Any]) -> dict[str, str]:
+    found = {"distances": distances.table(data)}
+    for name in distances.METHODS:
+        for key in ("mean", "pair"):
+            over_n, over_t = distances.slopes(data, name, key)
+            found[f"{key} {name} N"], found[f"{key} {name} τ"] = f"{over_n:.2f}", f"{over_t:.2f}"
+    return found
+
+
+def _delta(data: dict[str, Any]) -> dict[str, str]:
+    found = {"delta": delta.table(data), "pieces": delta.table_of_pieces(data)}
+    for i, name in ((0, "first"), (1, "second"), (-1, "last")):
+        found[f"Δ {name}"] = f"{data['pieces'][i]['mean']:.3f}"
+    found["seeds delta"] = _seeds(data["facts"][0]["final"])
+    for one in data["facts"]:
+        key = "∞" if one["delta"] is None else f"{one['delta']:g}"
+        found[f"δ {key} lssr"] = f"{statistics.median(one['lssr']):.3f}"
+        found[f"δ {key} final"] = f"{100 * statistics.median(one['final']):.1f}"
+    return found
+
+
+def _choices(data: dict[str, Any]) -> dict[str, str]:
+    found = {key: choices.table(data, key) for key in ("rotated", "aggregated")}
+    for one in data["rotated"]:
+        first, second = (statistics.median(each["final"]) for each in one["pair"])
+        found[f"more {one['method'].split()[-1]}"] = f"{100 * (first - second):.1f}"
+    found["seeds choices"] = _seeds(data["rotated"][0]["pair"][0]["final"])
+    for key in ("rotated", "aggregated"):
+        for one in data[key]:
+            for which, each in zip("ab", one["pair"], strict=True):
+                name = f"{key} {one['method']} {which}"
+                found[name] = f"{100 * statistics.median(each['final']):.1f}"
+    return found
+
+
+def _regret(data: dict[str, Any]) -> dict[str, str]:
+    found = {"regret": regret.table(data)}
+    most, least = (data["regret"][str(of(regret.STALENESS))] for of in (max, min))
+    for steps in most:
+        ratio = statistics.fmean(most[steps]) / statistics.fmean(least[steps])
+        found[f"regret ratio {steps}"] = f"{ratio:.2f}"
+    for staleness, slopes in data["slopes"].items():
+        found[f"regret slope {staleness}"] = f"−{abs(statistics.median(slopes)):.2f}"
+    return found
+
+
+def _curvature(data: dict[str, Any]) -> dict[str, str]:
+    found = {"curvature": curvature.table(data)}
+    for key in ("variance", "squared_norm"):
+        found[f"curvature {key}"] = _range([one[key] for one in data["correlations"]])
+    return found
+
+
+def _noniid(data: dict[str, Any]) -> dict[str, str]:
+    """Medians; FedAvg is that of all workers."""
+    found: dict[str, list[float]] = {}
+    for row in data["skewed"]:
+        job = row["job"]
+        name = f"noniid {job['strategy']} {job['injection'] or 'none'}"
+        found.setdefault(name, []).append(row["final"])
+    for row in data["rotated"]:
+        job = row["job"]
+        name = f"noniid {job['recipe']} {job['strategy']} {job['sampler']}"
+        found.setdefault(name, []).append(row["final"])
+    return {name: f"{100 * statistics.median(finals):.1f}" for name, finals in found.items()}
+
+
+def _models(data: dict[str, Any]) -> dict[str, str]:
+    """Of the pages that follow from the papers' own figures."""
+    found = {}
+    for name, model in data["a"]["models"].items():
+        rows = model["table_1"]
+        for row, key in zip(rows, ("0.3", "0.5"), strict=True):
+            found[f"needs {name} {key}"] = f"{row['per_step']:.1f}"
+            if row["limit"] is not None:
+                found[f"limit {name} {key}"] = f"{row['limit']:.1f}"
+        for which, one in model["throughput"].items():
+            found[f"{which} {name}"] = f"{one['ring'][-1]:.2f}"
+            found[f"{which} {name} step"] = f"{1000 * one['step_seconds']:.0f}"
+    for one in data["b"]["models"]["GoogLeNet"]["rows"]:
+        for staleness, idle in one["idle"].items():
+            key = f"GoogLeNet {1000 * one['step_seconds']:.0f} {staleness}"
+            found[f"idle {key}"] = f"{100 * idle:.0f}"
+            found[f"pace {key}"] = f"{one['throughput'][staleness]:.2f}"
+    return found
+
+
+def _trigger(lines: str) -> dict[str, str]:
+    rows = {one["what"]: one for one in map(json.loads, lines.splitlines())}
+    large = rows["trigger / read of every gradient, ResNet-50, 1 thread"]
+    small = rows["trigger, 20 tensors, 41.6 k parameters"]
+    return {
+        "trigger large": f"{1000 * large['details']['ours_seconds']:.1f}",
+        "trigger ratio": f"{large['value']:.2f}",
+        "trigger small": f"{small['value']:.0f}",
+    }
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render())
+    print(PAGE)
