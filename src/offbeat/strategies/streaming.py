@@ -45,8 +45,7 @@ _MOST_PARTS = 4
 _PARTS_LIMIT = 1024
 _MEMORY_STEPS = 50.0  # own steps in which the outer momentum fades to 1/e
 _MORE_BYTES = 8 * 4  # of a vote
-# Of ``Pace``.
-_AGREED = ("precision", "tried", "before", "exact", "counts", "patience", "endurance")
+_AGREED = ("precision", "tried", "counts", "patience")  # of ``Pace``
 _MERGES = 5  # over so many passes of the model coherence is smoothed
 
 

@@ -1,0 +1,91 @@
+"""One GPU that two processes share over gloo: the values of the CPU. Skipped where there is none.
+
+``OFFBEAT_TEST_DEVICE=cpu`` runs them without one, to see that the tests themselves work.
+"""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from loops import attach
+from offbeat.fabric.codec import BLOCK, CODECS
+from problems import make_batch, make_wide, train_step
+from workers import run
+
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # CUDA does not survive a fork
+DEVICE = os.environ.get("OFFBEAT_TEST_DEVICE", "cuda")
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(
+        DEVICE == "cuda" and not torch.cuda.is_available(), reason="there is no GPU"
+    ),
+]
+
+
+def train(rank: int, size: int, device: str, strategy: str, wire: Any) -> Tensor:
+    """Eight steps; what all workers then hold."""
+    model = make_wide(rank).to(device, torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    sync = attach(model, optimizer, strategy, wire=wire)
+    for step in range(8):
+        x, y = make_batch(rank, step, dtype=torch.float32)
+        train_step(model, optimizer, (x.to(device), y.to(device)))
+    sync.finish()
+    return nn.utils.parameters_to_vector(model.parameters()).detach().cpu()
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "int4"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "bsp",
+        "local:period=3",
+        "selsync:delta=0.05",
+        "async:staleness=4",
+        "diloco:period=3,fragments=2",
+        "streaming:parts=2,schedule=cyclic,staleness=4",
+    ],
+)
+def test_values_are_those_of_the_cpu(strategy: str, wire: str) -> None:
+    """Up to the order of additions, and to a step of the rounding where it falls on an edge."""
+    there = run(train, DEVICE, strategy, wire, workers=2, seconds=120)
+    here = run(train, "cpu", strategy, wire, workers=2)
+    assert torch.equal(there[0], there[1]), "all workers end with the same bits"
+    bound = {"float32": 1e-4, "bfloat16": 1e-2, "int4": 5e-2}[wire]
+    torch.testing.assert_close(there[0], here[0], rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("strategy", ["streaming", "async:schedule=eager,staleness=4"])
+def test_eager_schedules_end_alike(strategy: str) -> None:
+    """Whatever is on its way when."""
+    there = run(train, DEVICE, strategy, None, workers=2, seconds=120)
+    assert there[0].isfinite().all()
+    assert torch.equal(there[0], there[1])
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "int8", "int4", "int2"])
+def test_payloads_are_decoded_as_by_the_cpu(precision: str) -> None:
+    """Bit for bit: workers with and without a GPU may meet. What is rounded there may differ."""
+    codec, size = CODECS[precision](), 3 * BLOCK + 7
+    numbers = torch.zeros(4 * BLOCK)
+    numbers[:size] = torch.randn(size, generator=torch.Generator().manual_seed(0))
+
+    def rounded(device: str) -> Tensor:
+        payload = torch.zeros(4 * codec.block_bytes, dtype=torch.uint8, device=device)
+        codec.round(numbers.to(device, copy=True), payload)
+        return payload
+
+    def decoded(payload: Tensor, device: str) -> Tensor:
+        codec.decode(payload.to(device), out := torch.empty(size, device=device))
+        return out.cpu()
+
+    payload = rounded("cpu")
+    here = decoded(payload, "cpu")
+    assert torch.equal(decoded(payload, DEVICE), here)
+    step = numbers.abs().max() / {"bfloat16": 128, "int8": 127, "int4": 7, "int2": 1}[precision]
+    there = decoded(rounded(DEVICE), DEVICE)
+    torch.testing.assert_close(there, here, rtol=0, atol=1.001 * float(step))
