@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 import offbeat
 from benchmarks.harness import RESULTS, Result
+from offbeat import Strategy
 from offbeat.lab.recipes import digits
 
 STALENESS = (2, 4, 8, 16, 32)
@@ -105,12 +106,13 @@ def flat(model: nn.Module) -> Tensor:
     return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
 
 
-def distances(problem: Problem, *, workers: int, staleness: int, steps: int, seed: int) -> Row:
-    """Mean distance of the workers' models to their mean, just before resets: early and late."""
-    cycle = staleness // 2
-    ends = range(2 * cycle, steps + 1, cycle)
-    second = [end for end in ends if end > steps // 2]
-    looks = [ends[0], *second[:: max(1, len(second) // MOST)]]
+def looking(
+    problem: Problem, strategy: Strategy, *, steps: int, seed: int, at: Callable[[int], bool]
+) -> Callable[[], list[Tensor]]:
+    """What a worker runs: it trains, and returns its models as they are after these own steps.
+
+    That is before a reset that the step brings.
+    """
 
     def worker() -> list[Tensor]:
         torch.manual_seed(seed)
@@ -122,19 +124,31 @@ def distances(problem: Problem, *, workers: int, staleness: int, steps: int, see
         def look(*_: object) -> None:
             nonlocal step
             step += 1
-            if step in looks:
+            if at(step):
                 found.append(flat(model))
 
         # Before attach, so that it is called before the reset.
         optimizer.register_step_post_hook(look)
-        stream = problem.batches(workers, dist.get_rank(), seed)
-        with offbeat.attach(model, optimizer, offbeat.AsyncAveraging(staleness=staleness)):
+        stream = problem.batches(dist.get_world_size(), dist.get_rank(), seed)
+        with offbeat.attach(model, optimizer, strategy):
             for _ in range(steps):
                 optimizer.zero_grad()
                 problem.loss(model, next(stream)).backward()
                 optimizer.step()
         return found
 
+    return worker
+
+
+def distances(problem: Problem, *, workers: int, staleness: int, steps: int, seed: int) -> Row:
+    """Mean distance of the workers' models to their mean, just before resets: early and late."""
+    cycle = staleness // 2
+    ends = range(2 * cycle, steps + 1, cycle)
+    second = [end for end in ends if end > steps // 2]
+    looks = [ends[0], *second[:: max(1, len(second) // MOST)]]
+
+    strategy = offbeat.AsyncAveraging(staleness=staleness)
+    worker = looking(problem, strategy, steps=steps, seed=seed, at=looks.__contains__)
     taken = zip(*offbeat.simulate(worker, workers=workers).results, strict=True)
     first, *later = map(to_mean, taken)
     return {"early": first, "late": statistics.fmean(later)}

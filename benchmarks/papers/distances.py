@@ -15,11 +15,10 @@ import statistics
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import offbeat
-from benchmarks.discrepancy import DIGITS, Problem, flat, slope, to_mean
+from benchmarks.discrepancy import DIGITS, Problem, looking, slope, to_mean
 from benchmarks.papers.runs import save
 from benchmarks.papers.sketch import sketch
 from offbeat import Compute, Network, Strategy
@@ -74,29 +73,10 @@ def distances(
 ) -> dict[str, float]:
     """Mean distance to the mean, and the largest between two."""
 
-    def worker() -> list[Tensor]:
-        torch.manual_seed(seed)
-        model = problem.model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=problem.learning_rate)
-        found: list[Tensor] = []
-        step = 0
+    def at(step: int) -> bool:
+        return step > steps // 2 and step % staleness == 0
 
-        def look(*_: object) -> None:
-            nonlocal step
-            step += 1
-            if step > steps // 2 and step % staleness == 0:
-                found.append(flat(model))
-
-        # Before attach, so that it is called before the reset.
-        optimizer.register_step_post_hook(look)
-        stream = problem.batches(workers, dist.get_rank(), seed)
-        with offbeat.attach(model, optimizer, strategy(name, staleness)):
-            for _ in range(steps):
-                optimizer.zero_grad()
-                problem.loss(model, next(stream)).backward()
-                optimizer.step()
-        return found
-
+    worker = looking(problem, strategy(name, staleness), steps=steps, seed=seed, at=at)
     count = sum(one.numel() for one in problem.model().parameters())
     result = offbeat.simulate(
         worker,
