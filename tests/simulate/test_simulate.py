@@ -80,6 +80,39 @@ def test_a_bsp_step_is_compute_and_all_reduce() -> None:
         assert one["stats"]["idle"] == pytest.approx(1 - STEP / step, rel=1e-9)
 
 
+def test_a_bandwidth_that_changes() -> None:
+    """From 0.5 s on a fourth of it: what begins from then on takes the new ring, by hand."""
+    network = Network(BANDWIDTH, latency=ALPHA, changes={0.5: 0.25})
+    result = simulate(training(offbeat.BSP(), 6), workers=2, network=network, compute=Compute(STEP))
+    before, after = (2 * (ALPHA + 1e5 / (2 * rate)) for rate in (1e6, 0.25e6))
+    times, now = [], 0.0
+    for _ in range(6):
+        now += STEP
+        now += before if now < 0.5 else after
+        times.append(now)
+    assert times[2] < 0.5 < times[3]
+    got = [one["times"] for one in result.results]
+    assert got == [pytest.approx(times, abs=1e-3)] * 2
+
+
+def test_messages_meet_a_bandwidth_that_changes() -> None:
+    """4 kB at 1 MB/s, then at half of it: 4 ms and 8; the second has begun when it changes."""
+
+    def worker() -> list[float]:
+        fabric = dist.group.WORLD.make_communicator(60.0)  # type: ignore[union-attr]
+        times = []
+        for _ in range(2):
+            if fabric.rank == 0:
+                fabric.send(torch.zeros(1_000), destination=1, what="part").wait()
+            else:
+                fabric.receive(torch.zeros(1_000), source=0, what="part").wait()
+            times.append(float(fabric.host.now()))
+        return times
+
+    network = Network(8e6, latency=0.0, changes={0.004: 0.5, 0.005: 3.0})
+    assert simulate(worker, workers=2, network=network).results[1] == pytest.approx([0.004, 0.012])
+
+
 def test_local_sgd_pays_once_a_period() -> None:
     result = simulate(
         training(LocalSGD(period=4), 12), workers=4, network=NETWORK, compute=Compute(STEP)

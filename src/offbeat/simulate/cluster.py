@@ -210,19 +210,20 @@ class SimulatedCluster:
         combine: Callable[[Sequence[Tensor]], Any],
     ) -> None:
         """All are there: occupy every network card, and deliver at the end."""
-        kernel, network, ranks = self.workers.kernel, self.network, line.members
+        kernel, ranks = self.workers.kernel, line.members
+        # Of counterparts in several nodes only the first ones have something to broadcast.
+        sharing = 1 if operation.kind == "broadcast" else line.sharing
+        nics = self._busy(ranks, sharing)
+        start = max(kernel.now, *(max(nic.up, nic.down) for nic in nics))
+        network = self.network.at(start)
         seconds, sent = {
             "reduce": (network.all_reduce_seconds, all_reduce_bytes),
             "broadcast": (network.broadcast_seconds, broadcast_bytes),
             "gather": (network.all_gather_seconds, all_gather_bytes),
             "exchange": (network.all_to_all_seconds, all_to_all_bytes),
         }[operation.kind]
-        # Of counterparts in several nodes only the first ones have something to broadcast.
-        sharing = 1 if operation.kind == "broadcast" else line.sharing
         duration = seconds(size_bytes, ranks, sharing)
         each, inside = sent(size_bytes, len(ranks)), not network.crosses(ranks)
-        nics = self._busy(ranks, sharing)
-        start = max(kernel.now, *(max(nic.up, nic.down) for nic in nics))
         for nic in nics:
             nic.up = nic.down = start + duration
         for rank in ranks:
@@ -286,10 +287,11 @@ class SimulatedCluster:
         up, down = (
             [self._inside[rank]] if inside else self._link(rank) for rank in (source, destination)
         )
-        leaving, coming = self.network.link_seconds(tensor.nbytes, source, destination)
         latency = self.network.latency_of((source, destination))
         latency = 0.0 if source == destination else latency
         start = max(kernel.now, *(nic.up for nic in up))
+        network = self.network.at(start)
+        leaving, coming = network.link_seconds(tensor.nbytes, source, destination)
         for nic in up:
             nic.up = start + leaving
         left = start + leaving

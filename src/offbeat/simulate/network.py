@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from offbeat.arguments import require_integer, require_mapping
+from offbeat.arguments import POSITIVE, require_integer, require_mapping, require_number
 from offbeat.costs import (
     USUAL_INSIDE,
     USUAL_INSIDE_LATENCY,
@@ -45,6 +45,8 @@ class Network:
         inside: Of each worker's link inside its node, in each direction; None is "100Gbit/s". Only
             with nodes of several workers.
         inside_latency: α there (≥ 0); None is "10us". Likewise.
+        changes: Seconds → factor: from then on all bandwidths but ``inside`` are what is given here
+            times that, as in ``{"20s": 0.5}``. What has begun goes on as it began.
 
     Raises:
         TypeError: an argument that is neither text nor a number, or a rank that is no int.
@@ -60,6 +62,7 @@ class Network:
     workers_per_node: int
     inside: float | None
     inside_latency: float | None
+    changes: dict[float, float] = field(hash=False)
 
     def __init__(
         self,
@@ -72,6 +75,7 @@ class Network:
         workers_per_node: int = 1,
         inside: str | float | None = None,
         inside_latency: str | float | None = None,
+        changes: Mapping[str | float, float] = {},
     ) -> None:
         require_integer("workers_per_node", workers_per_node, least=1)
         within = _inside(workers_per_node, inside, inside_latency)
@@ -82,7 +86,11 @@ class Network:
             raise ValueError(
                 "per_worker with workers_per_node: workers of a node share its link; leave one out"
             )
-        values = {
+        require_mapping("changes", changes)
+        then = {to_seconds(seconds): value for seconds, value in changes.items()}
+        for factor in then.values():
+            require_number("a factor in changes", factor, POSITIVE)
+        values: dict[str, object] = {
             "bandwidth": to_bandwidth(bandwidth),
             "latency": to_seconds(latency, allow_zero=True),
             "upload": None if upload is None else to_bandwidth(upload),
@@ -91,9 +99,29 @@ class Network:
             "workers_per_node": workers_per_node,
             "inside": None if within is None else within[0],
             "inside_latency": None if within is None else within[1],
+            "changes": {seconds: then[seconds] for seconds in sorted(then)},
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+    def at(self, seconds: float) -> "Network":
+        """What it is from then on if nothing changes any more."""
+        if not self.changes:
+            return self
+        factor = 1.0
+        for since, value in self.changes.items():
+            if since <= seconds:
+                factor = value
+        return Network(
+            self.bandwidth * factor,
+            self.latency,
+            upload=None if self.upload is None else self.upload * factor,
+            per_worker={rank: value * factor for rank, value in self.per_worker.items()},
+            switch=None if self.switch is None else self.switch * factor,
+            workers_per_node=self.workers_per_node,
+            inside=self.inside,
+            inside_latency=self.inside_latency,
+        )
 
     def node(self, rank: int) -> int:
         """The number of the worker's node."""
@@ -229,6 +257,7 @@ class Network:
             "per_worker": {str(rank): value for rank, value in self.per_worker.items()},
             "switch": self.switch,
             **({} if self.inside is None else self._nodes()),
+            **({"changes": {str(s): x for s, x in self.changes.items()}} if self.changes else {}),
         }
 
     def _nodes(self) -> dict[str, object]:
@@ -251,6 +280,9 @@ class Network:
             parts.append(f"workers_per_node={self.workers_per_node}")
             parts.append(f"inside={show_bandwidth(self.inside)!r}")
             parts.append(f"inside_latency={show_seconds(self.inside_latency)!r}")
+        if self.changes:
+            told = {show_seconds(seconds): factor for seconds, factor in self.changes.items()}
+            parts.append(f"changes={told}")
         return f"Network({', '.join(parts)})"
 
 
