@@ -1,24 +1,24 @@
 """A strategy at work, as the user sees it: figures, consensus, the end, checkpoints.
 
-Long because each of these is a short method with a long description; the work is done elsewhere.
+Long because each of these is a short method with a long description; the work is done elsewhere:
+steps in ``iteration``, totals in ``ledger``, meetings in ``meeting``, checkpoints in ``state``.
 """
 
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from offbeat.errors import AttachError, CheckpointError, CommunicationError
+from offbeat.errors import AttachError, CheckpointError
 from offbeat.fabric import Communicator, Team
-from offbeat.fabric.membership import EndedError
 from offbeat.means import Replica
-from offbeat.strategies.base import NonFinite, Part, Roll, Strategy, Worker
-from offbeat.telemetry import Records, Stats, open_sinks
+from offbeat.strategies.base import NonFinite, Part, Strategy, Worker
+from offbeat.telemetry import Stats
 from offbeat.training.agreement import (
     copy_rank_0,
     describe,
@@ -34,6 +34,8 @@ from offbeat.training.distance import Distance
 from offbeat.training.finite import Finite
 from offbeat.training.hooks import Removable, ScalerHooks, hook_optimizer
 from offbeat.training.iteration import Iteration
+from offbeat.training.ledger import Ledger
+from offbeat.training.meeting import Meeting
 from offbeat.training.node import NodeBuffers, NodeMean
 from offbeat.training.optimizers import unwrapped_optimizer
 from offbeat.training.shards import Shards
@@ -46,8 +48,6 @@ from offbeat.training.state import (
     state_of,
 )
 from offbeat.training.views import Means, Views, exact_means
-
-T = TypeVar("T")
 
 attached: "weakref.WeakSet[Any]" = weakref.WeakSet()  # models and optimizers in use
 
@@ -99,7 +99,6 @@ class Synchronizer:
             else:
                 pair = exact_means(team, replica)
         worker = self._worker = Worker(team, replica, parts, *pair)
-        self._stats = Stats(details=worker.details)
         self._companions = Companions(team, worker.details, lambda: self.step)
         worker.scaled = scaler is not None and scaler.is_enabled()
         finite = Finite(strategy, worker, non_finite)
@@ -114,9 +113,11 @@ class Synchronizer:
             self._companions.refuse = (
                 "node_group cannot take anything else along that has messages of its own"
             )
-        self._records = Records(open_sinks(log, rank=team.member), rank=team.member)
+        self._ledger = Ledger(worker, log)
+        self._meeting = Meeting(
+            strategy, worker, self._iteration, self._companions, self._beside, shards
+        )
         self._views: Views | None = None
-        self._ends = False  # whether the model is the final one
         if min_workers is not None:
             self._continue(means, lines, min_workers, non_finite, began=began)
         if began:
@@ -132,10 +133,10 @@ class Synchronizer:
         self._hook(scaler)
         self._things: tuple[Any, ...] = (model, *(part.optimizer for part in parts))
         attached.update(self._things)
-        self._host.watch(lambda: self._stats)
-        self._clock = self._host.now()
-        self._seen = (team.account.wait_seconds, team.account.payload_bytes)
-        self._note_common()
+        self._host.watch(lambda: self.stats)
+        self._meeting.distance = self._distance
+        self._ledger.restart()
+        self._meeting.note_common()
 
     def _continue(
         self,
@@ -148,16 +149,16 @@ class Synchronizer:
     ) -> None:
         """Go on after a loss; if this worker has joined, begin where the others are."""
         iteration = self._iteration
-        self._views = iteration.recover = views = Views(
+        self._views = self._meeting.views = iteration.recover = views = Views(
             self._strategy,
             self._worker,
             means,
-            lambda: self._stats,
+            lambda: self.stats,
             lines,
             min_workers=min_workers,
             non_finite=non_finite,
         )
-        views.iteration, views.lasted = iteration, self._pass
+        views.iteration, views.lasted = iteration, self._ledger.passed
         iteration.guard.continues = True
         self._companions.refuse = (
             'on_failure="continue" cannot take anything else along that has messages of its own'
@@ -168,14 +169,14 @@ class Synchronizer:
             with self._team.account.paused():
                 views.join()
 
-    def _pass(self, seconds: float) -> None:
-        """Some time is not the training's."""
-        self._clock += seconds
-
     def _hook(self, scaler: torch.amp.GradScaler | None) -> None:
         for part in self._worker.parts:
             self._hooks += hook_optimizer(
-                part.optimizer, part.index, self._iteration, self._clipping, self._record_loss
+                part.optimizer,
+                part.index,
+                self._iteration,
+                self._clipping,
+                self._ledger.record_loss,
             )
         self._iteration.watch_backward()
         self._scaler = None if scaler is None else ScalerHooks(scaler, self._iteration)
@@ -185,12 +186,12 @@ class Synchronizer:
     @property
     def step(self) -> int:
         """Iterations so far: steps of the optimizers, skipped ones of a GradScaler included."""
-        return self._stats.steps
+        return self.stats.steps
 
     @property
     def stats(self) -> Stats:
         """Totals since ``attach``, up to the last completed step."""
-        return self._stats
+        return self._ledger.stats
 
     @property
     def rank(self) -> int:
@@ -205,7 +206,7 @@ class Synchronizer:
     def _repr_html_(self) -> str:
         state = "at work" if self._active else "finished" if self._finished else "detached"
         who = f"worker {self.rank} of {self.size}, {state}: {self._strategy}"
-        return self._stats.table(who).html()
+        return self.stats.table(who).html()
 
     def record(self, **values: object) -> None:
         """Add ``values`` (``loss=loss``, say) to the telemetry record of the coming step.
@@ -217,53 +218,18 @@ class Synchronizer:
                 ``values`` is taken then.
             ValueError: one of the names that every record has, such as ``step``.
         """
-        self._records.add(values)
-
-    def _record_loss(self, loss: object) -> None:
-        """What a closure has returned, if it is a number: the optimizer takes anything."""
-        with contextlib.suppress(TypeError):
-            self._records.add({"loss": loss})
+        self._ledger.record(values)
 
     def _completed(self, synced: bool) -> None:
         """An iteration has ended."""
-        stats, account, worker = self._stats, self._team.account, self._worker
-        self._ends = False
-        now = self._host.now()
-        waited = account.wait_seconds - self._seen[0]
-        sent = account.payload_bytes - self._seen[1]
-        computed = max(0.0, now - self._clock - waited)
-        self._clock, self._seen = now, (account.wait_seconds, account.payload_bytes)
-        stats.steps += 1
-        stats.syncs += synced
-        stats.wait_seconds += waited
-        stats.compute_seconds += computed
-        stats.payload_bytes += sent
-        more = dict(worker.record)
-        worker.record.clear()
-        self._note_common()
-        decision = "sync" if synced else "local"
-        self._records.write(
-            stats.steps, self._team.member, decision, computed, waited, sent, more=more
-        )
-
-    def _note_common(self) -> None:
-        """Note the parameters, if this worker has nothing that the others have not."""
-        worker = self._worker
-        worker.touched = False
-        self._common = None if worker.has_news else worker.replica.versions()
-
-    def _look_at_parameters(self) -> None:
-        """What was changed between two steps, as by schedule-free optimizers, is news, too."""
-        worker = self._worker
-        worker.touched = self._common is not None and self._common != worker.replica.versions()
-        worker.has_news = worker.has_news or worker.touched
+        self._ledger.completed(synced=synced)
+        self._meeting.stepped()
 
     def _measure(self) -> None:
         """Go on with measurements of the distance, whose time is not the training's."""
         assert self._distance is not None
-        start = self._host.now()
-        self._distance.stepped()
-        self._clock += self._host.now() - start
+        with self._ledger.paused():
+            self._distance.stepped()
 
     # -- every step --------------------------------------------------------------------------
 
@@ -301,27 +267,6 @@ class Synchronizer:
 
     # -- meeting the others ------------------------------------------------------------------
 
-    def _surely(self, function: Callable[[], T]) -> T:
-        """Call ``function``, again in the next view if a worker is lost meanwhile."""
-        while True:
-            try:
-                return function()
-            except CommunicationError as error:
-                if self._views is None or isinstance(error, EndedError):
-                    raise
-                self._views(error)
-
-    def _meet(self, *, finishing: bool) -> Roll:
-        """Take part in the others' rounds with weight 0 until nobody steps any more."""
-        self._companions.away()
-        if self._shards is not None:
-            self._shards.gather_no_more()
-        roll = self._iteration.meet(finishing=finishing)
-        if self._distance is not None:
-            self._distance.meet()
-        self._companions.back()
-        return roll
-
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
         """Inside, the model holds the mean of all workers; afterwards this worker's own again.
@@ -337,39 +282,15 @@ class Synchronizer:
         """
         self._require_active("consensus()")
         self._iteration.require_own_model("consensus()")
-        self._require_parameters()
-        self._look_at_parameters()
-        start = self._host.now()
-        with self._iteration.guard, self._team.account.paused():
-            own = self._surely(lambda: self._take_consensus(self._meet(finishing=False)))
-        try:
-            with self._iteration.forbidden("consensus()"):
-                yield
-        finally:
-            self._restore(own)
-            self._clock += self._host.now() - start
-
-    def _take_consensus(self, roll: Roll) -> tuple[list[Tensor], list[Tensor]]:
-        """Put the mean of all models into this one; returns the own one, and the companions."""
-        worker = self._worker
-        own = worker.replica.snapshot(), self._beside.snapshot()
-        steps, news = worker.steps_since_sync, worker.has_news
-        try:
-            self._strategy.consensus(worker, roll, final=False)
-            copy_rank_0(self._team, worker.replica.other_buffers())
-            self._beside.average(final=False)
-        except BaseException:
-            self._restore(own)
-            raise
-        worker.steps_since_sync, worker.has_news = steps, news
-        return own
-
-    def _restore(self, own: tuple[list[Tensor], list[Tensor]]) -> None:
-        if self._shards is not None:
-            self._shards.gather_no_more()
-        self._worker.replica.restore(own[0])
-        self._beside.restore(own[1])
-        self._note_common()
+        self._meeting.look_at_parameters()
+        with self._ledger.paused():
+            with self._iteration.guard, self._team.account.paused():
+                own = self._meeting.consensus()
+            try:
+                with self._iteration.forbidden("consensus()"):
+                    yield
+            finally:
+                self._meeting.restore(own)
 
     def finish(self) -> None:
         """End training: all workers get the same parameters and buffers, and hooks are removed.
@@ -382,34 +303,12 @@ class Synchronizer:
         if not self._active:
             return
         self._iteration.require_own_model("finish()")
-        self._require_parameters()
-        self._look_at_parameters()
-        team = self._team
+        self._meeting.look_at_parameters()
         with self._iteration.guard:
-            try:
-                self._surely(self._come_to_the_end)
-            except EndedError:
-                if not self._ends:  # else the others have seen that all have come to the end
-                    raise
-            self._companions.leave()
-        self._stats.wait_seconds += team.account.wait_seconds - self._seen[0]
-        self._stats.payload_bytes += team.account.payload_bytes - self._seen[1]
+            self._meeting.finish()
+        self._ledger.finished()
         self._finished = True
         self._end(together=True)
-
-    def _come_to_the_end(self) -> None:
-        worker, team, self._ends = self._worker, self._team, False
-        roll = self._meet(finishing=True)
-        while roll.finishing < team.size:  # the others are in consensus(): help, and wait on
-            with team.account.paused():
-                self._restore(self._take_consensus(roll))
-            roll = self._meet(finishing=True)
-        self._strategy.consensus(worker, roll, final=True)
-        copy_rank_0(team, worker.replica.other_buffers())
-        self._beside.average(final=True)
-        self._ends = True
-        if self._views is not None:  # who leaves now is not missed by one that has to begin again
-            worker.barrier("the end of training")
 
     def detach(self) -> None:
         """Remove all hooks and leave this worker's model as it is. Not a collective.
@@ -434,7 +333,7 @@ class Synchronizer:
         for thing in self._things:
             attached.discard(thing)
         try:
-            self._records.close()
+            self._ledger.close()
         finally:
             if self._team.membership is not None and self._views is not None:
                 self._team.membership.leave(ended=together)
@@ -446,14 +345,6 @@ class Synchronizer:
             if what == "offbeat.save()":  # of a model attached anew it would save too little
                 advice = "call it before, or inside consensus()"
             raise AttachError(f"{what} after finish() or detach(): {advice}")
-
-    def _require_parameters(self) -> None:
-        replaced = self._worker.replica.replaced()
-        if replaced:
-            raise AttachError(
-                f"parameter {replaced[0]!r} of the model was replaced after attach(), so that it "
-                "is synchronized no more: detach() and attach again"
-            )
 
     def __enter__(self) -> "Synchronizer":
         return self
@@ -487,12 +378,12 @@ class Synchronizer:
         """
         worker = self._worker
         if self._finished or (self._active and self._iteration.shows_consensus):
-            return consensus_of(worker, self._stats)
+            return consensus_of(worker, self.stats)
         self._require_active("state_dict()")
         self._iteration.require_boundary("state_dict()")
         with self._iteration.guard:
-            self._surely(lambda: self._strategy.before_save(worker, self._meet_quietly))
-        return state_of(self._strategy, worker, self._stats)
+            self._meeting.surely_before_save()
+        return state_of(self._strategy, worker, self.stats)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state_dict()``. Load the model's and the optimizer's state before.
@@ -512,12 +403,12 @@ class Synchronizer:
         self._iteration.require_boundary("load_state_dict()")
         worker, refused = self._worker, None
         try:
-            check_state(state, self._strategy, worker, self._stats)
+            check_state(state, self._strategy, worker, self.stats)
         except CheckpointError as error:
             refused = error
         with self._iteration.guard, self._team.account.paused():
             # Nothing of before may still be on its way when it is replaced.
-            self._strategy.before_save(worker, self._meet_quietly)
+            self._meeting.before_save()
             answers = self._team.everyone.gather_bytes(
                 answer_of(state, refused), what="load_state_dict()"
             )
@@ -525,15 +416,11 @@ class Synchronizer:
             raise refused
         require_all(answers)
         with self._iteration.guard, self._team.account.paused():
-            self._stats = put_back(state, self._strategy, worker)
+            self._ledger.stats = put_back(state, self._strategy, worker)
         if self._views is not None:
             self._views.tell()
-        self._clock = self._host.now()
-        self._seen = (self._team.account.wait_seconds, self._team.account.payload_bytes)
-        self._note_common()
-
-    def _meet_quietly(self) -> Roll:
-        return self._iteration.meet(finishing=False)
+        self._ledger.restart()
+        self._meeting.note_common()
 
 
 @contextlib.contextmanager
@@ -561,21 +448,21 @@ def aside_of(sync: Synchronizer, what: str, *, loads: bool = False) -> Iterator[
     if loads:
         sync._iteration.require_own_model(what)
     sync._iteration.require_boundary(what)
-    start, worker = sync._host.now(), sync._worker
+    worker = sync._worker
 
     def check(state: Any) -> None:
-        check_state(state, sync._strategy, worker, sync._stats)
+        check_state(state, sync._strategy, worker, sync.stats)
 
     try:
-        with sync._team.account.paused():
+        with sync._ledger.paused(), sync._team.account.paused():
             if loads:  # what is in flight could overtake what is done here
                 with sync._iteration.guard:
-                    sync._strategy.before_save(worker, sync._meet_quietly)
+                    sync._meeting.before_save()
             guard, divided = sync._iteration.guard, sync._shards is not None
             yield Aside(sync._things[0], worker, guard, sync.state_dict, check, divided)
     finally:
-        now = sync._host.now()
-        sync._clock = now if loads else sync._clock + now - start
+        if loads:
+            sync._ledger.restart()
 
 
 def companions_of(sync: Synchronizer) -> Companions:
