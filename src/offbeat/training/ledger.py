@@ -21,10 +21,10 @@ class Ledger:
     """
 
     def __init__(self, worker: Worker, log: object) -> None:
-        self._team, self._worker = worker.team, worker
+        self._worker, self._member = worker, worker.team.member
         self._host, self._account = worker.team.host, worker.team.account
         self.stats = Stats(details=worker.details)
-        self._records = Records(open_sinks(log, rank=self._team.member), rank=self._team.member)
+        self._records = Records(open_sinks(log, rank=self._member), rank=self._member)
         self.restart()
 
     def restart(self) -> None:
@@ -56,32 +56,25 @@ class Ledger:
 
     def completed(self, *, synced: bool) -> None:
         """A step has ended."""
-        stats, worker, now = self.stats, self._worker, self._host.now()
-        waited, sent = self._spent()
-        computed = max(0.0, now - self._clock - waited)
+        stats, worker = self.stats, self._worker
+        start, before = self._clock, self._seen
         self.restart()
+        waited, sent = self._seen[0] - before[0], self._seen[1] - before[1]
+        computed = max(0.0, self._clock - start - waited)
         stats.steps += 1
         stats.syncs += synced
         stats.wait_seconds += waited
         stats.compute_seconds += computed
         stats.payload_bytes += sent
-        more = dict(worker.record)
-        worker.record.clear()
+        more, worker.record = worker.record, {}
         decision = "sync" if synced else "local"
-        self._records.write(
-            stats.steps, self._team.member, decision, computed, waited, sent, more=more
-        )
+        self._records.write(stats.steps, self._member, decision, computed, waited, sent, more=more)
 
     def finished(self) -> None:
         """What the end of training has taken belongs to no step, but to the totals."""
-        waited, sent = self._spent()
-        self.stats.wait_seconds += waited
-        self.stats.payload_bytes += sent
-
-    def _spent(self) -> tuple[float, int]:
-        """Seconds waited and bytes sent since the last step."""
         waited, sent = self._seen
-        return self._account.wait_seconds - waited, self._account.payload_bytes - sent
+        self.stats.wait_seconds += self._account.wait_seconds - waited
+        self.stats.payload_bytes += self._account.payload_bytes - sent
 
     def close(self) -> None:
         """Write what is left."""

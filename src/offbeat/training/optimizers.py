@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 from torch.optim import Optimizer
@@ -135,6 +136,11 @@ def inside_step_of(optimizer: Optimizer) -> bool:
 
 def has_nested_steps(optimizer: Optimizer) -> bool:
     """Whether the hooks may fire for a step inside a step."""
-    kinds: Iterable[type] = type(optimizer).__mro__
-    defined = sum("step" in vars(kind) for kind in kinds if kind is not Optimizer)
-    return defined + ("step" in vars(optimizer)) > 1
+    kind: object = type(optimizer)
+    return _steps_of(kind) + ("step" in vars(optimizer)) > 1
+
+
+@cache  # asked in every step
+def _steps_of(kind: Any) -> int:
+    """How many classes of this one's line have a ``step`` of their own."""
+    return sum("step" in vars(one) for one in kind.__mro__ if one is not Optimizer)
