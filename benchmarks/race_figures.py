@@ -267,8 +267,14 @@ def _name(method: str) -> str:
     return "\n".join(line.replace(", ", ",") for line in lines)
 
 
-def draw_profile(cells: Sequence[Raced], path: Path) -> None:
-    """In what share of the cells a method took at most so many times the best one's time."""
+def draw_profile(cells: Sequence[Raced], path: Path, target: float = SHARE) -> None:
+    """In what share of the cells a method took at most so many times the best one's time.
+
+    Args:
+        cells: They.
+        path: Of the picture.
+        target: To this share of the ideal's metric.
+    """
     names = methods_of(cells)
     figure, axes = canvas(3.2, legend=len(names))
     factors = [2 ** (i / 16) for i in range(16 * 4 + 1)]  # up to 16
@@ -280,7 +286,7 @@ def draw_profile(cells: Sequence[Raced], path: Path) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
     axes.set_ylim(0, 1.03)
-    axes.set_xlabel(f"times the best method's time to {100 * SHARE:g} % of the ideal's metric")
+    axes.set_xlabel(f"times the best method's time to {100 * target:g} % of the ideal's metric")
     axes.set_ylabel(f"share of {len(cells)} cells")
     legend_below(figure, axes)
     figure.savefig(path)

@@ -33,6 +33,7 @@ from benchmarks.race_simulated import (
     LATENCIES,
     MAP,
     METHODS,
+    SHARE,
     TUNED_AT,
     Cell,
     raced,
@@ -67,7 +68,9 @@ def draw(rows: Sequence[Row], folder: Path = RESULTS) -> list[Path]:
             "map": lambda path: regret_map(rows, path, "defaults"),
             "map-tuned": lambda path: regret_map(rows, path, "tuned"),
             "share": lambda path: shares(cells, path),
-            "profile": lambda path: draw_profile([named(one) for one in cells.values()], path),
+            "profile": lambda path: draw_profile(
+                [named(one) for one in cells.values()], path, SHARE
+            ),
             "rates": lambda path: rates(rows, path),
             "bytes": lambda path: sent(rows, path),
             "curves": lambda path: curves(rows, path),
@@ -138,7 +141,7 @@ def factors(
     Args:
         rows: The results.
         track: Of the rivals.
-        own: Of the default: with nothing set, at the recipe's rate; or tuned, too.
+        own: Of the default: with nothing set but the rate; or tuned, too.
         cells: Which.
     """
     ours, rivals = (raced(rows, "mlp", one) for one in (own, track))
@@ -166,7 +169,7 @@ def regret_map(rows: Sequence[Row], path: Path, track: str) -> None:
     axes.set_xticks(range(len(BANDWIDTHS)), BANDWIDTHS, fontsize=FONT)
     axes.set_yticks(range(len(LATENCIES)), [f"{one:g} ms" for one in LATENCIES], fontsize=FONT)
     axes.set_ylabel("latency, one way", fontsize=FONT)
-    whose = "tuned rival" if track == "tuned" else "rival at the same rate"
+    whose = "tuned rival" if track == "tuned" else "rival, nothing set either"
     title = f"streaming, nothing set, against the best {whose}:\ntimes its time (simulated)"
     title += "; in brackets: tuned, too" if track == "tuned" else ""
     axes.set_title(title, fontsize=FONT, loc="left")
