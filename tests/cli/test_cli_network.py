@@ -52,8 +52,24 @@ DURATION = "is not a duration; write a number and a unit, like 100us, 50ms, 1.5s
         ("plan --parameters 5X --step-time 1s --bandwidth 1gbit", "'5X' is not a count; .* 25M .*"),
         ("plan --parameters 5 --step-time 1s --bandwidth 1gbit --lssr 2", "lssr must be .*"),
         ("plan --parameters 5 --step-time 1s --bandwidth 1gbit -n 0", "workers must be .*, got 0"),
-        ("plan --model digits --probe --bandwidth 1gbit", "--bandwidth is what --probe measures.*"),
-        ("plan --model digits --probe --inside-latency 1ms", "--inside-latency is what --probe .*"),
+        *(
+            (
+                f"plan --model digits --probe {option} {value}",
+                f"{name} is what --probe finds out: .*",
+            )
+            for option, value, name in [
+                ("--bandwidth", "1gbit", "--bandwidth"),
+                ("-n", "4", "--workers"),  # the default, but asked for
+                ("--workers", "16", "--workers"),
+                ("--latency", "100us", "--latency"),
+                ("--inside", "10gbit", "--inside"),
+                ("--inside-latency", "1ms", "--inside-latency"),
+            ]
+        ),
+        (
+            "plan --model digits --parameters 5 --step-time 1s --bandwidth 1gbit",
+            "--model measures .*",
+        ),
     ],
 )
 def test_mistakes_are_one_line(argv: str, message: str, idle_call: Call) -> None:

@@ -242,6 +242,18 @@ def test_torchrun_has_its_own_links(idle_call: Call, monkeypatch: pytest.MonkeyP
     assert re.fullmatch("error: --bandwidth .*\n", err)
 
 
+@pytest.mark.parametrize("argv", ["train digits -n 8", "compare digits -s bsp --workers 8"])
+def test_torchrun_has_its_own_number_of_workers(
+    argv: str, idle_call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another --workers than torchrun has started is refused, not replaced."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, out, err = idle_call(*argv.split())
+    assert (code, out) == (2, "")
+    assert err == "error: --workers 8: the launcher has started 2, leave the option away\n"
+
+
 @pytest.mark.parametrize("argv", ["simulate digits", "compare digits -s bsp --simulate"])
 def test_torchrun_has_real_workers(
     argv: str, idle_call: Call, monkeypatch: pytest.MonkeyPatch

@@ -211,7 +211,14 @@ def _refuse_launcher(what: str) -> None:
 
 def _sized(job: Job) -> Job:
     """The job with as many workers as a launcher has started, if one has."""
-    return replace(job, workers=int(os.environ["WORLD_SIZE"])) if _is_launched() else job
+    if not _is_launched():
+        return job
+    started = int(os.environ["WORLD_SIZE"])
+    if job.workers not in (started, Job.workers):
+        raise ValueError(
+            f"--workers {job.workers}: the launcher has started {started}, leave the option away"
+        )
+    return replace(job, workers=started)
 
 
 @contextlib.contextmanager
