@@ -111,6 +111,12 @@ def _require_unknown(**options: str | int | None) -> None:
 def _launched(workers_per_node: int) -> int | None:
     """How many workers torchrun has started; None if it did not start this process."""
     size = int(os.environ.get("WORLD_SIZE", 0)) or None
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", workers_per_node))
+    if here % workers_per_node:
+        raise ValueError(
+            f"--probe with --workers-per-node {workers_per_node} needs whole nodes on a machine, "
+            f"which has {here} workers here"
+        )
     if size is not None and workers_per_node > 1 and size <= workers_per_node:
         raise ValueError(
             f"--probe with --workers-per-node {workers_per_node} needs workers of two nodes at "
