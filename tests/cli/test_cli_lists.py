@@ -40,6 +40,15 @@ def settings_in(out: str) -> dict[str, dict[str, str]]:
     raise AssertionError(out)
 
 
+@pytest.mark.parametrize("command", ["recipes", "strategies"])
+def test_nothing_is_cut_off_on_a_narrow_screen(
+    command: str, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long names are broken instead."""
+    monkeypatch.setattr(view.console, "width", 80)
+    assert "…" not in call(command)[1]
+
+
 @pytest.mark.parametrize("width", [100, 200])
 def test_strategies_are_listed(call: Call, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     """`offbeat strategies` names every strategy, each setting with its default, and its range."""

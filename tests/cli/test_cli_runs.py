@@ -637,8 +637,11 @@ def test_a_recipe_is_built_once_to_be_checked(
     assert len(built) == 1
 
 
-def test_what_is_printed_is_what_is_written(call: Call, tmp_path: Path) -> None:
-    """Every cell of table.md is printed, too."""
+def test_what_is_printed_is_what_is_written(
+    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Every cell of table.md is printed, too; and why there is no plot."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     argv = ("compare", "digits", "-s", "bsp", "-s", "local:period=2", "--simulate", *SHORT, *PLACE)
     _, out, _ = call(*argv, "--output", str(tmp_path))
     printed = [line.split() for line in out.splitlines()]
@@ -647,6 +650,7 @@ def test_what_is_printed_is_what_is_written(call: Call, tmp_path: Path) -> None:
     assert [row[0] for row in rows] == ["`bsp`", "`local:period=2`"]
     for first, *others in rows:
         assert " ".join([first.strip("`"), *others]).split() in printed
+    assert "plot    none: it needs matplotlib, pip install 'offbeat[plot]'\n" in out
 
 
 def test_the_ideal_has_five_steps_and_no_network(call: Call, tmp_path: Path) -> None:

@@ -175,8 +175,13 @@ def compare(
                 command=_command(),
             )
         _show(results)
-        for what, path in report.write_report(results, folder).items():
+        written = report.write_report(results, folder)
+        for what, path in written.items():
             _say_where(f"{what:7}", path)
+        if "plot" not in written:
+            console.print(
+                "plot    none: it needs matplotlib, pip install 'offbeat[plot]'", markup=False
+            )
 
 
 def _check_records(job: Job) -> None:
