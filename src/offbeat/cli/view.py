@@ -129,8 +129,12 @@ def show(table: Table, *, texts: int = 1) -> None:
     for number, (heading, *cells) in enumerate(zip(table.headings, *table.rows, strict=True)):
         # Lines of neighbouring cells belong together, so they are not broken any further.
         whole = number == 0 or any("\n" in cell for cell in cells)
-        side = "left" if number < texts else "right"
-        found.add_column(heading, justify=side, no_wrap=whole, overflow="fold")
+        found.add_column(
+            heading,
+            justify="left" if number < texts else "right",
+            no_wrap=whole,
+            overflow="fold",
+        )
     _print(table, found)
 
 
