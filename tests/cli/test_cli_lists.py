@@ -40,13 +40,19 @@ def settings_in(out: str) -> dict[str, dict[str, str]]:
     raise AssertionError(out)
 
 
-@pytest.mark.parametrize("command", ["recipes", "strategies"])
+PLANNED = "plan --parameters 25M --step-time 120ms --workers 16 --bandwidth 5gbit"
+
+
+@pytest.mark.parametrize("command", ["recipes", "strategies", PLANNED])
 def test_nothing_is_cut_off_on_a_narrow_screen(
     command: str, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Long names are broken instead."""
+    """Long names are broken instead, and words of headings are whole."""
     monkeypatch.setattr(view.console, "width", 80)
-    assert "…" not in call(command)[1]
+    code, out, err = call(*command.split())
+    assert (code, err) == (0, "")
+    assert "…" not in out
+    assert ("speed-up" in out) == (command == PLANNED)
 
 
 @pytest.mark.parametrize("width", [100, 200])

@@ -26,6 +26,7 @@ from offbeat.table import Table
 from offbeat.units import show_seconds
 
 console = Console()
+_WIDE = 100  # columns of a screen
 
 
 class Bar:
@@ -125,7 +126,8 @@ def chosen(event: Chosen) -> str:
 
 def show(table: Table, *, texts: int = 1) -> None:
     """Print caption and table; the first ``texts`` columns hold words, the others figures."""
-    found = rich.table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    gap = 2 if console.width >= _WIDE else 1
+    found = rich.table.Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
     for number, (heading, *cells) in enumerate(zip(table.headings, *table.rows, strict=True)):
         # Lines of neighbouring cells belong together, so they are not broken any further.
         whole = number == 0 or any("\n" in cell for cell in cells)
