@@ -377,6 +377,15 @@ def test_streaming_is_planned_in_the_precision_it_would_choose(precision: str, b
     assert told.wire == "int4"
 
 
+def test_one_part_is_told_as_one() -> None:
+    """A model of a thousand numbers: not "1 parts", and not "every 1 steps"."""
+    found = plan(
+        parameters=1000, step_time=1, workers=2, bandwidth="1Gbit/s", strategies=["streaming"]
+    )
+    note = "float32: 1 part of 0.000232 steps, the whole model in each step"  # 200 us and 32 us
+    assert found.rows[0].note == note
+
+
 def test_streaming_chooses_about_what_was_planned() -> None:
     """In the simulator, after some tries: the same precision, or the next."""
     precisions = ["float32", "bfloat16", "int8", "int4", "int2"]

@@ -40,6 +40,21 @@ def settings_in(out: str) -> dict[str, dict[str, str]]:
     raise AssertionError(out)
 
 
+PLANNED = "plan --parameters 25M --step-time 120ms --workers 16 --bandwidth 5gbit"
+
+
+@pytest.mark.parametrize("command", ["recipes", "strategies", PLANNED])
+def test_nothing_is_cut_off_on_a_narrow_screen(
+    command: str, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long names are broken instead, and words of headings are whole."""
+    monkeypatch.setattr(view.console, "width", 80)
+    code, out, err = call(*command.split())
+    assert (code, err) == (0, "")
+    assert "…" not in out
+    assert ("speed-up" in out) == (command == PLANNED)
+
+
 @pytest.mark.parametrize("width", [100, 200])
 def test_strategies_are_listed(call: Call, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     """`offbeat strategies` names every strategy, each setting with its default, and its range."""

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from cli.commands import Call, one_line, plain
+from cli.commands import LIMIT, Call, one_line, plain, started
 from offbeat import BSP, AsyncAveraging, LocalSGD, SelSync, StreamingAveraging, cli
 from offbeat.cli import network
 from offbeat.lab import probe as probing
+from offbeat.lab.cluster import Cluster
 from offbeat.lab.probe import Pair
 from offbeat.strategies import parse_strategy
 
@@ -52,8 +53,24 @@ DURATION = "is not a duration; write a number and a unit, like 100us, 50ms, 1.5s
         ("plan --parameters 5X --step-time 1s --bandwidth 1gbit", "'5X' is not a count; .* 25M .*"),
         ("plan --parameters 5 --step-time 1s --bandwidth 1gbit --lssr 2", "lssr must be .*"),
         ("plan --parameters 5 --step-time 1s --bandwidth 1gbit -n 0", "workers must be .*, got 0"),
-        ("plan --model digits --probe --bandwidth 1gbit", "--bandwidth is what --probe measures.*"),
-        ("plan --model digits --probe --inside-latency 1ms", "--inside-latency is what --probe .*"),
+        *(
+            (
+                f"plan --model digits --probe {option} {value}",
+                f"{name} is what --probe finds out: .*",
+            )
+            for option, value, name in [
+                ("--bandwidth", "1gbit", "--bandwidth"),
+                ("-n", "4", "--workers"),  # the default, but asked for
+                ("--workers", "16", "--workers"),
+                ("--latency", "100us", "--latency"),
+                ("--inside", "10gbit", "--inside"),
+                ("--inside-latency", "1ms", "--inside-latency"),
+            ]
+        ),
+        (
+            "plan --model digits --parameters 5 --step-time 1s --bandwidth 1gbit",
+            "--model measures .*",
+        ),
     ],
 )
 def test_mistakes_are_one_line(argv: str, message: str, idle_call: Call) -> None:
@@ -235,6 +252,16 @@ def test_nodes_are_there_before_anything_is_measured(
     assert words in err
 
 
+def test_a_node_is_on_one_machine(idle_call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the slow link would be taken for the one inside the nodes."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    argv = ("--model", "digits", "--probe", "--workers-per-node", "2")
+    code, out, err = idle_call("plan", *argv)
+    assert (code, out) == (2, "")
+    assert re.fullmatch("error: .* needs whole nodes on a machine, which has 1 workers here\n", err)
+
+
 def test_links_inside_a_node_are_its_own() -> None:
     """Of 4 workers in nodes of two: pairs 0-1 and 2-3 are inside, the slowest of each count."""
     pairs = [
@@ -246,6 +273,40 @@ def test_links_inside_a_node_are_its_own() -> None:
     between = {"bandwidth": 8 * 3e6, "latency": 3e-3}  # 2, 2, 3, 3, 3, 3, 4 and 4 ms
     assert network.links(pairs, 2) == {**between, **inside}
     assert network.links(pairs) == {"bandwidth": 8 * 2e6, "latency": 3e-3}
+
+
+@pytest.mark.nightly  # six processes import torch, and the probe takes its 20 s
+@pytest.mark.skipif(Cluster.why_not() is not None, reason=f"{Cluster.why_not()}")
+def test_nodes_behind_a_slow_link_are_measured_as_they_are() -> None:
+    """2 × 2 workers, 100 Mbit/s between two namespaces and loopback inside each."""
+    options = ("--parameters", "2.1M", "--step-time", "65ms", "--workers-per-node", "2")
+    with Cluster(2, 100e6) as cluster, contextlib.ExitStack() as stack:
+        nodes = [
+            stack.enter_context(
+                started(
+                    *cluster.command(node, (sys.executable, "-m", "torch.distributed.run")),
+                    *("--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "2"),
+                    *("--master-addr", "10.111.0.1", "--master-port", "29500"),
+                    *("-m", "offbeat.cli", "plan", "--probe", "--json", *options),
+                    GLOO_SOCKET_IFNAME=Cluster.interface,
+                )
+            )
+            for node in range(2)
+        ]
+        (out, err), (silent, _) = (node.communicate(timeout=LIMIT) for node in nodes)
+    assert [node.returncode for node in nodes] == [0, 0], err
+    assert silent == "", "rank 0 alone prints"
+    found = json.loads(out)
+    assert (found["workers"], found["workers_per_node"]) == (4, 2)
+    # Of an Ethernet frame of 1514 bytes 1448 are payload: 95.6 of 100 Mbit/s.
+    assert 90e6 < found["bandwidth"] < 100e6
+    assert found["inside"] > 10 * found["bandwidth"]
+    assert 0 < found["inside_latency_seconds"] < 0.02
+    assert 0 < found["latency_seconds"] < 0.02
+    # A mean of the gradients between the nodes takes 8.4 MB / 12 MB/s = 0.7 s.
+    steps = {row["strategy"]: row["step_seconds"] for row in found["rows"]}
+    assert 0.7 < steps["bsp"] < 0.9
+    assert not found["recommendation"]["strategy"].startswith(("bsp", "local:period=8"))
 
 
 def test_plan_with_a_probe_prints_once(

@@ -110,7 +110,7 @@ def test_a_field_more_is_an_option_more(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_help_and_range_stand_beside_the_field() -> None:
     (workers,) = (one for one in dataclasses.fields(Job) if one.name == "workers")
-    assert option_of(workers) == Option("Worker processes to start.", ("--workers", "-n"))
+    assert option_of(workers) == Option("How many workers.", ("--workers", "-n"))
 
 
 FLAGS = [name for names in flags_of("train").values() for name in names if name[0] == "-"]

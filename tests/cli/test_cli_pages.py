@@ -137,6 +137,8 @@ def check(words: list[str]) -> None:
         if module == "benchmarks":
             for one in (one for one in rest[2:3] if one[0] != "-"):
                 assert (ROOT / "benchmarks" / f"{one}.py").exists(), one
+        elif module and module.startswith("benchmarks."):  # not on the path of ``call``
+            assert ROOT.joinpath(*module.split(".")).with_suffix(".py").exists(), module
         else:
             assert importlib.util.find_spec(module) if module else Path(rest[0]).exists(), rest
     elif name in ("sbatch", "kubectl"):

@@ -242,6 +242,18 @@ def test_torchrun_has_its_own_links(idle_call: Call, monkeypatch: pytest.MonkeyP
     assert re.fullmatch("error: --bandwidth .*\n", err)
 
 
+@pytest.mark.parametrize("argv", ["train digits -n 8", "compare digits -s bsp --workers 8"])
+def test_torchrun_has_its_own_number_of_workers(
+    argv: str, idle_call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another --workers than torchrun has started is refused, not replaced."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, out, err = idle_call(*argv.split())
+    assert (code, out) == (2, "")
+    assert err == "error: --workers 8: the launcher has started 2, leave the option away\n"
+
+
 @pytest.mark.parametrize("argv", ["simulate digits", "compare digits -s bsp --simulate"])
 def test_torchrun_has_real_workers(
     argv: str, idle_call: Call, monkeypatch: pytest.MonkeyPatch
@@ -625,8 +637,11 @@ def test_a_recipe_is_built_once_to_be_checked(
     assert len(built) == 1
 
 
-def test_what_is_printed_is_what_is_written(call: Call, tmp_path: Path) -> None:
-    """Every cell of table.md is printed, too."""
+def test_what_is_printed_is_what_is_written(
+    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Every cell of table.md is printed, too; and why there is no plot."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     argv = ("compare", "digits", "-s", "bsp", "-s", "local:period=2", "--simulate", *SHORT, *PLACE)
     _, out, _ = call(*argv, "--output", str(tmp_path))
     printed = [line.split() for line in out.splitlines()]
@@ -635,6 +650,7 @@ def test_what_is_printed_is_what_is_written(call: Call, tmp_path: Path) -> None:
     assert [row[0] for row in rows] == ["`bsp`", "`local:period=2`"]
     for first, *others in rows:
         assert " ".join([first.strip("`"), *others]).split() in printed
+    assert "plot    none: it needs matplotlib, pip install 'offbeat[plot]'\n" in out
 
 
 def test_the_ideal_has_five_steps_and_no_network(call: Call, tmp_path: Path) -> None:

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import offbeat
 from loops import attach, close, error_of, everything, sgd
+from offbeat.simulate import DeadlockError
 from offbeat.strategies.base import Strategy
 from problems import (
     OPTIMIZERS,
@@ -24,7 +26,7 @@ from problems import (
     make_model,
     train_step,
 )
-from worlds import run
+from worlds import real, run, simulated
 
 CLIPPED: list[Strategy] = [
     offbeat.BSP(),
@@ -169,6 +171,27 @@ def test_a_worker_that_ends_early_has_weight_0_and_gets_the_result() -> None:
         assert steps == [2, 6][rank]
         assert unchanged
         assert not torch.equal(plain, end), "the optimizer goes on as an ordinary one"
+
+
+def barrier(rank: int, size: int, inside: bool) -> int:
+    """Rank 1 has ten more steps to take than rank 0, and a part may be two steps old."""
+    model = make_model(seed=rank, dtype=torch.float32)
+    sync = attach(model, sgd(model), "streaming:staleness=2,parts=1")
+    for step in range([2, 12][rank]):
+        train_step(
+            model, sync._worker.parts[0].optimizer, make_batch(rank, step, dtype=torch.float32)
+        )
+    with sync.consensus() if inside else contextlib.nullcontext():
+        dist.barrier()
+    sync.finish()
+    return sync.stats.steps
+
+
+def test_a_barrier_of_ones_own_belongs_into_a_consensus() -> None:
+    """On real processes: whoever is early answers there. Alone it waits for who waits for it."""
+    assert real(barrier, True, workers=2) == [2, 12]
+    with pytest.raises(DeadlockError, match=r"dist\.barrier"):
+        simulated(barrier, False, workers=2)
 
 
 def leave(rank: int, size: int) -> Any:

@@ -15,11 +15,13 @@ import typer
 from offbeat.arguments import Precision
 from offbeat.cli.options import (
     USUAL_LATENCY,
+    USUAL_WORKERS,
     Bandwidth,
     Inside,
     InsideLatency,
     Jitter,
     Latency,
+    LatencyUnlessProbed,
     StepTime,
     WorkersPerNode,
     with_job,
@@ -201,8 +203,11 @@ def plan(
     step_time: Annotated[
         str | None, typer.Option(help="A step computed alone, as in 120ms.", show_default=False)
     ] = None,
-    workers: Annotated[int, typer.Option("--workers", "-n", help="How many.")] = 4,
-    latency: Latency = USUAL_LATENCY,
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", "-n", help="How many.", show_default=str(USUAL_WORKERS)),
+    ] = None,
+    latency: LatencyUnlessProbed = None,
     jitter: Jitter = 0.0,
     workers_per_node: WorkersPerNode = 1,
     inside: Inside = None,

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from offbeat import plan as planning
 from offbeat.arguments import POSITIVE, require_number
+from offbeat.cli.options import USUAL_LATENCY, USUAL_WORKERS
 from offbeat.cli.view import console, show
 from offbeat.errors import OffbeatError
 from offbeat.fabric.wire import Precision
@@ -26,8 +27,8 @@ def plan(
     bandwidth: str | None,
     parameters: str | None,
     step_time: str | None,
-    workers: int,
-    latency: str,
+    workers: int | None,
+    latency: str | None,
     jitter: float,
     workers_per_node: int,
     inside: str | None,
@@ -43,7 +44,9 @@ def plan(
     """Predict the time of a step under each strategy, and say which to try first."""
     for text in filter(is_baseline, strategies or []):
         raise ValueError(f"plan forecasts strategies; {text} is a baseline, to be run by compare")
-    told: dict[str, Any] = {"jitter": jitter, "lssr": lssr, "workers": workers, "latency": latency}
+    told: dict[str, Any] = {"jitter": jitter, "lssr": lssr}
+    told |= {"workers": USUAL_WORKERS if workers is None else workers}
+    told |= {"latency": USUAL_LATENCY if latency is None else latency}
     told |= {"wire": wire, "strategies": strategies or None}
     told |= {"workers_per_node": workers_per_node}
     told |= {"inside": inside, "inside_latency": inside_latency}
@@ -55,7 +58,11 @@ def plan(
         )
     if data is not None and model is None:
         raise ValueError("--data is that of a recipe: name it with --model, or leave it out")
-    if workers > _MOST_WORKERS:
+    if model is not None and None not in (parameters, step_time):
+        raise ValueError(
+            "--model measures what --parameters and --step-time do not say: leave one of them out"
+        )
+    if told["workers"] > _MOST_WORKERS:
         raise ValueError(f"workers must be at most {_MOST_WORKERS:,}, got {workers}")
     twice = {text for text in strategies or [] if (strategies or []).count(text) > 1}
     if twice:
@@ -63,8 +70,14 @@ def plan(
     given = {"parameters": parameters, "step_time": step_time, "bandwidth": bandwidth}
     told |= {name: 1.0 if value is None else value for name, value in given.items()}
     if probe:
-        _require_unknown(bandwidth=bandwidth, inside=inside, inside_latency=inside_latency)
-        told["workers"] = _launched(workers_per_node) or workers
+        _require_unknown(
+            workers=workers,
+            bandwidth=bandwidth,
+            latency=latency,
+            inside=inside,
+            inside_latency=inside_latency,
+        )
+        told["workers"] = _launched(workers_per_node) or USUAL_WORKERS
     planning.plan(**told)  # mistakes show before anything is measured
     if probe:
         found = _measure_network()
@@ -88,16 +101,22 @@ def plan(
     console.print(f"\n{advice}", highlight=False)
 
 
-def _require_unknown(**options: str | None) -> None:
+def _require_unknown(**options: str | int | None) -> None:
     for name, value in options.items():
         if value is not None:
             option = name.replace("_", "-")
-            raise ValueError(f"--{option} is what --probe measures: leave one of them away")
+            raise ValueError(f"--{option} is what --probe finds out: leave one of them away")
 
 
 def _launched(workers_per_node: int) -> int | None:
     """How many workers torchrun has started; None if it did not start this process."""
     size = int(os.environ.get("WORLD_SIZE", 0)) or None
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", workers_per_node))
+    if here % workers_per_node:
+        raise ValueError(
+            f"--probe with --workers-per-node {workers_per_node} needs whole nodes on a machine, "
+            f"which has {here} workers here"
+        )
     if size is not None and workers_per_node > 1 and size <= workers_per_node:
         raise ValueError(
             f"--probe with --workers-per-node {workers_per_node} needs workers of two nodes at "

@@ -14,7 +14,11 @@ from offbeat.costs import USUAL_INSIDE, USUAL_INSIDE_LATENCY
 from offbeat.lab.job import Job, option_of
 
 USUAL_LATENCY = "100us"
+USUAL_WORKERS = 4
 Latency = Annotated[str, typer.Option(help="Of one message, as in 50us.")]
+LatencyUnlessProbed = Annotated[
+    str | None, typer.Option(help="Of one message, as in 50us.", show_default=USUAL_LATENCY)
+]
 Jitter = Annotated[float, typer.Option(help="Standard deviation of a step, relative to it.")]
 WorkersPerNode = Annotated[
     int, typer.Option(help="Nodes of so many, which share a link and train as one.")

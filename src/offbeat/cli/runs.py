@@ -175,8 +175,13 @@ def compare(
                 command=_command(),
             )
         _show(results)
-        for what, path in report.write_report(results, folder).items():
+        written = report.write_report(results, folder)
+        for what, path in written.items():
             _say_where(f"{what:7}", path)
+        if "plot" not in written:
+            console.print(
+                "plot    none: it needs matplotlib, pip install 'offbeat[plot]'", markup=False
+            )
 
 
 def _check_records(job: Job) -> None:
@@ -211,7 +216,14 @@ def _refuse_launcher(what: str) -> None:
 
 def _sized(job: Job) -> Job:
     """The job with as many workers as a launcher has started, if one has."""
-    return replace(job, workers=int(os.environ["WORLD_SIZE"])) if _is_launched() else job
+    if not _is_launched():
+        return job
+    started = int(os.environ["WORLD_SIZE"])
+    if job.workers not in (started, Job.workers):
+        raise ValueError(
+            f"--workers {job.workers}: the launcher has started {started}, leave the option away"
+        )
+    return replace(job, workers=started)
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from offbeat.table import Table
 from offbeat.units import show_seconds
 
 console = Console()
+_WIDE = 100  # columns of a screen
 
 
 class Bar:
@@ -125,11 +126,17 @@ def chosen(event: Chosen) -> str:
 
 def show(table: Table, *, texts: int = 1) -> None:
     """Print caption and table; the first ``texts`` columns hold words, the others figures."""
-    found = rich.table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    gap = 2 if console.width >= _WIDE else 1
+    found = rich.table.Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
     for number, (heading, *cells) in enumerate(zip(table.headings, *table.rows, strict=True)):
         # Lines of neighbouring cells belong together, so they are not broken any further.
         whole = number == 0 or any("\n" in cell for cell in cells)
-        found.add_column(heading, justify="left" if number < texts else "right", no_wrap=whole)
+        found.add_column(
+            heading,
+            justify="left" if number < texts else "right",
+            no_wrap=whole,
+            overflow="fold",
+        )
     _print(table, found)
 
 

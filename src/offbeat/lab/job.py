@@ -91,9 +91,12 @@ class Job:
         "-s",
         help="A strategy, as in selsync:delta=0.3, or a baseline: ideal, torch:ddp.",
     )
-    workers: int = option(4, "--workers", "-n", help="Worker processes to start.", least=1)
+    workers: int = option(4, "--workers", "-n", help="How many workers.", least=1)
     epochs: float | None = option(
-        None, help="Passes over the data by all workers together.", above=0
+        None,
+        help="Passes over the data by all workers together.",
+        unset="the recipe's",
+        above=0,
     )
     seed: int = option(0, help="Seed of model, data order and augmentation.", least=0)
     data: str | None = option(

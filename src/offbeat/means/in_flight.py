@@ -438,7 +438,8 @@ class InFlight:
             loops.move(*arrays, self.fade, self.ahead, self._outer.lr)
             return
         if self.velocity and not show:
-            squares += [float(torch.dot(one, one)) for one in (shift, sent)]
+            # Together: each reading would wait for a GPU.
+            squares += torch.stack([torch.dot(one, one) for one in (shift, sent)]).tolist()
         self._outer_shift(shift, kept, show)
         if not show:
             base.add_(shift)

@@ -525,7 +525,8 @@ class StreamingAveraging(Strategy):
             merge = costs.mean_seconds(part)
             a_step, rolls = min(parts, step / merge if merge else parts), 1.0
             step = max(step, 2 * (merge + roll) / self.staleness)
-        whole, sent = parts / a_step, costs.in_steps(costs.mean_seconds(part))
+        whole, sent = number(parts / a_step), costs.in_steps(costs.mean_seconds(part))
+        often = "in each step" if whole == "1" else f"every {whole} steps"
         return costs.forecast(
             self,
             step=step,
@@ -535,7 +536,7 @@ class StreamingAveraging(Strategy):
             + (self.outer_gain != 1 and costs.workers > 1)
             + costs.flying_copies(part)
             + costs.error_copies,
-            note=f"{parts} parts of {sent}, the whole model every {number(whole)} steps",
+            note=f"{parts} part{'s' * (parts > 1)} of {sent}, the whole model {often}",
         )
 
     def _forecast_auto(self, costs: Costs) -> Forecast:

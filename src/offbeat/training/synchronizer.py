@@ -276,6 +276,11 @@ class Synchronizer:
         all others (masks, bytes) those of rank 0. Its time and bytes do not count in ``stats``.
         Needs one model copy of memory.
 
+        The place for collectives of your own, ``dist.barrier()`` among them: all workers have come,
+        and nobody waits for a part of the training meanwhile. A worker that calls one between two
+        steps takes part in no round until it ends; another one that has steps to take may wait for
+        it at the staleness bound, and neither goes on.
+
         Raises:
             AttachError: after ``finish`` or ``detach``, inside another ``consensus``, or when a
                 parameter of the model was replaced by another one.
