@@ -169,8 +169,8 @@ def regret_map(rows: Sequence[Row], path: Path, track: str) -> None:
     axes.set_xticks(range(len(BANDWIDTHS)), BANDWIDTHS, fontsize=FONT)
     axes.set_yticks(range(len(LATENCIES)), [f"{one:g} ms" for one in LATENCIES], fontsize=FONT)
     axes.set_ylabel("latency, one way", fontsize=FONT)
-    whose = "tuned rival" if track == "tuned" else "rival, nothing set either"
-    title = f"streaming, nothing set, against the best {whose}:\ntimes its time (simulated)"
+    whose = "tuned rival" if track == "tuned" else "rival, as it comes"
+    title = f"streaming, only its rate set, against the best {whose}:\ntimes its time (simulated)"
     title += "; in brackets: tuned, too" if track == "tuned" else ""
     axes.set_title(title, fontsize=FONT, loc="left")
     figure.savefig(path)
@@ -198,6 +198,7 @@ def rates(rows: Sequence[Row], path: Path) -> None:
     axes.set_xticks(FACTORS, [f"{one:g}" for one in FACTORS])
     axes.minorticks_off()
     axes.set_xlabel("times the recipe's learning rate")
+    axes.set_ylim(60)  # below, a run has diverged
     axes.set_ylabel("final accuracy, % (simulated)")
     legend_below(figure, axes)
     figure.savefig(path)

@@ -87,7 +87,10 @@ WORKLOADS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """Links and workers: of a link its name, with latencies one way in milliseconds."""
+    """Links and workers: of a link its name, with latencies one way in milliseconds.
+
+    More workers train on as many more samples, so that each takes the same number of steps.
+    """
 
     bandwidth: str
     latency: float
@@ -158,7 +161,7 @@ def run(one: Simulated) -> Row:
         str(MODELS / workload.file),
         "bsp",
         cell.workers,
-        epochs=workload.epochs,
+        epochs=workload.epochs * cell.workers / 4,  # as many steps for each
         seed=one.seed,
         data=None if workload.data is None else str(DATA / workload.data),
     ).under(one.method)
