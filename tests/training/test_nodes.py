@@ -553,6 +553,28 @@ def test_the_simulator_refuses_the_same(case: dict[str, Any], part: str) -> None
         assert part in text
 
 
+def test_the_default_in_nodes_is_cyclic() -> None:
+    """The eager one would be refused. τ/2 = 32 steps are a cycle, after which parts land."""
+
+    def train(strategy: Any) -> list[Any]:
+        def work(rank: int, size: int) -> Any:
+            model = make_model(rank)
+            optimizer = sgd(model)
+            sync = offbeat.attach(model, optimizer, strategy, node_group="auto")
+            for step in range(70):
+                train_step(model, optimizer, make_batch(rank, step))
+            sync.finish()
+            return flat(model), sync.stats.details["landings"]
+
+        return simulated(work, workers=4, workers_per_node=2)
+
+    usual, cyclic = train(None), train(offbeat.StreamingAveraging(schedule="cyclic"))
+    for (one, landings), (other, _) in zip(usual, cyclic, strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one, usual[0][0])
+        assert landings > 1
+
+
 def test_simulated_nodes_of_one_worker_are_none() -> None:
     def work(rank: int, size: int) -> Any:
         model = make_model(rank)

@@ -68,7 +68,8 @@ def attach(
         optimizer: The optimizer that moves them, or a list of optimizers. Inside a wrapper of
             Accelerate, Lightning, Fabric or Opacus it is found.
         strategy: When to synchronize, for example ``offbeat.SelSync()``. None is
-            ``offbeat.StreamingAveraging()``, which has nothing to tune.
+            ``offbeat.StreamingAveraging()``, which has nothing to tune; with ``node_group`` that
+            of the cyclic schedule.
         group: The process group of the workers; None is the default group. Or a transport of your
             own, which makes a communicator: see ``offbeat.fabric.Transport``.
         node_group: The process group of this worker's node, whose workers are joined by a fast
@@ -150,7 +151,8 @@ def attach(
         CommunicationError: a worker did not take part.
         TypeError, ValueError: an argument that is none of the above.
     """
-    strategy = StreamingAveraging() if strategy is None else strategy
+    if strategy is None:  # inside a node nothing may depend on when messages arrive
+        strategy = StreamingAveraging(schedule="eager" if node_group is None else "cyclic")
     if not isinstance(strategy, Strategy):
         raise TypeError(
             f"strategy must be a strategy such as offbeat.SelSync(), got {strategy!r}; "
