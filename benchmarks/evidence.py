@@ -2,7 +2,7 @@
 
 Draws the pictures of the race into ``results/`` and ``docs/images/``, and rewrites what
 ``docs/evidence.md`` and the README quote: the first paragraph, the first table of each section of
-``TABLES``, and the paragraph of the README that begins with ``CLAIM``. A test compares.
+``tables``, and the paragraph of the README that begins with ``CLAIM``. A test compares.
 """
 
 import math

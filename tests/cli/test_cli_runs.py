@@ -233,34 +233,34 @@ def test_shaped_links_are_refused_where_they_cannot_be(
     assert re.fullmatch("error: no shaped links here: network namespaces need .*\n", err)
 
 
-def test_torchrun_has_its_own_links(idle_call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """--bandwidth is refused for processes that torchrun started."""
+@pytest.fixture
+def launched(idle_call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of two processes that torchrun has started."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
+
+
+@pytest.mark.usefixtures("launched")
+def test_torchrun_has_its_own_links(idle_call: Call) -> None:
+    """--bandwidth is refused for processes that torchrun started."""
     code, out, err = idle_call("train", "digits", "--bandwidth", "200Mbit/s")
     assert (code, out) == (2, "")
     assert re.fullmatch("error: --bandwidth .*\n", err)
 
 
+@pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize("argv", ["train digits -n 8", "compare digits -s bsp --workers 8"])
-def test_torchrun_has_its_own_number_of_workers(
-    argv: str, idle_call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchrun_has_its_own_number_of_workers(argv: str, idle_call: Call) -> None:
     """Another --workers than torchrun has started is refused, not replaced."""
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
     code, out, err = idle_call(*argv.split())
     assert (code, out) == (2, "")
     assert err == "error: --workers 8: the launcher has started 2, leave the option away\n"
 
 
+@pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize("argv", ["simulate digits", "compare digits -s bsp --simulate"])
-def test_torchrun_has_real_workers(
-    argv: str, idle_call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchrun_has_real_workers(argv: str, idle_call: Call) -> None:
     """A simulation in each of its processes would be as many simulations."""
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
     code, out, err = idle_call(*argv.split())
     assert (code, out) == (2, "")
     assert re.fullmatch("error: .* simulates all workers in one process: start it .*\n", err)
@@ -289,10 +289,10 @@ def test_train(call: Call, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_train_joins_torchrun() -> None:
-    """Under torchrun each process is one worker, whatever --workers says; rank 0 alone prints."""
+    """Under torchrun each process is one worker; rank 0 alone prints."""
     code, out, err = ended(
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("-m", "offbeat.cli", "train", "digits", "-s", "selsync:delta=0.3", "--workers", "7"),
+        *("-m", "offbeat.cli", "train", "digits", "-s", "selsync:delta=0.3"),
         *("--epochs", "0.2", "--evaluations", "5"),
     )
     assert code == 0, err

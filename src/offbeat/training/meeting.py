@@ -106,13 +106,9 @@ class Meeting:
         self._companions.back()
         return roll
 
-    def meet_quietly(self) -> Roll:
-        """Likewise for a checkpoint, in which nothing but the strategy takes part."""
-        return self._iteration.meet(finishing=False)
-
     def before_save(self) -> None:
-        """Let what is under way come to rest."""
-        self._strategy.before_save(self._worker, self.meet_quietly)
+        """Let what is under way come to rest; nothing but the strategy takes part."""
+        self._strategy.before_save(self._worker, lambda: self._iteration.meet(finishing=False))
 
     def surely_before_save(self) -> None:
         """Likewise, again in the next view if a worker is lost meanwhile."""
