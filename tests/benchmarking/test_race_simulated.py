@@ -86,6 +86,20 @@ def test_the_bytes_are_those_of_the_models() -> None:
     assert sum(p.nbytes for p in model.parameters()) == WORKLOADS["mlp"].model_bytes
 
 
+def test_more_workers_train_on_more_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four times the workers, four times the passes: as many steps for each."""
+    asked: list[Job] = []
+
+    def train(job: Job, *_: object) -> free_looks.Run:
+        asked.append(job)
+        return free_looks.Run(((1.0, 0.5),), 180, 0.0, 0.0, {})
+
+    monkeypatch.setattr(free_looks, "train", train)
+    for workers in (4, 16):
+        race_simulated.run(Simulated("mlp", replace(TUNED_AT, workers=workers), "bsp", 0))
+    assert [(one.workers, one.epochs) for one in asked] == [(4, 16.0), (16, 64.0)]
+
+
 def test_every_method_is_a_job_that_could_run() -> None:
     settings = [*METHODS, *(one for grid in GRIDS.values() for one in grid)]
     for text in settings:

@@ -113,6 +113,29 @@ def test_messages_meet_a_bandwidth_that_changes() -> None:
     assert simulate(worker, workers=2, network=network).results[1] == pytest.approx([0.004, 0.012])
 
 
+def test_what_the_end_takes_is_in_the_totals() -> None:
+    """Rank 0 comes a step early: it waits a step, then as both do for the mean of 100 kB."""
+
+    def worker() -> tuple[float, float]:
+        model = Big(25_000)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = offbeat.attach(model, optimizer, LocalSGD(period=1000))
+        for _ in range(1 + dist.get_rank()):
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+        waited, sent = sync.stats.wait_seconds, sync.stats.payload_bytes
+        sync.finish()
+        return sync.stats.wait_seconds - waited, sync.stats.payload_bytes - sent
+
+    (early, _), (late, sent) = simulate(
+        worker, workers=2, network=NETWORK, compute=Compute(STEP)
+    ).results
+    assert late == pytest.approx(ring(1e5, 2), rel=0.2)
+    assert early == pytest.approx(STEP + late, rel=0.1)
+    assert 1e5 <= sent <= 1.1e5
+
+
 def test_local_sgd_pays_once_a_period() -> None:
     result = simulate(
         training(LocalSGD(period=4), 12), workers=4, network=NETWORK, compute=Compute(STEP)
