@@ -368,10 +368,11 @@ def test_streaming_is_planned_in_the_precision_it_would_choose(precision: str, b
     # (N−1)/N·(bits of both stages)·M numbers in 2.5·t
     least = 3 / 4 * bits * 25e6 / 0.25
     enough = {**CASE, "latency": "1ns", "bandwidth": 1.001 * least}
-    (row,) = plan(**enough, strategies=["streaming"]).rows
+    (row,) = plan(**enough, strategies=["streaming"], wire="auto").rows
     assert row.wire == precision
-    assert row.note.startswith(f"{precision}: ")
-    (less,) = plan(**{**enough, "bandwidth": 0.99 * least}, strategies=["streaming"]).rows
+    assert f" in {precision}, " in row.note
+    slower = {**enough, "bandwidth": 0.99 * least}
+    (less,) = plan(**slower, strategies=["streaming"], wire="auto").rows
     assert (less.wire == precision) == (precision == "int2")
     (told,) = plan(**enough, strategies=["streaming"], wire="int4").rows
     assert told.wire == "int4"
@@ -382,7 +383,8 @@ def test_one_part_is_told_as_one() -> None:
     found = plan(
         parameters=1000, step_time=1, workers=2, bandwidth="1Gbit/s", strategies=["streaming"]
     )
-    note = "float32: 1 part of 0.000232 steps, the whole model in each step"  # 200 us and 32 us
+    # 100 us and 2 us: both send each other 2 kbit
+    note = "1 part in int2, 0.000102 steps each, the whole model in each step"
     assert found.rows[0].note == note
 
 
@@ -391,12 +393,15 @@ def test_streaming_chooses_about_what_was_planned() -> None:
     precisions = ["float32", "bfloat16", "int8", "int4", "int2"]
     for bandwidth in ("300Mbit/s", "20Mbit/s", "6Mbit/s"):
         case: dict[str, Any] = dict(workers=2, bandwidth=bandwidth, latency="1ms")
-        (row,) = plan(parameters=65_536, step_time="20ms", **case, strategies=["streaming"]).rows
+        known: dict[str, Any] = dict(
+            parameters=65_536, step_time="20ms", strategies=["streaming"], wire="auto"
+        )
+        (row,) = plan(**known, **case).rows
 
         def train() -> Any:
             model = torch.nn.Linear(256, 256, bias=False)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            with offbeat.attach(model, optimizer) as sync:
+            with offbeat.attach(model, optimizer, wire="auto") as sync:
                 for _ in range(150):
                     model(torch.ones(1, 256)).sum().backward()
                     optimizer.step()
@@ -418,7 +423,7 @@ def test_reasons_have_the_figures() -> None:
     assert near.reason.startswith("BSP waits 8.8 % of the time, no more than ")
     middle = plan(**{**small, "bandwidth": "400Mbit/s"})
     assert middle.reason == (
-        "BSP would wait 19 % of the time; streaming sends the model in float32 beside computing, "
+        "BSP would wait 19 % of the time; streaming sends the model in int2 beside computing, "
         "all of it in each step, and waits 0 %"
     )
     given = ["bsp", "local:period=5", "local:period=8"]

@@ -313,7 +313,7 @@ def _candidate(chosen: str | Strategy, costs: Costs, wire: Precision | None) -> 
 def _forecast(strategy: Strategy, costs: Costs, wire: Precision | None) -> Forecast:
     """Over the ``wire``, or the strategy's own."""
     wire = wire or strategy.default_wire
-    if wire != "auto" or strategy.default_wire == "auto":
+    if wire != "auto" or strategy.chooses:
         return strategy.forecast(replace(costs, wire=wire))
     free = strategy.forecast(replace(costs, bytes_per_second=1e30, latency_seconds=0.0))
     for precision in PRECISIONS:  # as ``Choice`` does

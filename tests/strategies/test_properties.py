@@ -56,7 +56,7 @@ class Row:
     def adapts(self) -> bool:
         """Whether it takes ``wire="auto"``."""
         strategy = parse_strategy(self.text)
-        return strategy.adapts or strategy.default_wire == "auto"
+        return strategy.adapts or strategy.chooses
 
     @property
     def repeatable(self) -> int:

@@ -201,7 +201,11 @@ def test_impossible_settings_are_refused(text: str, message: str) -> None:
 
 
 def choices(
-    bandwidth: str, strategy: Any = None, latency: str = "100us", steps: int = 60
+    bandwidth: str,
+    strategy: Any = None,
+    latency: str = "100us",
+    steps: int = 60,
+    wire: Any = "auto",
 ) -> list[dict[str, Any]]:
     """Details after 60 steps of 10 ms of a model of 280 kB, on 3 workers of unequal speed."""
 
@@ -209,7 +213,7 @@ def choices(
         rank = dist.get_rank()
         model = torch.nn.Linear(264, 264)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        sync = offbeat.attach(model, optimizer, strategy)
+        sync = offbeat.attach(model, optimizer, strategy, wire=wire)
         for step in range(steps):
             optimizer.zero_grad()
             x = torch.randn(4, 264, generator=torch.Generator().manual_seed(100 * rank + step))
@@ -225,7 +229,7 @@ def choices(
 
 
 def test_fewer_bits_over_a_slower_link() -> None:
-    """The same on all workers; nothing is said but ``attach(model, optimizer)``."""
+    """With ``wire="auto"``; the same on all workers."""
     chosen = []
     for bandwidth in ("1Gbit/s", "20Mbit/s", "2Mbit/s"):
         wires = {one["wire"] for one in choices(bandwidth, steps=100)}

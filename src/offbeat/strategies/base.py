@@ -69,11 +69,16 @@ class Strategy(ABC):
 
     @property
     def default_wire(self) -> Precision:
-        """The ``wire`` of ``attach`` where none is given; "auto" if the strategy can choose."""
+        """The ``wire`` of ``attach`` where none is given."""
         return "float32"
 
+    @property
+    def chooses(self) -> bool:
+        """Whether with ``wire="auto"`` it says itself how exactly each sum travels."""
+        return False
+
     adapts: ClassVar[bool] = False
-    """Whether ``wire="auto"`` may change the precision between two rounds.
+    """Whether ``wire="auto"`` may change the precision between two rounds, by what is waited.
 
     It may where every sum over the wire is started in ``call``, ``act`` or ``bucket_ready``, and
     those of one stream one after the other.

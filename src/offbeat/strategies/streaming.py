@@ -112,8 +112,8 @@ class StreamingAveraging(Strategy):
 
     ``schedule="eager"``: parts are launched in turn, so many that the link never runs dry (the
     workers agree on how many as they go), and land at the first step boundary after they have
-    arrived. With ``wire="auto"``, its default, they are sent as exactly as lets the model pass in a
-    few steps; see ``Pace``. ``schedule="cyclic"``: parts are launched in turn, the whole model in
+    arrived. The default ``wire`` is "int2"; with "auto" they are sent as exactly as lets the model
+    pass in a few steps, see ``Pace``. ``schedule="cyclic"``: parts are launched in turn, the whole model in
     at most β = τ/2 own steps; each lands just before it is launched again, and is waited for if
     need be: the same bits in every run.
 
@@ -165,7 +165,13 @@ class StreamingAveraging(Strategy):
     @property
     @override
     def default_wire(self) -> Precision:
-        return "auto" if self.schedule == "eager" else "float32"  # of which every run is the same
+        # Few bits have never been worse than many, on whatever link: see docs/streaming.md.
+        return "int2" if self.schedule == "eager" else "float32"
+
+    @property
+    @override
+    def chooses(self) -> bool:
+        return self.schedule == "eager"  # else every run would not be the same
 
     @property
     def divides(self) -> bool:  # type: ignore[override]
@@ -536,7 +542,8 @@ class StreamingAveraging(Strategy):
             + (self.outer_gain != 1 and costs.workers > 1)
             + costs.flying_copies(part)
             + costs.error_copies,
-            note=f"{parts} part{'s' * (parts > 1)} of {sent}, the whole model {often}",
+            note=f"{parts} part{'s' * (parts > 1)} in {costs.wire}, {sent} each, the whole model "
+            f"{often}",
         )
 
     def _forecast_auto(self, costs: Costs) -> Forecast:
@@ -545,5 +552,4 @@ class StreamingAveraging(Strategy):
             told = replace(costs, wire=precision, updates=True)
             if told.mean_seconds(costs.model_bytes) <= FEW * costs.step_seconds:
                 break
-        found = self.forecast(told)
-        return replace(found, note=f"{precision}: {found.note}")
+        return self.forecast(told)

@@ -94,7 +94,7 @@ def attach(
             quarter of the bytes, "int4" and "int2" in less, which is meant for
             ``StreamingAveraging``. "auto" chooses while training, by how long the workers wait; not
             with a parameter server or ``StreamingAveraging`` with the cyclic schedule. None is
-            "auto" with ``StreamingAveraging`` else, and "float32" with all others. What rounding
+            "int2" with ``StreamingAveraging`` else, and "float32" with all others. What rounding
             takes away is kept and added the next time (one model copy of memory, another one, of
             the last mean, unless gradients are averaged; for a parameter server see its
             strategies). Buffers and the final mean always travel as they are.

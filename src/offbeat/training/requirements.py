@@ -63,7 +63,7 @@ def require_wire(wire: Precision, strategy: Strategy) -> None:
             its own, or "auto" with one that cannot change it while training.
     """
     require_precision(wire)
-    if wire == "auto" and strategy.default_wire != "auto" and not strategy.adapts:
+    if wire == "auto" and not (strategy.chooses or strategy.adapts):
         why = 'it has to declare adapts = True, see "Writing a strategy"'
         if strategy.averages == "pushes":
             why = "both ends of a link to a parameter server keep to one precision from the start"

@@ -55,7 +55,7 @@ class Means:
 
         A collective.
         """
-        adapts = self.wire == "auto" and strategy.default_wire != "auto"
+        adapts = self.wire == "auto" and not strategy.chooses
         wire = AdaptiveWire(team) if adapts else Wire(team, self.wire)
         models = ModelMean(team, replica, wire, referenced=strategy.averages == "models")
         if self.optimizer_state == "average":
