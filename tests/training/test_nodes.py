@@ -3,7 +3,7 @@
 import gc
 import os
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from offbeat.fabric.nodes import layout
 from offbeat.fabric.recording import Recording
 from offbeat.fabric.single import SingleCommunicator
 from offbeat.strategies import STRATEGIES
+from offbeat.strategies.base import Averages, Strategy, Worker
 from problems import bsp_reference, flat, loss_of, make_batch, make_model, make_wide, train_step
 from workers import run
 from worlds import simulated
@@ -145,7 +146,8 @@ def test_a_node_is_one_worker_that_has_the_data_of_all_of_its_own() -> None:
 
 
 def test_every_strategy_that_can_train_in_nodes_has_a_row() -> None:
-    """Parameter servers cannot; of those whose default depends on time another schedule can."""
+    """Of those whose default depends on time another schedule can; servers have test_server_nodes.
+    """
     rows = {text.partition(":")[0] for text in TEXTS}
     assert rows == {name for name, kind in STRATEGIES.items() if kind.averages != "pushes"}
 
@@ -457,11 +459,20 @@ def test_nothing_is_left_behind() -> None:
 # -- errors ---------------------------------------------------------------------------------------
 
 
+class Pushing(Strategy):
+    """In a way of its own."""
+
+    averages: ClassVar[Averages] = "pushes"
+
+    def due(self, worker: Worker) -> bool:
+        return False
+
+
 CASES: list[dict[str, Any]] = [
     {"strategy": "bsp", "node_group": "auto"},
     {"strategy": "bsp", "node_group": "other"},
     {"strategy": "streaming", "node_group": "auto"},
-    {"strategy": "downpour", "node_group": "auto"},
+    {"strategy": Pushing(), "node_group": "auto"},
     {"strategy": "local:period=2", "node_group": "auto", "wire": "auto"},
     {"strategy": "bsp", "node_group": "auto", "on_failure": "continue"},
     {"strategy": "bsp", "node_group": "auto", "distance_every": 4},
@@ -501,7 +512,7 @@ TEXTS_OF_ERRORS = [
     'rank 0: node_group="auto" reads LOCAL_RANK',
     "rank 0: node_group must be",
     "the workers of a node would get different models: streaming",
-    "the workers of a node would get different models: downpour",
+    "Pushing depends on when messages arrive",
     'the workers of a node would get different models: wire="auto"',
     'on_failure="continue" with node_group',
     "distance_every with node_group",

@@ -6,8 +6,7 @@ others; requests are served in the order in which they have come in. The rank's 
 its shard directly. An answer is a header of three numbers and the values. Nothing is pickled, and
 sizes are checked against the shard.
 
-A worker waits for the answer, or it lets a request run beside its training: ``begin``, and ``take``
-once the answer has come. An activity then waits in its place. One request is under way at a time.
+Where a request runs beside the training, an activity waits for the answer in the worker's place.
 This long file is a worker's end, whole; what a serving rank does is in ``serving``.
 """
 
@@ -18,10 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from offbeat.fabric.handle import Completed, Handle, explained
 from offbeat.fabric.host import Promise
 from offbeat.fabric.link import Pushes, open_links
+from offbeat.fabric.server import Server
 from offbeat.fabric.service import ANSWER, REQUEST, VALUES, AllAnswers, read_answer
 from offbeat.fabric.serving import Serving
 from offbeat.fabric.shard import NEVER, Answer, Request, RequestKind, Rule, Shard
@@ -37,30 +38,20 @@ def places_of(elements: int, servers: int) -> list[slice]:
     return [slice(a, b) for a, b in itertools.pairwise(ends)]
 
 
-class ParameterServer:
+class ParameterServer(Server):
     """This worker's end of a vector that is kept in shards by ``servers``.
 
     A collective: all workers make it alike, with the same ``initial`` values.
 
     Args:
         team: The workers.
-        initial: The vector's first value, 1-D, on the CPU; afterwards ``values``, the place where
-            a worker puts what it pushes and finds what it pulled.
+        initial: The vector's first value, 1-D, on the CPU; afterwards ``values``.
         servers: The ranks that keep a shard; None is all of them, so that no link carries all.
         rule: Makes the rule of a shard.
         precision: How values travel to and from the shards of other ranks; those so short that
             rounding would not make them shorter go as they are.
         pushes: What goes to the shards: "changes", answered with the model, or "models", answered
             with a change. Over a lossy wire changes are staged by ``hand_over``.
-
-    Attributes:
-        values: 1-D; written and read between ``stage`` and the next request, or after ``take``.
-            Where changes are pushed over a lossy wire they are what was last pulled.
-        shard: This rank's, if it serves.
-        view: In which it was made: it serves no other.
-        members: Of that view.
-        pushed: How often this worker has begun to push, to all shards alike.
-        pulled_bytes: Bytes of the answers this worker has asked other ranks for.
 
     *Memory*: ``values``; a server has its shard, and a buffer of its size for each other rank: two
     copies of the vector in all for each rank where all serve. Over a lossy wire it has a mirror and
@@ -80,12 +71,12 @@ class ParameterServer:
         pushes: Pushes = "changes",
     ) -> None:
         self._team, self.view, self.members = team, team.view, team.members
-        self.pushed = 0
+        self._pushed = 0
         self.servers = list(team.ranks) if servers is None else list(servers)
         self.values = initial
         self._places = places_of(initial.numel(), len(self.servers))
         self._sent: list[Handle[Tensor]] = []  # of the last push
-        self.pulled_bytes = 0
+        self._pulled_bytes = 0
         self._requests = 0
         self._meetings = 0
         self._left = False
@@ -114,20 +105,30 @@ class ParameterServer:
 
     # -- the worker's side -----------------------------------------------------------------------
 
+    @override
     def stage(self) -> Tensor:
-        """``values``, free to be written: the last push has left."""
         for handle in self._sent:
             handle.wait()
         self._sent = []
         return self.values
 
     @property
+    @override
     def lossy(self) -> bool:
-        """Whether anything that this worker sends is rounded."""
         return bool(self._links)
 
+    @property
+    @override
+    def pushed(self) -> int:
+        return self._pushed
+
+    @property
+    @override
+    def pulled_bytes(self) -> int:
+        return self._pulled_bytes
+
+    @override
     def hand_over(self, changes: Tensor) -> None:
-        """Stage changes; those that rounding keeps from the next push stay in ``changes``."""
         self.stage()
         for i, place in enumerate(self._places):
             part = changes[place]
@@ -137,42 +138,31 @@ class ParameterServer:
                 self.values[place].copy_(part)
                 part.zero_()
 
+    @override
     def push(self, *, clock: int = -1) -> None:
-        """Send ``values`` and go on. They must not be written before ``stage``."""
         self._start("push", clock=clock)
 
+    @override
     def push_last(self, *, clock: int = -1) -> None:
-        """Send ``values`` as they are, whatever the wire, and go on. Only looks may follow."""
         self._start("last", clock=clock)
 
+    @override
     def push_pull(self, *, clock: int = -1, least: int = -NEVER) -> Handle[Answer]:
-        """Send ``values`` and start to replace them by what the rule answers.
-
-        Args:
-            clock: This worker's clock from now on.
-            least: Wait until the slowest worker's clock is at least this.
-        """
         return self._start("push_pull", clock=clock, least=least)
 
+    @override
     def pull(self, *, least: int = -NEVER) -> Handle[Answer]:
-        """Start to replace ``values`` by the vector."""
         return self._start("pull", least=least)
 
+    @override
     def look(self) -> Tensor:
-        """The vector as it is, whatever the wire, in a tensor of its own.
-
-        ``values`` and ``pulled_bytes`` stay as they are.
-        """
-        seen, pulled = torch.empty_like(self.values), self.pulled_bytes
+        seen, pulled = torch.empty_like(self.values), self._pulled_bytes
         self._start("look", into=seen).wait()
-        self.pulled_bytes = pulled
+        self._pulled_bytes = pulled
         return seen
 
+    @override
     def wait_for(self, clock: int) -> None:
-        """Wait until the slowest worker's clock is at least this.
-
-        A time-out counts from the last time that it rose.
-        """
         self._require_service()
         nothing = self.values[:0]
         for i in range(len(self.servers)):
@@ -184,22 +174,12 @@ class ParameterServer:
     # -- requests beside the training ------------------------------------------------------------
 
     @property
+    @override
     def free(self) -> bool:
-        """Whether nothing is under way, and no answer waits to be taken: ``values`` are free."""
         return self._begun is None and self._answer is None
 
+    @override
     def begin(self, kind: RequestKind, *, clock: int = -1, least: int = -NEVER) -> None:
-        """Start a request that nobody waits for before ``take``; the server must be ``free``.
-
-        ``values`` must be left alone until then. A request with ``least`` is answered when the
-        slowest worker's clock is that, however long it takes; the time-out is that of ``take``.
-        Any other is answered at once, or it fails after the time-out of an operation.
-
-        Args:
-            kind: "push", "pull" or "push_pull".
-            clock: See ``push_pull``.
-            least: See ``push_pull``.
-        """
         assert self.free, "an answer was not taken"
         waits = least > -NEVER
         answers = self._start(kind, beside=True, patient=waits, clock=clock, least=least)
@@ -221,12 +201,8 @@ class ParameterServer:
         self._begun, self._what = begun, f"{kind} at the parameter server"
         self._team.host.spawn(wait, what=f"{kind} at the server")
 
+    @override
     def settle(self, *, now: bool = False) -> None:
-        """Wait until what was begun has ended; its answer stays to be taken.
-
-        Args:
-            now: It shall be answered at once, whatever clock it is waiting for.
-        """
         if now and self._begun is not None and not self._begun.fulfilled:
             request = Request("release", self._team.rank)
             for i in range(len(self.servers)):
@@ -237,26 +213,21 @@ class ParameterServer:
                 raise explained(outcome)
             self._begun, self._answer = None, outcome
 
-    def take(self, *, wait: bool = False) -> Answer | None:
-        """The answer to what was begun, if it has come; with ``wait``, when it has come.
-
-        ``values`` are then those of the answer. None also where nothing was begun.
-        """
+    def answer(self, *, wait: bool = False) -> Answer | None:
+        """What ``take`` would give, and will: it stays to be taken."""
         if self._begun is not None and (wait or self._begun.fulfilled):
             self.settle()
-        answer, self._answer = self._answer, None
+        return self._answer
+
+    @override
+    def take(self, *, wait: bool = False) -> Answer | None:
+        answer, self._answer = self.answer(wait=wait), None
         return answer
 
     # -- meeting and leaving ---------------------------------------------------------------------
 
+    @override
     def arrive(self) -> int:
-        """Wait until everyone has arrived. Meanwhile nobody waits for this worker's clock.
-
-        What was begun has been answered then, whatever clock it was waiting for; the answer stays
-        to be taken. Returns the slowest worker's clock.
-
-        A time-out counts from the last sign of life of any other worker at this server.
-        """
         meeting, self._meetings = self._meetings, self._meetings + 1
         self._require_service()
         first = Request("arrive", self._team.rank, meeting=meeting)
@@ -277,8 +248,8 @@ class ParameterServer:
             self._answer = replace(self._answer, clock=min(self._answer.clock, *clocks))
         return min(clocks)
 
+    @override
     def leave(self) -> None:
-        """The last request: the servers' threads end when all workers have left."""
         if not self._left:
             self._left = True
             for server in self.servers:
@@ -290,8 +261,8 @@ class ParameterServer:
 
     # -- checkpoints -----------------------------------------------------------------------------
 
+    @override
     def begin_anew(self, vector: Tensor) -> None:
-        """``vector``, the same on all workers, is the initial value. Nothing was pushed yet."""
         self.values.copy_(vector)
         for i, link in self._links.items():
             link.mirror.copy_(vector[self._places[i]])
@@ -299,8 +270,8 @@ class ParameterServer:
             own = vector[self._places[self.servers.index(self._team.rank)]]
             self.shard.begin_anew(own)
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """This worker's end and its shard, while no request is under way."""
         answer, models = self._answer, self._pushes == "models"
         pulled = answer is not None or (self.lossy and not models)
         mirrors = {i: link.mirror.clone() for i, link in self._links.items()} if models else {}
@@ -309,18 +280,18 @@ class ParameterServer:
             "values": self.values.clone() if pulled else None,
             "mirrors": mirrors,
             "answer_clock": None if answer is None else answer.clock,
-            "pulled_bytes": self.pulled_bytes,
+            "pulled_bytes": self._pulled_bytes,
         }
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict()``."""
         if self.shard is not None:
             self.shard.load_state_dict(state["shard"])
         if state["values"] is not None:
             self.values.copy_(state["values"])
         for i, mirror in state["mirrors"].items():
             self._links[i].mirror.copy_(mirror)
-        clock, self.pulled_bytes = state["answer_clock"], state["pulled_bytes"]
+        clock, self._pulled_bytes = state["answer_clock"], state["pulled_bytes"]
         self._answer = None if clock is None else Answer(clock)
 
     # -- messages --------------------------------------------------------------------------------
@@ -343,7 +314,7 @@ class ParameterServer:
             patient: Whether it may take as long as it likes.
             settings: Others of ``Request``.
         """
-        self.pushed += kind in ("push", "push_pull", "last")
+        self._pushed += kind in ("push", "push_pull", "last")
         self._require_service()
         self.stage()
         vector = self.values if into is None else into
@@ -407,7 +378,7 @@ class ParameterServer:
         header = fabric.receive(numbers, source=server, tag=tag, what=what, patient=patient)
         if request.kind in ("arrive", "clock"):
             return header.then(read_answer)
-        self.pulled_bytes += message.nbytes
+        self._pulled_bytes += message.nbytes
         values = fabric.receive(message, source=server, tag=tag + 1, what=what, patient=patient)
 
         def read(_: object) -> Answer:

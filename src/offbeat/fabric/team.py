@@ -101,6 +101,29 @@ class Team:
         sums: list[float] = inside.sum(own, what="sum over shards").wait().tolist()
         return sums
 
+    def agree(self, *values: float) -> list[float]:
+        """The maximum of each number over the workers of this node, who call this alike.
+
+        Without a node the values themselves. Blocks; waiting counts as that for other nodes.
+        """
+        if self.node is None:
+            return list(values)
+        own = torch.tensor(values, dtype=torch.float64, device=self.node.inside.control_device)
+        started = self.host.now()
+        most = self.node.inside.maximum(own, what="agreement of a node").wait()
+        self.account.waited(self.host.now() - started)
+        agreed: list[float] = most.tolist()
+        return agreed
+
+    def across(self) -> "Team":
+        """This worker and its counterparts in the other nodes, as a team of their own.
+
+        For messages, which nodes do not have. The ranks are those of the nodes; bytes and waits
+        count in this team's account.
+        """
+        assert self.node is not None, "there are no nodes"
+        return Team(self.node.across, account=self.account.own())
+
     @property
     def uncounted(self) -> Communicator:
         """The communicator for activities beside the training: bytes and waits of their own."""

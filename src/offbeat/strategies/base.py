@@ -110,6 +110,15 @@ class Strategy(ABC):
         """
         return self.rounds != "boundary" and self.averages != "pushes"
 
+    @property
+    def keeps_nodes(self) -> bool:
+        """Whether the workers of a node get the same models, whatever arrives when at which one.
+
+        Else ``attach(..., node_group=…)`` refuses it. By default it does if it is ``repeatable``;
+        one that is not may agree inside the node on what has arrived: ``worker.team.agree``.
+        """
+        return self.repeatable
+
     divides: ClassVar[bool] = False
     """Whether it cuts the model into parts by how much of it a worker holds.
 

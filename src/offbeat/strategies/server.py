@@ -15,7 +15,9 @@ from offbeat.arguments import require_integer
 from offbeat.errors import OffbeatError
 from offbeat.fabric.link import Pushes
 from offbeat.fabric.parameter_server import ParameterServer, places_of
+from offbeat.fabric.server import Server
 from offbeat.fabric.shard import Rule
+from offbeat.fabric.sliced_server import SlicedServer
 from offbeat.means.replica import as_real, read, staging_dtype, unpack
 from offbeat.significance import squared_norm
 from offbeat.strategies.base import Averages, NonFinite, Roll, Strategy, Worker, transient
@@ -27,7 +29,7 @@ logger = logging.getLogger("offbeat")
 class ServerState:
     """The worker's end of the server, and what the checkpoint holds of it."""
 
-    server: ParameterServer = transient()
+    server: Server = transient()
     tensors: list[Tensor] = transient()  # the model's parameters, in the order of the vector
     warned: bool = transient(default=False)  # of a push that is not finite
     saved: dict[str, Any] = field(default_factory=dict)  # the server, as it was when last saved
@@ -46,6 +48,9 @@ class ServerStrategy(Strategy):
     of the model keep with their sender what rounding took away; models go as their difference to a
     mirror that both ends keep. Looks, and what ``finish`` pushes of changes, travel as they are.
 
+    In nodes of several workers each worker of a node has the server's model for one slice of the
+    vector, together with its counterparts in the other nodes, and ``servers`` are numbers of nodes.
+
     Args:
         servers: The ranks that keep a shard of the model each, as in ``(0, 1)``, ``0/1`` in the
             text form; None is all of them, so that no single link carries everything.
@@ -56,6 +61,7 @@ class ServerStrategy(Strategy):
     pushes: ClassVar[Pushes] = "changes"
     """What workers send to the server; over a lossy wire it matters."""
     meets: ClassVar[bool] = False
+    keeps_nodes = True
     continues: ClassVar[bool] = True
     servers: tuple[int, ...] | None = None
 
@@ -98,7 +104,8 @@ class ServerStrategy(Strategy):
         if isinstance(worker.state, ServerState) and worker.state.server.view == team.view:
             worker.state.server.begin_anew(vector)
             return ServerState(worker.state.server, tensors)
-        server = ParameterServer(
+        several = team.node is not None  # workers in each node, which hold the same bits
+        server = (SlicedServer if several else ParameterServer)(
             team,
             vector,
             servers=servers or None,

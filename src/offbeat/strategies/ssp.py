@@ -114,9 +114,9 @@ class SSP(ServerStrategy):
     def iterated(self, worker: Worker) -> bool:
         """Add up the update, take what has come, send what can be sent, wait at the bound."""
         state: SSPState = worker.state
-        if worker.size == 1 and state.server.shard is not None:
-            # Not by way of a difference, which rounds.
-            read(state.tensors, state.server.shard.values)
+        if worker.size == 1:  # not by way of a difference, which rounds
+            read(state.tensors, state.server.values)
+            state.server.begin_anew(state.server.values)
             state.sum.zero_()
             state.unsent, worker.has_news = 0, False
             return True

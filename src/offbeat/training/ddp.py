@@ -24,7 +24,7 @@ from offbeat.strategies.base import Strategy
 
 logger = logging.getLogger("offbeat")
 _Kind = TypeVar("_Kind", bound=nn.Module)
-_WITHOUT_DDP = "or let one group hold all workers, without DistributedDataParallel"
+_ADVICE = "or let one group hold all workers, without DistributedDataParallel"
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -169,13 +169,14 @@ def _silence(wrapper: DistributedDataParallel, args: object = None) -> None:
     wrapper.require_forward_param_sync = False  # that of the buffers before each pass
 
 
-def require_repeatable(strategy: Strategy, wire: Precision, advice: str = _WITHOUT_DDP) -> None:
-    """Raise unless all workers of a node compute the same, whenever messages arrive.
+def require_repeatable(strategy: Strategy, wire: Precision) -> None:
+    """Raise unless all workers of a node compute the same, each with its own group.
+
+    They know nothing of each other, so nothing may depend on when messages arrive.
 
     Args:
         strategy: What averages.
         wire: As given to ``attach``.
-        advice: What else would do.
 
     Raises:
         AttachError: what they compute depends on when messages arrive.
@@ -184,12 +185,12 @@ def require_repeatable(strategy: Strategy, wire: Precision, advice: str = _WITHO
         raise AttachError(
             f"the workers of a node would get different models: {strategy} depends on when "
             "messages arrive, and their gradients are averaged in each step for one model. "
-            f"Use BSP, LocalSGD, SelSync, DiLoCo, FedAvg or a cyclic schedule, {advice}"
+            f"Use BSP, LocalSGD, SelSync, DiLoCo, FedAvg or a cyclic schedule, {_ADVICE}"
         )
     if wire == "auto":
         raise AttachError(
             'the workers of a node would get different models: wire="auto" chooses by how long '
-            f"each group waits. Name a precision, {advice}"
+            f"each group waits. Name a precision, {_ADVICE}"
         )
 
 

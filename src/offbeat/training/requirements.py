@@ -13,7 +13,6 @@ from offbeat.errors import AttachError
 from offbeat.fabric.wire import Precision, require_precision
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.streaming import StreamingAveraging
-from offbeat.training.ddp import require_repeatable
 
 _LEAST_SECONDS, _YEAR_SECONDS = 0.001, 31_536_000
 
@@ -36,7 +35,17 @@ def require_nodes(
             "distance_every with node_group: when it measures depends on when messages arrive, "
             "which differs between the workers of a node; leave one of them away"
         )
-    require_repeatable(strategy, wire, "or leave node_group away")
+    if not strategy.keeps_nodes:
+        raise AttachError(
+            f"the workers of a node would get different models: {strategy} depends on when "
+            "messages arrive, which differs between them. Use BSP, LocalSGD, SelSync, DiLoCo, "
+            "FedAvg, SSP, Downpour, EASGD or a cyclic schedule, or leave node_group away"
+        )
+    if wire == "auto":
+        raise AttachError(
+            'the workers of a node would get different models: wire="auto" chooses by how long '
+            "each of them waits. Name a precision, or leave node_group away"
+        )
 
 
 def require_timeout(seconds: float, name: str = "timeout_seconds") -> None:

@@ -194,6 +194,11 @@ def shards_of(
             f"{used[0]} with a model that fully_shard has divided: each worker sees its shards "
             "alone; leave it away, or attach the model whole"
         )
+    if strategy.averages == "pushes":
+        raise AttachError(
+            f"{strategy} with a model that fully_shard has divided: its parameter server keeps "
+            "slices of the whole model; attach the model whole, or use another strategy"
+        )
     if strategy.divides:
         raise AttachError(
             f"{strategy} with a model that fully_shard has divided: it cuts the model into parts, "
