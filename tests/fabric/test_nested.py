@@ -234,3 +234,29 @@ def test_a_lossy_wire_gives_the_bits_of_one_worker_in_each_node(precision: Any) 
     for found in between(2, 2, lambda fabric, place, across: work(fabric)):
         for one, other in zip(found, plain[0], strict=True):
             assert torch.equal(one, other)
+
+
+def test_what_has_ended_is_what_the_node_has_agreed_on() -> None:
+    """Or what has been waited for; before the first agreement, whatever has ended."""
+
+    def work(fabric: NodeCommunicator, place: int, across: Recording) -> Any:
+        twin, x = fabric.twin(), torch.ones(2)
+        first = fabric.sum(x.clone(), what="a")
+        at_once = first.done()
+        fabric.host.sleep(1.0, "until it has ended")
+        found = [at_once, first.done(), fabric.ended()]
+        more = [fabric.sum(x.clone(), what="b"), twin.sum(x.clone(), what="c")]
+        third = fabric.sum(x.clone(), what="d")
+        fabric.host.sleep(1.0, "until they have ended")
+        found += [fabric.ended()]
+        for agreed in ([0, 0], [2, 0], [1, 1]):  # what was done once stays so
+            fabric.agree(iter(agreed))
+            found.append([one.done() for one in (first, *more, third)])
+        third.wait()
+        return [*found, [one.done() for one in (first, *more, third)]]
+
+    for found in between(2, 2, work):
+        assert found == [
+            *(False, True, [1, 0], [3, 1]),
+            *([False] * 4, [True, True, False, False], [True, True, True, False], [True] * 4),
+        ]

@@ -29,7 +29,7 @@ def test_a_label_is_what_was_typed(text: str) -> None:
     ("text", "label"),
     [
         ("bsp --wire float32", "bsp"),
-        ("streaming --wire auto", "streaming"),
+        ("streaming --wire int2", "streaming"),
         ("streaming --wire float32", "streaming --wire float32"),
         ("streaming:schedule=cyclic --wire float32", "streaming:schedule=cyclic"),
         ("nowhere:Known --wire float32", "nowhere:Known --wire float32"),

@@ -199,7 +199,7 @@ def test_compare_under_torchrun(spirals: Path, monkeypatch: pytest.MonkeyPatch) 
     code, out, err = ended(
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         *("-m", "offbeat.cli", "compare", "spirals.py", "--epochs", "0.2", "--output", "out"),
-        *("-s", "bsp", "-s", "local:period=3 --lr-scale 0.5", "--workers", "7", "--seeds", "2"),
+        *("-s", "bsp", "-s", "local:period=3 --lr-scale 0.5", "--seeds", "2"),
     )
     assert code == 0, err
     assert "Traceback" not in err

@@ -293,17 +293,14 @@ def test_no_more_is_sent_than_a_tenth_of_the_time_allows() -> None:
     """A part that takes 4 ms to launch and land, in steps of 100 ms: 2.5; for nothing: all."""
     pace = Pace()
     for step in range(100):
-        pace.step(0.1 * step, 8)
-        if step >= 50:
-            pace.spent(0.002)
-            pace.allowance = 0.0
-    pace.step(10.0, 8)
+        pace.step(0.1 * step, [0.002, 0.002] if step > 50 else [], 8)
+        pace.allowance = 0.0
+    pace.step(10.0, [0.002], 8)
     assert pace.allowance == pytest.approx(2.5)
     assert pace.step_seconds == pytest.approx(0.1)
     free = Pace()
-    free.step(0.0, 8)
-    free.step(0.1, 8)
-    free.step(0.2, 8)
+    for step in range(3):
+        free.step(0.1 * step, [], 8)
     assert free.allowance == 16, "of this step and the next"
 
 

@@ -146,8 +146,7 @@ def test_a_node_is_one_worker_that_has_the_data_of_all_of_its_own() -> None:
 
 
 def test_every_strategy_that_can_train_in_nodes_has_a_row() -> None:
-    """Of those whose default depends on time another schedule can; servers have test_server_nodes.
-    """
+    """Servers have test_server_nodes, and eager schedules test_eager_nodes."""
     rows = {text.partition(":")[0] for text in TEXTS}
     assert rows == {name for name, kind in STRATEGIES.items() if kind.averages != "pushes"}
 
@@ -471,7 +470,6 @@ class Pushing(Strategy):
 CASES: list[dict[str, Any]] = [
     {"strategy": "bsp", "node_group": "auto"},
     {"strategy": "bsp", "node_group": "other"},
-    {"strategy": "streaming", "node_group": "auto"},
     {"strategy": Pushing(), "node_group": "auto"},
     {"strategy": "local:period=2", "node_group": "auto", "wire": "auto"},
     {"strategy": "bsp", "node_group": "auto", "on_failure": "continue"},
@@ -511,7 +509,6 @@ def refused(rank: int, size: int) -> Any:
 TEXTS_OF_ERRORS = [
     'rank 0: node_group="auto" reads LOCAL_RANK',
     "rank 0: node_group must be",
-    "the workers of a node would get different models: streaming",
     "Pushing depends on when messages arrive",
     'the workers of a node would get different models: wire="auto"',
     'on_failure="continue" with node_group',
@@ -551,7 +548,7 @@ def test_nodes_are_in_the_order_of_their_first_rank() -> None:
     ("case", "part"),
     [
         ({"strategy": "bsp", "node_group": "other"}, 'node_group must be "auto"'),
-        *zip(CASES[2:], TEXTS_OF_ERRORS[2:7], strict=True),
+        *zip(CASES[2:], TEXTS_OF_ERRORS[2:6], strict=True),
     ],
 )
 def test_the_simulator_refuses_the_same(case: dict[str, Any], part: str) -> None:
@@ -562,28 +559,6 @@ def test_the_simulator_refuses_the_same(case: dict[str, Any], part: str) -> None
     for kinds, text in simulated(work, workers=4, workers_per_node=2):
         assert "AttachError" in kinds
         assert part in text
-
-
-def test_the_default_in_nodes_is_cyclic() -> None:
-    """The eager one would be refused. τ/2 = 32 steps are a cycle, after which parts land."""
-
-    def train(strategy: Any) -> list[Any]:
-        def work(rank: int, size: int) -> Any:
-            model = make_model(rank)
-            optimizer = sgd(model)
-            sync = offbeat.attach(model, optimizer, strategy, node_group="auto")
-            for step in range(70):
-                train_step(model, optimizer, make_batch(rank, step))
-            sync.finish()
-            return flat(model), sync.stats.details["landings"]
-
-        return simulated(work, workers=4, workers_per_node=2)
-
-    usual, cyclic = train(None), train(offbeat.StreamingAveraging(schedule="cyclic"))
-    for (one, landings), (other, _) in zip(usual, cyclic, strict=True):
-        assert torch.equal(one, other)
-        assert torch.equal(one, usual[0][0])
-        assert landings > 1
 
 
 def test_simulated_nodes_of_one_worker_are_none() -> None:

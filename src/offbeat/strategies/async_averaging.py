@@ -100,6 +100,8 @@ class AsyncAveraging(Strategy):
     outer_momentum: float = setting(0.0, least=0, below=1)
     discrepancy_every: int | None = setting(None, least=1)
 
+    keeps_nodes = True
+
     @property
     @override
     def repeatable(self) -> bool:
@@ -137,6 +139,8 @@ class AsyncAveraging(Strategy):
     def iterated(self, worker: Worker) -> bool:
         """Eager: apply a merge that has arrived; wait for it only at the bound."""
         state: AsyncState = worker.state
+        if self.schedule == "eager":
+            worker.team.agree()
         past = worker.step - state.merged_step
         state.staleness[past] = state.staleness.get(past, 0) + 1
         worker.record["staleness"] = past

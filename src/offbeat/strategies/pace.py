@@ -47,6 +47,7 @@ class Pace:
         part_seconds: Of launching and landing a part, waiting left out; likewise.
         allowance: Parts that it may launch without spending too much of its time on it.
         stepped: When the last step ended, on the worker's clock.
+        spent: Seconds on each launch and landing of a part since then, waiting left out.
     """
 
     window: int = _LEAST_WINDOW
@@ -62,9 +63,18 @@ class Pace:
     part_seconds: float = 0.0
     allowance: float = 0.0
     stepped: float | None = transient(default=None)
+    spent: list[float] = transient(default_factory=list)
 
-    def step(self, now: float, parts: int) -> None:
-        """An own step has ended; a part's cost is allowed for by the time that it took."""
+    def step(self, now: float, spent: Sequence[float], parts: int) -> None:
+        """An own step has ended; a part's cost is allowed for by the time that it took.
+
+        Args:
+            now: On the worker's clock, which is that of its node.
+            spent: As noted since the last one ended; of a node the most of each.
+            parts: How many there are.
+        """
+        for seconds in spent:
+            self.part_seconds = _smooth(self.part_seconds, 2 * seconds)
         if self.stepped is not None:
             took = now - self.stepped
             if self.step_seconds:  # an evaluation between two steps is not a step
@@ -76,10 +86,6 @@ class Pace:
             more = min(more, _MOST_SHARE * self.step_seconds / self.part_seconds)
         # What is asked for now is launched after the next step.
         self.allowance = min(self.allowance + more, max(1.0, 2 * more))
-
-    def spent(self, seconds: float) -> None:
-        """On the launch or the landing of a part."""
-        self.part_seconds = _smooth(self.part_seconds, 2 * seconds)
 
     def resize(self, ages: Sequence[int], parts: int, *, prompt: int) -> None:
         """More parts under way if the link has nothing left to do, fewer if they queue for it.

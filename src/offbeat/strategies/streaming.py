@@ -113,9 +113,9 @@ class StreamingAveraging(Strategy):
     ``schedule="eager"``: parts are launched in turn, so many that the link never runs dry (the
     workers agree on how many as they go), and land at the first step boundary after they have
     arrived. The default ``wire`` is "int2"; with "auto" they are sent as exactly as lets the model
-    pass in a few steps, see ``Pace``. ``schedule="cyclic"``: parts are launched in turn, the whole model in
-    at most β = τ/2 own steps; each lands just before it is launched again, and is waited for if
-    need be: the same bits in every run.
+    pass in a few steps, see ``Pace``. ``schedule="cyclic"``: parts are launched in turn, the whole
+    model in at most β = τ/2 own steps; each lands just before it is launched again, and is waited
+    for if need be: the same bits in every run.
 
     Args:
         parts: How many, of equal bytes (1 to 1024). "auto": as many as have 4 MiB, at most 4;
@@ -146,6 +146,8 @@ class StreamingAveraging(Strategy):
     staleness: int = setting(64, least=1)
     schedule: Literal["eager", "cyclic"] = "eager"
     outer_gain: float | Literal["auto"] = setting("auto", least=1)
+
+    keeps_nodes = True
 
     @property
     @override
@@ -230,21 +232,23 @@ class StreamingAveraging(Strategy):
     def iterated(self, worker: Worker) -> bool:
         """Eager: land what has arrived, and wait only at the bound; launch what had to wait."""
         state: StreamingState = worker.state
-        state.unsent, state.pausing = len(state.parts), False
+        pace, state.unsent, state.pausing = state.pace, len(state.parts), False
         past = worker.step - state.fresh_step
         state.staleness[past] = state.staleness.get(past, 0) + 1
         worker.record["staleness"] = past
         landed = False
         if self.schedule == "eager":
+            now, *spent = worker.team.agree(worker.team.host.now(), *pace.spent)
+            pace.spent.clear()
             while state.flying and (
                 state.parts[state.flying[0]].arrived() or self._at_bound(worker)
             ):
                 landed = self._land(worker)
-            state.pace.step(worker.team.host.now(), len(state.parts))
+            pace.step(now, spent, len(state.parts))
             ages = [worker.step - state.parts[part].launched_step for part in state.flying]
             # Workers are half a step apart, and a second stage starts at a boundary.
-            stages = 1 + worker.wire.second_stage(state.pace.precision)
-            state.pace.resize(ages, len(state.parts), prompt=1 + stages)
+            stages = 1 + worker.wire.second_stage(pace.precision)
+            pace.resize(ages, len(state.parts), prompt=1 + stages)
             self._launch(worker, wait=False)
         self._report(worker)
         return landed
@@ -390,7 +394,7 @@ class StreamingAveraging(Strategy):
                 precision=launch.precision,
                 momentum=launch.round.then(partial(self._momentum, worker, launch.part)),
             )
-            state.pace.spent(worker.team.host.now() - began)
+            state.pace.spent.append(worker.team.host.now() - began)
             state.pace.allowance -= 1
             state.unsent = max(0, state.unsent - 1)
             worker.has_news = state.unsent > 0
@@ -404,7 +408,7 @@ class StreamingAveraging(Strategy):
         part.wait()
         began = worker.team.host.now()
         part.land(worker.step)
-        state.pace.spent(worker.team.host.now() - began)
+        state.pace.spent.append(worker.team.host.now() - began)
         state.flying.pop(0)
         state.landings += 1
         state.pace.land(worker.step)

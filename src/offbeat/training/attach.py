@@ -68,8 +68,7 @@ def attach(
         optimizer: The optimizer that moves them, or a list of optimizers. Inside a wrapper of
             Accelerate, Lightning, Fabric or Opacus it is found.
         strategy: When to synchronize, for example ``offbeat.SelSync()``. None is
-            ``offbeat.StreamingAveraging()``, which has nothing to tune; with ``node_group`` that
-            of the cyclic schedule.
+            ``offbeat.StreamingAveraging()``, which has nothing to tune.
         group: The process group of the workers; None is the default group. Or a transport of your
             own, which makes a communicator: see ``offbeat.fabric.Transport``.
         node_group: The process group of this worker's node, whose workers are joined by a fast
@@ -79,10 +78,10 @@ def attach(
             carries an equal part of what the node sends, which is what ``stats`` counts. All nodes
             have as many workers, which take as many steps. The model may be one that
             ``fully_shard`` has divided over a mesh of the node's workers: each of them trains its
-            shards with its counterparts, and torch averages the gradients inside. Not with
-            strategies that depend on when messages arrive (eager schedules, parameter servers),
-            ``wire="auto"``, ``distance_every``, data injection and ``on_failure="continue"``.
-            None: there are none.
+            shards with its counterparts, and torch averages the gradients inside; not with
+            strategies that depend on when messages arrive (eager schedules, parameter servers).
+            With none of these are ``distance_every``, data injection, ``on_failure="continue"``
+            and, but for ``StreamingAveraging``, ``wire="auto"``. None: there are none.
         scaler: The GradScaler in use, if any. Iterations then count even where it skips a step.
         optimizer_state: "local" leaves each optimizer's state (momentum, second moments) as it is.
             "average" averages it whenever all workers wait for a mean of models, with
@@ -151,8 +150,8 @@ def attach(
         CommunicationError: a worker did not take part.
         TypeError, ValueError: an argument that is none of the above.
     """
-    if strategy is None:  # inside a node nothing may depend on when messages arrive
-        strategy = StreamingAveraging(schedule="eager" if node_group is None else "cyclic")
+    if strategy is None:
+        strategy = StreamingAveraging()
     if not isinstance(strategy, Strategy):
         raise TypeError(
             f"strategy must be a strategy such as offbeat.SelSync(), got {strategy!r}; "

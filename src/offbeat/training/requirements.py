@@ -38,10 +38,10 @@ def require_nodes(
     if not strategy.keeps_nodes:
         raise AttachError(
             f"the workers of a node would get different models: {strategy} depends on when "
-            "messages arrive, which differs between them. Use BSP, LocalSGD, SelSync, DiLoCo, "
-            "FedAvg, SSP, Downpour, EASGD or a cyclic schedule, or leave node_group away"
+            'messages arrive, which differs between them; it has to agree on it, see "Writing a '
+            'strategy" (keeps_nodes), or leave node_group away'
         )
-    if wire == "auto":
+    if wire == "auto" and not strategy.chooses:
         raise AttachError(
             'the workers of a node would get different models: wire="auto" chooses by how long '
             "each of them waits. Name a precision, or leave node_group away"

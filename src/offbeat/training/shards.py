@@ -199,6 +199,12 @@ def shards_of(
             f"{strategy} with a model that fully_shard has divided: its parameter server keeps "
             "slices of the whole model; attach the model whole, or use another strategy"
         )
+    if not strategy.repeatable:
+        raise AttachError(
+            f"{strategy} with a model that fully_shard has divided: it depends on when messages "
+            "arrive, which differs between the workers that hold a shard each; use a cyclic "
+            "schedule, or attach the model whole"
+        )
     if strategy.divides:
         raise AttachError(
             f"{strategy} with a model that fully_shard has divided: it cuts the model into parts, "
