@@ -290,8 +290,32 @@ def test_nodes_agree_with_the_simulator(
     assert sent - left_out - 1 <= told <= sent + 1
 
 
+SERVERS_IN_NODES = [
+    Row("ssp:staleness=0"),
+    Row("ssp:staleness=3", 12),
+    Row("ssp:staleness=3,refresh=lazy", 3, FAST),
+    Row("downpour", 12),
+    Row("downpour:push_every=1,fetch_every=5", 5, FAST),
+    Row("downpour:push_every=4,fetch_every=2,server_optimizer=adagrad,server_lr=0.1", 4),
+    Row("easgd:period=4", 4),
+    Row("easgd:period=4,synchronous=true", 4, FAST),
+]
+
+
+@pytest.mark.parametrize("wire", ["float32", pytest.param("int8", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("row", some(SERVERS_IN_NODES, 1, 4, 6), ids=str)
+def test_servers_between_nodes_agree_with_the_simulator(
+    row: Row, wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a header for each worker of a node, and what it waits for until all have an answer."""
+    told, sent = compare(row, 4, wire, monkeypatch, nodes=True)
+    assert told == pytest.approx(sent, rel=1e-4)
+
+
 def test_every_strategy_is_forecast() -> None:
     rows = {parse_strategy(row.text).name for row in AVERAGING + SERVERS}
+    nodes = {parse_strategy(row.text).name for row in IN_NODES + SERVERS_IN_NODES}
+    assert nodes == rows
     assert rows == set(STRATEGIES)
     assert all(row.why for row in AVERAGING + SERVERS if row.within > 0.005)
 

@@ -277,23 +277,31 @@ class Downpour(ServerStrategy):
 
     @override
     def forecast(self, costs: Costs) -> Forecast:
-        """Nobody waits: step = t. How often a request fits in is played (``_requests``)."""
+        """Nobody waits: step = t. How often a request fits in is played (``_requests``).
+
+        A node of several workers agrees twice a step on whether an answer has come, while one is
+        under way, and puts it together; over a lossy wire what rounding has kept of G, too.
+        """
         server = costs.server(self.servers)
         seconds: dict[RequestKind, float] = {
             "push": server.push_seconds(),
             "pull": server.pull_seconds(),
             "push_pull": server.exchange_seconds(),
         }
-        each = self._requests({kind: costs.steps_for(took) for kind, took in seconds.items()})
-        travels = costs.steps_for(seconds["push_pull"])
+        steps = {kind: costs.steps_for(took) for kind, took in seconds.items()}
+        each, travels = self._requests(steps), steps["push_pull"]
+        agreed = sum(2 * steps[kind] * often for kind, often in each.items())
+        inside = agreed * server.agree_seconds
+        inside += (each["pull"] + each["push_pull"]) * server.landing_seconds
+        inside += (each["push"] + each["push_pull"]) * server.handing_seconds
         return costs.forecast(
             self,
-            step=costs.step_seconds,
+            step=costs.step_seconds + inside,
             apart=max(self.push_every, self.fetch_every, travels) + travels,
             payload=server.sent_bytes(each["push"] + each["push_pull"], each["pull"]),
             copies=3
             + server.copies(self.pushes)
-            + (self.server_optimizer == "adagrad") / server.servers,
+            + (self.server_optimizer == "adagrad") / server.shards,
             note=f"an exchange takes {costs.in_steps(seconds['push_pull'])}; nobody waits for it",
         )
 

@@ -191,10 +191,12 @@ class EASGD(ServerStrategy):
             step = (τ·t + exchange)/τ
             synchronous:  step = (W(τ) + meeting)/τ
 
-        At least what a server's link needs. The seconds are those of ``ServerCosts``.
+        At least what a server's link needs. The seconds are those of ``ServerCosts``; in nodes the
+        answer has still to be put together.
         """
         server, period = costs.server(self.servers), self.period
         exchange = server.meeting_seconds() if self.synchronous else server.exchange_seconds()
+        exchange += server.agree_seconds + server.landing_seconds
         steps = costs.slowest(period) if self.synchronous else period * costs.step_seconds
         alpha = self._alpha(costs.workers)
         moves = costs.workers if self.synchronous else 1
@@ -203,6 +205,6 @@ class EASGD(ServerStrategy):
             step=max(steps + exchange, server.busy_seconds(1, 1)) / period,
             apart=period / alpha,
             payload=server.sent_bytes(1) / period,
-            copies=1 + server.copies(self.pushes) + moves / server.servers,
+            copies=1 + server.copies(self.pushes) + moves / server.shards,
             note=f"spreads an exchange of {costs.in_steps(exchange)} over {period}",
         )

@@ -351,6 +351,7 @@ class Costs:
             self.latency_seconds,
             self.bytes_per_parameter,
             self.wire,
+            self.node,
         )
 
     # -- the forecast ----------------------------------------------------------------------------

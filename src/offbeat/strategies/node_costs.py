@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 from statistics import NormalDist
 
-from offbeat.costs import all_gather_seconds
+from offbeat.costs import all_gather_seconds, all_reduce_seconds
 
 _WIDTH, _REACH = 0.01, 1000  # of the trapezoidal rule, whose error is far below 1e-9 here
 
@@ -30,6 +30,11 @@ class NodeCosts:
         """(L−1)·(α_i + S/(L·B_i)): the parts of a result of S bytes are put together."""
         part, workers = size / self.workers, self.workers
         return all_gather_seconds(part, workers, self.bytes_per_second, self.latency_seconds)
+
+    def agree_seconds(self, numbers: int) -> float:
+        """2(L−1)·(α_i + 8·numbers/(L·B_i)): ``Team.agree``."""
+        network = self.workers, self.bytes_per_second, self.latency_seconds
+        return all_reduce_seconds(8 * numbers, *network)
 
 
 @cache
