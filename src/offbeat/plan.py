@@ -196,8 +196,7 @@ def plan(
     the slowest of its workers has computed and the mean of their gradients is there, in buckets
     that leave during backward. Between nodes the strategy is forecast for N/L workers that take so
     long, and each worker sends 1/L of what it sends. "Idle" is waiting for other nodes, as in
-    ``Stats``; the speed-up knows both. Of the strategies above those that depend on when messages
-    arrive are left out.
+    ``Stats``; the speed-up knows both.
 
     SelSync sends as much as LocalSGD(1/(1−LSSR)), but at other steps. What that gains is in the
     metric, not in the time, so the rule rarely picks it.
@@ -351,13 +350,10 @@ def _suggestions(costs: Costs, wire: Precision | None) -> Iterator[str]:
     yield from (f"local:period={period}" for period in sorted(periods))
     yield f"selsync:target_lssr={costs.lssr:g}"
     usual = StreamingAveraging()
-    if costs.node is None:
-        yield str(replace(usual, staleness=_smallest(usual.staleness, stream_is_enough)))
+    yield str(replace(usual, staleness=_smallest(usual.staleness, stream_is_enough)))
     merge = costs.merge_seconds(costs.model_bytes, math.inf)
     cycle = costs.steps_for(costs.merge_seconds(costs.model_bytes, math.inf, costs.roll_seconds))
     yield f"async:staleness={2 * _smallest(cycle, cycle_is_enough)}"
-    if costs.node is not None:  # eager schedules depend on when messages arrive
-        return
     # Own steps past P are at most a roll and two merges, rounded up to step boundaries. Workers
     # out of step see each of the three end up to one boundary later.
     most = costs.steps_for(costs.roll_seconds) + 2 * costs.steps_for(merge) + 3
@@ -419,7 +415,7 @@ def _why_bsp(bsp: Forecast, costs: Costs) -> str:
 def _why_streaming(chosen: Forecast, costs: Costs) -> str:
     """How often the whole model passes, in what, and what is waited for."""
     once = replace(costs, wire=chosen.wire).mean_bytes(costs.model_bytes)
-    passes = once / chosen.payload_bytes
+    passes = once / (chosen.payload_bytes * (1 if costs.node is None else costs.node.workers))
     why = f"{chosen.strategy} sends the model in {chosen.wire} beside computing, "
     why += "all of it in each step" if passes < 1.05 else f"all of it every {number(passes)} steps"
     why += f", and waits {percent(chosen.idle)}"

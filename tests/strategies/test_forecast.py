@@ -275,12 +275,15 @@ IN_NODES = [
     Row("selsync:delta=inf,max_interval=4,aggregate=gradients", 4, bucket=FOUR),
     Row("streaming:parts=2,schedule=cyclic,staleness=8", 4, FAST),
     Row("diloco:period=6", 6),
+    Row("async:staleness=5,schedule=eager", 12),
+    Row("async:staleness=16,schedule=eager", 12, bucket=FOUR),
+    Row("async:staleness=1,schedule=eager"),
 ]
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("wire", ["float32", pytest.param("int8", marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("row", some(IN_NODES, 0, 1, 2, 3, 4), ids=str)
+@pytest.mark.parametrize("row", some(IN_NODES, 0, 1, 2, 3, 4, 11), ids=str)
 def test_nodes_agree_with_the_simulator(
     row: Row, wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

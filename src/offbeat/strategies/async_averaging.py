@@ -273,7 +273,8 @@ class AsyncAveraging(Strategy):
             cyclic:  step = C(β, d)/β
             eager:   step = t + w/n                 + W(1) − t if w > 0
 
-        d is r + m, ``Costs.merge_seconds``. Eager, a merge takes n steps and waits w seconds.
+        d is r + m, ``Costs.merge_seconds``. Eager, a merge takes n steps and waits w seconds; in
+        nodes of several workers these agree in each step on what has arrived.
         """
         roll = costs.roll_seconds
         merge = costs.merge_seconds(costs.model_bytes, self.staleness // 2, roll)
@@ -284,7 +285,7 @@ class AsyncAveraging(Strategy):
             note += f"{'outlasts its' if waits else 'behind a'} cycle of {number(steps)}"
         else:
             steps, waited = self._eager_merge(costs)
-            step = costs.step_seconds + waited / steps
+            step = costs.step_seconds + waited / steps + costs.agree_seconds(1)
             if waited:  # who never reaches the bound never waits for anybody
                 step += costs.slowest(1) - costs.step_seconds
             note = f"a merge every {number(steps)} steps, "

@@ -167,6 +167,10 @@ class Costs:
         """Until the parts of so many bytes are together in a node of several workers."""
         return 0.0 if self.node is None else self.node.gather_seconds(size)
 
+    def agree_seconds(self, numbers: int) -> float:
+        """Until a node of several workers has agreed on so many numbers."""
+        return 0.0 if self.node is None else self.node.agree_seconds(numbers)
+
     @property
     def roll_seconds(self) -> float:
         """r: a roll."""

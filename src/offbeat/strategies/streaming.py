@@ -535,6 +535,7 @@ class StreamingAveraging(Strategy):
             merge = costs.mean_seconds(part)
             a_step, rolls = min(parts, step / merge if merge else parts), 1.0
             step = max(step, 2 * (merge + roll) / self.staleness)
+            step += costs.agree_seconds(2 + 2 * math.ceil(a_step))  # times, and what has ended
         whole, sent = number(parts / a_step), costs.in_steps(costs.mean_seconds(part))
         often = "in each step" if whole == "1" else f"every {whole} steps"
         return costs.forecast(
