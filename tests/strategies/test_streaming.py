@@ -1,5 +1,6 @@
 """Streaming averaging: what must hold of parts in flight, whatever rounds and whatever is late."""
 
+import logging
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -237,6 +238,20 @@ def test_fewer_bits_over_a_slower_link() -> None:
         chosen.append(PRECISIONS.index(wires.pop()))
     assert chosen[0] < PRECISIONS.index("int4") < chosen[2]
     assert chosen == sorted(chosen)
+
+
+def test_how_often_the_model_passes_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """No link is idle: each sends to two others, 2 bits a number and 4 bytes a block."""
+    with caplog.at_level(logging.INFO, logger="offbeat"):
+        found = choices("2Mbit/s", steps=150, wire=None)
+    elements = 264 * 264 + 264
+    seconds = 2 * elements * (2 + 32 / 512) / 2e6
+    assert {"wire"}.isdisjoint(found[0])
+    for one in found:
+        assert one["pass_steps"] == pytest.approx(seconds / 0.01, rel=0.1)
+    told = [one for one in caplog.messages if "passes every" in one]
+    assert len(told) == 3, "once on each worker"
+    assert all(one.startswith("the whole model (2 parts in int2) passes") for one in told)
 
 
 def test_parts_are_as_many_as_pay() -> None:

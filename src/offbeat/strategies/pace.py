@@ -125,6 +125,10 @@ class Pace:
             return None
         return 1.0 if free else (step - self.began) * parts / self.landed
 
+    def count_anew(self, step: int) -> None:
+        """What was counted of the passes is known to all."""
+        self.began, self.landed, self.crowded = step, 0, False
+
     def choose(self, steps: float, step: int, workers: int, parts: int) -> bool:
         """Fewer bits if the model takes more than a few steps; more, one try, if it is fast.
 
@@ -137,8 +141,8 @@ class Pace:
         Returns:
             Whether the precision has changed.
         """
-        self.began, self.landed, self.counts = step, 0, self.counts + 1
-        self.crowded = False
+        self.count_anew(step)
+        self.counts += 1
         bits = [update_bits(precision, workers) for precision in PRECISIONS]
         place = now = PRECISIONS.index(self.precision)
         if steps > FEW:

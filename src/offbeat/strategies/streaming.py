@@ -75,6 +75,7 @@ class StreamingState:
     sent_squared: float = 0.0  # ‖u‖² of a landing, smoothed
     mean_squared: float = 0.0  # ‖D‖², likewise
     gain: float = 1.0  # G
+    pass_steps: float = 0.0  # own steps in which the model passes, when that was last counted
     round_step: int = 0  # own step of the last round
     unsent: int = 0  # parts that have to go once more, for all own steps to have been sent
     fresh_step: int = 0  # own step of the last launch that has landed
@@ -322,8 +323,8 @@ class StreamingAveraging(Strategy):
             # The nearest integer to the mean, computed alike on all; never none, or nobody would
             # have called the round.
             number = max(1, int(roll.measure / stepping + 0.5))
-            if worker.wire.chosen and roll.flag == roll.stepping:
-                self._choose(worker, roll.more[0] / stepping)
+            if roll.flag == roll.stepping:
+                self._measured(worker, roll.more[0] / stepping)
         else:
             number = self._cycle(count)[1]
         state.round_step = worker.step
@@ -337,15 +338,24 @@ class StreamingAveraging(Strategy):
         self._report(worker)
         return landed
 
-    def _choose(self, worker: Worker, passes: float) -> None:
-        """Another precision if the model passes too slowly, or so fast that more bits may do."""
+    def _measured(self, worker: Worker, passes: float) -> None:
+        """Another precision if the model passes too slowly, or so fast that more bits may do.
+
+        Args:
+            worker: This worker.
+            passes: Own steps in which the whole model passes, the mean over the workers.
+        """
         state: StreamingState = worker.state
-        before, count = state.pace.precision, len(state.parts)
-        if state.pace.choose(passes, worker.step, worker.size, count):
-            logger.info(
-                "the whole model (%d parts in %s) passes every %.1f steps: %s from now on",
-                *(count, before, passes, state.pace.precision),
-            )
+        chosen, count, told = worker.wire.chosen, len(state.parts), bool(state.pass_steps)
+        now = state.pace.precision if chosen else worker.wire.precision
+        changed = chosen and state.pace.choose(passes, worker.step, worker.size, count)
+        state.pass_steps = passes
+        if not chosen:
+            state.pace.count_anew(worker.step)
+        if changed or not told:
+            text = "the whole model (%d part%s in %s) passes every %.1f steps"
+            text += f": {state.pace.precision} from now on" if changed else ""
+            logger.info(text, count, "s" * (count > 1), now, passes)
 
     def _momentum(self, worker: Worker, part: int, roll: Roll) -> tuple[float, float]:
         """μ and a for the landing of a part that this roll has launched.
@@ -428,6 +438,7 @@ class StreamingAveraging(Strategy):
             landing_seconds=state.landing_seconds / max(1, state.landings),
             parts=len(state.parts),
             window=state.pace.window,
+            pass_steps=state.pass_steps,
             outer_gain=state.gain,
             staleness_max=max(state.staleness, default=0),
             staleness_histogram=state.staleness,
