@@ -50,6 +50,7 @@ def pushed(node: int, number: int, elements: int) -> Tensor:
     return torch.randint(1, 50, (elements,), generator=generator).double()
 
 
+@pytest.mark.sampled
 @every_layout
 @pytest.mark.parametrize("servers", [None, (0,)], ids=str)
 def test_nodes_push_and_pull_the_whole_vector(
