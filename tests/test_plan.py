@@ -510,6 +510,25 @@ def test_nodes_by_hand() -> None:
     assert eager.step_seconds == pytest.approx(0.1 + inside + agreed, rel=1e-12)
 
 
+def test_a_server_between_nodes_by_hand() -> None:
+    """A header for each worker; all answers but that of the last slice queue behind pushes."""
+    result = plan(**{**CASE, **NODES}, strategies=["easgd:period=4"])
+    push, answer = (2 * 56 + 1e5) / 125e6, (2 * 24 + 1e5) / 125e6
+    exchange = 3 * push + 3 * answer + 1e-4
+    agreed = 2 * (10e-6 + 2 * 8 / (2 * 1.25e9))
+    put_together = 10e-6 + 400e3 / 2 / 1.25e9
+    row = result.rows[0]
+    step = result.node_step_seconds + (exchange + agreed + put_together) / 4
+    assert row.step_seconds == pytest.approx(step, rel=1e-12)
+    assert row.payload_bytes == pytest.approx(3 * (2 * 56 + 1e5) / 2 / 4)
+    # staging, the mean inside, what is put together; the shard of a slice, a buffer for each other
+    # node, and d of one of them
+    assert row.memory_bytes == pytest.approx((3 + (4 + 1) / 8) * 400e3)
+    alone = plan(**{**CASE, **NODES, "workers": 2}, strategies=["ssp:staleness=2", "downpour"])
+    assert [row.payload_bytes for row in alone.rows] == [0, 0]
+    assert alone.rows[0].step_seconds == alone.node_step_seconds
+
+
 def test_the_slowest_worker_of_a_node_sets_its_pace() -> None:
     """Of two with 10 % of jitter: 0.1/√π more, and √(1 − 1/π) of the spread."""
     result = plan(**{**CASE, **NODES}, jitter=0.1, strategies=["local:period=1"])

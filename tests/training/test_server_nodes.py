@@ -1,8 +1,7 @@
 """SSP, Downpour and EASGD between nodes of several workers, on real processes and in the simulator.
 
 A node is a worker that has the data of all of its own; what a parameter server gives such workers,
-without nodes, is the reference. The order of arrival counts, so the network is so fast that it is
-the same with nodes and without.
+without nodes, is the reference. The order of arrival counts, so messages take as long for both.
 """
 
 import os
@@ -33,13 +32,20 @@ FREE = [
 ]
 
 
-def simulated(function: Any, *args: Any, workers: int, per_node: int = 1, **options: Any) -> Any:
-    """Results on a network that is fast against a step; the second half takes longer for one."""
+def simulated(
+    function: Any,
+    *args: Any,
+    workers: int,
+    per_node: int = 1,
+    latency: str = "1us",
+    **options: Any,
+) -> Any:
+    """Results with messages that take as long in all cases; the second half takes longer steps."""
 
     def worker() -> Any:
         return function(dist.get_rank(), dist.get_world_size(), *args)
 
-    network = offbeat.Network("100Gbit/s", latency="1us", workers_per_node=per_node)
+    network = offbeat.Network("100Gbit/s", latency=latency, workers_per_node=per_node)
     slow = {rank: 1.15 for rank in range(workers // 2, workers)}  # nobody comes at the same time
     compute = offbeat.Compute("5ms", slowdown=slow)
     return offbeat.simulate(
@@ -125,6 +131,19 @@ def test_a_node_is_one_worker_that_has_the_data_of_all_of_its_own(
     require_one_model(virtual)
     for rank, found in enumerate(virtual):
         for text, one, other in zip(MEETING + FREE, found, plain[rank // 2], strict=True):
+            for a, b in zip([*one[0], *one[1:3]], [*other[0], *other[1:3]], strict=True):
+                assert torch.allclose(a, b, rtol=0, atol=1e-11), text
+
+
+@pytest.mark.nightly
+def test_it_is_one_where_answers_come_some_steps_later() -> None:
+    """After 14 ms, about three steps, in which both do the same."""
+    given = {"latency": "7ms"}
+    results = simulated(of_a_node, FREE, workers=4, per_node=2, **given)
+    require_one_model(results)
+    plain = simulated(of_workers, FREE, workers=2, **given)
+    for rank, found in enumerate(results):
+        for text, one, other in zip(FREE, found, plain[rank // 2], strict=True):
             for a, b in zip([*one[0], *one[1:3]], [*other[0], *other[1:3]], strict=True):
                 assert torch.allclose(a, b, rtol=0, atol=1e-11), text
 

@@ -222,10 +222,10 @@ class SlicedServer(Server):
         part[: own.numel()].copy_(own)
         started = self._team.host.now()
         parts = inside.gather(part, what=what).wait()
-        self._team.account.waited(self._team.host.now() - started)
         for rank, (place, one) in enumerate(zip(self._places, parts, strict=True)):
             if rank != inside.rank:
                 vector[place].copy_(one[: place.stop - place.start])
+        self._team.account.waited(self._team.host.now() - started)
 
     @contextmanager
     def _sharing_failures(self) -> Iterator[None]:

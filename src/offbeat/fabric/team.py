@@ -117,6 +117,7 @@ class Team:
             told += [-count for count in nodes.ended()]  # of which the least
         own = torch.tensor(told, dtype=torch.float64, device=inside.control_device)
         started = self.host.now()
+        # For NCCL it is in tolist() that one waits.
         most: list[float] = inside.maximum(own, what="agreement of a node").wait().tolist()
         self.account.waited(self.host.now() - started)
         if isinstance(nodes, NodeCommunicator):
