@@ -211,6 +211,26 @@ def test_every_strategy_with_a_server_has_a_row() -> None:
     assert rows == {name for name, kind in STRATEGIES.items() if kind.averages == "pushes"}
 
 
+class Own(offbeat.EASGD):
+    """A user's, on the server of this package."""
+
+
+def test_one_of_ones_own_on_this_server_keeps_a_node_together() -> None:
+    """It says so itself; its values depend on time all the same, so not with DDP at work inside."""
+
+    def work(rank: int, size: int) -> Any:
+        model = make_model(rank)
+        sync = attach(model, sgd(model), Own(period=2), node_group="auto")
+        steps(sync, model, [make_batch(rank, step) for step in range(4)])
+        sync.finish()
+        return flat(model)
+
+    assert Own().keeps_nodes
+    assert not Own().repeatable
+    results = simulated(work, workers=4, per_node=2)
+    assert all(torch.equal(one, results[0]) for one in results)
+
+
 # -- a lossy wire, checkpoints, different numbers of steps ----------------------------------------
 
 TEXTS = ["ssp:staleness=0", "ssp:staleness=2", "downpour:fetch_every=2", "easgd:period=2"]
