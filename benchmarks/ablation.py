@@ -91,7 +91,7 @@ def cells(seeds: Sequence[int]) -> list[Cell]:
             found += [("rate", task, 4, "50Mbit/s", text) for task in ("cnn", "lm")]
     for text in (
         *(f"streaming:outer_gain={gain}" for gain in ("1", "2")),
-        *(f"streaming --wire {wire}" for wire in ("int2", "int4", "int8", "float32")),
+        *(f"streaming --wire {wire}" for wire in ("auto", "int4", "int8", "float32")),
         *(f"streaming:parts={count}" for count in (1, 2, 8, 16)),
         "async:schedule=eager,staleness=64 --wire int2",
         "async:schedule=eager,staleness=64 --wire int8",

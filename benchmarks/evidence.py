@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks import race_figures, race_pictures
 from benchmarks.harness import RESULTS
-from benchmarks.race_figures import Raced, curves, is_default, late
+from benchmarks.race_figures import EARLIER, Raced, curves, is_default, late
 from benchmarks.race_pictures import (
     IMAGES,
     REAL,
@@ -316,6 +316,8 @@ def tables(folder: Path = RESULTS) -> dict[str, str]:
     """Section of the page → its table; of sections that have results."""
     rows = read(folder)
     found = {"On real processes": late(folder, SECONDS)}
+    if curves(folder, EARLIER):
+        found["Before two bits"] = late(folder, SECONDS, EARLIER)
     if rows:
         found["On simulated links"] = map_table(rows)
         if any(row["cell"] in OTHERS for row in rows):

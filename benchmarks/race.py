@@ -248,7 +248,7 @@ def main(argv: Sequence[str]) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--track", choices=TRACKS, default="defaults")
+    parser.add_argument("--track", choices=(*TRACKS, race_figures.EARLIER), default="defaults")
     parser.add_argument("--cells", default="", help="names or parts of names, with commas; all")
     parser.add_argument("--method", action="append", default=[], help="only those that begin so")
     parser.add_argument("--seeds", type=int, help="so many at most")
@@ -277,7 +277,10 @@ def main(argv: Sequence[str]) -> None:
     elif told.table:
         print(race_figures.table(race_figures.read(told.output)))
     elif told.late:
-        print(race_figures.late(told.output, [float(at) for at in told.late.split(",")]))
+        seconds = [float(at) for at in told.late.split(",")]
+        print(race_figures.late(told.output, seconds, told.track))
+    elif told.track == race_figures.EARLIER:
+        parser.error(f"--track {race_figures.EARLIER}: that is only shown, with --late")
     elif told.figures:
         for path in race_figures.draw(race_figures.read(told.output), told.output):
             print(path)

@@ -19,6 +19,8 @@ from offbeat.lab.report.tables import seconds_to, targets_of
 from offbeat.lab.results import Result, read_results
 from offbeat.plots import new_figure
 
+EARLIER = "earlier"
+"""A track that is only shown, in ``late``: the default as it was before it was two bits."""
 SHARE = 0.98
 NONE_YET = "No cell of the race has been run yet."
 MARKS = ("<!-- race -->", "<!-- end of the race -->")
@@ -64,7 +66,7 @@ def read(folder: Path) -> list[Raced]:
     for path in sorted(folder.glob("race-*-*.jsonl")):
         _, track, cell = path.stem.split("-", 2)
         results = read_results(path)
-        if cell != "tiny" and len({one.is_ideal for one in results}) == 2:
+        if track != EARLIER and cell != "tiny" and len({one.is_ideal for one in results}) == 2:
             found.append(raced(track, cell, results))
     return found
 
@@ -146,10 +148,10 @@ Curves = dict[str, dict[int, list[tuple[float, float]]]]
 """Method → seed → seconds and metric of each evaluation; of seeds that the ideal has, too."""
 
 
-def curves(folder: Path) -> dict[str, tuple[Curves, bool]]:
-    """Of every cell at defaults, by its name; and whether less of its metric is better."""
+def curves(folder: Path, track: str = "defaults") -> dict[str, tuple[Curves, bool]]:
+    """Of every cell of a track, by its name; and whether less of its metric is better."""
     found = {}
-    for path in sorted(folder.glob("race-defaults-*.jsonl")):
+    for path in sorted(folder.glob(f"race-{track}-*.jsonl")):
         results = read_results(path)
         seeds = {one.job.seed for one in results if one.is_ideal}
         if not seeds or "tiny" in path.stem:
@@ -162,14 +164,14 @@ def curves(folder: Path) -> dict[str, tuple[Curves, bool]]:
     return found
 
 
-def late(folder: Path, seconds: Sequence[float]) -> str:
+def late(folder: Path, seconds: Sequence[float], track: str = "defaults") -> str:
     """How many times as long each method takes to what the ideal has after so many seconds."""
     lines = [
         "| cell | method | " + " | ".join(f"{at:g} s" for at in seconds) + " | a step | seeds |"
     ]
     lines.append("|---|---|" + "--:|" * (len(seconds) + 2))
-    for cell, (methods, less) in curves(folder).items():
-        results = read_results(folder / f"race-defaults-{cell}.jsonl")
+    for cell, (methods, less) in curves(folder, track).items():
+        results = read_results(folder / f"race-{track}-{cell}.jsonl")
         for row in rows_of(results):
             runs = [run for run in row.runs if run.job.seed in methods[row.name]]
             own = {row.name: methods[row.name]}

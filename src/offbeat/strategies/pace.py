@@ -118,8 +118,9 @@ class Pace:
         One if the link is never full although everything is sent that can be: fewer bits would not
         help. Where a worker has no time for more parts, fewer bits let each of them arrive sooner.
         """
-        free = self.window == 2 * parts and self.allowance >= parts and not self.crowded
-        if self.probing and not free and self.landed > 0:
+        widest = self.window == 2 * parts
+        free = widest and self.allowance >= parts and not self.crowded
+        if self.probing and not widest and self.landed > 0:  # there will be more of them yet
             self.began, self.landed = step, 0
         if self.landed < 2 * parts or step - self.began < _LEAST_STEPS:
             return None
