@@ -186,7 +186,10 @@ def test_mistakes_in_a_simulation_are_one_line(
         ("--workers-per-node 3", "workers=4 do not fill nodes of workers_per_node=3"),
         ("--workers-per-node 0", "workers_per_node must be at least 1, got 0"),
         ("--inside 1Gbit/s", "inside needs nodes of several workers: give workers_per_node"),
-        ("--workers-per-node 2 -s streaming", "the workers of a node would get different .*"),
+        (
+            "--workers-per-node 2 -s async --wire auto",
+            "the workers of a node would get different .*",
+        ),
     ],
 )
 def test_mistakes_in_nodes_are_one_line(
