@@ -168,7 +168,7 @@ class StreamingAveraging(Strategy):
     @property
     @override
     def default_wire(self) -> Precision:
-        # Few bits have never been worse than many, on whatever link: see docs/streaming.md.
+        # Where seeds were repeated few bits were as good as many or better: docs/streaming.md.
         return "int2" if self.schedule == "eager" else "float32"
 
     @property
