@@ -13,6 +13,7 @@ from offbeat.fabric import Communicator, open_communicator
 from offbeat.fabric.faults import Fault, Faults
 from offbeat.fabric.torch_distributed import TorchCommunicator
 from offbeat.strategies.base import Strategy
+from problems import flat, loss_of
 
 
 def attach(model: nn.Module, optimizer: Any, strategy: Strategy | str, **options: Any) -> Any:
@@ -41,6 +42,18 @@ def bits(tensor: Tensor) -> Tensor:
 
 def sgd(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def trained(sync: Any, model: nn.Module, batches: list[Any]) -> list[Tensor]:
+    """The model after each step. A list of batches is one step on the mean of their losses."""
+    optimizer, trace = sync._worker.parts[0].optimizer, []
+    for batch in batches:
+        optimizer.zero_grad()
+        several = batch if isinstance(batch, list) else [batch]
+        (sum(loss_of(model, one) for one in several) / len(several)).backward()
+        optimizer.step()
+        trace.append(flat(model))
+    return trace
 
 
 class Sink:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import offbeat
 import offbeat.fabric.nodes
-from loops import Faulty, attach, bits, close, error_of, everything, sgd
+from loops import Faulty, attach, bits, close, error_of, everything, sgd, trained
 from offbeat.fabric.nested import NodeCommunicator
 from offbeat.fabric.nodes import layout
 from offbeat.fabric.recording import Recording
@@ -85,17 +85,6 @@ def of_a_node(rank: int, size: int, listens: bool = True) -> Any:
         found.append((trace, flat(model), carried, stats.payload_bytes, stats.syncs))
         assert (sync.rank, sync.size) == (rank, size)
     return found
-
-
-def trained(sync: Any, model: nn.Module, batches: list[Any]) -> list[Tensor]:
-    optimizer, trace = sync._worker.parts[0].optimizer, []
-    for batch in batches:
-        optimizer.zero_grad()
-        several = batch if isinstance(batch, list) else [batch]
-        (sum(loss_of(model, one) for one in several) / len(several)).backward()
-        optimizer.step()
-        trace.append(flat(model))
-    return trace
 
 
 def of_one_worker(rank: int, size: int, text: str) -> Any:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import offbeat
 from cells import nightly, some
-from loops import attach, bits, close, error_of, everything, sgd
+from loops import attach, bits, close, error_of, everything, sgd, trained
 from offbeat.simulate import Kill
 from offbeat.strategies import STRATEGIES
 from problems import bsp_reference, flat, loss_of, make_batch, make_model, make_wide
@@ -57,51 +57,29 @@ def in_environment(rank: int) -> None:
     os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
 
 
-def steps(sync: Any, model: nn.Module, batches: list[Any]) -> list[Tensor]:
-    """Train; the model after each step. Of several batches the mean of the losses counts."""
-    optimizer, trace = sync._worker.parts[0].optimizer, []
-    for batch in batches:
-        optimizer.zero_grad()
-        several = batch if isinstance(batch, list) else [batch]
-        (sum(loss_of(model, one) for one in several) / len(several)).backward()
-        optimizer.step()
-        trace.append(flat(model))
-    return trace
+def story(rank: int, text: str, batches: list[Any], node_group: str | None = None) -> Any:
+    """The models after each step, in a look after four, at the end; bytes sent and pulled."""
+    model = make_model(rank)
+    sync = attach(model, sgd(model), text, node_group=node_group)
+    trace = trained(sync, model, batches[:4])
+    with sync.consensus():
+        shown = flat(model)
+    trace += trained(sync, model, batches[4:])
+    sent = sync.stats.payload_bytes
+    sync.finish()
+    return trace, shown, flat(model), sent, sync.stats.details.get("pulled_bytes")
 
 
 def of_a_node(rank: int, size: int, texts: list[str]) -> Any:
-    """After each step, in a look, at the end; bytes."""
     in_environment(rank)
-    found = []
-    for text in texts:
-        model = make_model(rank)
-        sync = attach(model, sgd(model), text, node_group="auto")
-        batches = [make_batch(rank, step) for step in range(STEPS)]
-        trace = steps(sync, model, batches[:4])
-        with sync.consensus():
-            shown = flat(model)
-        trace += steps(sync, model, batches[4:])
-        sent = sync.stats.payload_bytes
-        sync.finish()
-        found.append((trace, shown, flat(model), sent, sync.stats.details.get("pulled_bytes")))
-    return found
+    batches = [make_batch(rank, step) for step in range(STEPS)]
+    return [story(rank, text, batches, "auto") for text in texts]
 
 
 def of_workers(rank: int, size: int, texts: list[str]) -> Any:
     """The same without nodes: each worker has the data of two."""
-    found = []
-    for text in texts:
-        model = make_model(2 * rank)
-        sync = attach(model, sgd(model), text)
-        batches = [[make_batch(2 * rank + i, step) for i in (0, 1)] for step in range(STEPS)]
-        trace = steps(sync, model, batches[:4])
-        with sync.consensus():
-            shown = flat(model)
-        trace += steps(sync, model, batches[4:])
-        sent = sync.stats.payload_bytes
-        sync.finish()
-        found.append((trace, shown, flat(model), sent, sync.stats.details.get("pulled_bytes")))
-    return found
+    batches = [[make_batch(2 * rank + i, step) for i in (0, 1)] for step in range(STEPS)]
+    return [story(2 * rank, text, batches) for text in texts]
 
 
 def require_one_model(results: list[Any]) -> None:
@@ -221,7 +199,7 @@ def test_one_of_ones_own_on_this_server_keeps_a_node_together() -> None:
     def work(rank: int, size: int) -> Any:
         model = make_model(rank)
         sync = attach(model, sgd(model), Own(period=2), node_group="auto")
-        steps(sync, model, [make_batch(rank, step) for step in range(4)])
+        trained(sync, model, [make_batch(rank, step) for step in range(4)])
         sync.finish()
         return flat(model)
 
@@ -246,7 +224,7 @@ def wide(rank: int, size: int, text: str, wire: str, nodes: bool = True) -> Any:
         for step in range(8):
             ranks = [rank] if nodes else [2 * rank, 2 * rank + 1]
             batches = [make_batch(one, step, 8, torch.float32) for one in ranks]
-            trace += steps(sync, model, [batches])
+            trace += trained(sync, model, [batches])
         sent = sync.stats.payload_bytes
     return trace, flat(model), sent
 
@@ -274,9 +252,9 @@ def through_a_checkpoint(rank: int, size: int, cases: list[Any], at: str) -> Any
         model = make_wide(rank)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         with attach(model, optimizer, text, wire=wire, node_group="auto") as sync:
-            steps(sync, model, batches[:4])
+            trained(sync, model, batches[:4])
             offbeat.save(folder, sync)
-            trace = steps(sync, model, batches[4:])
+            trace = trained(sync, model, batches[4:])
         unbroken = [*trace, flat(model)]
         model = make_wide(rank + 20)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -284,7 +262,7 @@ def through_a_checkpoint(rank: int, size: int, cases: list[Any], at: str) -> Any
             loaded = offbeat.load(folder, sync)
             assert loaded is not None
             assert loaded.path.name.endswith(f"rank{rank}.pt")
-            trace = steps(sync, model, batches[4:])
+            trace = trained(sync, model, batches[4:])
         found.append((unbroken, [*trace, flat(model)]))
     return found
 
