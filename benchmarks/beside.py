@@ -66,8 +66,8 @@ def measure(blocks: int) -> dict[str, Any]:
         "alone_seconds": statistics.median(b[0] for _, b in pairs) / STEPS,
         "blocks": [[a[0] / STEPS, b[0] / STEPS] for a, b in pairs],
         "idle": waited,
-        "steps_a_model": sync.stats.steps * stats["parts"] / max(1, stats["landings"]),
-        **{name: stats[name] for name in ("parts", "wire", "window", "landing_seconds")},
+        "steps_a_model": stats["pass_steps"],
+        **{name: stats[name] for name in ("parts", "window", "landing_seconds")},
     }
 
 

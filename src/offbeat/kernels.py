@@ -22,6 +22,7 @@ BLOCK = 512
 SMALLEST = 2.0**-100
 """A smaller scale counts as zero: its inverse would overflow."""
 _LANES = 16
+"""Squares of a block are folded in halves to so many sums: a running sum is no vector operation."""
 _INFINITE = 0x7F800000  # bits of a float32; those of a larger absolute value are NaN
 _ROUNDING = np.float32(1.5 * 2.0**23)  # has no fraction: adding it rounds to nearest even
 
@@ -133,20 +134,22 @@ def move(
 
 def measure(values: Floats, squares: NDArray[np.float64], index: int) -> None:
     """Add ‖values‖² to ``squares[index]``: the same bits, however whole blocks are divided."""
-    lanes = np.zeros(_LANES, np.float32)
+    folded = np.empty(BLOCK, np.float32)
     for start in range(0, values.size, BLOCK):
         there = min(BLOCK, values.size - start)
         block = values[start : start + there]
+        for i in range(there):
+            folded[i] = block[i] * block[i]
+        for i in range(there, BLOCK):
+            folded[i] = np.float32(0)
+        width = BLOCK // 2
+        while width >= _LANES:
+            low, high = folded[:width], folded[width : 2 * width]
+            for i in range(width):
+                low[i] += high[i]
+            width //= 2
         for lane in range(_LANES):
-            lanes[lane] = np.float32(0)
-        whole = there // _LANES * _LANES
-        for row in range(0, whole, _LANES):
-            for lane in range(_LANES):
-                lanes[lane] += block[row + lane] * block[row + lane]
-        for lane in range(there - whole):
-            lanes[lane] += block[whole + lane] * block[whole + lane]
-        for lane in range(_LANES):
-            squares[index] += lanes[lane]
+            squares[index] += folded[lane]
 
 
 def land(
@@ -184,7 +187,7 @@ def land(
     keep, forward, rate = np.float32(fade), np.float32(ahead), np.float32(lr)
     divisor = np.float32(weight)
     mean, own = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
-    lanes = np.zeros((2, _LANES), np.float32)
+    folded = np.empty(BLOCK, np.float32)
     rows = payloads.shape[0]
     for start in range(0, shift.size, BLOCK):
         there, block = min(BLOCK, shift.size - start), first + start // BLOCK
@@ -210,28 +213,32 @@ def land(
             mean[i] /= divisor
         for i in range(there, BLOCK):  # not of the tensor
             mean[i] = own[i] = np.float32(0)
-        lanes[:] = np.float32(0)
-        for i in range(0, BLOCK, _LANES):  # as in ``measure``
+        for index in range(2):  # as in ``measure``
+            values = mean if index == 0 else own
+            for i in range(BLOCK):
+                folded[i] = values[i] * values[i]
+            width = BLOCK // 2
+            while width >= _LANES:
+                low, high = folded[:width], folded[width : 2 * width]
+                for i in range(width):
+                    low[i] += high[i]
+                width //= 2
             for lane in range(_LANES):
-                lanes[0, lane] += mean[i + lane] * mean[i + lane]
-                lanes[1, lane] += own[i + lane] * own[i + lane]
-        for lane in range(_LANES):
-            squares[0] += lanes[0, lane]
-            squares[1] += lanes[1, lane]
+                squares[index] += folded[lane]
         moved, shared = shift[start : start + there], base[start : start + there]
         if velocity.size:
             kept = velocity[start : start + there]
             for i in range(there):
                 new = mean[i] + keep * kept[i]
                 kept[i] = new
-                delta = (mean[i] + forward * new) * rate
-                shared[i] += delta
-                moved[i] = delta - own[i]
+                mean[i] = (mean[i] + forward * new) * rate
         else:
             for i in range(there):
-                delta = mean[i] * rate
-                shared[i] += delta
-                moved[i] = delta - own[i]
+                mean[i] *= rate
+        # Apart, for a loop over five arrays would not be compiled to vector instructions.
+        for i in range(there):
+            shared[i] += mean[i]
+            moved[i] = mean[i] - own[i]
 
 
 @dataclass(frozen=True)

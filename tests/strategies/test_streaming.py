@@ -319,6 +319,16 @@ def test_no_more_is_sent_than_a_tenth_of_the_time_allows() -> None:
     assert free.allowance == 16, "of this step and the next"
 
 
+def test_a_part_that_was_kept_from_the_processor_counts_little() -> None:
+    """Once 2.5 s instead of 2 ms: as four times what it costs, and so forgotten in some steps."""
+    pace = Pace()
+    for step in range(1, 41):
+        pace.step(0.1 * step, [2.5 if step == 20 else 0.002], 8)
+        if step == 20:
+            assert pace.part_seconds == pytest.approx(0.004 * 1.3)
+    assert pace.part_seconds == pytest.approx(0.004, rel=0.04)
+
+
 # -- the outer gain -------------------------------------------------------------------------------
 
 

@@ -22,6 +22,7 @@ _MOST_LATE = 4  # a 4th of the model may lie in front of the link; more only get
 _MOST_SHARE = 0.1
 """Of a worker's time for launching and landing. The network's threads and the second stage take
 about as much again, and that is time in which a full processor does not compute."""
+_MOST_AT_ONCE = 4  # times what a part has cost so far
 _SMOOTHING = 0.1
 _LEAST_STEPS = 8  # own steps before what was measured counts
 _RETRY = 4  # times as long is waited for the next try of more bits, after one in vain
@@ -74,7 +75,10 @@ class Pace:
             parts: How many there are.
         """
         for seconds in spent:
-            self.part_seconds = _smooth(self.part_seconds, 2 * seconds)
+            cost = 2 * seconds
+            if self.part_seconds:  # that something else had the processor is not its cost
+                cost = min(cost, _MOST_AT_ONCE * self.part_seconds)
+            self.part_seconds = _smooth(self.part_seconds, cost)
         if self.stepped is not None:
             took = now - self.stepped
             if self.step_seconds:  # an evaluation between two steps is not a step
