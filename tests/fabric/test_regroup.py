@@ -356,16 +356,19 @@ def test_a_thread_that_does_not_end_leaves_nobody_behind() -> None:
 
 
 def be_hasty(rank: int, size: int) -> Any:
-    worker = Worker(rank, size, silence_seconds=0.3).until(*range(size))
+    worker = Worker(rank, size, silence_seconds=0.6).until(*range(size))
     if rank == 0:
         worker.change()  # by itself, as if its link had failed for a moment
     else:
-        time.sleep(0.8)  # computing
+        time.sleep(1.0 + 0.3 * rank)  # computing
     return worker.until(*range(size)).finish()
 
 
 def test_one_alone_does_not_leave_the_others_behind() -> None:
-    """Where most are silent they have timeout_seconds."""
+    """Where most are silent they have timeout_seconds; once one has come the others have a while.
+
+    The second comes 0.3 s after the first, for whom 1.3 s were waited.
+    """
     for views in run(be_hasty, workers=3, newcomers=0):
         assert views == [(0, (0, 1, 2), []), (1, (0, 1, 2), [])]
 

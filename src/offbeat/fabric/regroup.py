@@ -219,7 +219,7 @@ class Participant:
     def _agree(self, number: int, before: Decision, patience: float, *, new: bool) -> Decision:
         """Who is in view ``number``, after that of ``before``; perhaps not this worker."""
         board, started = self.board.within(f"view/{number}"), time.monotonic()
-        others = set(before.members) - {self.worker}
+        others, came = set(before.members) - {self.worker}, started
 
         def arrive() -> None:
             if board.get("decided") is None:
@@ -238,16 +238,20 @@ class Participant:
         self._promptly(arrive)
         pause, longest = _BETWEEN_SECONDS
         while True:
+            known = len(here)
             decided, ended = self._promptly(look)
+            if len(here) > known:
+                came = time.monotonic()
             if decided is not None:
                 return Decision(**decided)
             if ended is not None:
                 raise EndedError(f"rank {self.worker}: the others have ended the training")
             lost = self.lifelines.lost()
             awaited, alive = others - here - left - lost, {self.worker, *(here - lost)}
-            # So that one with a bad link, by itself, does not leave all others behind too soon.
-            most = len(alive) >= len(awaited)
-            over = time.monotonic() - started > (patience if most else self.timeout_seconds)
+            # So that one with a bad link, by itself, does not leave all others behind too soon; nor
+            # the first of them that comes, after a while, those who come a moment later.
+            most, now = len(alive) >= len(awaited), time.monotonic()
+            over = now - came > patience if most else now - started > self.timeout_seconds
             if over or (not awaited and self.worker == min(alive)):
                 self._propose(number, before, sorted(alive))
                 continue
