@@ -117,17 +117,23 @@ def test_an_answer_is_there_when_all_of_a_node_have_theirs() -> None:
         assert all(mine for mine, taken in (one[-1], other[-1]))
 
 
-def test_the_clock_of_an_answer_is_the_least() -> None:
+@pytest.mark.parametrize("beside", [True, False])
+def test_the_clock_of_an_answer_is_the_least(beside: bool) -> None:
     """Of all its parts, one of which may have seen the other node's push, and one not."""
 
     def work(team: Team, place: int) -> Any:
         server, clocks = SlicedServer(team, torch.zeros(4000), servers=(0,)), []
         for clock in range(1, 12):
             team.host.sleep(0.003, "a step")
-            server.begin("push_pull", clock=clock)
-            mine = server._inner.answer(wait=True)
+            if beside:
+                server.begin("push_pull", clock=clock)
+                mine = server._inner.answer(wait=True)
+                answer = server.take(wait=True)
+            else:
+                handle = server.push_pull(clock=clock)
+                mine = handle._inner.wait()  # type: ignore[attr-defined]
+                answer = handle.wait()
             assert mine is not None
-            answer = server.take(wait=True)
             assert answer is not None
             clocks.append((mine.clock, answer.clock))
         server.arrive()
@@ -139,6 +145,20 @@ def test_the_clock_of_an_answer_is_the_least() -> None:
         for (mine, told), (theirs, same) in zip(one, other, strict=True):
             assert told == same == min(mine, theirs)
     assert any(a[0] != b[0] for a, b in zip(results[0], results[1], strict=True)), "they differ"
+
+
+def test_the_answer_to_a_push_brings_nothing_into_the_node() -> None:
+    def work(team: Team, place: int) -> Any:
+        server, gathered = SlicedServer(team, torch.zeros(8)), []
+        server._gather = lambda vector, what: gathered.append(what)  # type: ignore[method-assign]
+        for kind in ("push", "push_pull", "push"):
+            server.begin(kind, clock=1)
+            server.take(wait=True)
+        server.arrive()
+        server.leave()
+        return gathered
+
+    assert between(2, 2, work) == [["an answer of the parameter server"]] * 4
 
 
 @pytest.mark.parametrize("elements", [6000, 2050])
@@ -193,8 +213,9 @@ def test_a_server_goes_on_from_its_slices() -> None:
         team.fabric.sum(torch.zeros(1), what="all have copied").wait()
         assert state["shard"]["values"].numel() <= 2, "a shard of a slice"
         server.take()
-        server.push(clock=9)
         server.stage().zero_()
+        server.begin("push", clock=9)
+        server.take(wait=True)
         server.arrive()
         server.load_state_dict(state)
         assert not server.free

@@ -304,19 +304,32 @@ def test_the_window_opens_and_closes(ages: list[int], window: int) -> None:
     assert pace.window == {9: 13, 6: 7, 5: 6}[window]
 
 
-def test_no_more_is_sent_than_a_tenth_of_the_time_allows() -> None:
-    """A part that takes 4 ms to launch and land, in steps of 100 ms: 2.5; for nothing: all."""
+def test_no_more_is_sent_than_a_twentieth_of_the_time_allows() -> None:
+    """A part that takes 4 ms to launch and land, in steps of 100 ms: 1.25; for nothing: all."""
     pace = Pace()
     for step in range(100):
         pace.step(0.1 * step, [0.002, 0.002] if step > 50 else [], 8)
         pace.allowance = 0.0
     pace.step(10.0, [0.002], 8)
-    assert pace.allowance == pytest.approx(2.5)
+    assert pace.allowance == pytest.approx(1.25)
     assert pace.step_seconds == pytest.approx(0.1)
     free = Pace()
-    for step in range(3):
+    for step in range(4):
         free.step(0.1 * step, [], 8)
-    assert free.allowance == 16, "of this step and the next"
+    assert free.allowance == 25, "one, and those of three steps"
+
+
+def test_time_is_not_lost_while_a_launch_is_agreed_on() -> None:
+    """A part each 2.5 steps, asked for when there is time for one, launched two steps later."""
+    pace, launched, asked = Pace(), 0, None
+    for step in range(1, 1001):
+        pace.step(0.1 * step, [0.00625], 2)
+        if asked is not None and step == asked + 2:
+            pace.allowance -= 1
+            launched, asked = launched + 1, None
+        if asked is None and pace.allowance >= 1:
+            asked = step
+    assert launched == pytest.approx(400, rel=0.02)
 
 
 def test_a_part_that_was_kept_from_the_processor_counts_little() -> None:
