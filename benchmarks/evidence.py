@@ -145,8 +145,8 @@ def _late_on_processes(folder: Path) -> str:
     if not late_cells:
         return ""
     text = (
-        "On real processes, which share two cores, it is behind the ideal in every cell that was "
-        f"run; at worst its times are these multiples of the ideal's: {', '.join(late_cells)}"
+        "On real processes, which share two cores, its times are at worst these multiples of the "
+        f"ideal's: {', '.join(late_cells)}"
     )
     ahead_of = f"; ahead of it are {', '.join(beaten)}." if beaten else "; no rival is ahead of it."
     return text + ahead_of

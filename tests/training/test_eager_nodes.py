@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import offbeat
-from loops import attach, bits, close, sgd
+from loops import attach, bits, close, sgd, trained
 from offbeat import Compute, Network
-from problems import flat, loss_of, make_batch, make_model, make_wide, train_step
+from problems import flat, make_batch, make_model, make_wide, train_step
 from workers import run
 from worlds import simulated
 
@@ -110,15 +110,11 @@ def virtual(text: str, wire: Any, *, nodes: bool) -> list[Tensor]:
     def worker() -> list[Tensor]:
         rank = dist.get_rank()
         model = make_model(0)
-        optimizer, trace = sgd(model), []
-        options = {"node_group": "auto"} if nodes else {}
-        sync = attach(model, optimizer, text, wire=wire, **options)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            both = [rank] if nodes else [2 * rank, 2 * rank + 1]
-            (sum(loss_of(model, make_batch(one, step)) for one in both) / len(both)).backward()  # type: ignore[union-attr]
-            optimizer.step()
-            trace.append(flat(model))
+        sync = attach(model, sgd(model), text, wire=wire, node_group="auto" if nodes else None)
+        ranks = [rank] if nodes else [2 * rank, 2 * rank + 1]
+        trace = trained(
+            sync, model, [[make_batch(one, step) for one in ranks] for step in range(STEPS)]
+        )
         sync.finish()
         return [*trace, flat(model)]
 

@@ -21,8 +21,8 @@ _LEAST_WINDOW = 2  # parts: one is on the link while the arrival of another is n
 _MOST_LATE = 4  # a 4th of the model may lie in front of the link; more only gets old there
 _MOST_SHARE = 0.05
 """Of a worker's time for launching and landing. The network's threads and the second stage take
-about as much again, and that is time in which a full processor does not compute. Twice as much
-would bring a 2 % better end in as many steps, which it would take 5 % longer for."""
+about as much again, and that is time in which a full processor does not compute. With twice as much
+the model passes twice as often, which was worth about what it costs."""
 _MOST_AT_ONCE = 4  # times what a part has cost so far
 _SMOOTHING = 0.1
 _LEAST_STEPS = 8  # own steps before what was measured counts
@@ -90,7 +90,8 @@ class Pace:
         if self.part_seconds:
             more = min(more, _MOST_SHARE * self.step_seconds / self.part_seconds)
         # A part is asked for once there is time for it, and launched up to two steps later.
-        self.allowance = min(self.allowance + more, 1.0 + 3 * more)
+        # What is asked for is launched up to two steps later: that time is not lost.
+        self.allowance = min(self.allowance + more, 1.0 + 3 * more, 2.0 * parts)
 
     def resize(self, ages: Sequence[int], parts: int, *, prompt: int) -> None:
         """More parts under way if the link has nothing left to do, fewer if they queue for it.
