@@ -284,11 +284,11 @@ def test_passes_are_counted_between_landings_of_one_precision() -> None:
     """A link that was full at any time was not free, though its window is open now."""
     pace = Pace(window=4, landed=-2, allowance=2.0)
     for step in (3, 5, 8, 10, 12, 14):
-        assert pace.passes(step, 2) is None
+        assert pace.passes(step, 2, chooses=True) is None
         pace.resize([5] if step == 10 else [], 2, prompt=3)
         pace.land(step)
     assert (pace.began, pace.landed, pace.window) == (5, 4, 4)
-    assert pace.passes(14, 2) == (14 - 5) * 2 / 4, "not 1: a part was late at step 10"
+    assert pace.passes(14, 2, chooses=True) == (14 - 5) * 2 / 4, "not 1: a part was late at step 10"
     pace.choose(4.5, 14, 4, 2)
     assert pace.landed == -2
     assert not pace.crowded

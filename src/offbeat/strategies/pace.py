@@ -118,14 +118,15 @@ class Pace:
         if self.landed == 0:
             self.began = step
 
-    def passes(self, step: int, parts: int) -> float | None:
+    def passes(self, step: int, parts: int, *, chooses: bool) -> float | None:
         """Own steps in which all parts land once; None until that is known.
 
-        One if the link is never full although everything is sent that can be: fewer bits would not
-        help. Where a worker has no time for more parts, fewer bits let each of them arrive sooner.
+        For who ``chooses`` bits by it: one if the link is never full although everything is sent
+        that can be: fewer bits would not help. Where a worker has no time for more parts, fewer
+        bits let each of them arrive sooner.
         """
         widest = self.window == 2 * parts
-        free = widest and self.allowance >= parts and not self.crowded
+        free = chooses and widest and self.allowance >= parts and not self.crowded
         if self.probing and not widest and self.landed > 0:  # there will be more of them yet
             self.began, self.landed = step, 0
         if self.landed < 2 * parts or step - self.began < _LEAST_STEPS:

@@ -296,7 +296,8 @@ class StreamingAveraging(Strategy):
         """How many parts this worker would launch, and what it has measured."""
         state: StreamingState = worker.state
         weighs = stepping or not finishing or state.unsent > 0
-        passes = state.pace.passes(worker.step, len(state.parts)) if stepping else None
+        count, chosen = len(state.parts), worker.wire.chosen
+        passes = state.pace.passes(worker.step, count, chooses=chosen) if stepping else None
         return Vote(
             weight=float(weighs),
             flag=passes is not None,
