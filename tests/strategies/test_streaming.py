@@ -319,6 +319,35 @@ def test_no_more_is_sent_than_a_twentieth_of_the_time_allows() -> None:
     assert free.allowance == 16, "no window is wider"
 
 
+def test_launches_and_landings_cost_the_time_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 ms and 8 ms: a part costs 12."""
+    for name, seconds in (("launch", 0.004), ("land", 0.008)):
+        real = getattr(InFlight, name)
+
+        def slow(
+            self: InFlight, *args: Any, real: Any = real, seconds: float = seconds, **given: Any
+        ) -> Any:
+            self._team.host.sleep(seconds, "rounding")
+            return real(self, *args, **given)
+
+        monkeypatch.setattr(InFlight, name, slow)
+
+    def work() -> float:
+        rank = dist.get_rank()
+        model = make_wide(rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with offbeat.attach(model, optimizer) as sync:
+            for step in range(120):
+                optimizer.zero_grad()
+                wide_loss(model, rank, step).backward()
+                optimizer.step()
+            return float(sync._worker.state.pace.part_seconds)
+
+    network = Network("1Gbit/s", latency="100us")
+    for seconds in simulate(work, workers=2, network=network, compute=Compute("50ms")).results:
+        assert seconds == pytest.approx(0.012, rel=0.12)
+
+
 def test_time_is_not_lost_while_a_launch_is_agreed_on() -> None:
     """A part each 2.5 steps, asked for when there is time for one, launched two steps later."""
     pace, launched, asked = Pace(), 0, None
