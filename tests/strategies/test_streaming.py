@@ -294,6 +294,15 @@ def test_passes_are_counted_between_landings_of_one_precision() -> None:
     assert not pace.crowded
 
 
+@pytest.mark.parametrize(
+    ("window", "chooses", "passes"), [(4, True, 1.0), (3, True, 4.0), (4, False, 4.0)]
+)
+def test_a_link_is_free_where_the_window_is_open(window: int, chooses: bool, passes: float) -> None:
+    """Then fewer bits would not help; who does not choose is told what was counted."""
+    pace = Pace(window=window, landed=4, probing=False, allowance=2.0)
+    assert pace.passes(8, 2, chooses=chooses) == passes
+
+
 @pytest.mark.parametrize(("ages", "window"), [([], 9), ([0, 0], 9), ([1, 0], 6), ([2, 1, 1], 5)])
 def test_the_window_opens_and_closes(ages: list[int], window: int) -> None:
     """By half of it while the link has never been full; by one if more than a fourth are late."""
