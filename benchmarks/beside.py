@@ -1,16 +1,18 @@
 """Streaming averaging, nothing set: what a step costs beside the parts that travel.
 
-Workers of the same processes train a CNN of 2.1 million parameters by turns, forty steps under
-streaming averaging and forty of another such model alone, over shaped links. So both see the same
-machine. Each worker is pinned to its share of the cores, as ``offbeat compare`` does. With as many
-workers as cores nothing else wants a core; with twice as many, all that is computed for the network
-is taken from the training.
+Workers of the same processes train a model by turns, some steps under streaming averaging and as
+many of another such model alone, over shaped links: a CNN of 2.1 million parameters, or the
+transformer of ``stdlib-lm``, half a million and AdamW. So both see the same machine. Each worker is
+pinned to its share of the cores, as ``offbeat compare`` does. With as many workers as cores nothing
+else wants a core; with twice as many, all that is computed for the network is taken from the
+training.
 """
 
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from itertools import product
 from typing import Any
 
 import torch
@@ -21,39 +23,49 @@ import offbeat
 from benchmarks.harness import Result
 from benchmarks.models import cifar_wide
 from benchmarks.processes import run
+from offbeat.lab.recipes import stdlib_lm
 from offbeat.lab.train import share_cores
 
-STEPS = 40
+STEPS = {"cnn": 40, "lm": 20}  # of a block
 WARM_UP = 2  # blocks in which the pace is found
 
 
-def make_step() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]]:
-    """A model, its optimizer and a function that takes one step on invented images."""
+def make_step(model: str) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]]:
+    """``cnn`` or ``lm``, its optimizer and a function that takes one step on invented samples."""
     torch.manual_seed(0)
-    model = cifar_wide.network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
-    x, y = torch.randn(32, 3, 32, 32), torch.randint(10, (32,))
+    network: nn.Module
+    optimizer: torch.optim.Optimizer
+    if model == "cnn":
+        network = cifar_wide.network()
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.001, momentum=0.9)
+        x, y = torch.randn(32, 3, 32, 32), torch.randint(10, (32,))
+    else:
+        network = stdlib_lm.ByteTransformer()
+        optimizer = torch.optim.AdamW(network.parameters(), lr=0.0001)
+        x = torch.randint(256, (stdlib_lm.BATCH_SIZE, stdlib_lm.CONTEXT), dtype=torch.uint8)
+        y = x.long()
 
     def step() -> None:
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
+        nn.functional.cross_entropy(network(x).flatten(0, -2), y.flatten()).backward()
         optimizer.step()
 
-    return model, optimizer, step
+    return network, optimizer, step
 
 
-def measure(blocks: int) -> dict[str, Any]:
+def measure(model: str, blocks: int) -> dict[str, Any]:
     """Runs on every worker: wall and processor time of a step under Offbeat against alone."""
     share_cores(dist.get_world_size(), dist.get_rank())
-    model, optimizer, ours = make_step()
-    *_, alone = make_step()
-    sync = offbeat.attach(model, optimizer)
+    network, optimizer, ours = make_step(model)
+    *_, alone = make_step(model)
+    sync = offbeat.attach(network, optimizer)
+    steps = STEPS[model]
 
     def block(step: Callable[[], None]) -> tuple[float, float]:
         with sync.consensus():  # all begin together; in a plain barrier nobody would answer
             pass
         wall, cpu = time.perf_counter(), time.process_time()
-        for _ in range(STEPS):
+        for _ in range(steps):
             step()
         return time.perf_counter() - wall, time.process_time() - cpu
 
@@ -61,8 +73,8 @@ def measure(blocks: int) -> dict[str, Any]:
     waited, stats = sync.stats.idle, dict(sync.stats.details)
     sync.detach()
     return {
-        "wall": [[seconds / STEPS for seconds, _ in pair] for pair in pairs],
-        "cpu": [[seconds / STEPS for _, seconds in pair] for pair in pairs],
+        "wall": [[seconds / steps for seconds, _ in pair] for pair in pairs],
+        "cpu": [[seconds / steps for _, seconds in pair] for pair in pairs],
         "idle": waited,
         "steps_a_model": stats["pass_steps"],
         **{name: stats[name] for name in ("parts", "window", "landing_seconds")},
@@ -81,20 +93,30 @@ def results(*, quick: bool = False) -> list[Result]:
     """All figures of this benchmark."""
     found, blocks = [], 3 if quick else 8
     cores = len(os.sched_getaffinity(0))
-    for workers, most in ((cores, 1.05), (2 * cores, None)):
-        for bandwidth in ("1Gbit/s", "200Mbit/s", "50Mbit/s"):
-            each = run(measure, workers=workers, bandwidth=bandwidth, seconds=400, blocks=blocks)
-            # Who ends a block first leaves its core to the others: the last one counts.
-            wall = ratio([one["wall"] for one in each], max)
-            cpu = ratio([one["cpu"] for one in each], sum)
-            config = {"workers": workers, "cores": cores, "bandwidth": bandwidth, "blocks": blocks}
-            what = f"streaming, {workers} workers on {cores} cores, {bandwidth}"
-            for name, value, unit, target in (
-                ("step / alone", wall, "", most),
-                ("processor time of a step / alone", cpu, "", None),
-                ("idle", 100 * max(one["idle"] for one in each), "%", 1.0),
-            ):
-                found.append(
-                    Result("beside", f"{what}: {name}", value, target, unit, config, each[0])
-                )
+    cells = [
+        *product(("cnn",), (cores, 2 * cores), ("1Gbit/s", "200Mbit/s", "50Mbit/s")),
+        *product(("lm",), (cores, 2 * cores), ("50Mbit/s",)),
+    ]
+    for model, workers, bandwidth in cells:
+        each = run(
+            measure, workers=workers, bandwidth=bandwidth, seconds=600, model=model, blocks=blocks
+        )
+        # Who ends a block first leaves its core to the others: the last one counts.
+        wall = ratio([one["wall"] for one in each], max)
+        cpu = ratio([one["cpu"] for one in each], sum)
+        config = {
+            "model": model,
+            "workers": workers,
+            "cores": cores,
+            "bandwidth": bandwidth,
+            "blocks": blocks,
+        }
+        what = "streaming, " + ("transformer, " if model == "lm" else "")
+        what += f"{workers} workers on {cores} cores, {bandwidth}"
+        for name, value, unit, target in (
+            ("step / alone", wall, "", 1.05 if workers == cores else None),
+            ("processor time of a step / alone", cpu, "", None),
+            ("idle", 100 * max(one["idle"] for one in each), "%", 1.0),
+        ):
+            found.append(Result("beside", f"{what}: {name}", value, target, unit, config, each[0]))
     return found

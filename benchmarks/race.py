@@ -34,17 +34,21 @@ TRACKS: dict[str, tuple[float, ...]] = {"defaults": (), "tuned": (0.3, 1.0, 3.0)
 """Factors on the learning rate."""
 MOST_SECONDS = 120.0
 """After which a run ends: more than twice what the ideal takes."""
-OURS = "diloco:period=16,outer_lr=0.7,outer_momentum=0.5,fragments=4,overlap=4 --wire int4"
+DILOCO = "diloco:period={},outer_lr=0.7,outer_momentum=0.5,fragments=4,overlap=4 --wire int4"
+OURS = DILOCO.format(16)
 """The strongest rival among our own: fragments, overlap and few bits."""
 METHODS = (
     "ideal",
     "streaming",
     OURS,
+    DILOCO.format(8),
+    DILOCO.format(32),
     "bsp",
     "torch:ddp",
     "torch:ddp,hook=bf16",
     "torch:ddp,hook=powersgd,rank=2",
     "torch:postlocal,period=16",
+    "torch:postlocal,period=64",
     "torch:accumulate,steps=4",
     "torchft:localsgd,period=16",
     "torchft:diloco,period=32,fragments=4,delay=4",

@@ -28,7 +28,7 @@ import torch
 from benchmarks import free_looks
 from benchmarks.harness import RESULTS
 from benchmarks.lateness import best_so_far, seconds_to
-from benchmarks.race import DATA, OURS
+from benchmarks.race import DATA, DILOCO, OURS
 from benchmarks.race_figures import Raced
 from benchmarks.virtual import Cells, Row
 from offbeat.lab.compare import versions
@@ -55,10 +55,9 @@ METHODS = (
     "async",
     "selsync",
 )
-_DILOCO = "diloco:period={},outer_lr=0.7,outer_momentum=0.5,fragments=4,overlap=4 --wire int4"
 GRIDS = {
     "streaming": ("streaming", "streaming:outer_gain=1", "streaming:outer_gain=2"),
-    "diloco": (_DILOCO.format(8), OURS, _DILOCO.format(32)),
+    "diloco": (DILOCO.format(8), OURS, DILOCO.format(32)),
     "bsp": ("bsp", "bsp --wire bfloat16", "bsp --wire int8"),
     "local": ("local:period=4", "local:period=16", "local:period=64"),
     "async": ("async:staleness=4", "async", "async:staleness=64"),

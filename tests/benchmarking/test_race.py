@@ -60,7 +60,7 @@ def test_cells_are_chosen_by_name_or_part() -> None:
 
 def test_methods_are_chosen_by_their_beginning() -> None:
     cell = race.CELLS[0]
-    assert race.of_method(cell, ["ideal", "diloco"]) == ["ideal", race.OURS]
+    assert race.of_method(cell, ["ideal", "diloco:period=16"]) == ["ideal", race.OURS]
     assert race.of_method(cell, []) == list(race.METHODS)
     assert len(race.of_method(cell, ["torch:ddp"])) == 3
     with pytest.raises(ValueError, match="no method of cifar-lan begins with 'easgd'"):

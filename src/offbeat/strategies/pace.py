@@ -89,7 +89,6 @@ class Pace:
         more = float(parts)
         if self.part_seconds:
             more = min(more, _MOST_SHARE * self.step_seconds / self.part_seconds)
-        # A part is asked for once there is time for it, and launched up to two steps later.
         # What is asked for is launched up to two steps later: that time is not lost.
         self.allowance = min(self.allowance + more, 1.0 + 3 * more, 2.0 * parts)
 
