@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks import race_figures, race_pictures
 from benchmarks.harness import RESULTS
-from benchmarks.race_figures import EARLIER, Raced, curves, is_default, late
+from benchmarks.race_figures import EARLIER, Curves, Raced, curves, is_default, late
 from benchmarks.race_pictures import (
     IMAGES,
     REAL,
@@ -133,12 +133,7 @@ def _late_on_processes(folder: Path) -> str:
             for rival in methods:
                 if rival == "ideal" or is_default(rival):
                     continue
-                theirs = [late_at(methods, rival, at, less=less) for at in SECONDS]
-                ahead = [
-                    at
-                    for at, mine, other in zip(SECONDS, own, theirs, strict=True)
-                    if other is not None and (mine is None or other < mine)
-                ]
+                ahead = [at for at in SECONDS if _sooner(methods, rival, name, at, less=less)]
                 if ahead:
                     when = ", ".join(f"{at:g}" for at in ahead)
                     beaten.append(f"{short(rival)} in {cell} (after {when} s)")
@@ -150,6 +145,13 @@ def _late_on_processes(folder: Path) -> str:
     )
     ahead_of = f"; ahead of it are {', '.join(beaten)}." if beaten else "; no rival is ahead of it."
     return text + ahead_of
+
+
+def _sooner(runs: Curves, rival: str, name: str, seconds: float, *, less: bool) -> bool:
+    """Whether the rival is ahead after so many seconds, on average over the seeds of both."""
+    own = late_at(runs, name, seconds, less=less, beside=rival)
+    other = late_at(runs, rival, seconds, less=less, beside=name)
+    return other is not None and (own is None or other < own)
 
 
 def claim(rows: Sequence[Row]) -> str:
@@ -315,7 +317,10 @@ def _setting(rows: Sequence[Row], cell: Cell, family: str) -> str:
 def tables(folder: Path = RESULTS) -> dict[str, str]:
     """Section of the page → its table; of sections that have results."""
     rows = read(folder)
-    found = {"On real processes": late(folder, SECONDS)}
+    found = {
+        "On real processes": late(folder, SECONDS),
+        "With one step for the ideal": late(folder, SECONDS, steady=True),
+    }
     if curves(folder, EARLIER):
         found["Before two bits"] = late(folder, SECONDS, EARLIER)
     if rows:

@@ -261,6 +261,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--list", action="store_true", help="only show the cells")
     parser.add_argument("--table", action="store_true", help="only print the table")
     parser.add_argument("--late", help="only print how late all are at, as in 10,20,30 seconds")
+    parser.add_argument("--steady", action="store_true", help="--late: one step for all ideals")
     parser.add_argument("--figures", action="store_true", help="only draw, from what was run")
     parser.add_argument("--simulated", action="store_true", help="in virtual time instead")
     parser.add_argument("--workload", choices=("mlp", "cnn"), default="mlp", help="simulated")
@@ -282,7 +283,18 @@ def main(argv: Sequence[str]) -> None:
         print(race_figures.table(race_figures.read(told.output)))
     elif told.late:
         seconds = [float(at) for at in told.late.split(",")]
-        print(race_figures.late(told.output, seconds, told.track))
+        print(
+            race_figures.late(
+                told.output,
+                seconds,
+                told.track,
+                steady=told.steady,
+                seeds=told.seeds,
+                only=[cell.name for cell in cells],
+            )
+        )
+    elif told.steady:
+        parser.error("--steady goes with --late")
     elif told.track == race_figures.EARLIER:
         parser.error(f"--track {race_figures.EARLIER}: that is only shown, with --late")
     elif told.figures:

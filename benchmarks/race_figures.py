@@ -7,7 +7,7 @@ metric; infinite, if a run did not get there.
 import math
 import statistics
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,11 +126,9 @@ def table(cells: Sequence[Raced]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for one in cells:
-        peers = {name: seconds for name, seconds in one.times.items() if is_peer(name)}
-        best = min(peers, key=lambda name: peers[name], default=None)
-        own = [next(filter(kind, one.times), None) for kind in (is_default, is_diloco)]
-        shown = [_shown(one, method) for method in (*own, best)]
-        which = "-" if best is None or math.isinf(peers[best]) else f"`{best}`"
+        first = [_first(one.times, kind) for kind in (is_default, is_diloco, is_peer)]
+        shown, best = [_shown(one, method) for method in first], first[-1]
+        which = "-" if best is None or math.isinf(one.times[best]) else f"`{best}`"
         ideal = _seconds(one.times["ideal"])
         lines.append(f"| {one.track} | {one.cell} | {ideal} | {' | '.join(shown)} | {which} |")
     return "\n".join(
@@ -142,6 +140,11 @@ def table(cells: Sequence[Raced]) -> str:
             "its seconds over the method's.",
         ]
     )
+
+
+def _first(times: Mapping[str, float], kind: Callable[[str], bool]) -> str | None:
+    """The soonest method of a kind; None if none was run."""
+    return min(filter(kind, times), key=lambda name: times[name], default=None)
 
 
 Curves = dict[str, dict[int, list[tuple[float, float]]]]
@@ -164,19 +167,82 @@ def curves(folder: Path, track: str = "defaults") -> dict[str, tuple[Curves, boo
     return found
 
 
-def late(folder: Path, seconds: Sequence[float], track: str = "defaults") -> str:
-    """How many times as long each method takes to what the ideal has after so many seconds."""
+def steadied(cells: Mapping[str, tuple[Curves, bool]], folder: Path, track: str) -> dict[str, Any]:
+    """``curves`` with one step for all runs of the ideal of a workload: the mean of theirs.
+
+    The ideal's step is what workers alone took before each run. On a shared machine that varies by
+    a fifth from run to run, and with it all that is measured against it. Left out are cells whose
+    workers are uneven.
+    """
+    steps: dict[str, list[float]] = {}
+    paces: dict[tuple[str, int], float] = {}
+    for cell in cells:
+        for run in read_results(folder / f"race-{track}-{cell}.jsonl"):
+            if run.is_ideal and run.job.slow is None and run.job.jitter == 0:
+                paces[cell, run.job.seed] = run.seconds / run.points[-1].step
+                steps.setdefault(_workload(cell), []).append(paces[cell, run.job.seed])
+    found = {}
+    for cell, (methods, less) in cells.items():
+        ideal = {
+            seed: [
+                (at * statistics.fmean(steps[_workload(cell)]) / pace, metric) for at, metric in of
+            ]
+            for seed, of in methods["ideal"].items()
+            if (pace := paces.get((cell, seed)))
+        }
+        if ideal:
+            found[cell] = {**methods, "ideal": ideal}, less
+    return found
+
+
+def _workload(cell: str) -> str:
+    return cell.partition("-")[0]
+
+
+def late(
+    folder: Path,
+    seconds: Sequence[float],
+    track: str = "defaults",
+    *,
+    steady: bool = False,
+    seeds: int | None = None,
+    only: Sequence[str] = (),
+) -> str:
+    """How many times as long each method takes to what the ideal has after so many seconds.
+
+    Args:
+        folder: Of the results.
+        seconds: Of the ideal.
+        track: Which runs.
+        steady: With the ideal's step as in ``steadied``.
+        seeds: Only the first so many, so that who has more of them is not compared under others.
+        only: Cells with these names; none: all.
+    """
     lines = [
         "| cell | method | " + " | ".join(f"{at:g} s" for at in seconds) + " | a step | seeds |"
     ]
     lines.append("|---|---|" + "--:|" * (len(seconds) + 2))
-    for cell, (methods, less) in curves(folder, track).items():
+    cells = curves(folder, track)
+    if steady:  # with all cells, whichever are shown
+        cells = steadied(cells, folder, track)
+    for cell, (methods, less) in cells.items():
+        if only and cell not in only:
+            continue
         results = read_results(folder / f"race-{track}-{cell}.jsonl")
         for row in rows_of(results):
-            runs = [run for run in row.runs if run.job.seed in methods[row.name]]
-            own = {row.name: methods[row.name]}
+            own = {
+                row.name: {
+                    seed: points
+                    for seed, points in methods[row.name].items()
+                    if seeds is None or seed < seeds
+                }
+            }
+            runs = [run for run in row.runs if run.job.seed in own[row.name]]
+            if not runs:
+                continue
             (name, *found), *_ = lateness.table(own, methods["ideal"], seconds, less=less)
-            step = statistics.median(run.seconds / run.points[-1].step for run in runs)
+            ends = [(own[row.name][run.job.seed][-1][0], run.points[-1].step) for run in runs]
+            step = statistics.median(seconds / steps for seconds, steps in ends)
             shown = " | ".join([*found, f"{1000 * step:.0f} ms", str(len(runs))])
             lines.append(f"| {cell} | `{name}` | {shown} |")
     return "\n".join(lines)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks import lateness
 from benchmarks.harness import RESULTS
-from benchmarks.race import OURS
+from benchmarks.race import DILOCO, OURS
 from benchmarks.race_figures import (
     DPI,
     FONT,
@@ -50,13 +50,13 @@ REAL = {"cifar-lan": "1Gbit/s", "cifar-office": "200Mbit/s", "cifar-wan": "50Mbi
 """Cells of the race on real processes that have a simulated one: its bandwidth, at 0.1 ms."""
 AT = (10.0, 15.0)
 """Seconds of the ideal at which both are compared."""
+_SETTINGS, _STRONG = DILOCO.partition("{}")[2], " (fragments, overlap, int4)"
 
 
 def short(method: str) -> str:
     """A method's name where there is little room."""
-    if method == OURS:
-        return "diloco (fragments, overlap, int4)"
-    return method.replace("--wire ", "")
+    method = method.replace(OURS, f"diloco{_STRONG}")  # the period is that of most tables
+    return method.replace(_SETTINGS, _STRONG).replace("--wire ", "")
 
 
 def draw(rows: Sequence[Row], folder: Path = RESULTS) -> list[Path]:
@@ -315,12 +315,14 @@ def both(folder: Path = RESULTS) -> list[Pair]:
     return found
 
 
-def late_at(runs: Curves, method: str, seconds: float, *, less: bool = False) -> float | None:
-    """The mean over the seeds; None if one never arrived."""
+def late_at(
+    runs: Curves, method: str, seconds: float, *, less: bool = False, beside: str = "ideal"
+) -> float | None:
+    """The mean over the seeds that ``beside`` has, too; None if one never arrived."""
     found = [
         lateness.lateness(points, runs["ideal"][seed], seconds, less=less)
         for seed, points in runs[method].items()
-        if seed in runs["ideal"]
+        if seed in runs["ideal"] and seed in runs[beside]
     ]
     known = [one for one in found if one is not None]
     return statistics.fmean(known) if known and len(known) == len(found) else None

@@ -166,6 +166,42 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
 
 
+def written(folder: Path, cell: str, results: Sequence[Result]) -> None:
+    lines = [json.dumps(one.to_dict()) for one in results]
+    (folder / f"race-defaults-{cell}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+
+
+def test_all_ideals_can_be_given_one_step(tmp_path: Path) -> None:
+    """Steps of 10, 30 and 20 s become 20; curves of methods stay, and slow workers' cells go."""
+    for cell, paces in (("made-up", (1, 3)), ("made-other", (2,)), ("made-slow", (9,))):
+        runs = [
+            make(method, [(10 * pace, 0.5), (20 * pace, 0.9)], seed=seed)
+            for seed, pace in enumerate(paces)
+            for method in ("ideal", "streaming")
+        ]
+        slow = "0=2" if cell == "made-slow" else None
+        written(tmp_path, cell, [replace(one, job=replace(one.job, slow=slow)) for one in runs])
+    cells = figures.curves(tmp_path)
+    found = figures.steadied(cells, tmp_path, "defaults")
+    steady = [(20, 0.5), (40, 0.9)]
+    assert found["made-up"][0]["ideal"] == {0: steady, 1: steady}
+    assert found["made-up"][0]["streaming"] == cells["made-up"][0]["streaming"]
+    assert found["made-other"][0]["ideal"] == {0: steady}
+    assert set(found) == {"made-up", "made-other"}
+    text = figures.late(tmp_path, [30.0], steady=True)
+    assert "| made-up | `streaming` | 1.00 (0.50–1.50) | 20000 ms | 2 |" in text
+    assert "| made-up | `ideal` | 1.00 (1.00–1.00) | 20000 ms | 2 |" in text
+    text = figures.late(tmp_path, [30.0], steady=True, seeds=1, only=["made-up"])
+    assert "made-other" not in text
+    assert "| made-up | `streaming` | 0.50 | 10000 ms | 1 |" in text
+
+
+def test_the_sooner_of_two_settings_is_shown() -> None:
+    eight = race.DILOCO.format(8)
+    two = cell("made-up-3", {"ideal": FAST, race.OURS: MIDDLE, eight: [(1, 0.5), (4, 0.99)]})
+    assert "| 2.0 s | - | 4.0 s (50 %) | - | - |" in figures.table([two])
+
+
 # What is said of it
 
 PAGES = ("README.md", "benchmarks/README.md", "docs/comparing.md")
