@@ -89,8 +89,11 @@ def test_the_first_page_quotes_the_measurement() -> None:
     (quote,) = (one for one in text.split("\n\n") if "(streaming.md#what-was-measured)" in one)
     rows = [line.split("|") for line in section("streaming", "What was measured").splitlines()]
     late = {
-        (row[1].strip(), row[2].strip(" `").split(":")[0]): row[4] for row in rows if len(row) > 7
+        (row[1].strip(), row[2].strip(" `").partition(",outer_lr")[0]): row[4]
+        for row in rows
+        if len(row) > 7
     }
-    wan, lan = "cifar-wan", "cifar-lan"
-    asked = [(wan, "streaming"), (wan, "diloco"), (lan, "streaming"), (lan, "diloco")]
+    wan, lan, ours = "cifar-wan", "cifar-lan", ("streaming", "diloco:period=16")
+    asked = [(cell, one) for cell in (wan, lan) for one in ours]
+    asked += [(lan, "torch:ddp"), (lan, "torch:ddp,hook=bf16")]
     assert re.findall(r"\b\d\.\d\d\b", quote) == [late[one].split()[0] for one in asked]
