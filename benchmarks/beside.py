@@ -89,34 +89,38 @@ def ratio(workers: list[list[list[float]]], of_all: Callable[[Iterable[float]], 
     return statistics.median(ours / alone for ours, alone in blocks)
 
 
-def results(*, quick: bool = False) -> list[Result]:
-    """All figures of this benchmark."""
-    found, blocks = [], 3 if quick else 8
+def of_cell(model: str, workers: int, bandwidth: str, blocks: int) -> list[Result]:
+    """Step and processor time of one model on one kind of link, and the time waited."""
     cores = len(os.sched_getaffinity(0))
-    cells = [
-        *product(("cnn",), (cores, 2 * cores), ("1Gbit/s", "200Mbit/s", "50Mbit/s")),
-        *product(("lm",), (cores, 2 * cores), ("50Mbit/s",)),
-    ]
-    for model, workers, bandwidth in cells:
-        each = run(
-            measure, workers=workers, bandwidth=bandwidth, seconds=600, model=model, blocks=blocks
-        )
-        # Who ends a block first leaves its core to the others: the last one counts.
-        wall = ratio([one["wall"] for one in each], max)
-        cpu = ratio([one["cpu"] for one in each], sum)
-        config = {
-            "model": model,
-            "workers": workers,
-            "cores": cores,
-            "bandwidth": bandwidth,
-            "blocks": blocks,
-        }
-        what = "streaming, " + ("transformer, " if model == "lm" else "")
-        what += f"{workers} workers on {cores} cores, {bandwidth}"
+    config = {
+        "model": model,
+        "workers": workers,
+        "cores": cores,
+        "bandwidth": bandwidth,
+        "blocks": blocks,
+    }
+    told = {"model": model, "blocks": blocks}
+    each = run(measure, workers=workers, bandwidth=bandwidth, seconds=600, **told)
+    # Who ends a block first leaves its core to the others: the last one counts.
+    wall = ratio([one["wall"] for one in each], max)
+    cpu = ratio([one["cpu"] for one in each], sum)
+    what = "streaming, " + ("transformer, " if model == "lm" else "")
+    what += f"{workers} workers on {cores} cores, {bandwidth}"
+    return [
+        Result("beside", f"{what}: {name}", value, target, unit, config, each[0])
         for name, value, unit, target in (
             ("step / alone", wall, "", 1.05 if workers == cores else None),
             ("processor time of a step / alone", cpu, "", None),
             ("idle", 100 * max(one["idle"] for one in each), "%", 1.0),
-        ):
-            found.append(Result("beside", f"{what}: {name}", value, target, unit, config, each[0]))
-    return found
+        )
+    ]
+
+
+def results(*, quick: bool = False) -> list[Result]:
+    """All figures of this benchmark."""
+    few = len(os.sched_getaffinity(0))
+    cells = [
+        *product(("cnn",), (few, 2 * few), ("1Gbit/s", "200Mbit/s", "50Mbit/s")),
+        *product(("lm",), (few, 2 * few), ("50Mbit/s",)),
+    ]
+    return [one for cell in cells for one in of_cell(*cell, blocks=3 if quick else 8)]
