@@ -133,7 +133,7 @@ def _late_on_processes(folder: Path) -> str:
             for rival in methods:
                 if rival == "ideal" or is_default(rival):
                     continue
-                ahead = [at for at in SECONDS if _sooner(methods, rival, name, at, less=less)]
+                ahead = [at for at in SECONDS if sooner(methods, rival, name, at, less=less)]
                 if ahead:
                     when = ", ".join(f"{at:g}" for at in ahead)
                     beaten.append(f"{short(rival)} in {cell} (after {when} s)")
@@ -147,7 +147,7 @@ def _late_on_processes(folder: Path) -> str:
     return text + ahead_of
 
 
-def _sooner(runs: Curves, rival: str, name: str, seconds: float, *, less: bool) -> bool:
+def sooner(runs: Curves, rival: str, name: str, seconds: float, *, less: bool) -> bool:
     """Whether the rival is ahead after so many seconds, on average over the seeds of both."""
     own = late_at(runs, name, seconds, less=less, beside=rival)
     other = late_at(runs, rival, seconds, less=less, beside=name)

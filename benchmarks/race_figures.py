@@ -131,12 +131,13 @@ def table(cells: Sequence[Raced]) -> str:
         which = "-" if best is None or math.isinf(one.times[best]) else f"`{best}`"
         ideal = _seconds(one.times["ideal"])
         lines.append(f"| {one.track} | {one.cell} | {ideal} | {' | '.join(shown)} | {which} |")
+    fewest = min(one.seeds for one in cells)
     return "\n".join(
         [
             *lines,
             "",
             f"Seconds to {100 * SHARE:g} % of the ideal's final metric, median of "
-            f"{min(one.seeds for one in cells)} seeds or more; in brackets the share of the ideal: "
+            f"{fewest} seed{'s' * (fewest > 1)} or more; in brackets the share of the ideal: "
             "its seconds over the method's.",
         ]
     )

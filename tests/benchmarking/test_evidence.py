@@ -35,6 +35,18 @@ def test_losses_are_told_first(tmp_path: Path) -> None:
     assert "never" not in evidence.map_table(rows)
 
 
+def test_rivals_are_compared_under_the_seeds_of_both() -> None:
+    """2 and 7 times as late is sooner than 5 under two seeds, but not under the second one."""
+    times = {"ideal": (1, 1), "streaming": (7, 2), "diloco": (5, 5)}
+    runs = {
+        name: {seed: [(0, 0.0), (10 * late, 0.9)] for seed, late in enumerate(of)}
+        for name, of in times.items()
+    }
+    assert not evidence.sooner(runs, "diloco", "streaming", 10, less=False)
+    del runs["diloco"][1]
+    assert evidence.sooner(runs, "diloco", "streaming", 10, less=False)
+
+
 def test_pictures_of_the_repository_are_small_and_copied() -> None:
     for path in evidence.IMAGES.glob("race-*.png"):
         assert path.stat().st_size < 100_000
