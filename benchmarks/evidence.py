@@ -29,6 +29,7 @@ from benchmarks.race_pictures import (
 )
 from benchmarks.race_simulated import (
     BANDWIDTHS,
+    CORNERS,
     FACTORS,
     MAP,
     OTHERS,
@@ -248,18 +249,29 @@ def _ratio(value: float) -> str:
 
 
 def others_table(rows: Sequence[Row]) -> str:
-    """A line a method, a column a cell beside the map; shares of the ideal's speed."""
+    """The cells beside the map."""
     found = raced(rows, "mlp", "defaults")
-    cells = [one for one in OTHERS if one in found]
-    names = [_besides(one) for one in cells]
-    methods = list(dict.fromkeys(name for cell in cells for name in found[cell].times))
-    lines = [f"| method | {' | '.join(names)} |", "|---|" + "--:|" * len(cells)]
+    return _columns({_besides(one): found[one] for one in OTHERS if one in found})
+
+
+def corners_table(rows: Sequence[Row]) -> str:
+    """The corners of the map with the CNN."""
+    found = raced(rows, "cnn", "defaults")
+    return _columns(
+        {f"{one.bandwidth}, {one.latency:g} ms": found[one] for one in CORNERS if one in found}
+    )
+
+
+def _columns(cells: Mapping[str, Raced]) -> str:
+    """A line a method, a column a cell; in brackets shares of the ideal's speed."""
+    methods = list(dict.fromkeys(name for one in cells.values() for name in one.times))
+    lines = [f"| method | {' | '.join(cells)} |", "|---|" + "--:|" * len(cells)]
     for method in methods:
         times = [
-            f"{_seconds(found[cell].times[method])} ({100 * found[cell].share(method):.0f} %)"
-            if math.isfinite(found[cell].times[method])
+            f"{_seconds(one.times[method])} ({100 * one.share(method):.0f} %)"
+            if math.isfinite(one.times[method])
             else "never"
-            for cell in cells
+            for one in cells.values()
         ]
         lines.append(f"| `{short(method)}` | {' | '.join(times)} |")
     return "\n".join(lines)
@@ -327,6 +339,8 @@ def tables(folder: Path = RESULTS) -> dict[str, str]:
         found["On simulated links"] = map_table(rows)
         if any(row["cell"] in OTHERS for row in rows):
             found["Uneven workers, and more of them"] = others_table(rows)
+        if any(row["workload"] == "cnn" for row in rows):
+            found["A larger model"] = corners_table(rows)
         if factors(rows, "tuned"):
             found["What tuning took"] = tuning_table(rows)
     if both(folder):

@@ -35,6 +35,24 @@ def test_losses_are_told_first(tmp_path: Path) -> None:
     assert "never" not in evidence.map_table(rows)
 
 
+def test_corners_of_the_larger_model_have_a_table_of_their_own(tmp_path: Path) -> None:
+    """Only those that were run, and only the CNN's."""
+    rows = as_read(rows_of("defaults"), tmp_path)
+    assert "A larger model" not in evidence.tables(tmp_path)
+    corner, other = race_simulated.CORNERS[1], race_simulated.MAP[1]
+    larger = [
+        row | {"workload": "cnn", "points": [[1, 0.1], [2 if row["family"] == "ideal" else 8, 0.9]]}
+        for row in rows
+        if row["cell"] in (corner, other)
+    ]
+    written = [row | {"cell": asdict(row["cell"])} for row in (*rows, *larger)]
+    as_read(written, tmp_path)
+    first, _, ideal, *others = evidence.tables(tmp_path)["A larger model"].splitlines()
+    assert first == "| method | 10Mbit/s, 0.1 ms |"
+    assert ideal.startswith("| `ideal` | 1.9 s (100 %) |")
+    assert "| `streaming` | 7.6 s (26 %) |" in others
+
+
 def test_rivals_are_compared_under_the_seeds_of_both() -> None:
     """2 and 7 times as late is sooner than 5 under two seeds, but not under the second one."""
     times = {"ideal": (1, 1), "streaming": (7, 2), "diloco": (5, 5)}
