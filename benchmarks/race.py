@@ -2,8 +2,9 @@
 
 ``python -m benchmarks race --track defaults --cells lan`` runs the cells that are called so, one
 after the other; what is in their files already is not run again. ``--list`` shows all of them,
-``--table`` prints the table of the README from what was run, ``--figures`` draws. ``--simulated``
-is the race in virtual time (``race_simulated``), over latencies and more workers.
+``--table`` prints the table of the README from what was run, ``--figures`` draws. ``--late`` prints
+how late all are against the ideal, with ``--steady`` against one step for all its runs.
+``--simulated`` is the race in virtual time (``race_simulated``), over latencies and more workers.
 
 Two tracks: ``defaults`` has every method at its recipe's learning rate, ``tuned`` each with the
 factors of ``TRACKS``, the best by the final metric. No run goes on past ``MOST_SECONDS``. A cell's

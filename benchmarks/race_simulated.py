@@ -70,10 +70,14 @@ MODELS = Path(__file__).parent / "models"
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained: a recipe's file, its directory of data, passes over them, bytes; and how.
+    """What is trained.
 
     Attributes:
-        factors: On the recipe's rate.
+        file: Of the recipe.
+        data: Directory below that of all data; None: it brings its own.
+        epochs: Passes over the data.
+        model_bytes: Of the parameters.
+        factors: On the recipe's rate; one: there is nothing to tune.
         methods: Those that run as they come.
     """
 
