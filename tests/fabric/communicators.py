@@ -67,3 +67,6 @@ def meet(name: str, ranks: list[int]) -> None:
     store = dist.group.WORLD.get_group_store()
     store.set(f"meeting {name}/{dist.get_rank()}", "here")
     store.wait([f"meeting {name}/{rank}" for rank in ranks], timedelta(seconds=30))
+    store.set(f"after {name}/{dist.get_rank()}", "seen")
+    if dist.get_rank() == 0:  # who may end next, and serves the store that the others still ask
+        store.wait([f"after {name}/{rank}" for rank in ranks], timedelta(seconds=30))
