@@ -8,8 +8,8 @@ evaluations that take nothing from the links (``free_looks``). ``python -m bench
   called 50 Mbit/s has 50 Mbit/s times the model's bytes over the CNN's, so that a mean of all
   gradients takes as many steps as those of the CNN of 2.1 million parameters on the link of that
   name. Latencies stay, for the step does.
-- ``cnn``: that CNN itself on CIFAR-10, on the links as they are called, at the recipe's rate; of
-  the methods those that were near in the other one.
+- ``cnn``: that CNN itself on CIFAR-10, on the links as they are called, at the recipe's rate;
+  four of the methods, for a run takes minutes.
 
 Every setting of ``GRIDS`` has the factor on the recipe's rate, of ``FACTORS``, with which it ends
 best at ``TUNED_AT``, under a seed of its own. Tracks: ``defaults``, every method as it comes but
