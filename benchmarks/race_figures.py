@@ -171,9 +171,9 @@ def curves(folder: Path, track: str = "defaults") -> dict[str, tuple[Curves, boo
 def steadied(cells: Mapping[str, tuple[Curves, bool]], folder: Path, track: str) -> dict[str, Any]:
     """``curves`` with one step for all runs of the ideal of a workload: the mean of theirs.
 
-    The ideal's step is what workers alone took before each run. On a shared machine that varies by
-    a fifth from run to run, and with it all that is measured against it. Left out are cells whose
-    workers are uneven.
+    The ideal's step is what workers alone took before and after its run. On a shared machine that
+    varies by a fifth from run to run, and with it all that is measured against it. Left out are
+    cells whose workers are uneven.
     """
     steps: dict[str, list[float]] = {}
     paces: dict[tuple[str, int], float] = {}
