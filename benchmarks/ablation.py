@@ -8,32 +8,30 @@ Real training; steps of 80 ms that vary by 5 %, nothing computed for the network
 - ``cnn-decay``, ``mnist``, ``digits``: for the end of a full schedule. The first is ``cnn`` with a
   rate that falls to nothing (``OFFBEAT_MNIST`` names the directory of the second).
 
-Every cell is compared with the ideal (synchronous SGD on a network that takes no time) of its task,
-workers and seed: how many times as long it takes to the metrics that the ideal has after a half,
-three quarters and the whole of its time. Runs are kept in
-``results/cells/ablation.jsonl``, so that it goes on where it was stopped. Writes
-``results/ablation.md``.
+Every run is compared with the ideal (synchronous SGD on a network that takes no time) of its task,
+workers and seed. What was run is kept, so that it goes on where it was stopped, and published in
+``results/ablation.jsonl``; ``ablation.md``, ``ablation-ends.md`` and the table of
+``docs/streaming.md`` are made from that file (``benchmarks.ablation_tables``).
 
-    python -m benchmarks.ablation [--seeds 0,1] [--only WORD]
+    python -m benchmarks.ablation [--seeds 0,1] [--only WORD] [--finals]
+    python -m benchmarks.ablation --table
 """
 
 import argparse
+import json
 import os
-import statistics
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
+from benchmarks import ablation_tables as tables
 from benchmarks.harness import RESULTS
-from benchmarks.lateness import lateness, summary
 from benchmarks.virtual import MNIST, Cells, Row
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.job import Job
 from offbeat.lab.places import VirtualCluster
-from offbeat.lab.report.intervals import interval_of
 from offbeat.simulate import Compute, Network
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
@@ -58,9 +56,12 @@ TASKS = {
     "mnist": Workload("mnist:cnn", str(MNIST), 1.0),
     "digits": Workload("digits", None, 20.0),
 }
+LESS = frozenset(name for name, task in TASKS.items() if task.less)
+"""Tasks whose metric is better where it is less."""
 BANDWIDTHS = ("1Gbit/s", "200Mbit/s", "50Mbit/s", "10Mbit/s")
-PARTS_OF_THE_TIME = (0.5, 0.75, 1.0)
 STEP_SECONDS = 0.08
+PUBLISHED = RESULTS / "ablation.jsonl"
+PAGE = Path(__file__).parents[1] / "docs" / "streaming.md"
 
 
 @dataclass(frozen=True)
@@ -85,25 +86,21 @@ def cells(seeds: Sequence[int]) -> list[Cell]:
         found.append(("ideal", task, 4, "1Gbit/s", "ideal"))
         found += [("default", task, 4, bandwidth, "streaming") for bandwidth in BANDWIDTHS]
         found += [("default", task, 4, "50Mbit/s", DILOCO)]
-    for scale in (0.5, 2.0, 4.0):
-        for method in ("ideal", "streaming", "streaming:outer_gain=1", DILOCO):
-            text = f"{method} --lr-scale {scale:g}"
-            found += [("rate", task, 4, "50Mbit/s", text) for task in ("cnn", "lm")]
     for text in (
-        *(f"streaming:outer_gain={gain}" for gain in ("1", "2")),
-        *(f"streaming --wire {wire}" for wire in ("auto", "int4", "int8", "float32")),
-        *(f"streaming:parts={count}" for count in (1, 2, 8, 16)),
+        *(f"streaming:outer_gain={gain}" for gain in (1, 2)),
+        *(f"streaming --wire {wire}" for wire in ("int4", "int8", "float32", "auto")),
+        *(f"streaming:parts={count}" for count in (1, 4, 8, 16)),
         "async:schedule=eager,staleness=64 --wire int2",
-        "async:schedule=eager,staleness=64 --wire int8",
     ):
         found += [("factor", task, 4, "50Mbit/s", text) for task in ("cnn", "lm")]
-    for task in ("cnn", "lm"):
-        for workers in (8, 16):
+    for task, scales in (("cnn", (0.5, 2, 4)), ("lm", (0.5, 2, 4, 8))):
+        for scale in scales:
+            for method in ("ideal", "streaming", DILOCO):
+                found.append(("rate", task, 4, "50Mbit/s", f"{method} --lr-scale {scale:g}"))
+    for workers in (8, 16):
+        for task in ("cnn", "lm"):
             found.append(("ideal", task, workers, "1Gbit/s", "ideal"))
-            found += [
-                ("default", task, workers, bandwidth, "streaming")
-                for bandwidth in ("200Mbit/s", "50Mbit/s")
-            ]
+            found += [("default", task, workers, "50Mbit/s", m) for m in ("streaming", DILOCO)]
     return [Cell(*one, seed) for seed in seeds for one in found]
 
 
@@ -147,82 +144,21 @@ def run(cell: Cell) -> Row:
     }
 
 
-def late(row: Row, ideal: Row, *, less: bool) -> list[float | None]:
-    """Its lateness at each of ``PARTS_OF_THE_TIME``."""
-    own, best = (
-        [(point["seconds"], point["metric"]) for point in one["points"]] for one in (row, ideal)
-    )
-    return [lateness(own, best, share * best[-1][0], less=less) for share in PARTS_OF_THE_TIME]
+def publish(rows: Sequence[Row], path: Path) -> None:
+    """Put the rows into the published file, each in the place of the same run if it is there."""
+    known = {_same(row): row for row in [*read(path), *rows]}
+    path.write_text("".join(json.dumps(row) + "\n" for row in known.values()))
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Markdown: one line a cell, over the seeds."""
-    ideals = {
-        (c["task"], c["workers"], c["seed"]): row
-        for row in rows
-        if (c := row["cell"])["factor"] == "ideal"
-    }
-    groups: dict[tuple[str, int, str, str], list[Row]] = defaultdict(list)
-    for row in rows:
-        c = row["cell"]
-        if c["factor"] != "ideal":
-            groups[c["task"], c["workers"], c["bandwidth"], c["method"]].append(row)
-    lines = [
-        "| task | workers | link | method | at ½ | at ¾ | at 1 | last metric | idle | seeds |",
-        "|---|--:|--:|---|--:|--:|--:|--:|--:|--:|",
-    ]
-    for (task, workers, bandwidth, method), members in groups.items():
-        less = TASKS[task].less
-        known = [r for r in members if (task, workers, r["cell"]["seed"]) in ideals]
-        if not known:
-            continue
-        found = [late(row, ideals[task, workers, row["cell"]["seed"]], less=less) for row in known]
-        text = " | ".join(summary(column) for column in zip(*found, strict=True))
-        ends = [
-            (row["points"][-1]["metric"], ideals[task, workers, row["cell"]["seed"]])
-            for row in known
-        ]
-        metric = statistics.mean(end for end, _ in ends)
-        best = statistics.mean(ideal["points"][-1]["metric"] for _, ideal in ends)
-        idle = 100 * statistics.mean(row["idle"] for row in known)
-        lines.append(
-            f"| {task} | {workers} | {bandwidth} | `{method}` | {text} | "
-            f"{metric:.3f} (ideal {best:.3f}) | {idle:.0f} % | {len(known)} |"
-        )
-    return "\n".join(lines) + "\n"
+def read(path: Path) -> list[Row]:
+    """What is published."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def ends(rows: Sequence[Row]) -> str:
-    """Markdown: what full schedules end with, and the paired differences to the ideal."""
-    ideals = {
-        (c["task"], c["seed"]): row["points"][-1]["metric"]
-        for row in rows
-        if "ideal" in (c := row["cell"])["method"]
-    }
-    groups: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
-    for row in rows:
-        c = row["cell"]
-        groups[c["task"], c["bandwidth"], c["method"]].append(row)
-    lines = ["| task | link | method | at the end | less the ideal's | seeds |"]
-    lines.append("|---|--:|---|--:|--:|--:|")
-    for (task, bandwidth, method), members in groups.items():
-        last = [row["points"][-1]["metric"] for row in members]
-        text = ""
-        if "ideal" not in method:
-            pairs = [
-                row["points"][-1]["metric"] - ideals[task, row["cell"]["seed"]]
-                for row in members
-                if (task, row["cell"]["seed"]) in ideals
-            ]
-            if len(pairs) > 1:
-                found = interval_of(pairs)
-                text = f"{found.mean:+.4f} ± {found.high - found.mean:.4f}"
-        link = "" if "ideal" in method else bandwidth
-        lines.append(
-            f"| {task} | {link} | `{method}` | {statistics.mean(last):.4f} | {text} | "
-            f"{len(members)} |"
-        )
-    return "\n".join(lines) + "\n"
+def _same(row: Row) -> str:
+    """What names a run: the factor it is asked for only groups it, but for full schedules."""
+    cell = dict(row["cell"])
+    return json.dumps(cell | {"factor": cell["factor"] == "final"})
 
 
 def main() -> None:
@@ -233,18 +169,31 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cells that have this in their texts")
     parser.add_argument("--finals", action="store_true", help="full schedules instead")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--table", action="store_true", help="run nothing: what is published")
     given = parser.parse_args()
-    seeds = [int(seed) for seed in given.seeds.split(",")]
-    wanted = [
-        cell
-        for cell in (finals(seeds) if given.finals else cells(seeds))
-        if cell.factor == "ideal" or given.only in f"{cell.task} {cell.bandwidth} {cell.method}"
-    ]
-    kept = Cells(run, RESULTS / "cells" / "ablation.jsonl", processes=given.processes)
-    rows = kept.rows(wanted)
-    path = RESULTS / ("ablation-ends.md" if given.finals else "ablation.md")
-    path.write_text(ends(rows) if given.finals else table(rows))
-    print(path)
+    if not given.table:
+        seeds = [int(seed) for seed in given.seeds.split(",")]
+        wanted = [
+            cell
+            for cell in (finals(seeds) if given.finals else cells(seeds))
+            if cell.factor == "ideal" or given.only in f"{cell.task} {cell.bandwidth} {cell.method}"
+        ]
+        kept = Cells(run, RESULTS / "cells" / "ablation.jsonl", processes=given.processes)
+        publish(kept.rows(wanted), PUBLISHED)
+    rows = read(PUBLISHED)
+    on_the_way = [row for row in rows if row["cell"]["factor"] != "final"]
+    (RESULTS / "ablation.md").write_text(tables.lateness_of(on_the_way, LESS))
+    full = [row for row in rows if row["cell"]["factor"] == "final"]
+    (RESULTS / "ablation-ends.md").write_text(tables.ends(full))
+    PAGE.write_text(tables.into(PAGE.read_text(), apart()))
+    print(RESULTS / "ablation.md", RESULTS / "ablation-ends.md", PAGE, sep="\n")
+
+
+def apart() -> str:
+    """The table of the page, from what is published."""
+    order = [*dict.fromkeys((c.workers, c.bandwidth, c.method) for c in cells([0]))]
+    rows = [row for row in read(PUBLISHED) if row["cell"]["factor"] != "final"]
+    return tables.apart(rows, order)
 
 
 if __name__ == "__main__":
