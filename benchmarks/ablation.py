@@ -5,8 +5,9 @@ Real training; steps of 80 ms that vary by 5 %, nothing computed for the network
 - ``cnn``: 2.1 million parameters on CIFAR-10, SGD with momentum, two passes of 16,000 images
   (``benchmarks/models/cifar_wide.py``; ``OFFBEAT_CIFAR10`` names the directory of the data);
 - ``lm``: the recipe ``stdlib-lm``, a transformer with AdamW;
-- ``cnn-decay``, ``mnist``, ``digits``: for the end of a full schedule. The first is ``cnn`` with a
-  rate that falls to nothing (``OFFBEAT_MNIST`` names the directory of the second).
+- ``cnn-decay``, ``cnn-norm``, ``mnist``, ``digits``: for what they end with. The first two are
+  ``cnn`` with a rate that falls to nothing, and with BatchNorm; ``OFFBEAT_MNIST`` names the
+  directory of the third.
 
 Every run is compared with the ideal (synchronous SGD on a network that takes no time) of its task,
 workers and seed. What was run is kept, so that it goes on where it was stopped, and published in
@@ -52,6 +53,7 @@ class Workload:
 TASKS = {
     "cnn": Workload(str(MODELS / "cifar_wide.py"), CIFAR10, 2.0),
     "lm": Workload("stdlib-lm", None, 0.5, less=True),
+    "cnn-norm": Workload(str(MODELS / "cifar_wide_norm.py"), CIFAR10, 2.0),
     "cnn-decay": Workload(str(MODELS / "cifar_wide_decay.py"), CIFAR10, 3.0),
     "mnist": Workload("mnist:cnn", str(MNIST), 1.0),
     "digits": Workload("digits", None, 20.0),
@@ -105,8 +107,14 @@ def cells(seeds: Sequence[int]) -> list[Cell]:
 
 
 def finals(seeds: Sequence[int]) -> list[Cell]:
-    """Full schedules, for what they end with, on links that are slow for each."""
-    links = {"digits": "5Mbit/s", "mnist": "10Mbit/s", "cnn-decay": "50Mbit/s", "lm": "10Mbit/s"}
+    """For what they end with, on links that are slow for each."""
+    links = {
+        "digits": "5Mbit/s",
+        "mnist": "10Mbit/s",
+        "cnn-decay": "50Mbit/s",
+        "cnn-norm": "50Mbit/s",
+        "lm": "10Mbit/s",
+    }
     return [
         Cell("final", task, 4, bandwidth, method, seed)
         for task, bandwidth in links.items()

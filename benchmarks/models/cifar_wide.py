@@ -12,17 +12,22 @@ from torch.utils.data import TensorDataset
 from offbeat.lab import Task, accuracy, recipe
 
 
-def network():
-    """Three convolutions and two linear layers."""
+def network(norm=False):
+    """Three convolutions, each with BatchNorm if ``norm``, and two linear layers."""
+
+    def convolution(channels, more):
+        between = [nn.BatchNorm2d(more)] if norm else []
+        return nn.Conv2d(channels, more, 3, padding=1), *between, nn.ReLU(), nn.MaxPool2d(2)
+
     return nn.Sequential(
-        *(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(64, 128, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *convolution(3, 32),
+        *convolution(32, 64),
+        *convolution(64, 128),
         *(nn.Flatten(), nn.Linear(2048, 960), nn.ReLU(), nn.Linear(960, 10)),
     )
 
 
-def task(setup, scheduler=None):
+def task(setup, scheduler=None, norm=False):
     """``network`` on CIFAR-10."""
     with np.load(setup.data / "cifar10.npz") as file:
         x, y, test_x, test_y = (
@@ -31,7 +36,7 @@ def task(setup, scheduler=None):
     x, test_x = (
         (images.permute(0, 3, 1, 2).float() / 255 - 0.473) / 0.251 for images in (x, test_x)
     )
-    model = network()
+    model = network(norm)
     return Task(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9),

@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import RESULTS
-from benchmarks.papers import choices, convergence, curvature, delta, distances, regret, speedup
+from benchmarks.papers import (
+    choices,
+    convergence,
+    curvature,
+    delta,
+    densities,
+    distances,
+    regret,
+    speedup,
+)
 from benchmarks.papers.runs import path_of, saved, told
 
 TEMPLATE = Path(__file__).with_name("reproduction.md")
@@ -29,6 +38,7 @@ def values() -> dict[str, str]:
         **_of(choices.NAME, _choices),
         **_of(regret.NAME, _regret),
         **_of(curvature.NAME, _curvature),
+        **_of(densities.NAME, _densities),
         **_discrepancy(json.loads((RESULTS / "discrepancy.json").read_text())),
         **_noniid(json.loads((RESULTS / "noniid.json").read_text())),
         **_models(json.loads((RESULTS / "papers.json").read_text())),
@@ -167,7 +177,26 @@ def _curvature(data: dict[str, Any]) -> dict[str, str]:
     found = {"curvature": curvature.table(data)}
     for key in ("variance", "squared_norm"):
         found[f"curvature {key}"] = _range([one[key] for one in data["correlations"]])
+    norms = [[one["squared_norm"] ** 0.5 for one in run] for run in data["points"]]
+    for name, least in (("rise", [run[0] for run in norms]), ("fall", [run[-1] for run in norms])):
+        ratios = [max(run) / one for run, one in zip(norms, least, strict=True)]
+        found[f"norms {name}"] = f"{min(ratios):.1f} to {max(ratios):.1f}"
     return found
+
+
+def _densities(data: dict[str, Any]) -> dict[str, str]:
+    found = {"densities": densities.table(data), "seeds densities": _seeds(data["seeds"])}
+    for name in densities.NAMES:
+        last = [run[name]["looks"][-1]["distance"] for run in data["seeds"]]
+        found[f"density {name}"] = f"{100 * statistics.median(last):.1f}"
+    nearer = [
+        run[f"{delta:g} parameters"]["looks"][i]["distance"]
+        < run[f"{delta:g} gradients"]["looks"][i]["distance"]
+        for run in data["seeds"]
+        for delta in data["deltas"]
+        for i in range(len(data["looks"]))
+    ]
+    return found | {"densities nearer": f"{sum(nearer)} of {len(nearer)}"}
 
 
 def _noniid(data: dict[str, Any]) -> dict[str, str]:

@@ -8,7 +8,16 @@ import pytest
 import torch
 from benchmarks.discrepancy import Problem
 from benchmarks.models.papers import at_constant_rate
-from benchmarks.papers import convergence, curvature, delta, distances, regret, runs, speedup
+from benchmarks.papers import (
+    convergence,
+    curvature,
+    delta,
+    densities,
+    distances,
+    regret,
+    runs,
+    speedup,
+)
 from benchmarks.virtual import MNIST
 from torch import nn
 
@@ -146,3 +155,18 @@ def test_a_constant_rate_is_not_that_of_the_first_step_of_a_warm_up():
     task = at_constant_rate(digits.build(Setup(workers=1, epochs=10)))
     assert task.scheduler is None
     assert task.optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_the_distance_of_two_densities_is_that_of_their_quantiles():
+    """{0, 1, 5} and {3, 1, 2} are 1, 1 and 2 apart in order; the order given does not matter."""
+    first, second = torch.tensor([5.0, 0.0, 1.0]), torch.tensor([3.0, 1.0, 2.0])
+    assert densities.wasserstein(first, second) == pytest.approx(4 / 3)
+    assert densities.wasserstein(first, first.flip(0)) == 0
+
+
+def test_densities_are_told_in_units_of_the_spread_of_bsp():
+    """BSP's ±1 has a spread of √(4/3) with four numbers; one worker is 0.5 off, the other 0."""
+    like = torch.tensor([-1.0, 1.0, -1.0, 1.0])
+    found = densities.beside([[like + 0.5, like]], [[like, like]])
+    unit = math.sqrt(4 / 3)
+    assert found == [{"distance": pytest.approx(0.25 / unit), "spread": pytest.approx(1.0)}]
