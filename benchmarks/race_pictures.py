@@ -291,7 +291,7 @@ Pair = tuple[str, str, float, float | None, float | None]
 def both(folder: Path = RESULTS) -> list[Pair]:
     """How late each method is, where it was run in both worlds; means over the seeds of each.
 
-    The simulated runs are those of ``benchmarks.ablation``, with nothing set and four workers.
+    The simulated runs are those of ``benchmarks.ablation`` with four workers.
     """
     path, measured = folder / "ablation.jsonl", real_curves(folder)
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -300,8 +300,8 @@ def both(folder: Path = RESULTS) -> list[Pair]:
         virtual: Curves = {}
         for row in rows:
             one = row["cell"]
-            usual = one["factor"] == "default" and one["bandwidth"] == bandwidth
-            if (one["task"], one["workers"]) == ("cnn", 4) and (one["factor"] == "ideal" or usual):
+            here = one["bandwidth"] == bandwidth or one["method"] == "ideal"
+            if (one["task"], one["workers"]) == ("cnn", 4) and here:
                 points = [(point["seconds"], point["metric"]) for point in row["points"]]
                 virtual.setdefault(one["method"], {})[one["seed"]] = points
         if "ideal" in virtual and real in measured:
