@@ -165,7 +165,9 @@ def run(cell: Cell) -> Row:
 def publish(rows: Sequence[Row], path: Path) -> None:
     """Put the rows into the published file, each in the place of the same run if it is there."""
     known = {_same(row): row for row in [*read(path), *rows]}
-    path.write_text("".join(json.dumps(row) + "\n" for row in known.values()))
+    whole = path.with_suffix(".new")  # hours of runs: never half of the file
+    whole.write_text("".join(json.dumps(row) + "\n" for row in known.values()))
+    whole.replace(path)
 
 
 def read(path: Path) -> list[Row]:
@@ -185,7 +187,7 @@ def main() -> None:
     )
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--only", default="", help="cells that have this in their texts")
-    parser.add_argument("--finals", action="store_true", help="full schedules instead")
+    parser.add_argument("--finals", action="store_true", help="the tasks run for their ends alone")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--table", action="store_true", help="run nothing: what is published")
     given = parser.parse_args()

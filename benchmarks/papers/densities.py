@@ -13,7 +13,7 @@ the spread of BSP's weights; and beside it the spread itself.
 
 import statistics
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,13 +29,9 @@ WORKERS, STEPS, LOOKS = 8, 480, (120, 240, 480)
 PROBLEM = replace(DIGITS, learning_rate=0.05)
 DELTAS = (0.1, 0.3)
 SEEDS = (0, 1, 2)
-NAMES = {
-    "0.1 parameters": "SelSync, δ = 0.1, parameters",
-    "0.1 gradients": "SelSync, δ = 0.1, gradients",
-    "0.3 parameters": "SelSync, δ = 0.3, parameters",
-    "0.3 gradients": "SelSync, δ = 0.3, gradients",
-    "another seed": "BSP under another seed",
-}
+AGGREGATES: tuple[Literal["parameters", "gradients"], ...] = ("parameters", "gradients")
+NAMES = {f"{d:g} {what}": f"SelSync, δ = {d:g}, {what}" for d in DELTAS for what in AGGREGATES}
+NAMES["another seed"] = "BSP under another seed"
 
 
 def wasserstein(first: Tensor, second: Tensor) -> float:
@@ -68,7 +64,7 @@ def measure(seed: int) -> dict[str, Any]:
     synchronous, _ = weights(BSP(), seed)
     found: dict[str, Any] = {}
     for delta in DELTAS:
-        for what in ("parameters", "gradients"):
+        for what in AGGREGATES:
             models, lssr = weights(SelSync(delta=delta, aggregate=what), seed)
             found[f"{delta:g} {what}"] = {"lssr": lssr, "looks": beside(models, synchronous)}
     # BSP from another start, on other batches: how far apart two runs are anyway.

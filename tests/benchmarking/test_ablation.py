@@ -3,9 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from benchmarks import ablation, ablation_tables
 from benchmarks.ablation_tables import apart, into
+from torch import nn
+
+from offbeat.lab.job import Job
+from offbeat.lab.recipes import find_recipe
 
 PAGE = Path(__file__).parents[2] / "docs" / "streaming.md"
 
@@ -80,3 +85,16 @@ def test_the_page_and_the_tables_are_what_is_published():
     late = ablation_tables.lateness_of(others, ablation.LESS)
     assert (ablation.RESULTS / "ablation.md").read_text() == late
     assert (ablation.RESULTS / "ablation-ends.md").read_text() == ablation_tables.ends(full)
+
+
+@pytest.mark.parametrize(("task", "norms"), [("cnn", 0), ("cnn-norm", 3)])
+def test_one_task_alone_has_batchnorm(tmp_path: Path, task: str, norms: int):
+    """One behind each of the three convolutions."""
+    images, labels = np.zeros((32, 32, 32, 3), np.uint8), np.zeros(32, np.uint8)
+    names = {"x_train": images, "y_train": labels, "x_test": images, "y_test": labels}
+    np.savez(tmp_path / "cifar10.npz", **names)
+    recipe = ablation.TASKS[task].recipe
+    model = find_recipe(recipe).build(Job(recipe, data=str(tmp_path)).setup()).model
+    layers = list(model.modules())
+    assert sum(isinstance(one, nn.BatchNorm2d) for one in layers) == norms
+    assert sum(isinstance(one, nn.Conv2d) for one in layers) == 3
