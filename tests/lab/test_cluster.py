@@ -26,10 +26,13 @@ rank, size, folder, elements = json.loads(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"file://{folder}/r", rank=rank, world_size=size)
 tensor = torch.ones(elements)
 dist.all_reduce(tensor)
-dist.barrier()
-start = time.perf_counter()
-dist.all_reduce(tensor)
-print(time.perf_counter() - start)
+shortest = float("inf")
+for _ in range(3):
+    dist.barrier()
+    start = time.perf_counter()
+    dist.all_reduce(tensor)
+    shortest = min(shortest, time.perf_counter() - start)
+print(shortest)
 """
 
 
@@ -82,7 +85,10 @@ def test_links_are_measured_as_they_are_shaped(workers: int, rate: float, tmp_pa
 @needs_namespaces
 @pytest.mark.quiet
 def test_an_all_reduce_runs_at_the_shaped_rate(tmp_path: Path) -> None:
-    """A gloo all-reduce among 3 nodes takes what the ring formula says for 200 Mbit/s."""
+    """A gloo all-reduce among 3 nodes takes what the ring formula says for 200 Mbit/s.
+
+    The shortest of three: others on this machine can make one longer, nobody makes one shorter.
+    """
     elements = 2_000_000
     with Cluster(3, 200e6) as cluster:
         before = cluster.bytes_sent(0)
@@ -90,7 +96,7 @@ def test_an_all_reduce_runs_at_the_shaped_rate(tmp_path: Path) -> None:
         sent = cluster.bytes_sent(0) - before
     ring = 2 * (2 / 3) * 4 * elements * 8 / 200e6
     assert 0.9 * ring < max(seconds) < 1.35 * ring
-    assert 1.0 < sent / (2 * 2 * (2 / 3) * 4 * elements) < 1.15  # two of them, and headers
+    assert 1.0 < sent / (4 * 2 * (2 / 3) * 4 * elements) < 1.15  # four of them, and headers
 
 
 @needs_namespaces
