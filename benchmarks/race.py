@@ -120,6 +120,7 @@ class Cell:
             jitter=self.jitter,
             slow=self.slow,
             measure_links=True,
+            measure_alone=True,
         )
 
     @contextlib.contextmanager

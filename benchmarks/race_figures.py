@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import lateness
+from benchmarks import lateness, paces
 from offbeat.lab.peers import PREFIXES
 from offbeat.lab.report.rows import Row, ideal_of, rows_of
 from offbeat.lab.report.tables import seconds_to, targets_of
@@ -67,7 +67,7 @@ def read(folder: Path) -> list[Raced]:
         _, track, cell = path.stem.split("-", 2)
         results = read_results(path)
         if track != EARLIER and cell != "tiny" and len({one.is_ideal for one in results}) == 2:
-            found.append(raced(track, cell, results))
+            found.append(raced(track, cell, paces.on_one_clock(results)))
     return found
 
 
@@ -154,50 +154,18 @@ Curves = dict[str, dict[int, list[tuple[float, float]]]]
 
 def curves(folder: Path, track: str = "defaults") -> dict[str, tuple[Curves, bool]]:
     """Of every cell of a track, by its name; and whether less of its metric is better."""
-    found = {}
-    for path in sorted(folder.glob(f"race-{track}-*.jsonl")):
-        results = read_results(path)
-        seeds = {one.job.seed for one in results if one.is_ideal}
-        if not seeds or "tiny" in path.stem:
-            continue
-        own = {
-            row.name: {run.job.seed: _points(run) for run in row.runs if run.job.seed in seeds}
-            for row in rows_of(results)
-        }
-        found[path.stem.split("-", 2)[2]] = own, not results[0].higher_is_better
-    return found
+    return {
+        cell: (_curves(results), not results[0].higher_is_better)
+        for cell, results in paces.read(folder, track).items()
+    }
 
 
-def steadied(cells: Mapping[str, tuple[Curves, bool]], folder: Path, track: str) -> dict[str, Any]:
-    """``curves`` with one step for all runs of the ideal of a workload: the mean of theirs.
-
-    The ideal's step is what workers alone took before and after its run. On a shared machine that
-    varies by a fifth from run to run, and with it all that is measured against it. Left out are
-    cells whose workers are uneven.
-    """
-    steps: dict[str, list[float]] = {}
-    paces: dict[tuple[str, int], float] = {}
-    for cell in cells:
-        for run in read_results(folder / f"race-{track}-{cell}.jsonl"):
-            if run.is_ideal and run.job.slow is None and run.job.jitter == 0:
-                paces[cell, run.job.seed] = run.seconds / run.points[-1].step
-                steps.setdefault(_workload(cell), []).append(paces[cell, run.job.seed])
-    found = {}
-    for cell, (methods, less) in cells.items():
-        ideal = {
-            seed: [
-                (at * statistics.fmean(steps[_workload(cell)]) / pace, metric) for at, metric in of
-            ]
-            for seed, of in methods["ideal"].items()
-            if (pace := paces.get((cell, seed)))
-        }
-        if ideal:
-            found[cell] = {**methods, "ideal": ideal}, less
-    return found
-
-
-def _workload(cell: str) -> str:
-    return cell.partition("-")[0]
+def _curves(results: Sequence[Result]) -> Curves:
+    seeds = {one.job.seed for one in results if one.is_ideal}
+    return {
+        row.name: {run.job.seed: _points(run) for run in row.runs if run.job.seed in seeds}
+        for row in rows_of(results)
+    }
 
 
 def late(
@@ -215,7 +183,7 @@ def late(
         folder: Of the results.
         seconds: Of the ideal.
         track: Which runs.
-        steady: With the ideal's step as in ``steadied``.
+        steady: With one step for all ideals of a workload; see ``paces.read``.
         seeds: Only the first so many, so that who has more of them is not compared under others.
         only: Cells with these names; none: all.
     """
@@ -223,13 +191,10 @@ def late(
         "| cell | method | " + " | ".join(f"{at:g} s" for at in seconds) + " | a step | seeds |"
     ]
     lines.append("|---|---|" + "--:|" * (len(seconds) + 2))
-    cells = curves(folder, track)
-    if steady:  # with all cells, whichever are shown
-        cells = steadied(cells, folder, track)
-    for cell, (methods, less) in cells.items():
+    for cell, results in paces.read(folder, track, steady=steady).items():
         if only and cell not in only:
             continue
-        results = read_results(folder / f"race-{track}-{cell}.jsonl")
+        methods = _curves(results)
         for row in rows_of(results):
             own = {
                 row.name: {
@@ -241,7 +206,9 @@ def late(
             runs = [run for run in row.runs if run.job.seed in own[row.name]]
             if not runs:
                 continue
-            (name, *found), *_ = lateness.table(own, methods["ideal"], seconds, less=less)
+            (name, *found), *_ = lateness.table(
+                own, methods["ideal"], seconds, less=not results[0].higher_is_better
+            )
             ends = [(own[row.name][run.job.seed][-1][0], run.points[-1].step) for run in runs]
             step = statistics.median(seconds / steps for seconds, steps in ends)
             shown = " | ".join([*found, f"{1000 * step:.0f} ms", str(len(runs))])

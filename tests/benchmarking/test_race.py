@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from benchmarks import race
+from benchmarks import paces, race
 from benchmarks import race_figures as figures
 from benchmarks.harness import RESULTS
 
@@ -173,21 +173,25 @@ def written(folder: Path, cell: str, results: Sequence[Result]) -> None:
 
 def test_all_ideals_can_be_given_one_step(tmp_path: Path) -> None:
     """Steps of 10, 30 and 20 s become 20; curves of methods stay, and slow workers' cells go."""
-    for cell, paces in (("made-up", (1, 3)), ("made-other", (2,)), ("made-slow", (9,))):
+    for cell, slowness in (("made-up", (1, 3)), ("made-other", (2,)), ("made-slow", (9,))):
         runs = [
             make(method, [(10 * pace, 0.5), (20 * pace, 0.9)], seed=seed)
-            for seed, pace in enumerate(paces)
+            for seed, pace in enumerate(slowness)
             for method in ("ideal", "streaming")
         ]
         slow = "0=2" if cell == "made-slow" else None
         written(tmp_path, cell, [replace(one, job=replace(one.job, slow=slow)) for one in runs])
     cells = figures.curves(tmp_path)
-    found = figures.steadied(cells, tmp_path, "defaults")
-    steady = [(20, 0.5), (40, 0.9)]
-    assert found["made-up"][0]["ideal"] == {0: steady, 1: steady}
-    assert found["made-up"][0]["streaming"] == cells["made-up"][0]["streaming"]
-    assert found["made-other"][0]["ideal"] == {0: steady}
+    found = paces.read(tmp_path, "defaults", steady=True)
     assert set(found) == {"made-up", "made-other"}
+    for results in found.values():
+        for one in results:
+            told = [(point.seconds, point.metric) for point in one.points]
+            if one.is_ideal:
+                assert told == [(20, 0.5), (40, 0.9)]
+            else:
+                name = "made-up" if results is found["made-up"] else "made-other"
+                assert told == cells[name][0]["streaming"][one.job.seed]
     text = figures.late(tmp_path, [30.0], steady=True)
     assert "| made-up | `streaming` | 1.00 (0.50–1.50) | 20000 ms | 2 |" in text
     assert "| made-up | `ideal` | 1.00 (1.00–1.00) | 20000 ms | 2 |" in text

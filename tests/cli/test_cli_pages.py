@@ -176,6 +176,7 @@ def is_script(words: list[str]) -> bool:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(300)  # five strategies on four processes each
 @pytest.mark.parametrize("block", runnable(), ids=str)
 def test_a_command_on_a_page_runs(
     block: Block, reader: Callable[[Block], None], call: Call

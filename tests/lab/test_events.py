@@ -14,6 +14,7 @@ from offbeat.lab.events import (
     Paced,
     Start,
     Step,
+    Turn,
     Waiting,
     from_json,
     to_json,
@@ -33,6 +34,7 @@ LINES: list[tuple[Event, dict[str, object]]] = [
     (Waiting("evaluating"), {"event": "waiting", "what": "evaluating"}),
     (Chosen(6, 1.5), {"event": "chosen", "evaluations": 6, "seconds": 1.5}),
     (Paced(0.25), {"event": "paced", "step_seconds": 0.25}),
+    (Turn(3, 0.25), {"event": "turn", "step": 3, "step_seconds": 0.25}),
     (
         Measured(1.25e7, 0.0005),
         {"event": "measured", "bytes_per_second": 1.25e7, "latency_seconds": 0.0005},

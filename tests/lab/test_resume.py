@@ -1,7 +1,7 @@
 """A run that is resumed ends as if nothing had happened, and tells the same."""
 
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lab import tiny
 from offbeat import Compute, Network
 from offbeat.errors import OffbeatError
+from offbeat.lab import resume
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.events import Chosen, Event, Resumed, Start, Step, from_json, to_json
 from offbeat.lab.job import Job
@@ -114,6 +115,21 @@ def test_a_run_that_had_ended_ends_again(tmp_path: Path) -> None:
     again, events = trained(replace(saving, resume=True, save_every=None))
     assert again.final_metrics == first.final_metrics
     assert not [event for event in events if isinstance(event, Step)]
+
+
+def test_a_checkpoint_of_an_older_version_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a field that it did not know, what a job has that is not asked for it; no other value."""
+    saving = replace(JOB, evaluations=2, checkpoints=str(tmp_path), save_every=15)
+    with monkeypatch.context() as older:
+        known = [name for name in asdict(JOB) if name != "measure_alone"]
+        older.setattr(resume, "asdict", lambda job: {name: asdict(job)[name] for name in known})
+        first, _ = trained(saving)
+    again, _ = trained(replace(saving, resume=True))
+    assert again.final_metrics == first.final_metrics
+    with pytest.raises(OffbeatError, match="measure_alone=False, this one has measure_alone=True"):
+        trained(replace(saving, resume=True, measure_alone=True))
 
 
 @pytest.mark.sampled

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import offbeat
-from offbeat.lab.events import Chosen, End, Evaluation, Event, Measured, Paced, Start
+from offbeat.lab.events import Chosen, End, Evaluation, Event, Measured, Paced, Start, Turn
 from offbeat.lab.job import Job, option_of_method
 from offbeat.lab.places import Place
 from offbeat.lab.recipes import find_recipe
@@ -20,7 +20,8 @@ from offbeat.telemetry import Stats
 RESULTS = "results.jsonl"
 _FOUND = ("evaluations", "alone_seconds")  # by the first run, for all
 _OF_A_RUN = {"strategy", "seed", *_FOUND, *option_of_method()}
-_FREE = {"log", "checkpoints", "save_every", "resume", "timeout_seconds", "measure_links"}
+_MEASURED = {"measure_links", "measure_alone"}
+_FREE = {"log", "checkpoints", "save_every", "resume", "timeout_seconds", *_MEASURED}
 
 
 def run_and_record(
@@ -46,6 +47,7 @@ def run_and_record(
     points: list[Evaluation] = []
     stats: list[Stats] = []
     links: list[Measured] = []
+    turns: list[Turn] = []
     model_bytes: list[int] = []
 
     def listen(event: Event) -> None:
@@ -59,6 +61,8 @@ def run_and_record(
                 job = replace(job, alone_seconds=event.step_seconds)
             case Measured():
                 links.append(event)
+            case Turn():
+                turns.append(event)
             case Evaluation():
                 points.append(event)
             case End():
@@ -83,6 +87,7 @@ def run_and_record(
         stats=tuple(stats),
         model_bytes=model_bytes[-1] if model_bytes else None,
         links=tuple(links),
+        turns=tuple(turns),
         lr_scales=tuple(lr_scales),
         command=command,
     )

@@ -100,6 +100,19 @@ class Paced:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """The workers have trained alone for a moment, outside the clock; see ``lab.turns``.
+
+    Attributes:
+        step: Steps each worker had taken.
+        step_seconds: A step of a worker alone, the mean over the workers.
+    """
+
+    step: int
+    step_seconds: float
+
+
+@dataclass(frozen=True)
 class Resumed:
     """The run goes on from a checkpoint; what it had told until then follows.
 
@@ -149,15 +162,21 @@ class End:
 
 
 Event: TypeAlias = (
-    Start | Step | Evaluation | Waiting | Chosen | Measured | Paced | Resumed | Left | Unsaved | End
+    Start
+    | Step
+    | Evaluation
+    | Waiting
+    | Chosen
+    | Measured
+    | Paced
+    | Turn
+    | Resumed
+    | Left
+    | Unsaved
+    | End
 )
 
-_KINDS: dict[
-    str,
-    type[
-        Start | Step | Evaluation | Waiting | Chosen | Measured | Paced | Resumed | Left | Unsaved
-    ],
-] = {
+_KINDS: dict[str, Any] = {
     "start": Start,
     "step": Step,
     "evaluation": Evaluation,
@@ -165,6 +184,7 @@ _KINDS: dict[
     "chosen": Chosen,
     "measured": Measured,
     "paced": Paced,
+    "turn": Turn,
     "resumed": Resumed,
     "left": Left,
     "unsaved": Unsaved,
@@ -187,7 +207,8 @@ def from_json(line: str | bytes) -> Event:
     name = values.pop("event")
     if name == "end":
         return End(tuple(stats_of(one) for one in values["stats"]), values.get("step_seconds"))
-    return _KINDS[name](**values)
+    event: Event = _KINDS[name](**values)
+    return event
 
 
 def stats_of(values: Mapping[str, Any]) -> Stats:

@@ -79,13 +79,21 @@ class Alone:
         task: What is trained; ``measure`` leaves model, optimizer and random states as they were.
         lr_scale: Factor on the learning rate.
         batches: What this worker reads, anew each time.
+        least_seconds: How long a stretch is timed, at least; None: ``LEAST_SECONDS``.
 
     Attributes:
         step_seconds: The mean over all steps so far, and over the workers.
     """
 
-    def __init__(self, task: Task, lr_scale: float, batches: Callable[[], Iterable[Any]]) -> None:
+    def __init__(
+        self,
+        task: Task,
+        lr_scale: float,
+        batches: Callable[[], Iterable[Any]],
+        least_seconds: float | None = None,
+    ) -> None:
         self._task, self._lr_scale, self._batches = task, lr_scale, batches
+        self._least_seconds = LEAST_SECONDS if least_seconds is None else least_seconds
         self._device = device_of(task.model)
         self._steps: list[float] = []
         self.step_seconds = 0.0
@@ -108,7 +116,7 @@ class Alone:
             ends.append(self._now())
             taken.append(ends[-1] - ends[-2])
             timed = len(taken) - WARMUP_STEPS
-            if timed >= LEAST_STEPS and ends[-1] - ends[WARMUP_STEPS] >= LEAST_SECONDS:
+            if timed >= LEAST_STEPS and ends[-1] - ends[WARMUP_STEPS] >= self._least_seconds:
                 break
         self._steps += taken[WARMUP_STEPS:]
 

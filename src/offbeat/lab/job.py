@@ -76,10 +76,11 @@ class Job:
     Its fields are the options of the commands ``train``, ``compare`` and ``simulate``, each with
     its name, default, range and help. An option more is a field more, and what is done with it.
 
-    Five have no option of their own: ``jitter`` and ``slow``, the uneven computing of real workers,
+    Six have no option of their own: ``jitter`` and ``slow``, the uneven computing of real workers,
     ``alone_seconds``, the step alone that their sleeps are multiples of (None: as the run measures;
-    see ``lab.uneven``), ``measure_links``, whether links are measured before and after, and
-    ``workers_per_node``, of simulated nodes.
+    see ``lab.uneven``), ``measure_links``, whether links are measured before and after,
+    ``measure_alone``, whether workers train alone by turns with the method (``lab.turns``), both of
+    them on processes only, and ``workers_per_node``, of simulated nodes.
     """
 
     recipe: str = option(
@@ -116,6 +117,7 @@ class Job:
     slow: str | None = None
     alone_seconds: float | None = setting(None, above=0)
     measure_links: bool = False
+    measure_alone: bool = False
     workers_per_node: int = setting(1, least=1)
     log: str | None = option(  # torchrun has options of its own that begin with --log
         None, "--records", help="JSON lines of every step, one file a worker.", is_path=True

@@ -10,7 +10,7 @@ from offbeat.errors import CommunicationError
 from offbeat.lab.evaluation import gather
 from offbeat.lab.events import Measured
 
-ENOUGH_SECONDS = 0.4
+ENOUGH_SECONDS = 0.3
 """Messages grow until one takes as long: well beyond what a shaped link lets pass at once."""
 MOST_BYTES = 64 * 2**20
 _FIRST_BYTES = 2**18

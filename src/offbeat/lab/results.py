@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.lab.baselines import is_ideal, is_peer
-from offbeat.lab.events import Evaluation, Measured, stats_of
+from offbeat.lab.events import Evaluation, Measured, Turn, stats_of
 from offbeat.lab.job import Job
 from offbeat.telemetry import Stats
 
@@ -29,6 +29,8 @@ class Result:
         stats: The totals of every worker, in rank order.
         model_bytes: Size of the model's parameters; None of a version that did not tell.
         links: What was measured of the links before the training and after it, if it was.
+        turns: How fast workers alone were before the training and at each evaluation, if that was
+            measured.
         lr_scales: The factors on the learning rate that the method was tried with, this run being
             that of one of them; empty if it was not tuned.
         command: What was typed.
@@ -46,6 +48,7 @@ class Result:
     stats: tuple[Stats, ...]
     model_bytes: int | None = None
     links: tuple[Measured, ...] = ()
+    turns: tuple[Turn, ...] = ()
     lr_scales: tuple[float, ...] = ()
     command: str = ""
 
@@ -150,6 +153,7 @@ class Result:
             "details": self.details,
             "model_bytes": self.model_bytes,
             "links": [asdict(one) for one in self.links],
+            "turns": [asdict(one) for one in self.turns],
             "lr_scales": list(self.lr_scales),
             "command": self.command,
         }
@@ -162,7 +166,7 @@ class Result:
             ValueError, KeyError, TypeError: it is none.
         """
         known = {one.name for one in fields(Job)}
-        later = {"model_bytes", "links", "lr_scales", "command"}  # 0.1.0 did not write them
+        later = {"model_bytes", "links", "turns", "lr_scales", "command"}  # 0.1.0 wrote none
         kept = {
             one.name: values[one.name]
             for one in fields(cls)
@@ -172,6 +176,7 @@ class Result:
         kept["points"] = tuple(Evaluation(**point) for point in values["points"])
         kept["stats"] = tuple(stats_of(one) for one in values["stats"])
         kept["links"] = tuple(Measured(**one) for one in kept.get("links", ()))
+        kept["turns"] = tuple(Turn(**one) for one in kept.get("turns", ()))
         kept["lr_scales"] = tuple(kept.get("lr_scales", ()))
         if not (kept["points"] and kept["stats"]):
             raise ValueError("a result needs an evaluation and the totals of a worker")

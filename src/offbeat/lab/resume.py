@@ -1,7 +1,7 @@
 """A run's checkpoints: what it needs to go on as if nothing had happened, events included."""
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from offbeat.errors import CheckpointError
 from offbeat.lab.evaluation import Looks
-from offbeat.lab.events import Chosen, Evaluation, Event, Left, Resumed, from_json, to_json
+from offbeat.lab.events import Chosen, Evaluation, Event, Left, Resumed, Turn, from_json, to_json
 from offbeat.lab.job import Job
 from offbeat.lab.leaving import Leaving
 from offbeat.lab.method import Attached, Method
@@ -33,7 +33,7 @@ class History:
 
     def __call__(self, event: Event) -> None:
         """Tell it."""
-        if isinstance(event, Chosen | Evaluation):
+        if isinstance(event, Chosen | Evaluation | Turn):
             self.kept.append(to_json(event))
         self._emit(event)
 
@@ -75,10 +75,12 @@ class Checkpoints:
 
     def _require_same_run(self, saved: dict[str, Any]) -> None:
         here = asdict(self._job)
+        # Of a version that did not know a field it is as if it were not given.
+        there = {one.name: one.default for one in fields(self._job)} | saved
         for name in here.keys() - _FREE:
-            if here[name] != saved.get(name):
+            if here[name] != there[name]:
                 raise CheckpointError(
-                    f"the checkpoint is that of a run with {name}={saved.get(name)!r}, this one "
+                    f"the checkpoint is that of a run with {name}={there[name]!r}, this one "
                     f"has {name}={here[name]!r}: resume with the same options"
                 )
 

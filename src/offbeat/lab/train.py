@@ -11,7 +11,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
@@ -43,6 +43,7 @@ from offbeat.lab.recipes import Task, find_recipe
 from offbeat.lab.recipes.samples import to_device
 from offbeat.lab.resume import Checkpoints, History
 from offbeat.lab.samplers import Batches, parse_injection
+from offbeat.lab.turns import Turns
 from offbeat.lab.uneven import Uneven, parse_slow
 from offbeat.strategies import Strategy
 from offbeat.training.attach import attach
@@ -71,10 +72,11 @@ def train_worker(job: Job, emit: Callable[[Event], None], leaving: Leaving | Non
     """Train on this worker. Rank 0 calls ``emit`` with the events; the others are silent.
 
     They are a ``Start``, a ``Step`` or an ``Evaluation`` for each step, and an ``End``; between
-    them a ``Waiting`` wherever something else is done, a ``Chosen`` if the number of evaluations is
-    left to the run, and a ``Resumed``, with what was told before, if it goes on from a checkpoint.
-    Training seconds are the time rank 0 spent computing and
-    waiting; evaluation does not count. Those of ``ideal`` are told at the end; see ``End``.
+    them a ``Waiting`` wherever something else is done, what is measured if the job asks for it, a
+    ``Chosen`` if the number of evaluations is left to the run, and a ``Resumed``, with what was
+    told before, if it goes on from a checkpoint. Training seconds are the time rank 0 spent
+    computing and waiting; evaluation does not count. Those of ``ideal`` are told at the end; see
+    ``End``.
     A run that is asked to end early, through ``leaving``, ends with a ``Left``.
     """
     rank, device = dist.get_rank(), own_device()
@@ -87,22 +89,13 @@ def train_worker(job: Job, emit: Callable[[Event], None], leaving: Leaving | Non
     if job.max_steps is not None:  # the schedule stays that of the whole run
         task.steps = min(task.steps, job.max_steps)
     task.model.to(device)
-    for seed in (torch.manual_seed, np.random.seed, random.seed):
-        seed(job.seed * 1000 + rank)  # augmentation differs between workers, the model does not
     tell(Waiting("meeting the other workers"))
     _measure_links(job, tell)
-    if (job.jitter or job.slow) and dist.get_backend() != "simulated":  # whose clock does it
-        tell(Waiting("measuring a step"))
-        uneven = Uneven(
-            task,
-            lambda: _batches(job, task, device),
-            slowdown=parse_slow(job.slow, job.workers).get(rank, 1.0),
-            jitter=job.jitter,
-            seed=job.seed,
-            step_seconds=job.alone_seconds,
-        )
-        task.loss = uneven
-        tell(Paced(uneven.step_seconds))
+    turn = _turns(_make_uneven(job, task, device, tell), device, tell)
+    if not job.resume:
+        turn(0)
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(job.seed * 1000 + rank)  # augmentation differs between workers, the model does not
     method = _begin(job, task, device)
     tell(Start(task.steps, _bytes(task.model)))
     looks = Looks(task.steps, job.evaluations)
@@ -115,7 +108,7 @@ def train_worker(job: Job, emit: Callable[[Event], None], leaving: Leaving | Non
         metrics = None
         if method.step in looks:
             tell(Waiting("evaluating"))
-            metrics = _look(job, task, method, looks, device, tell)
+            metrics = _look(job, task, method, looks, device, tell, turn)
             if looks.over:
                 break
         if metrics is None:
@@ -133,6 +126,7 @@ def train_worker(job: Job, emit: Callable[[Event], None], leaving: Leaving | Non
     tell(Waiting("evaluating"))
     metrics = evaluate_together(task.evaluate, task.model, device)
     tell(Evaluation(method.step, method.seconds, metrics[recipe.metric], metrics))
+    turn(method.step)
     tell(End(tuple(stats_of(one) for one in totals), method.step_seconds))
 
 
@@ -163,6 +157,40 @@ def _begin(job: Job, task: Task, device: torch.device) -> Method:
     return Attached(task, job.lr_scale, under(chosen))
 
 
+def _make_uneven(job: Job, task: Task, device: torch.device, tell: Callable[[Event], None]) -> Job:
+    """Let this worker compute as unevenly as the job says; the job, with what the sleeps are of."""
+    if not (job.jitter or job.slow) or dist.get_backend() == "simulated":  # whose clock does it
+        return job
+    if job.alone_seconds is None:
+        tell(Waiting("measuring a step"))
+    task.loss = uneven = Uneven(
+        task,
+        lambda: _batches(job, task, device),
+        slowdown=parse_slow(job.slow, job.workers).get(dist.get_rank(), 1.0),
+        jitter=job.jitter,
+        seed=job.seed,
+        step_seconds=job.alone_seconds,
+    )
+    tell(Paced(uneven.step_seconds))
+    return replace(job, alone_seconds=uneven.step_seconds)
+
+
+def _turns(job: Job, device: torch.device, tell: Callable[[Event], None]) -> Callable[[int], None]:
+    """What trains alone after a step and tells of it; nothing, if the job does not ask for it."""
+    if not job.measure_alone or dist.get_backend() == "simulated":  # where no speed varies
+        return lambda step: None
+    task = find_recipe(job.recipe).build(job.setup())
+    task.model.to(device)
+    _make_uneven(job, task, device, lambda event: None)  # as the workers are, with draws of its own
+    turns = Turns(task, job.lr_scale, lambda: _batches(job, task, device))
+
+    def take(step: int) -> None:
+        tell(Waiting("training alone"))
+        tell(turns.take(step))
+
+    return take
+
+
 def _measure_links(job: Job, tell: Callable[[Event], None]) -> None:
     """Tell how fast the links are, if the job asks for it; virtual ones are as they are said."""
     if job.measure_links and job.workers > 1 and dist.get_backend() == "gloo":
@@ -179,8 +207,9 @@ def _look(
     looks: Looks,
     device: torch.device,
     tell: Callable[[Event], None],
+    turn: Callable[[int], None],
 ) -> dict[str, float] | None:
-    """The metrics of the consensus.
+    """The metrics of the consensus, and a turn alone.
 
     At the first time perhaps how often there will be some is chosen; None if not now, then. None,
     too, where the run has taken the seconds that it may: that ends it.
@@ -201,7 +230,9 @@ def _look(
             tell(Chosen(number, cost))
             if method.step not in looks:
                 return None
-        return evaluate_together(task.evaluate, task.model, device)
+        metrics = evaluate_together(task.evaluate, task.model, device)
+        turn(method.step)
+        return metrics
 
 
 def _batches(

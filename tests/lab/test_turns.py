@@ -1,0 +1,117 @@
+"""Turns alone: they tell how fast the machine is, and the run takes no notice of them."""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import workers
+from lab import tiny
+from offbeat import Compute, Network
+from offbeat.lab import ideal, turns
+from offbeat.lab.compare import run_and_record
+from offbeat.lab.events import Evaluation, Event, Turn
+from offbeat.lab.job import Job
+from offbeat.lab.places import VirtualCluster
+from offbeat.lab.train import train_worker
+
+METHODS = ("ideal", "streaming:parts=2", "torch:ddp")
+SECONDS = 0.3  # of a turn
+
+
+def noisy_loss(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """As with dropout, every step draws from torch's generator; and takes a while."""
+    time.sleep(0.01)
+    inputs, targets = batch
+    noise = 0.1 * torch.randn(inputs.shape, dtype=inputs.dtype)
+    return nn.functional.mse_loss(model(inputs + noise), targets)
+
+
+def train(job: Job) -> tuple[list[Event], float]:
+    events: list[Event] = []
+    began = time.perf_counter()
+    train_worker(job, events.append)
+    return events, time.perf_counter() - began
+
+
+def train_with_and_without(rank: int, size: int) -> dict[str, tuple[Any, Any]]:
+    """Every method, one after the other in one process group."""
+    tiny.install()
+    tiny.loss = noisy_loss  # type: ignore[assignment]
+    ideal.LEAST_SECONDS, turns.LEAST_SECONDS = 0.1, SECONDS
+    found = {}
+    for text in METHODS:
+        job = Job("tiny", text, size, evaluations=3, timeout_seconds=20)
+        found[text] = train(job), train(replace(job, measure_alone=True))
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, tuple[Any, Any]]:
+    """By method, of rank 0: events and seconds on the wall, without turns and with them."""
+    found: dict[str, tuple[Any, Any]] = workers.run(train_with_and_without, workers=2)[0]
+    return found
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("text", METHODS)
+def test_a_run_is_the_same_with_turns(text: str, runs: dict[str, tuple[Any, Any]]) -> None:
+    """The same bits, noise included, after the same steps; turns before it and at each of them."""
+    (without, _), (events, _) = runs[text]
+    points, expected = (
+        [(one.step, one.metrics) for one in told if isinstance(one, Evaluation)]
+        for told in (events, without)
+    )
+    assert [step for step, _ in points] == [3, 6, 9]
+    if not text.startswith("streaming"):  # which meets when the links allow it
+        assert points == expected
+    taken = [one for one in events if isinstance(one, Turn)]
+    assert [one.step for one in taken] == [0, 3, 6, 9]
+    assert not [one for one in without if isinstance(one, Turn)]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("text", METHODS)
+def test_turns_are_not_on_the_clock(text: str, runs: dict[str, tuple[Any, Any]]) -> None:
+    """A step alone sleeps for 10 ms; nine steps are less than a single turn, of which four are."""
+    _, (events, wall) = runs[text]
+    for one in events:
+        if isinstance(one, Turn):
+            assert 0.01 < one.step_seconds < 0.1
+    last = [one for one in events if isinstance(one, Evaluation)][-1]
+    assert 0.09 < last.seconds < wall - 4 * SECONDS
+
+
+def test_virtual_workers_take_no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are as fast as they are said to be."""
+    monkeypatch.setitem(tiny.RECIPES, "tiny", tiny.RECIPE)
+    job = Job("tiny", "bsp", 2, evaluations=3, measure_alone=True)
+    place = VirtualCluster(Network("1Gbit/s"), Compute("10ms"))
+    found = run_and_record(job, lambda event: None, place)
+    assert found.turns == ()
+    assert [one.metric for one in found.points] == [
+        one.metric
+        for one in run_and_record(
+            replace(job, measure_alone=False), lambda event: None, place
+        ).points
+    ]
+
+
+def uneven(rank: int, size: int) -> list[float]:
+    tiny.install()
+    tiny.loss = noisy_loss  # type: ignore[assignment]
+    ideal.LEAST_SECONDS, turns.LEAST_SECONDS = 0.1, SECONDS
+    job = Job("tiny", "bsp", size, evaluations=1, timeout_seconds=20, measure_alone=True)
+    events, _ = train(replace(job, slow="1=3"))
+    return [one.step_seconds for one in events if isinstance(one, Turn)]
+
+
+def test_slow_workers_are_slow_in_their_turns() -> None:
+    """Steps of 10 and of 30 ms: their mean."""
+    found, _ = workers.run(uneven, workers=2)
+    assert len(found) == 2
+    for one in found:
+        assert 0.018 < one < 0.04
