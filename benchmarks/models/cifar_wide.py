@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 from offbeat.lab import Task, accuracy, recipe
 
 
-def network(norm=False):
+def network(norm=False, hidden=960):
     """Three convolutions, each with BatchNorm if ``norm``, and two linear layers."""
 
     def convolution(channels, more):
@@ -23,11 +23,11 @@ def network(norm=False):
         *convolution(3, 32),
         *convolution(32, 64),
         *convolution(64, 128),
-        *(nn.Flatten(), nn.Linear(2048, 960), nn.ReLU(), nn.Linear(960, 10)),
+        *(nn.Flatten(), nn.Linear(2048, hidden), nn.ReLU(), nn.Linear(hidden, 10)),
     )
 
 
-def task(setup, scheduler=None, norm=False):
+def task(setup, scheduler=None, norm=False, hidden=960):
     """``network`` on CIFAR-10."""
     with np.load(setup.data / "cifar10.npz") as file:
         x, y, test_x, test_y = (
@@ -36,7 +36,7 @@ def task(setup, scheduler=None, norm=False):
     x, test_x = (
         (images.permute(0, 3, 1, 2).float() / 255 - 0.473) / 0.251 for images in (x, test_x)
     )
-    model = network(norm)
+    model = network(norm, hidden)
     return Task(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9),

@@ -87,14 +87,18 @@ def test_the_page_and_the_tables_are_what_is_published():
     assert (ablation.RESULTS / "ablation-ends.md").read_text() == ablation_tables.ends(full)
 
 
-@pytest.mark.parametrize(("task", "norms"), [("cnn", 0), ("cnn-norm", 3)])
-def test_one_task_alone_has_batchnorm(tmp_path: Path, task: str, norms: int):
-    """One behind each of the three convolutions."""
+@pytest.mark.parametrize(
+    ("task", "norms", "millions"),
+    [("cnn", 0, 2.1), ("cnn-norm", 3, 2.1), ("cnn-large", 0, 8.5)],
+)
+def test_models_are_what_their_tasks_say(tmp_path: Path, task: str, norms: int, millions: float):
+    """BatchNorm behind each of the three convolutions of one, and four times the parameters."""
     images, labels = np.zeros((32, 32, 32, 3), np.uint8), np.zeros(32, np.uint8)
     names = {"x_train": images, "y_train": labels, "x_test": images, "y_test": labels}
     np.savez(tmp_path / "cifar10.npz", **names)
     recipe = ablation.TASKS[task].recipe
     model = find_recipe(recipe).build(Job(recipe, data=str(tmp_path)).setup()).model
     layers = list(model.modules())
+    assert round(sum(one.numel() for one in model.parameters()) / 1e6, 1) == millions
     assert sum(isinstance(one, nn.BatchNorm2d) for one in layers) == norms
     assert sum(isinstance(one, nn.Conv2d) for one in layers) == 3
