@@ -41,7 +41,7 @@ def train_with_and_without(rank: int, size: int) -> dict[str, tuple[Any, Any]]:
     """Every method, one after the other in one process group."""
     tiny.install()
     tiny.loss = noisy_loss  # type: ignore[assignment]
-    ideal.LEAST_SECONDS, turns.LEAST_SECONDS = 0.1, SECONDS
+    ideal.LEAST_SECONDS, turns.TURN = 0.1, ideal.Stretch(2, 5, SECONDS)
     found = {}
     for text in METHODS:
         job = Job("tiny", text, size, evaluations=3, timeout_seconds=20)
@@ -103,7 +103,7 @@ def test_virtual_workers_take_no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 def uneven(rank: int, size: int) -> list[float]:
     tiny.install()
     tiny.loss = noisy_loss  # type: ignore[assignment]
-    ideal.LEAST_SECONDS, turns.LEAST_SECONDS = 0.1, SECONDS
+    ideal.LEAST_SECONDS, turns.TURN = 0.1, ideal.Stretch(2, 5, SECONDS)
     job = Job("tiny", "bsp", size, evaluations=1, timeout_seconds=20, measure_alone=True)
     events, _ = train(replace(job, slow="1=3"))
     return [one.step_seconds for one in events if isinstance(one, Turn)]

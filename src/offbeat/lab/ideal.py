@@ -72,6 +72,21 @@ class Ideal(Baseline):
         return _Timed(task, lr_scale, under(BSP()), alone)
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """How long workers train alone.
+
+    Attributes:
+        warmup_steps: Those that are not timed.
+        least_steps: That are timed, at least.
+        least_seconds: For how long they are, at least.
+    """
+
+    warmup_steps: int
+    least_steps: int
+    least_seconds: float
+
+
 class Alone:
     """The time of a step of a worker that trains alone, beside the others that do the same.
 
@@ -79,7 +94,7 @@ class Alone:
         task: What is trained; ``measure`` leaves model, optimizer and random states as they were.
         lr_scale: Factor on the learning rate.
         batches: What this worker reads, anew each time.
-        least_seconds: How long a stretch is timed, at least; None: ``LEAST_SECONDS``.
+        stretch: How long each time; None: that of ``Ideal``.
 
     Attributes:
         step_seconds: The mean over all steps so far, and over the workers.
@@ -90,10 +105,10 @@ class Alone:
         task: Task,
         lr_scale: float,
         batches: Callable[[], Iterable[Any]],
-        least_seconds: float | None = None,
+        stretch: Stretch | None = None,
     ) -> None:
         self._task, self._lr_scale, self._batches = task, lr_scale, batches
-        self._least_seconds = LEAST_SECONDS if least_seconds is None else least_seconds
+        self._stretch = stretch or Stretch(WARMUP_STEPS, LEAST_STEPS, LEAST_SECONDS)
         self._device = device_of(task.model)
         self._steps: list[float] = []
         self.step_seconds = 0.0
@@ -108,6 +123,7 @@ class Alone:
 
     def _train(self) -> None:
         endless = chain.from_iterable(self._batches() for _ in repeat(None))
+        stretch = self._stretch
         taken: list[float] = []
         ends = [self._now()]
         # All begin together, and end after the same time: nobody is timed beside idle cores.
@@ -115,10 +131,10 @@ class Alone:
             self._step(batch)
             ends.append(self._now())
             taken.append(ends[-1] - ends[-2])
-            timed = len(taken) - WARMUP_STEPS
-            if timed >= LEAST_STEPS and ends[-1] - ends[WARMUP_STEPS] >= self._least_seconds:
+            timed = taken[stretch.warmup_steps :]
+            if len(timed) >= stretch.least_steps and sum(timed) >= stretch.least_seconds:
                 break
-        self._steps += taken[WARMUP_STEPS:]
+        self._steps += taken[stretch.warmup_steps :]
 
     def _step(self, batch: Any) -> None:
         """The work of ``Attached.train``, without the schedule: it may end before the stretch."""

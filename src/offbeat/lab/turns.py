@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from offbeat.lab.events import Turn
-from offbeat.lab.ideal import Alone
+from offbeat.lab.ideal import Alone, Stretch
 from offbeat.lab.recipes import Task
 
-LEAST_SECONDS = 1.0
-"""How long a turn is timed, at least."""
+TURN = Stretch(warmup_steps=2, least_steps=5, least_seconds=1.0)
+"""Short: there is one at every evaluation, and all of them together count."""
 
 
 class Turns:
@@ -29,6 +29,6 @@ class Turns:
 
     def take(self, step: int) -> Turn:
         """Train alone for a while. A collective, so that all workers do so at the same time."""
-        alone = Alone(*self._told, least_seconds=LEAST_SECONDS)
+        alone = Alone(*self._told, TURN)
         alone.measure()
         return Turn(step, alone.step_seconds)
