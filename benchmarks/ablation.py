@@ -107,8 +107,10 @@ def cells(seeds: Sequence[int]) -> list[Cell]:
         ("rate", "cnn", 4, "100Tbit/s", "streaming --lr-scale 2"),
         ("rate", "cnn", 4, "100Tbit/s", "streaming --wire float32 --lr-scale 2"),
         ("rate", "lm", 4, "100Tbit/s", "streaming --wire float32 --lr-scale 4"),
+        ("rate", "lm", 4, "100Tbit/s", "streaming --lr-scale 4"),
         ("brake", "cnn", 4, "10Mbit/s", "streaming:staleness=12"),
         ("brake", "cnn", 4, "10Mbit/s", "streaming:staleness=6"),
+        ("brake", "lm", 4, "50Mbit/s", "streaming:staleness=2 --lr-scale 4"),
     ]
     for workers in (8, 16):
         for task in ("cnn", "lm"):

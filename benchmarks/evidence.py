@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks import race_figures, race_pictures
 from benchmarks.harness import RESULTS
-from benchmarks.race_figures import EARLIER, Curves, Raced, curves, is_default, late
+from benchmarks.race_figures import EARLIER, Curves, Raced, against, curves, is_default, late
 from benchmarks.race_pictures import (
     IMAGES,
     REAL,
@@ -45,6 +45,8 @@ from benchmarks.virtual import Row
 ROOT = RESULTS.parents[1]
 PAGE, README = ROOT / "docs" / "evidence.md", ROOT / "README.md"
 SECONDS = (10.0, 20.0, 30.0)
+RIVAL = "diloco:period=16"
+"""The strongest on real links, and the only one with three seeds there."""
 CLAIM = "In virtual time, on links"
 
 
@@ -333,6 +335,8 @@ def tables(folder: Path = RESULTS) -> dict[str, str]:
         "On real processes": late(folder, SECONDS),
         "With one step for the ideal": late(folder, SECONDS, steady=True),
     }
+    if curves(folder):
+        found["Streaming, less late than DiLoCo"] = against(folder, SECONDS, RIVAL)
     if curves(folder, EARLIER):
         found["Before two bits"] = late(folder, SECONDS, EARLIER)
     if rows:

@@ -3,7 +3,8 @@
 ``python -m benchmarks race --track defaults --cells lan`` runs the cells that are called so, one
 after the other; what is in their files already is not run again. ``--list`` shows all of them,
 ``--table`` prints the table of the README from what was run, ``--figures`` draws. ``--late`` prints
-how late all are against the ideal, with ``--steady`` against one step for all its runs.
+how late all are against the ideal, with ``--steady`` against one step for all its runs, with
+``--against`` how much less late the default is than another method under the same seeds.
 ``--simulated`` is the race in virtual time (``race_simulated``), over latencies and more workers.
 
 Two tracks: ``defaults`` has every method at its recipe's learning rate, ``tuned`` each with the
@@ -264,6 +265,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--table", action="store_true", help="only print the table")
     parser.add_argument("--late", help="only print how late all are at, as in 10,20,30 seconds")
     parser.add_argument("--steady", action="store_true", help="--late: one step for all ideals")
+    parser.add_argument("--against", help="--late: what the other method begins with")
     parser.add_argument("--figures", action="store_true", help="only draw, from what was run")
     parser.add_argument("--simulated", action="store_true", help="in virtual time instead")
     parser.add_argument("--workload", choices=("mlp", "cnn"), default="mlp", help="simulated")
@@ -286,7 +288,9 @@ def main(argv: Sequence[str]) -> None:
     elif told.late:
         seconds = [float(at) for at in told.late.split(",")]
         print(
-            race_figures.late(
+            race_figures.against(told.output, seconds, told.against, told.track)
+            if told.against
+            else race_figures.late(
                 told.output,
                 seconds,
                 told.track,
@@ -295,8 +299,8 @@ def main(argv: Sequence[str]) -> None:
                 only=[cell.name for cell in cells],
             )
         )
-    elif told.steady:
-        parser.error("--steady goes with --late")
+    elif told.steady or told.against:
+        parser.error("--steady and --against go with --late")
     elif told.track == race_figures.EARLIER:
         parser.error(f"--track {race_figures.EARLIER}: that is only shown, with --late")
     elif told.figures:

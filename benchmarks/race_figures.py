@@ -216,6 +216,49 @@ def late(
     return "\n".join(lines)
 
 
+def against(folder: Path, seconds: Sequence[float], rival: str, track: str = "defaults") -> str:
+    """How much less late the default is than a rival, a cell a line, and over all runs of all.
+
+    The mean of the differences under the same seed, in times of the ideal, with its interval; of
+    cells in which both arrive under three seeds or more.
+
+    Args:
+        folder: Of the results.
+        seconds: Of the ideal.
+        rival: What the other method's text begins with, the first that does.
+        track: Which runs.
+    """
+    lines = ["| cell | " + " | ".join(f"{at:g} s" for at in seconds) + " | runs |"]
+    lines.append("|---|" + "--:|" * (len(seconds) + 1))
+    every: dict[float, list[float]] = {at: [] for at in seconds}
+    for cell, (runs, less) in curves(folder, track).items():
+        own = next((runs[name] for name in runs if is_default(name)), {})
+        other = next((runs[name] for name in runs if name.startswith(rival)), {})
+        seeds = sorted(own.keys() & other.keys())
+        found = {
+            at: [
+                _less_late(own[seed], other[seed], runs["ideal"][seed], at, less=less)
+                for seed in seeds
+            ]
+            for at in seconds
+        }
+        if len(seeds) < 3 or any(None in of for of in found.values()):
+            continue
+        for at, of in found.items():
+            every[at] += [one for one in of if one is not None]
+        shown = " | ".join(lateness.summary(of) for of in found.values())
+        lines.append(f"| {cell} | {shown} | {len(seeds)} |")
+    shown = " | ".join(lateness.summary(of) for of in every.values())
+    return "\n".join([*lines, f"| all | {shown} | {len(every[seconds[0]])} |"])
+
+
+def _less_late(
+    own: lateness.Points, other: lateness.Points, ideal: lateness.Points, at: float, *, less: bool
+) -> float | None:
+    mine, theirs = (lateness.lateness(one, ideal, at, less=less) for one in (own, other))
+    return None if mine is None or theirs is None else theirs - mine
+
+
 def _points(run: Result) -> list[tuple[float, float]]:
     return [(point.seconds, point.metric) for point in run.points]
 

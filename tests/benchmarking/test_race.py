@@ -200,6 +200,19 @@ def test_all_ideals_can_be_given_one_step(tmp_path: Path) -> None:
     assert "| made-up | `streaming` | 0.50 | 10000 ms | 1 |" in text
 
 
+def test_differences_are_of_the_same_seed(tmp_path: Path) -> None:
+    """The ideal is at 0.7 after 15 s; 3, 4 and 5 times as late less 2, 2 and 2: 2 ± 2.48."""
+    runs = [
+        make(method, [(10 * late, 0.5), (20 * late, 0.9)], seed=seed)
+        for method, of in (("ideal", (1, 1, 1)), ("streaming", (2, 2, 2)), ("bsp", (3, 4, 5)))
+        for seed, late in enumerate(of)
+    ]
+    written(tmp_path, "made-up", runs)
+    written(tmp_path, "made-few", runs[:2] + runs[3:5] + runs[6:8])
+    table = figures.against(tmp_path, [15.0], "bsp").splitlines()
+    assert table[2:] == ["| made-up | 2.00 ± 2.48 | 3 |", "| all | 2.00 ± 2.48 | 3 |"]
+
+
 def test_the_sooner_of_two_settings_is_shown() -> None:
     eight = race.DILOCO.format(8)
     two = cell("made-up-3", {"ideal": FAST, race.OURS: MIDDLE, eight: [(1, 0.5), (4, 0.99)]})
