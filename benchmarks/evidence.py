@@ -335,8 +335,8 @@ def tables(folder: Path = RESULTS) -> dict[str, str]:
         "On real processes": late(folder, SECONDS),
         "With one step for the ideal": late(folder, SECONDS, steady=True),
     }
-    if curves(folder):
-        found["Streaming, less late than DiLoCo"] = against(folder, SECONDS, RIVAL)
+    if paired := against(folder, SECONDS, RIVAL):
+        found["Streaming, less late than DiLoCo"] = paired
     if curves(folder, EARLIER):
         found["Before two bits"] = late(folder, SECONDS, EARLIER)
     if rows:

@@ -285,12 +285,20 @@ def main(argv: Sequence[str]) -> None:
             print(f"{cell.name:14} {len(cell.methods)} methods, {cell.seeds} seeds")
     elif told.table:
         print(race_figures.table(race_figures.read(told.output)))
+    elif told.against and not told.late:
+        parser.error("--against goes with --late")
+    elif told.against and (told.steady or told.seeds or told.cells):
+        parser.error("--against shows all cells: no --steady, --seeds or --cells with it")
+    elif told.against:
+        seconds = [float(at) for at in told.late.split(",")]
+        text = race_figures.against(told.output, seconds, told.against, told.track)
+        if not text:
+            parser.error(f"no cell has three seeds of the default and of {told.against!r}")
+        print(text)
     elif told.late:
         seconds = [float(at) for at in told.late.split(",")]
         print(
-            race_figures.against(told.output, seconds, told.against, told.track)
-            if told.against
-            else race_figures.late(
+            race_figures.late(
                 told.output,
                 seconds,
                 told.track,
@@ -299,8 +307,8 @@ def main(argv: Sequence[str]) -> None:
                 only=[cell.name for cell in cells],
             )
         )
-    elif told.steady or told.against:
-        parser.error("--steady and --against go with --late")
+    elif told.steady:
+        parser.error("--steady goes with --late")
     elif told.track == race_figures.EARLIER:
         parser.error(f"--track {race_figures.EARLIER}: that is only shown, with --late")
     elif told.figures:

@@ -211,6 +211,24 @@ def test_differences_are_of_the_same_seed(tmp_path: Path) -> None:
     written(tmp_path, "made-few", runs[:2] + runs[3:5] + runs[6:8])
     table = figures.against(tmp_path, [15.0], "bsp").splitlines()
     assert table[2:] == ["| made-up | 2.00 ± 2.48 | 3 |", "| all | 2.00 ± 2.48 | 3 |"]
+    assert figures.against(tmp_path, [15.0], "easgd") == ""
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--against", "bsp"], "--against goes with --late"),
+        (["--late", "10", "--against", "bsp", "--seeds", "1"], "no --steady, --seeds or --cells"),
+        (["--late", "10", "--against", "bsp"], "three seeds of the default and of 'bsp'"),
+        (["--steady"], "--steady goes with --late"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(
+    more: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        race.main(["--output", str(tmp_path), *more])
+    assert said in capsys.readouterr().err
 
 
 def test_the_sooner_of_two_settings_is_shown() -> None:
