@@ -43,7 +43,7 @@ from offbeat.lab.recipes import Task, find_recipe
 from offbeat.lab.recipes.samples import to_device
 from offbeat.lab.resume import Checkpoints, History
 from offbeat.lab.samplers import Batches, parse_injection
-from offbeat.lab.turns import Turns
+from offbeat.lab.turns import take_turn
 from offbeat.lab.uneven import Uneven, parse_slow
 from offbeat.strategies import Strategy
 from offbeat.training.attach import attach
@@ -182,11 +182,10 @@ def _turns(job: Job, device: torch.device, tell: Callable[[Event], None]) -> Cal
     task = find_recipe(job.recipe).build(job.setup())
     task.model.to(device)
     _make_uneven(job, task, device, lambda event: None)  # as the workers are, with draws of its own
-    turns = Turns(task, job.lr_scale, lambda: _batches(job, task, device))
 
     def take(step: int) -> None:
         tell(Waiting("training alone"))
-        tell(turns.take(step))
+        tell(take_turn(step, task, job.lr_scale, lambda: _batches(job, task, device)))
 
     return take
 
