@@ -9,7 +9,7 @@ import torch
 import workers
 from lab import tiny
 from offbeat import Compute, Network
-from offbeat.lab import ideal, uneven
+from offbeat.lab import ideal, links, uneven
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.job import Job
 from offbeat.lab.links import measure_links
@@ -95,3 +95,12 @@ def test_links_are_measured_alike_on_all_workers() -> None:
     assert one == other
     assert one[0] > 1e6
     assert 0 < one[1] < 1
+
+
+def test_a_stall_of_one_message_is_not_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of messages of 0.4, 4 and 0.4 s the median is told."""
+    taken = iter([0.4, 4.0, 0.4])
+    monkeypatch.setattr(links, "_pass_on", lambda tensor: 0.0)
+    monkeypatch.setattr(links, "_slowest", lambda seconds: next(taken))
+    monkeypatch.setattr(links, "gather", lambda value, device, what: [value])
+    assert measure_links().bytes_per_second == pytest.approx(2**18 / 0.4)

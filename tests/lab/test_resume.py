@@ -14,7 +14,7 @@ from offbeat import Compute, Network
 from offbeat.errors import OffbeatError
 from offbeat.lab import resume
 from offbeat.lab.compare import run_and_record
-from offbeat.lab.events import Chosen, Event, Resumed, Start, Step, from_json, to_json
+from offbeat.lab.events import Chosen, Event, Resumed, Start, Step, Turn, from_json, to_json
 from offbeat.lab.job import Job
 from offbeat.lab.places import VirtualCluster
 from offbeat.lab.recipes import RECIPES
@@ -202,3 +202,11 @@ def test_options_that_do_not_go_together_are_refused(
     with pytest.raises(ValueError, match=r".") as caught:
         replace(JOB, **options).check()
     assert re.fullmatch(message, str(caught.value)), caught.value
+
+
+def test_turns_are_told_again() -> None:
+    """With evaluations, and nothing that only belongs to its moment."""
+    history = resume.History(lambda event: None)
+    for event in (Turn(0, 0.5), Step(1, 0.5), Turn(2, 0.25)):
+        history(event)
+    assert [from_json(line) for line in history.kept] == [Turn(0, 0.5), Turn(2, 0.25)]
