@@ -8,15 +8,17 @@ how late all are against the ideal, with ``--steady`` against one step for all i
 ``--simulated`` is the race in virtual time (``race_simulated``), over latencies and more workers.
 
 Two tracks: ``defaults`` has every method at its recipe's learning rate, ``tuned`` each with the
-factors of ``TRACKS``, the best by the final metric. No run goes on past ``MOST_SECONDS``. A cell's
+factors of ``TRACKS``, the best by the final metric; what ``defaults`` has with factor 1 is taken
+from there. No run goes on past ``MOST_SECONDS``. A cell's
 runs are in ``results/race-TRACK-CELL.jsonl``; ``offbeat report`` makes a page of one.
 """
 
 import argparse
 import contextlib
 import importlib.util
+import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks import race_figures
@@ -27,7 +29,7 @@ from offbeat.lab.events import Evaluation, Event
 from offbeat.lab.job import Job
 from offbeat.lab.peers import Peer
 from offbeat.lab.places import Loopback, Place, ShapedLinks
-from offbeat.lab.results import Result
+from offbeat.lab.results import Result, read_results
 from offbeat.units import parse_bandwidth
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
@@ -217,18 +219,40 @@ def run(
         place: Instead of its links.
     """
     job = cell.job(data)
+    texts = installed(of_method(cell, methods))
+    count = cell.seeds if seeds is None else min(seeds, cell.seeds)
+    if 1.0 in TRACKS[track]:
+        _take_over(cell, track, texts, count, folder)
     with contextlib.nullcontext(place) if place is not None else cell.place() as where:
         return compare(
             job,
-            installed(of_method(cell, methods)),
-            seeds=cell.seeds if seeds is None else min(seeds, cell.seeds),
+            texts,
+            seeds=count,
             lr_scales=TRACKS[track],
             place=where,
             output=path_of(cell, track, folder),
             on_start=lambda one: print(f"{cell.name}  {one.label}  seed {one.seed}", flush=True),
             on_event=_say,
-            command=f"python -m benchmarks race --track {track} --cells {cell.name}",
+            command=_command(cell, track),
         )
+
+
+def _command(cell: Cell, track: str) -> str:
+    return f"python -m benchmarks race --track {track} --cells {cell.name}"
+
+
+def _take_over(cell: Cell, track: str, texts: Sequence[str], seeds: int, folder: Path) -> None:
+    """At the recipe's own rate a run is that of the track ``defaults``, if it is there."""
+    there, here = path_of(cell, "defaults", folder), path_of(cell, track, folder)
+    if not there.exists():
+        return
+    known = {(one.label, one.job.seed) for one in (read_results(here) if here.exists() else ())}
+    for one in read_results(there):
+        wanted = one.label in texts and one.job.seed < seeds
+        if wanted and (one.label, one.job.seed) not in known:
+            told = replace(one, lr_scales=TRACKS[track], command=_command(cell, track))
+            with here.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(told.to_dict()) + "\n")
 
 
 def of_method(cell: Cell, texts: Sequence[str]) -> list[str]:

@@ -95,6 +95,19 @@ def test_a_tiny_cell_is_run_once(tmp_path: Path) -> None:
         "python -m benchmarks race --track defaults --cells tiny"
     }
     assert figures.read(tmp_path) == [], "it is in no table"
+    tuned = race.run(cell, "tuned", methods=["bsp"], seeds=1, folder=tmp_path, place=place)
+    assert [(one.job.lr_scale, one.lr_scales) for one in tuned] == [
+        (scale, (0.3, 1.0, 3.0)) for scale in (1.0, 0.3, 3.0)
+    ]
+    usual, *others = tuned
+    assert usual == replace(first[1], lr_scales=usual.lr_scales, command=usual.command), (
+        "taken over"
+    )
+    assert usual.command == "python -m benchmarks race --track tuned --cells tiny"
+    assert all(one.points != usual.points for one in others)
+    told = race.path_of(cell, "tuned", tmp_path).read_bytes()
+    assert race.run(cell, "tuned", methods=["bsp"], seeds=1, folder=tmp_path, place=place) == tuned
+    assert race.path_of(cell, "tuned", tmp_path).read_bytes() == told
 
 
 # Its figures
