@@ -15,7 +15,16 @@ from pathlib import Path
 
 from benchmarks import race_figures, race_pictures
 from benchmarks.harness import RESULTS
-from benchmarks.race_figures import EARLIER, Curves, Raced, against, curves, is_default, late
+from benchmarks.race_figures import (
+    EARLIER,
+    Curves,
+    Raced,
+    against,
+    curves,
+    is_default,
+    lasts,
+    late,
+)
 from benchmarks.race_pictures import (
     IMAGES,
     REAL,
@@ -45,6 +54,8 @@ from benchmarks.virtual import Row
 ROOT = RESULTS.parents[1]
 PAGE, README = ROOT / "docs" / "evidence.md", ROOT / "README.md"
 SECONDS = (10.0, 20.0, 30.0)
+SOON = (2.0, 4.0, 6.0)
+"""Where the ideal has ended by then."""
 RIVAL = "diloco:period=16"
 """The strongest on real links, and the only one with three seeds there."""
 CLAIM = "In virtual time, on links"
@@ -129,14 +140,15 @@ def _strictly(rows: Sequence[Row]) -> str:
 def _late_on_processes(folder: Path) -> str:
     late_cells, beaten = [], []
     for cell, (methods, less) in curves(folder).items():
+        seconds = SECONDS if lasts(methods, SECONDS) else SOON
         for name in filter(is_default, methods):
-            own = [late_at(methods, name, at, less=less) for at in SECONDS]
+            own = [late_at(methods, name, at, less=less) for at in seconds]
             worst = None if None in own else max(one for one in own if one is not None)
             late_cells.append(f"{cell} {'never' if worst is None else f'{worst:.2f}'}")
             for rival in methods:
                 if rival == "ideal" or is_default(rival):
                     continue
-                ahead = [at for at in SECONDS if sooner(methods, rival, name, at, less=less)]
+                ahead = [at for at in seconds if sooner(methods, rival, name, at, less=less)]
                 if ahead:
                     when = ", ".join(f"{at:g}" for at in ahead)
                     beaten.append(f"{short(rival)} in {cell} (after {when} s)")
@@ -335,6 +347,11 @@ def tables(folder: Path = RESULTS) -> dict[str, str]:
         "On real processes": late(folder, SECONDS),
         "With one step for the ideal": late(folder, SECONDS, steady=True),
     }
+    soon = [cell for cell, (runs, _) in curves(folder).items() if not lasts(runs, SECONDS)]
+    if soon:
+        found["A small model on real processes"] = late(folder, SOON, only=soon)
+    if tuned := late(folder, SECONDS, "tuned"):
+        found["With rates tuned"] = tuned
     if paired := against(folder, SECONDS, RIVAL):
         found["Streaming, less late than DiLoCo"] = paired
     if curves(folder, EARLIER):

@@ -321,16 +321,17 @@ def main(argv: Sequence[str]) -> None:
         print(text)
     elif told.late:
         seconds = [float(at) for at in told.late.split(",")]
-        print(
-            race_figures.late(
-                told.output,
-                seconds,
-                told.track,
-                steady=told.steady,
-                seeds=told.seeds,
-                only=[cell.name for cell in cells],
-            )
+        text = race_figures.late(
+            told.output,
+            seconds,
+            told.track,
+            steady=told.steady,
+            seeds=told.seeds,
+            only=[cell.name for cell in cells],
         )
+        if not text:
+            parser.error(f"in none of these cells the ideal was trained for {max(seconds):g} s")
+        print(text)
     elif told.steady:
         parser.error("--steady goes with --late")
     elif told.track == race_figures.EARLIER:

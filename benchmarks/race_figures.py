@@ -168,6 +168,11 @@ def _curves(results: Sequence[Result]) -> Curves:
     }
 
 
+def lasts(runs: Curves, seconds: Sequence[float]) -> bool:
+    """Whether the ideal trains so long under each seed: else nothing is to be held against it."""
+    return all(points[-1][0] >= max(seconds) for points in runs["ideal"].values())
+
+
 def late(
     folder: Path,
     seconds: Sequence[float],
@@ -178,6 +183,8 @@ def late(
     only: Sequence[str] = (),
 ) -> str:
     """How many times as long each method takes to what the ideal has after so many seconds.
+
+    Cells whose ideal has ended by then are left out; empty if no cell is left.
 
     Args:
         folder: Of the results.
@@ -195,6 +202,8 @@ def late(
         if only and cell not in only:
             continue
         methods = _curves(results)
+        if not lasts(methods, seconds):
+            continue
         for row in rows_of(results):
             own = {
                 row.name: {
@@ -213,14 +222,15 @@ def late(
             step = statistics.median(seconds / steps for seconds, steps in ends)
             shown = " | ".join([*found, f"{1000 * step:.0f} ms", str(len(runs))])
             lines.append(f"| {cell} | `{name}` | {shown} |")
-    return "\n".join(lines)
+    return "\n".join(lines) if len(lines) > 2 else ""
 
 
 def against(folder: Path, seconds: Sequence[float], rival: str, track: str = "defaults") -> str:
     """How much less late the default is than a rival, a cell a line, and over all runs of all.
 
     The mean of the differences under the same seed, in times of the ideal, with its interval; of
-    cells in which both arrive under three seeds or more; empty if there is none.
+    cells in which both arrive under three seeds or more, and the ideal lasts so long; empty if
+    there is none.
 
     Args:
         folder: Of the results.
@@ -232,6 +242,8 @@ def against(folder: Path, seconds: Sequence[float], rival: str, track: str = "de
     lines.append("|---|" + "--:|" * (len(seconds) + 1))
     every: dict[float, list[float]] = {at: [] for at in seconds}
     for cell, (runs, less) in curves(folder, track).items():
+        if not lasts(runs, seconds):
+            continue
         own = next((runs[name] for name in runs if is_default(name)), {})
         other = next((runs[name] for name in runs if name.startswith(rival)), {})
         seeds = sorted(own.keys() & other.keys())
