@@ -112,24 +112,25 @@ class LowRank(Strategy):
     @torch.no_grad()
     def _launch(self, worker: Worker, step: float) -> None:
         state: LowRankState = worker.state
-        exchange = state.under_way = Exchange(None, step, [], [])  # type: ignore[arg-type]
-        payload, factors = [], iter(state.right)
+        factors, left = iter(state.right), []
+        exact: list[Tensor] = []
+        kept: list[slice] = []
         for own, base in zip(_tensors(worker), state.base, strict=True):
             difference = own - base
             if difference.dim() == 1:
-                exchange.exact.append(difference)
+                exact.append(difference)
                 continue
             rows = self._rows(state.exchanges, len(difference))
-            exchange.rows.append(rows)
-            exchange.exact.append(difference[rows].clone())
+            kept.append(rows)
+            exact.append(difference[rows].clone())
             difference[rows] = 0
-            payload.append(difference @ next(factors))
-        payload += exchange.exact
-        exchange.handle = worker.wire.sum(
-            torch.cat([one.reshape(-1) for one in payload]),
+            left.append(difference @ next(factors))
+        handle = worker.wire.sum(
+            torch.cat([one.reshape(-1) for one in (*left, *exact)]),
             stream="left factors",
             what=f"left factors of exchange {state.exchanges + 1}",
         )
+        state.under_way = Exchange(handle, step, exact, kept)
 
     def _rows(self, exchange: int, height: int) -> slice:
         """Those that go as they are."""
