@@ -45,6 +45,7 @@ class LowRankState:
     mean_squared: float = 0.0  # ‖D‖², likewise
     exchanges: int = 0
     under_way: Exchange | None = transient(default=None)
+    pausing: bool = transient(default=False)  # not stepping until all have come
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -99,15 +100,27 @@ class LowRank(Strategy):
     def act(self, worker: Worker, round: Round) -> bool | None:
         if not round.done():
             return None
-        while worker.state.under_way is not None:  # only where no steps are taken
-            self._go_on(worker)
         self._launch(worker, round.wait().measure / worker.size)
+        if worker.state.pausing:
+            self._finish(worker)
         return False
 
     @override
     def iterated(self, worker: Worker) -> bool:
-        exchange = worker.state.under_way
+        state: LowRankState = worker.state
+        state.pausing = False
+        exchange = state.under_way
         return exchange is not None and exchange.handle.done() and self._go_on(worker)
+
+    @override
+    def meet(self, worker: Worker, *, finishing: bool) -> None:
+        """Others start the second sum before the next roll, so it must come first here, too."""
+        worker.state.pausing = True
+        self._finish(worker)
+
+    def _finish(self, worker: Worker) -> None:
+        while worker.state.under_way is not None:
+            self._go_on(worker)
 
     @torch.no_grad()
     def _launch(self, worker: Worker, step: float) -> None:
@@ -216,12 +229,6 @@ class LowRank(Strategy):
             return 1.0
         gain = math.sqrt(state.sent_squared / state.mean_squared)
         return min(max(gain, 1.0), math.sqrt(workers))
-
-    @override
-    def catch_up(self, worker: Worker, roll: Roll) -> None:
-        """Others may have landed what is under way here."""
-        while worker.state.under_way is not None:
-            self._go_on(worker)
 
     @override
     def consensus(self, worker: Worker, roll: Roll, *, final: bool) -> None:

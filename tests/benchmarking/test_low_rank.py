@@ -68,6 +68,33 @@ def test_what_cancels_in_the_mean_is_sent_last() -> None:
     torch.testing.assert_close(models[0][:, 4], models[1][:, 4])  # of one dimension
 
 
+def test_workers_that_meet_while_something_is_under_way() -> None:
+    """Looks at the consensus, workers of which some are ahead, and one that ends early."""
+
+    def train_unevenly() -> Tensor:
+        rank = torch.distributed.get_rank()
+        model = nn.Linear(4, 6)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with offbeat.attach(model, optimizer, LowRank(rank=1, slices=2)) as sync:
+            for step in range(40 if rank else 25):
+                model(torch.full((1, 4), 1.0 + rank)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step in (3, 4, 11, 20):
+                    with sync.consensus():
+                        pass
+        return model.weight.detach().clone()
+
+    done = offbeat.simulate(
+        train_unevenly,
+        workers=WORKERS,
+        network=offbeat.Network("1Mbit/s", latency="2ms"),
+        compute=offbeat.Compute("5ms", jitter=0.5),
+    )
+    for one in done.results:
+        torch.testing.assert_close(one, done.results[0], atol=0, rtol=0)
+
+
 def test_the_mean_of_the_models_stays_where_there_is_no_gain() -> None:
     """Workers with opposite gradients, and one with none: D is 0, so G is not measured."""
     one = different()[0]
