@@ -138,7 +138,8 @@ def _strictly(rows: Sequence[Row]) -> str:
 
 
 def _late_on_processes(folder: Path) -> str:
-    late_cells, beaten = [], []
+    late_cells: list[str] = []
+    beaten: dict[str, list[str]] = {}
     for cell, (methods, less) in curves(folder).items():
         seconds = SECONDS if lasts(methods, SECONDS) else SOON
         for name in filter(is_default, methods):
@@ -151,14 +152,15 @@ def _late_on_processes(folder: Path) -> str:
                 ahead = [at for at in seconds if sooner(methods, rival, name, at, less=less)]
                 if ahead:
                     when = ", ".join(f"{at:g}" for at in ahead)
-                    beaten.append(f"{short(rival)} in {cell} (after {when} s)")
+                    beaten.setdefault(short(rival), []).append(f"{cell} (after {when} s)")
     if not late_cells:
         return ""
     text = (
         "On real processes, which share two cores, its times are at worst these multiples of the "
         f"ideal's: {', '.join(late_cells)}"
     )
-    ahead_of = f"; ahead of it are {', '.join(beaten)}." if beaten else "; no rival is ahead of it."
+    told = "; ".join(f"{rival} in {', '.join(cells)}" for rival, cells in beaten.items())
+    ahead_of = f"; ahead of it are: {told}." if beaten else "; no rival is ahead of it."
     return text + ahead_of
 
 
