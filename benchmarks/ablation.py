@@ -79,6 +79,7 @@ class Cell:
     seed: int
 
 
+LOW_RANK = "benchmarks.low_rank:LowRank:rank={}"
 DILOCO = "diloco:period=16,outer_lr=0.7,outer_momentum=0.5,fragments=4,overlap=4 --wire int4"
 
 
@@ -112,6 +113,12 @@ def cells(seeds: Sequence[int]) -> list[Cell]:
         ("brake", "cnn", 4, "10Mbit/s", "streaming:staleness=6"),
         ("brake", "lm", 4, "50Mbit/s", "streaming:staleness=2 --lr-scale 4"),
     ]
+    for task, link, setting in (
+        *(("cnn", "50Mbit/s", one) for one in ("4", "16", "4,slices=64", "8,slices=16")),
+        *(("cnn", "10Mbit/s", one) for one in ("4", "16")),
+        ("lm", "50Mbit/s", "8"),
+    ):
+        found.append(("low rank", task, 4, link, LOW_RANK.format(setting)))
     for workers in (8, 16):
         for task in ("cnn", "lm"):
             found.append(("ideal", task, workers, "1Gbit/s", "ideal"))
