@@ -20,9 +20,9 @@ from benchmarks.race_figures import (
     Curves,
     Raced,
     against,
+    covers,
     curves,
     is_default,
-    lasts,
     late,
 )
 from benchmarks.race_pictures import (
@@ -141,7 +141,9 @@ def _late_on_processes(folder: Path) -> str:
     late_cells: list[str] = []
     beaten: dict[str, list[str]] = {}
     for cell, (methods, less) in curves(folder).items():
-        seconds = SECONDS if lasts(methods, SECONDS) else SOON
+        seconds = next((few for few in (SECONDS, SOON) if covers(methods, few)), None)
+        if seconds is None:
+            continue
         for name in filter(is_default, methods):
             own = [late_at(methods, name, at, less=less) for at in seconds]
             worst = None if None in own else max(one for one in own if one is not None)
@@ -349,7 +351,7 @@ def tables(folder: Path = RESULTS) -> dict[str, str]:
         "On real processes": late(folder, SECONDS),
         "With one step for the ideal": late(folder, SECONDS, steady=True),
     }
-    soon = [cell for cell, (runs, _) in curves(folder).items() if not lasts(runs, SECONDS)]
+    soon = [cell for cell, (runs, _) in curves(folder).items() if not covers(runs, SECONDS)]
     if soon:
         found["A small model on real processes"] = late(folder, SOON, only=soon)
     if tuned := late(folder, SECONDS, "tuned"):
@@ -368,7 +370,7 @@ def tables(folder: Path = RESULTS) -> dict[str, str]:
             found["What tuning took"] = tuning_table(rows)
     if both(folder):
         found["The simulator against real processes"] = reality_table(folder)
-    return found
+    return {section: table for section, table in found.items() if table}
 
 
 # Pages

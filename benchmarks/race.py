@@ -330,7 +330,8 @@ def main(argv: Sequence[str]) -> None:
             only=[cell.name for cell in cells],
         )
         if not text:
-            parser.error(f"in none of these cells the ideal was trained for {max(seconds):g} s")
+            span = f"{min(seconds):g} to {max(seconds):g} s"
+            parser.error(f"the ideal of none of these cells was trained and looked at from {span}")
         print(text)
     elif told.steady:
         parser.error("--steady goes with --late")

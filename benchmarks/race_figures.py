@@ -168,9 +168,15 @@ def _curves(results: Sequence[Result]) -> Curves:
     }
 
 
-def lasts(runs: Curves, seconds: Sequence[float]) -> bool:
-    """Whether the ideal trains so long under each seed: else nothing is to be held against it."""
-    return all(points[-1][0] >= max(seconds) for points in runs["ideal"].values())
+def covers(runs: Curves, seconds: Sequence[float]) -> bool:
+    """Whether the ideal was looked at by then, and trained so long, under each seed.
+
+    Else there is nothing to hold against it at these seconds.
+    """
+    return all(
+        points[0][0] <= min(seconds) and max(seconds) <= points[-1][0]
+        for points in runs["ideal"].values()
+    )
 
 
 def late(
@@ -184,7 +190,7 @@ def late(
 ) -> str:
     """How many times as long each method takes to what the ideal has after so many seconds.
 
-    Cells whose ideal has ended by then are left out; empty if no cell is left.
+    Cells whose ideal was not looked at yet, or has ended, are left out; empty if none is left.
 
     Args:
         folder: Of the results.
@@ -202,7 +208,7 @@ def late(
         if only and cell not in only:
             continue
         methods = _curves(results)
-        if not lasts(methods, seconds):
+        if not covers(methods, seconds):
             continue
         for row in rows_of(results):
             own = {
@@ -229,7 +235,7 @@ def against(folder: Path, seconds: Sequence[float], rival: str, track: str = "de
     """How much less late the default is than a rival, a cell a line, and over all runs of all.
 
     The mean of the differences under the same seed, in times of the ideal, with its interval; of
-    cells in which both arrive under three seeds or more, and the ideal lasts so long; empty if
+    cells in which both arrive under three seeds or more, and the ideal trains so long; empty if
     there is none.
 
     Args:
@@ -242,7 +248,7 @@ def against(folder: Path, seconds: Sequence[float], rival: str, track: str = "de
     lines.append("|---|" + "--:|" * (len(seconds) + 1))
     every: dict[float, list[float]] = {at: [] for at in seconds}
     for cell, (runs, less) in curves(folder, track).items():
-        if not lasts(runs, seconds):
+        if not covers(runs, seconds):
             continue
         own = next((runs[name] for name in runs if is_default(name)), {})
         other = next((runs[name] for name in runs if name.startswith(rival)), {})

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from benchmarks import paces, race
+from benchmarks import evidence, paces, race
 from benchmarks import race_figures as figures
 from benchmarks.harness import RESULTS
 
@@ -227,9 +227,44 @@ def test_differences_are_of_the_same_seed(tmp_path: Path) -> None:
     assert figures.against(tmp_path, [15.0], "easgd") == ""
 
 
+def test_cells_whose_ideal_has_ended_by_then_are_left_out(tmp_path: Path) -> None:
+    """Under one seed it ends after 20 s, in the other cell after 40, having begun at 20."""
+    for cell, paces_of in (("made-short", (1, 2)), ("made-long", (2, 2))):
+        runs = [
+            make(method, [(10 * pace, 0.5), (20 * pace, 0.9)], seed=seed)
+            for seed, pace in enumerate(paces_of)
+            for method in ("ideal", "streaming")
+        ]
+        written(tmp_path, cell, runs)
+    text = figures.late(tmp_path, [25.0, 30.0])
+    assert "made-short" not in text
+    assert text.count("made-long") == 2
+    assert figures.late(tmp_path, [20.0]).count("made-short") == 2
+    assert figures.late(tmp_path, [15.0, 20.0]) == "", "not looked at yet"
+    assert figures.late(tmp_path, [30.0], only=["made-short"]) == ""
+    assert figures.against(tmp_path, [30.0], "streaming") == ""
+
+
+def test_small_models_have_a_table_of_their_own(tmp_path: Path) -> None:
+    """Where the ideal ends after 8 s, its first six seconds are shown, and told of first."""
+    for cell, look in (("made-small", 2), ("made-up", 10)):
+        curve = [(look * number, 0.2 * number) for number in (1, 2, 3, 4)]
+        late = [(2 * seconds, metric) for seconds, metric in curve]
+        written(tmp_path, cell, [make("ideal", curve), make("streaming", late)])
+    told = evidence.tables(tmp_path)
+    assert "made-small" not in told["On real processes"]
+    assert "| made-up | `streaming` | 2.00 | 2.00 | 2.00 |" in told["On real processes"]
+    small = told["A small model on real processes"].splitlines()
+    assert small[0] == "| cell | method | 2 s | 4 s | 6 s | a step | seeds |"
+    assert small[-1].startswith("| made-small | `streaming` | 2.00 | 2.00 | 2.00 |")
+    assert "With rates tuned" not in told
+    assert "made-small 2.00, made-up 2.00; no rival" in " ".join(evidence.lead(tmp_path).split())
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
+        (["--late", "10,50"], "none of these cells was trained and looked at from 10 to 50 s"),
         (["--against", "bsp"], "--against goes with --late"),
         (["--late", "10", "--against", "bsp", "--seeds", "1"], "no --steady, --seeds or --cells"),
         (["--late", "10", "--against", "bsp"], "three seeds of the default and of 'bsp'"),
