@@ -236,11 +236,11 @@ class LowRank(Strategy):
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """As a matrix, or as it is if it has one dimension or none."""
+    """A view of it as a matrix, or as it is if it has one dimension or none."""
     tensor = tensor.detach()
-    return tensor.flatten(1) if tensor.dim() > 1 else tensor.reshape(-1)
+    return tensor.view(len(tensor), -1) if tensor.dim() > 1 else tensor.view(-1)
 
 
 def _tensors(worker: Worker) -> list[Tensor]:
-    """Views of the parameters, contiguous all."""
+    """Views of the parameters; what is not contiguous has none, and ends in torch's error."""
     return [_flat(p) for _, p in worker.replica.parameters]
