@@ -57,7 +57,7 @@ SECONDS = (10.0, 20.0, 30.0)
 SOON = (2.0, 4.0, 6.0)
 """Where the ideal has ended by then."""
 RIVAL = "diloco:period=16"
-"""The strongest on real links, and the only one with three seeds there."""
+"""The strongest on real links, and the only one with three seeds on three of them."""
 CLAIM = "In virtual time, on links"
 
 

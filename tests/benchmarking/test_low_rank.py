@@ -68,6 +68,20 @@ def test_what_cancels_in_the_mean_is_sent_last() -> None:
     torch.testing.assert_close(models[0][:, 4], models[1][:, 4])  # of one dimension
 
 
+def test_every_row_goes_once_a_turn() -> None:
+    strategy = LowRank(rank=1, slices=3)
+    turn = [strategy._rows(exchange, 8) for exchange in range(3, 6)]
+    assert [row for rows in turn for row in range(8)[rows]] == list(range(8))
+
+
+def test_the_outer_momentum_fades() -> None:
+    """It goes on to move the models when the workers rest, by e^(-2) as much 100 steps later."""
+    at = {rests: run(LowRank(rank=4), different(), rests)[0][0] for rests in (100, 200, 300, 400)}
+    early, late = (at[200] - at[100]).norm(), (at[400] - at[300]).norm()
+    assert early > 1e-3
+    assert 0 < late < 0.1 * early
+
+
 def test_workers_that_meet_while_something_is_under_way() -> None:
     """Looks at the consensus, workers of which some are ahead, and one that ends early."""
 
