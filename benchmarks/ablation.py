@@ -12,7 +12,7 @@ Real training; steps of 80 ms that vary by 5 %, nothing computed for the network
 Every run is compared with the ideal (synchronous SGD on a network that takes no time) of its task,
 workers and seed. What was run is kept, so that it goes on where it was stopped, and published in
 ``results/ablation.jsonl``; ``ablation.md``, ``ablation-ends.md`` and the table of
-``docs/streaming.md`` are made from that file (``benchmarks.ablation_tables``).
+``docs/streaming-ablation.md`` are made from that file (``benchmarks.ablation_tables``).
 
     python -m benchmarks.ablation [--seeds 0,1] [--only WORD] [--finals]
     python -m benchmarks.ablation --table
@@ -64,7 +64,7 @@ LESS = frozenset(name for name, task in TASKS.items() if task.less)
 BANDWIDTHS = ("1Gbit/s", "200Mbit/s", "50Mbit/s", "10Mbit/s")
 STEP_SECONDS = 0.08
 PUBLISHED = RESULTS / "ablation.jsonl"
-PAGE = Path(__file__).parents[1] / "docs" / "streaming.md"
+PAGE = Path(__file__).parents[1] / "docs" / "streaming-ablation.md"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
 from benchmarks.lateness import lateness, summary
-from benchmarks.race_pictures import short
+from benchmarks.race_names import short
 from benchmarks.virtual import Row
 from offbeat.lab.report.intervals import interval_of
 

@@ -1,7 +1,7 @@
 """A trial: streaming averaging whose parts are of low rank, in place of few bits.
 
-Not of the package: it is here so that what ``docs/streaming.md`` says of such parts can be run
-again (``benchmarks.ablation``), and as a strategy of one's own that overlaps.
+Not of the package: it is here so that what ``docs/streaming-ablation.md`` says of such parts can be
+run again (``benchmarks.ablation``), and as a strategy of one's own that overlaps.
 """
 
 import math

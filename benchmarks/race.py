@@ -21,8 +21,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks import race_figures
+from benchmarks import race_figures, race_late
 from benchmarks.harness import RESULTS
+from benchmarks.race_names import DILOCO, EARLIER, OURS
 from offbeat.lab.baselines import parse_method
 from offbeat.lab.compare import compare
 from offbeat.lab.events import Evaluation, Event
@@ -38,9 +39,6 @@ TRACKS: dict[str, tuple[float, ...]] = {"defaults": (), "tuned": (0.3, 1.0, 3.0)
 """Factors on the learning rate."""
 MOST_SECONDS = 120.0
 """After which a run ends: more than twice what the ideal takes."""
-DILOCO = "diloco:period={},outer_lr=0.7,outer_momentum=0.5,fragments=4,overlap=4 --wire int4"
-OURS = DILOCO.format(16)
-"""The strongest rival among our own: fragments, overlap and few bits."""
 METHODS = (
     "ideal",
     "streaming",
@@ -279,7 +277,7 @@ def main(argv: Sequence[str]) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--track", choices=(*TRACKS, race_figures.EARLIER), default="defaults")
+    parser.add_argument("--track", choices=(*TRACKS, EARLIER), default="defaults")
     parser.add_argument("--cells", default="", help="names or parts of names, with commas; all")
     parser.add_argument("--method", action="append", default=[], help="only those that begin so")
     parser.add_argument("--seeds", type=int, help="so many at most")
@@ -315,13 +313,13 @@ def main(argv: Sequence[str]) -> None:
         parser.error("--against shows all cells: no --steady, --seeds or --cells with it")
     elif told.against:
         seconds = [float(at) for at in told.late.split(",")]
-        text = race_figures.against(told.output, seconds, told.against, told.track)
+        text = race_late.against(told.output, seconds, told.against, told.track)
         if not text:
-            parser.error(f"no cell has three seeds of the default and of {told.against!r}")
+            parser.error(f"no workload has three runs of the default and of {told.against!r}")
         print(text)
     elif told.late:
         seconds = [float(at) for at in told.late.split(",")]
-        text = race_figures.late(
+        text = race_late.late(
             told.output,
             seconds,
             told.track,
@@ -335,8 +333,8 @@ def main(argv: Sequence[str]) -> None:
         print(text)
     elif told.steady:
         parser.error("--steady goes with --late")
-    elif told.track == race_figures.EARLIER:
-        parser.error(f"--track {race_figures.EARLIER}: that is only shown, with --late")
+    elif told.track == EARLIER:
+        parser.error(f"--track {EARLIER}: that is only shown, with --late")
     elif told.figures:
         for path in race_figures.draw(race_figures.read(told.output), told.output):
             print(path)

@@ -12,20 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import lateness, paces
-from offbeat.lab.peers import PREFIXES
+from benchmarks.race_names import EARLIER, is_default, is_diloco, is_peer
 from offbeat.lab.report.rows import Row, ideal_of, rows_of
 from offbeat.lab.report.tables import seconds_to, targets_of
 from offbeat.lab.results import Result, read_results
 from offbeat.plots import new_figure
 
-EARLIER = "earlier"
-"""A track that is only shown, in ``late``: the default as it was before it was two bits."""
 SHARE = 0.98
 NONE_YET = "No cell of the race has been run yet."
 MARKS = ("<!-- race -->", "<!-- end of the race -->")
 """What a page has before and after the table that it quotes."""
-_DEFAULT = "streaming"
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ def read(folder: Path) -> list[Raced]:
         _, track, cell = path.stem.split("-", 2)
         results = read_results(path)
         if track != EARLIER and cell != "tiny" and len({one.is_ideal for one in results}) == 2:
-            found.append(raced(track, cell, paces.on_one_clock(results)))
+            found.append(raced(track, cell, results))
     return found
 
 
@@ -102,21 +98,6 @@ def _merge_over_step(results: Sequence[Result], ideal: Row) -> float:
     return 2 * (workers - 1) / workers * sizes[0] / statistics.median(speeds) / step
 
 
-def is_peer(method: str) -> bool:
-    """Whether it is somebody else's."""
-    return method.startswith(PREFIXES)
-
-
-def is_default(method: str) -> bool:
-    """Whether it is what ``attach`` takes if it is told nothing."""
-    return method.partition(" ")[0].partition(":")[0] == _DEFAULT
-
-
-def is_diloco(method: str) -> bool:
-    """Whether it is our DiLoCo."""
-    return method.startswith("diloco")
-
-
 def table(cells: Sequence[Raced]) -> str:
     """The README's table, as Markdown."""
     if not cells:
@@ -146,141 +127,6 @@ def table(cells: Sequence[Raced]) -> str:
 def _first(times: Mapping[str, float], kind: Callable[[str], bool]) -> str | None:
     """The soonest method of a kind; None if none was run."""
     return min(filter(kind, times), key=lambda name: times[name], default=None)
-
-
-Curves = dict[str, dict[int, list[tuple[float, float]]]]
-"""Method → seed → seconds and metric of each evaluation; of seeds that the ideal has, too."""
-
-
-def curves(folder: Path, track: str = "defaults") -> dict[str, tuple[Curves, bool]]:
-    """Of every cell of a track, by its name; and whether less of its metric is better."""
-    return {
-        cell: (_curves(results), not results[0].higher_is_better)
-        for cell, results in paces.read(folder, track).items()
-    }
-
-
-def _curves(results: Sequence[Result]) -> Curves:
-    seeds = {one.job.seed for one in results if one.is_ideal}
-    return {
-        row.name: {run.job.seed: _points(run) for run in row.runs if run.job.seed in seeds}
-        for row in rows_of(results)
-    }
-
-
-def covers(runs: Curves, seconds: Sequence[float]) -> bool:
-    """Whether the ideal was looked at by then, and trained so long, under each seed.
-
-    Else there is nothing to hold against it at these seconds.
-    """
-    return all(
-        points[0][0] <= min(seconds) and max(seconds) <= points[-1][0]
-        for points in runs["ideal"].values()
-    )
-
-
-def late(
-    folder: Path,
-    seconds: Sequence[float],
-    track: str = "defaults",
-    *,
-    steady: bool = False,
-    seeds: int | None = None,
-    only: Sequence[str] = (),
-) -> str:
-    """How many times as long each method takes to what the ideal has after so many seconds.
-
-    Cells whose ideal was not looked at yet, or has ended, are left out; empty if none is left.
-
-    Args:
-        folder: Of the results.
-        seconds: Of the ideal.
-        track: Which runs.
-        steady: With one step for all ideals of a workload; see ``paces.read``.
-        seeds: Only the first so many, so that who has more of them is not compared under others.
-        only: Cells with these names; none: all.
-    """
-    lines = [
-        "| cell | method | " + " | ".join(f"{at:g} s" for at in seconds) + " | a step | seeds |"
-    ]
-    lines.append("|---|---|" + "--:|" * (len(seconds) + 2))
-    for cell, results in paces.read(folder, track, steady=steady).items():
-        if only and cell not in only:
-            continue
-        methods = _curves(results)
-        if not covers(methods, seconds):
-            continue
-        for row in rows_of(results):
-            own = {
-                row.name: {
-                    seed: points
-                    for seed, points in methods[row.name].items()
-                    if seeds is None or seed < seeds
-                }
-            }
-            runs = [run for run in row.runs if run.job.seed in own[row.name]]
-            if not runs:
-                continue
-            (name, *found), *_ = lateness.table(
-                own, methods["ideal"], seconds, less=not results[0].higher_is_better
-            )
-            ends = [(own[row.name][run.job.seed][-1][0], run.points[-1].step) for run in runs]
-            step = statistics.median(seconds / steps for seconds, steps in ends)
-            shown = " | ".join([*found, f"{1000 * step:.0f} ms", str(len(runs))])
-            lines.append(f"| {cell} | `{name}` | {shown} |")
-    return "\n".join(lines) if len(lines) > 2 else ""
-
-
-def against(folder: Path, seconds: Sequence[float], rival: str, track: str = "defaults") -> str:
-    """How much less late the default is than a rival, a cell a line, and over all runs of all.
-
-    The mean of the differences under the same seed, in times of the ideal, with its interval; of
-    cells in which both arrive under three seeds or more, and the ideal trains so long; empty if
-    there is none.
-
-    Args:
-        folder: Of the results.
-        seconds: Of the ideal.
-        rival: What the other method's text begins with, the first that does.
-        track: Which runs.
-    """
-    lines = ["| cell | " + " | ".join(f"{at:g} s" for at in seconds) + " | runs |"]
-    lines.append("|---|" + "--:|" * (len(seconds) + 1))
-    every: dict[float, list[float]] = {at: [] for at in seconds}
-    for cell, (runs, less) in curves(folder, track).items():
-        if not covers(runs, seconds):
-            continue
-        own = next((runs[name] for name in runs if is_default(name)), {})
-        other = next((runs[name] for name in runs if name.startswith(rival)), {})
-        seeds = sorted(own.keys() & other.keys())
-        found = {
-            at: [
-                _less_late(own[seed], other[seed], runs["ideal"][seed], at, less=less)
-                for seed in seeds
-            ]
-            for at in seconds
-        }
-        if len(seeds) < 3 or any(None in of for of in found.values()):
-            continue
-        for at, of in found.items():
-            every[at] += [one for one in of if one is not None]
-        shown = " | ".join(lateness.summary(of) for of in found.values())
-        lines.append(f"| {cell} | {shown} | {len(seeds)} |")
-    if not every[seconds[0]]:
-        return ""
-    shown = " | ".join(lateness.summary(of) for of in every.values())
-    return "\n".join([*lines, f"| all | {shown} | {len(every[seconds[0]])} |"])
-
-
-def _less_late(
-    own: lateness.Points, other: lateness.Points, ideal: lateness.Points, at: float, *, less: bool
-) -> float | None:
-    mine, theirs = (lateness.lateness(one, ideal, at, less=less) for one in (own, other))
-    return None if mine is None or theirs is None else theirs - mine
-
-
-def _points(run: Result) -> list[tuple[float, float]]:
-    return [(point.seconds, point.metric) for point in run.points]
 
 
 def _shown(one: Raced, method: str | None) -> str:

@@ -9,24 +9,23 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import lateness
+from benchmarks import race
 from benchmarks.harness import RESULTS
-from benchmarks.race import DILOCO, OURS
 from benchmarks.race_figures import (
     DPI,
     FONT,
     MARKERS,
     WIDTH,
-    Curves,
     Raced,
     canvas,
     draw_profile,
     draw_shares,
-    is_default,
     legend_below,
     show_factor,
 )
-from benchmarks.race_figures import curves as real_curves
+from benchmarks.race_late import Cells, Curves, at_last, late_at, seconds_of
+from benchmarks.race_late import curves as real_curves
+from benchmarks.race_names import OURS, is_default, short
 from benchmarks.race_simulated import (
     BANDWIDTHS,
     FACTORS,
@@ -50,13 +49,6 @@ REAL = {"cifar-lan": "1Gbit/s", "cifar-office": "200Mbit/s", "cifar-wan": "50Mbi
 """Cells of the race on real processes that have a simulated one: its bandwidth, at 0.1 ms."""
 AT = (10.0, 15.0)
 """Seconds of the ideal at which both are compared."""
-_SETTINGS, _STRONG = DILOCO.partition("{}")[2], " (fragments, overlap, int4)"
-
-
-def short(method: str) -> str:
-    """A method's name where there is little room."""
-    method = method.replace(OURS, f"diloco{_STRONG}")  # the period is that of most tables
-    return method.replace(_SETTINGS, _STRONG).replace("--wire ", "")
 
 
 def draw(rows: Sequence[Row], folder: Path = RESULTS) -> list[Path]:
@@ -85,6 +77,10 @@ def draw(rows: Sequence[Row], folder: Path = RESULTS) -> list[Path]:
     if (folder / "race-defaults-cifar-wan.jsonl").exists():
         paths.append(folder / "race-defaults-time.png")
         time_spent(folder / "race-defaults-cifar-wan.jsonl", paths[-1])
+    found = in_order(folder)
+    if found:
+        paths.append(folder / "race-defaults-late.png")
+        lateness_of_cells(found, paths[-1])
     pairs = both(folder)
     if pairs:
         paths.append(folder / "race-simulated-reality.png")
@@ -284,6 +280,48 @@ def time_spent(path: Path, picture: Path) -> None:
     figure.savefig(picture)
 
 
+def in_order(folder: Path) -> Cells:
+    """The cells with results whose ideal trained for long enough, as the race names them."""
+    found = {cell: one for cell, one in real_curves(folder).items() if seconds_of(one[0])}
+    known = [one.name for one in race.CELLS if one.name in found]
+    return {cell: found[cell] for cell in dict.fromkeys([*known, *found])}
+
+
+def lateness_of_cells(cells: Cells, path: Path) -> None:
+    """At the last of the seconds, a line a cell, a mark a method; bars: 95 % intervals."""
+    order = list(cells)
+    methods = list(dict.fromkeys(name for cell in order for name in cells[cell][0]))
+    methods = [one for one in methods if one != "ideal"]
+    figure, axes = canvas(0.9 + 0.2 * len(order), legend=len(methods))
+    for number, method in enumerate(methods):
+        main = is_default(method) or method == OURS
+        drawn = {
+            "color": f"C{number % 10}" if main else str(0.25 + 0.05 * number),
+            "markersize": 6 if main else 4,
+            "linestyle": "none",
+            "zorder": 3 if main else 2,
+        }
+        found = at_last(cells, method)
+        axes.errorbar(
+            [mean for mean, _ in found.values()],
+            [order.index(cell) for cell in found],
+            xerr=[half for _, half in found.values()],
+            fmt=MARKERS[number % len(MARKERS)],
+            label=short(method),
+            **drawn,
+        )
+    axes.axvline(1, color="0.5", linewidth=1, linestyle=":")
+    axes.set_xscale("log")
+    ticks = [0.8, 0.9, 1, 1.2, 1.5, 2, 3]
+    axes.set_xticks(ticks, [f"{one:g}" for one in ticks])
+    axes.minorticks_off()
+    axes.set_yticks(range(len(order)), order)
+    axes.set_ylim(len(order) - 0.5, -0.5)
+    axes.set_xlabel("times the ideal's time, real processes")
+    legend_below(figure, axes)
+    figure.savefig(path)
+
+
 Pair = tuple[str, str, float, float | None, float | None]
 """Cell, method, seconds of the ideal; how late in the simulator, and how late on real processes."""
 
@@ -313,19 +351,6 @@ def both(folder: Path = RESULTS) -> list[Pair]:
                 for at in AT
             ]
     return found
-
-
-def late_at(
-    runs: Curves, method: str, seconds: float, *, less: bool = False, beside: str = "ideal"
-) -> float | None:
-    """The mean over the seeds that ``beside`` has, too; None if one never arrived."""
-    found = [
-        lateness.lateness(points, runs["ideal"][seed], seconds, less=less)
-        for seed, points in runs[method].items()
-        if seed in runs["ideal"] and seed in runs[beside]
-    ]
-    known = [one for one in found if one is not None]
-    return statistics.fmean(known) if known and len(known) == len(found) else None
 
 
 def reality(pairs: Sequence[Pair], path: Path) -> None:

@@ -29,8 +29,9 @@ import torch
 from benchmarks import free_looks
 from benchmarks.harness import RESULTS
 from benchmarks.lateness import best_so_far, seconds_to
-from benchmarks.race import DATA, DILOCO, OURS
+from benchmarks.race import DATA
 from benchmarks.race_figures import Raced
+from benchmarks.race_names import DILOCO, OURS
 from benchmarks.virtual import Cells, Row
 from offbeat.lab.compare import versions
 from offbeat.lab.job import Job

@@ -12,7 +12,7 @@ from torch import nn
 from offbeat.lab.job import Job
 from offbeat.lab.recipes import find_recipe
 
-PAGE = Path(__file__).parents[2] / "docs" / "streaming.md"
+PAGE = Path(__file__).parents[2] / "docs" / "streaming-ablation.md"
 
 
 def row(method: str, seed: int, end: float, task: str = "cnn", **others: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import evidence, race_pictures, race_simulated
+from benchmarks import evidence, race_late, race_pictures, race_simulated
 from benchmarks.harness import RESULTS
 
 from benchmarking.test_race_simulated import as_read, rows_of
@@ -60,9 +60,9 @@ def test_rivals_are_compared_under_the_seeds_of_both() -> None:
         name: {seed: [(0, 0.0), (10 * late, 0.9)] for seed, late in enumerate(of)}
         for name, of in times.items()
     }
-    assert not evidence.sooner(runs, "diloco", "streaming", 10, less=False)
+    assert not race_late.sooner(runs, "diloco", "streaming", 10, less=False)
     del runs["diloco"][1]
-    assert evidence.sooner(runs, "diloco", "streaming", 10, less=False)
+    assert race_late.sooner(runs, "diloco", "streaming", 10, less=False)
 
 
 def test_pictures_of_the_repository_are_small_and_copied() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from benchmarks import evidence, paces, race
+from benchmarks import race, race_names
 from benchmarks import race_figures as figures
 from benchmarks.harness import RESULTS
 
@@ -45,8 +45,8 @@ def test_every_peer_is_raced_and_our_own() -> None:
 
     raced = {type(parse_method(text.split()[0])) for text in race.METHODS}
     assert {kind for kind in BASELINES.values() if issubclass(kind, Peer)} <= raced
-    assert "fragments=4,overlap=" in race.OURS
-    assert race.OURS.endswith("--wire int4")
+    assert "fragments=4,overlap=" in race_names.OURS
+    assert race_names.OURS.endswith("--wire int4")
 
 
 def test_cells_are_chosen_by_name_or_part() -> None:
@@ -60,7 +60,7 @@ def test_cells_are_chosen_by_name_or_part() -> None:
 
 def test_methods_are_chosen_by_their_beginning() -> None:
     cell = race.CELLS[0]
-    assert race.of_method(cell, ["ideal", "diloco:period=16"]) == ["ideal", race.OURS]
+    assert race.of_method(cell, ["ideal", "diloco:period=16"]) == ["ideal", race_names.OURS]
     assert race.of_method(cell, []) == list(race.METHODS)
     assert len(race.of_method(cell, ["torch:ddp"])) == 3
     with pytest.raises(ValueError, match="no method of cifar-lan begins with 'easgd'"):
@@ -130,7 +130,7 @@ ONE = cell(
     {
         "ideal": FAST,
         "streaming": [(1, 0.5), (4, 0.99)],
-        race.OURS: MIDDLE,
+        race_names.OURS: MIDDLE,
         "torch:ddp": NEVER,
         "torch:accumulate,steps=4": MIDDLE,
     },
@@ -143,7 +143,7 @@ def test_times_are_to_a_share_of_the_ideal() -> None:
     assert ONE.times["torch:ddp"] == math.inf
     assert (ONE.best, TWO.best) == (4, 4)
     assert (ONE.share("streaming"), ONE.share("torch:ddp")) == (0.5, 0)
-    assert (ONE.regret(race.OURS), TWO.regret("streaming")) == (2, 2)
+    assert (ONE.regret(race_names.OURS), TWO.regret("streaming")) == (2, 2)
 
 
 def test_merges_are_compared_with_steps() -> None:
@@ -156,7 +156,7 @@ def test_the_profile_counts_the_cells_a_method_was_run_in() -> None:
     found = figures.profile([ONE, TWO], (1.0, 1.9, 2.0, 100.0))
     assert found["streaming"] == [0.5, 0.5, 1.0, 1.0]
     assert found["torch:ddp"] == [0.5, 0.5, 0.5, 0.5]
-    assert found[race.OURS] == [0.0, 0.0, 1.0, 1.0]
+    assert found[race_names.OURS] == [0.0, 0.0, 1.0, 1.0]
 
 
 def test_the_table_names_the_best_peer() -> None:
@@ -179,95 +179,13 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
 
 
-def written(folder: Path, cell: str, results: Sequence[Result]) -> None:
-    lines = [json.dumps(one.to_dict()) for one in results]
-    (folder / f"race-defaults-{cell}.jsonl").write_text("\n".join(lines), encoding="utf-8")
-
-
-def test_all_ideals_can_be_given_one_step(tmp_path: Path) -> None:
-    """Steps of 10, 30 and 20 s become 20; curves of methods stay, and slow workers' cells go."""
-    for cell, slowness in (("made-up", (1, 3)), ("made-other", (2,)), ("made-slow", (9,))):
-        runs = [
-            make(method, [(10 * pace, 0.5), (20 * pace, 0.9)], seed=seed)
-            for seed, pace in enumerate(slowness)
-            for method in ("ideal", "streaming")
-        ]
-        slow = "0=2" if cell == "made-slow" else None
-        written(tmp_path, cell, [replace(one, job=replace(one.job, slow=slow)) for one in runs])
-    cells = figures.curves(tmp_path)
-    found = paces.read(tmp_path, "defaults", steady=True)
-    assert set(found) == {"made-up", "made-other"}
-    for results in found.values():
-        for one in results:
-            told = [(point.seconds, point.metric) for point in one.points]
-            if one.is_ideal:
-                assert told == [(20, 0.5), (40, 0.9)]
-            else:
-                name = "made-up" if results is found["made-up"] else "made-other"
-                assert told == cells[name][0]["streaming"][one.job.seed]
-    text = figures.late(tmp_path, [30.0], steady=True)
-    assert "| made-up | `streaming` | 1.00 (0.50–1.50) | 20000 ms | 2 |" in text
-    assert "| made-up | `ideal` | 1.00 (1.00–1.00) | 20000 ms | 2 |" in text
-    text = figures.late(tmp_path, [30.0], steady=True, seeds=1, only=["made-up"])
-    assert "made-other" not in text
-    assert "| made-up | `streaming` | 0.50 | 10000 ms | 1 |" in text
-
-
-def test_differences_are_of_the_same_seed(tmp_path: Path) -> None:
-    """The ideal is at 0.7 after 15 s; 3, 4 and 5 times as late less 2, 2 and 2: 2 ± 2.48."""
-    runs = [
-        make(method, [(10 * late, 0.5), (20 * late, 0.9)], seed=seed)
-        for method, of in (("ideal", (1, 1, 1)), ("streaming", (2, 2, 2)), ("bsp", (3, 4, 5)))
-        for seed, late in enumerate(of)
-    ]
-    written(tmp_path, "made-up", runs)
-    written(tmp_path, "made-few", runs[:2] + runs[3:5] + runs[6:8])
-    table = figures.against(tmp_path, [15.0], "bsp").splitlines()
-    assert table[2:] == ["| made-up | 2.00 ± 2.48 | 3 |", "| all | 2.00 ± 2.48 | 3 |"]
-    assert figures.against(tmp_path, [15.0], "easgd") == ""
-
-
-def test_cells_whose_ideal_has_ended_by_then_are_left_out(tmp_path: Path) -> None:
-    """Under one seed it ends after 20 s, in the other cell after 40, having begun at 20."""
-    for cell, paces_of in (("made-short", (1, 2)), ("made-long", (2, 2))):
-        runs = [
-            make(method, [(10 * pace, 0.5), (20 * pace, 0.9)], seed=seed)
-            for seed, pace in enumerate(paces_of)
-            for method in ("ideal", "streaming")
-        ]
-        written(tmp_path, cell, runs)
-    text = figures.late(tmp_path, [25.0, 30.0])
-    assert "made-short" not in text
-    assert text.count("made-long") == 2
-    assert figures.late(tmp_path, [20.0]).count("made-short") == 2
-    assert figures.late(tmp_path, [15.0, 20.0]) == "", "not looked at yet"
-    assert figures.late(tmp_path, [30.0], only=["made-short"]) == ""
-    assert figures.against(tmp_path, [30.0], "streaming") == ""
-
-
-def test_small_models_have_a_table_of_their_own(tmp_path: Path) -> None:
-    """Where the ideal ends after 8 s, its first six seconds are shown, and told of first."""
-    for cell, look in (("made-small", 2), ("made-up", 10)):
-        curve = [(look * number, 0.2 * number) for number in (1, 2, 3, 4)]
-        late = [(2 * seconds, metric) for seconds, metric in curve]
-        written(tmp_path, cell, [make("ideal", curve), make("streaming", late)])
-    told = evidence.tables(tmp_path)
-    assert "made-small" not in told["On real processes"]
-    assert "| made-up | `streaming` | 2.00 | 2.00 | 2.00 |" in told["On real processes"]
-    small = told["A small model on real processes"].splitlines()
-    assert small[0] == "| cell | method | 2 s | 4 s | 6 s | a step | seeds |"
-    assert small[-1].startswith("| made-small | `streaming` | 2.00 | 2.00 | 2.00 |")
-    assert "With rates tuned" not in told
-    assert "made-small 2.00, made-up 2.00; no rival" in " ".join(evidence.lead(tmp_path).split())
-
-
 @pytest.mark.parametrize(
     ("more", "said"),
     [
         (["--late", "10,50"], "none of these cells was trained and looked at from 10 to 50 s"),
         (["--against", "bsp"], "--against goes with --late"),
         (["--late", "10", "--against", "bsp", "--seeds", "1"], "no --steady, --seeds or --cells"),
-        (["--late", "10", "--against", "bsp"], "three seeds of the default and of 'bsp'"),
+        (["--late", "10", "--against", "bsp"], "three runs of the default and of 'bsp'"),
         (["--steady"], "--steady goes with --late"),
     ],
 )
@@ -280,8 +198,8 @@ def test_options_that_would_do_nothing_are_refused(
 
 
 def test_the_sooner_of_two_settings_is_shown() -> None:
-    eight = race.DILOCO.format(8)
-    two = cell("made-up-3", {"ideal": FAST, race.OURS: MIDDLE, eight: [(1, 0.5), (4, 0.99)]})
+    eight = race_names.DILOCO.format(8)
+    two = cell("made-up-3", {"ideal": FAST, race_names.OURS: MIDDLE, eight: [(1, 0.5), (4, 0.99)]})
     assert "| 2.0 s | - | 4.0 s (50 %) | - | - |" in figures.table([two])
 
 
@@ -298,11 +216,6 @@ def test_pages_quote_the_race_as_it_was(page: str) -> None:
         assert quoted is not None
     if quoted is not None:
         assert quoted == figures.table(figures.read(RESULTS))
-
-
-def test_the_page_of_streaming_quotes_how_late_all_are() -> None:
-    page = (ROOT / "docs" / "streaming.md").read_text(encoding="utf-8")
-    assert figures.late(RESULTS, [10, 20, 30]) in page
 
 
 def test_a_wrong_quote_is_found() -> None:

@@ -100,6 +100,10 @@ def write_mnist(
         ("compare digits -s bsp -s bsp:", "'bsp:' and 'bsp' are the same; .*"),
         ("compare digits -s bsp --step-time 1ms", "--step-time is for simulated workers; .*"),
         ("compare digits -s bsp --jitter -1", "jitter must be finite and at least 0, got -1.0"),
+        (
+            "compare digits -s bsp --simulate --turns",
+            "--turns: no speed varies in virtual time, leave it away",
+        ),
         ("compare digits -s bsp --slow 9=2", "slow 9=2: ranks are 0 to 3"),
         ("compare digits -s bsp --slow 1", "slow must be RANK=FACTOR, as in 1=2, got '1'"),
         ("compare digits -s bsp --slow 1=0.5", "slow 1=0.5: the factor must be at least 1 .*"),

@@ -33,6 +33,7 @@ from offbeat.lab import forking, launch
 from offbeat.lab.cleanup import surely
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.events import Evaluation, Event
+from offbeat.lab.job import Job
 from offbeat.lab.recipes import RECIPES, Setup, Task
 from offbeat.lab.report import SHARE_MEANS
 from offbeat.strategies import STRATEGIES
@@ -667,6 +668,21 @@ def test_the_ideal_has_five_steps_and_no_network(call: Call, tmp_path: Path) -> 
     assert ideal["seconds"] == pytest.approx(5 * 0.02)
     assert ideal["idle"] == 0
     assert [one["metrics"] for one in ideal["points"]] == [one["metrics"] for one in bsp["points"]]
+
+
+@pytest.mark.parametrize("more", [(), ("--turns",)])
+def test_turns_are_asked_of_every_run(
+    more: tuple[str, ...], call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = []
+
+    def fail(job: Job, *args: Any, **kwargs: Any) -> None:
+        asked.append(job.measure_alone)
+        raise OffbeatError("worker 1 failed: out of luck")
+
+    monkeypatch.setattr(runs.comparison, "run_and_record", fail)
+    call("compare", "digits", "-s", "bsp", *more, "--output", str(tmp_path))
+    assert asked == [bool(more)]
 
 
 def test_a_failed_run_is_one_line(

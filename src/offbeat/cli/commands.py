@@ -145,6 +145,14 @@ def compare(
             "each strategy is shown."
         ),
     ] = "1",
+    turns: Annotated[
+        bool,
+        typer.Option(
+            "--turns",
+            help="Let workers train alone for a second at each evaluation, and tell all seconds on "
+            "one clock: for machines that others use, too.",
+        ),
+    ] = False,
 ) -> None:
     """Run strategies one after the other under the same seeds; write table, plot and report.
 
@@ -165,6 +173,8 @@ def compare(
     offbeat compare digits -s ideal -s bsp -s torch:ddp -s torch:ddp,hook=powersgd,rank=2
 
     offbeat compare digits -s ideal -s bsp -s local:period=8 --lr-scale 0.3,1,3 --seeds 3
+
+    offbeat compare digits -s ideal -s bsp -s local:period=8 --turns
 
     offbeat compare path/to/file.py -s bsp -s local:period=8
 

@@ -110,6 +110,7 @@ def compare(
     inside_latency: str | None,
     slow: str | None,
     lr_scale: str,
+    turns: bool,
 ) -> None:
     """Run strategies one after the other under the same seeds; write table, plot and report."""
     require_integer("seeds", seeds, least=1)
@@ -118,7 +119,10 @@ def compare(
     scales = parse_lr_scales(lr_scale)
     job = replace(_sized(job), lr_scale=scales[0], jitter=jitter, slow=slow)
     job = replace(job, measure_links=not simulated, workers_per_node=workers_per_node)
+    job = replace(job, measure_alone=turns)
     if simulated:
+        if turns:
+            raise ValueError("--turns: no speed varies in virtual time, leave it away")
         _refuse_launcher("--simulate")
 
     def check() -> None:
@@ -300,9 +304,7 @@ def _virtual(
 def _show(results: list[Result]) -> None:
     console.print()
     show_narrow(report.table(results, ranges=False))  # there is no room for them
-    notes = [report.TUNED_MEANS] * report.is_tuned(results)
-    notes += [report.SHARE_MEANS] * report.has_ideal(results)
-    for note in notes:
+    for note in report.notes(results):
         console.print(f"{note}\n", style="dim", highlight=False)
     for table in (report.arrivals(results, ranges=False), report.differences(results)):
         if table is not None and len(results) > 1:

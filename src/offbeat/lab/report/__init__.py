@@ -19,6 +19,7 @@ from offbeat.lab.report.tables import (
     is_tuned,
     links,
     markdown,
+    notes,
     table,
 )
 from offbeat.lab.results import Result
@@ -38,6 +39,7 @@ __all__ = [
     "is_tuned",
     "links",
     "markdown",
+    "notes",
     "page",
     "plot",
     "rows_of",

@@ -7,14 +7,11 @@ from typing import Any
 
 from offbeat.lab.report import figures
 from offbeat.lab.report.tables import (
-    SHARE_MEANS,
-    TUNED_MEANS,
     arrivals,
     differences,
     further,
-    has_ideal,
-    is_tuned,
     links,
+    notes,
     table,
 )
 from offbeat.lab.results import Result, public_job
@@ -37,7 +34,6 @@ def page(results: Sequence[Result]) -> str:
         "Differences, seed by seed": differences(results),
         "The links": links(results),
     }
-    notes = [SHARE_MEANS] * has_ideal(results) + [TUNED_MEANS] * is_tuned(results)
     source = files("offbeat.lab.report").joinpath("page.html").read_text(encoding="utf-8")
     shown = table(results)
     text: str = (
@@ -49,7 +45,7 @@ def page(results: Sequence[Result]) -> str:
             figures=drawings(results),
             table=shown,
             further=further(results),
-            notes=" ".join(notes),
+            notes=" ".join(notes(results)),
             others=[(name, found) for name, found in others.items() if found is not None],
             commands=[*dict.fromkeys(run.command for run in results if run.command)],
             versions=", ".join(f"{name} {number}" for name, number in one.versions.items()),

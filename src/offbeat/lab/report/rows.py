@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from offbeat.lab.report.clock import on_one_clock
 from offbeat.lab.results import Result
 
 _FACTOR = "--lr-scale "
@@ -44,11 +45,12 @@ class Row:
 
 
 def rows_of(results: Sequence[Result]) -> list[Row]:
-    """The rows, in order of appearance.
+    """The rows, in order of appearance, their seconds on one clock.
 
     Of several factors on the learning rate the one is chosen whose mean final metric over the seeds
     is best; of equal ones the nearest to 1. Factors that not all seeds have seen do not count.
     """
+    results = on_one_clock(results)
     shared = common_options(results)
     tuned: dict[str, set[float]] = {}
     for one in results:

@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Sequence
 
+from offbeat.lab.report.clock import took_turns
 from offbeat.lab.report.intervals import interval_of
 from offbeat.lab.report.rows import Row, common_options, ideal_of, rows_of, share_of_ideal
 from offbeat.lab.results import Result
@@ -32,6 +33,11 @@ TUNED_MEANS = (
     "Each method was tried with several factors on its learning rate (lr x); the row is the one "
     "with the best mean of the final metric, over these very runs. "
     "Runs are all that this took. Edge: the best was the smallest or largest that was tried."
+)
+CLOCK_MEANS = (
+    "Seconds are told on one clock, for runs that trained alone by turns: as if a step alone had "
+    "taken throughout what it took in the run of ideal with the same seed, or without one the mean "
+    "over all turns with that seed."
 )
 SHARES = (0.95, 0.98, 0.995)
 """Of the ideal's final metric: targets that no method has a part in."""
@@ -110,6 +116,12 @@ def has_ideal(results: Sequence[Result]) -> bool:
 def is_tuned(results: Sequence[Result]) -> bool:
     """Whether methods were tried with several learning rates."""
     return any(len(result.lr_scales) > 1 for result in results)
+
+
+def notes(results: Sequence[Result]) -> list[str]:
+    """What is to be said below the table of these results."""
+    said = [TUNED_MEANS] * is_tuned(results) + [SHARE_MEANS] * has_ideal(results)
+    return said + [CLOCK_MEANS] * took_turns(results)
 
 
 def percent(share: float | None) -> str:
@@ -286,11 +298,10 @@ def _slow(text: str) -> str:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """The tables as Markdown, with their captions; what shares mean, and further metrics."""
+    """The tables as Markdown, with their captions and notes; and further metrics."""
     more = [f"- `{strategy}`: {values}" for strategy, values in further(results)]
     below = "\nAt the end:\n\n" + "\n".join(more) + "\n" if more else ""
-    shares = f"\n{SHARE_MEANS}\n" if has_ideal(results) else ""
-    tuned = f"\n{TUNED_MEANS}\n" if is_tuned(results) else ""
+    below_table = "".join(f"\n{note}\n" for note in notes(results))
     others = (arrivals(results), differences(results))
     extra = "".join(f"\n{one.markdown()}" for one in others if one is not None)
-    return table(results).markdown() + tuned + shares + extra + below
+    return table(results).markdown() + below_table + extra + below
