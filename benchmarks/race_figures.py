@@ -206,9 +206,9 @@ def legend_below(figure: Any, axes: Any, columns: int = 1) -> None:
     figure.legend(*told, loc="outside lower left", frameon=False, fontsize=FONT - 1, ncols=columns)
 
 
-def _name(method: str) -> str:
-    """In lines of a picture's legend."""
-    lines = textwrap.wrap(method.replace(",", ", "), 52, break_on_hyphens=False)
+def wrapped(method: str, width: int = 52) -> str:
+    """In lines, for a picture's legend or axis."""
+    lines = textwrap.wrap(method.replace(",", ", "), width, break_on_hyphens=False)
     return "\n".join(line.replace(", ", ",") for line in lines)
 
 
@@ -226,7 +226,7 @@ def draw_profile(cells: Sequence[Raced], path: Path, target: float = SHARE) -> N
     for number, (method, shares) in enumerate(profile(cells, factors).items()):
         style = "-" if number < 10 else "--"
         axes.step(
-            factors, shares, style, where="post", color=f"C{number % 10}", label=_name(method)
+            factors, shares, style, where="post", color=f"C{number % 10}", label=wrapped(method)
         )
     axes.set_xscale("log", base=2)
     axes.set_xticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
@@ -253,7 +253,7 @@ def draw_shares(cells: Sequence[Raced], path: Path, *further: Sequence[Raced]) -
                     *zip(*points, strict=True),
                     f"{MARKERS[number % 10]}{line}",
                     color=f"C{number % 10}",
-                    label=_name(method) if line == "-" else None,
+                    label=wrapped(method) if line == "-" else None,
                     markersize=4,
                     linewidth=1,
                 )
@@ -276,7 +276,7 @@ def _regrets(cells: Sequence[Raced], path: Path) -> None:
             if method in one.times:
                 show_factor(axes, x, y, one.regret(method), 7)
     axes.set_xticks(range(len(cells)), [one.cell for one in cells], rotation=60, ha="right")
-    axes.set_yticks(range(len(methods)), [_name(one) for one in methods])
+    axes.set_yticks(range(len(methods)), [wrapped(one) for one in methods])
     axes.tick_params(labelsize=7)
     axes.set_title("times the best method's time", fontsize=8, loc="left")
     figure.savefig(path)

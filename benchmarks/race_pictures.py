@@ -22,6 +22,7 @@ from benchmarks.race_figures import (
     draw_shares,
     legend_below,
     show_factor,
+    wrapped,
 )
 from benchmarks.race_late import Cells, Curves, at_last, late_at, seconds_of
 from benchmarks.race_late import curves as real_curves
@@ -263,7 +264,7 @@ def curves(rows: Sequence[Row], path: Path, cell: Cell = TUNED_AT) -> None:
 def time_spent(path: Path, picture: Path) -> None:
     """Where the time of each method went, in a cell on real processes."""
     rows = rows_of(read_results(path))
-    figure, axes = canvas(0.9 + 0.34 * len(rows), legend=len(PARTS))
+    figure, axes = canvas(0.9 + 0.4 * len(rows), legend=len(PARTS))
     split = [time_split(row, rows) for row in rows]
     left = [0.0] * len(rows)
     for part, colour in zip(PARTS, ("C0", "C1", "C3", "C7"), strict=True):
@@ -271,7 +272,9 @@ def time_spent(path: Path, picture: Path) -> None:
         if any(values):
             axes.barh(range(len(rows)), values, left=left, color=colour, height=0.6, label=part)
             left = [a + b for a, b in zip(left, values, strict=True)]
-    axes.set_yticks(range(len(rows)), [short(row.name).partition(" (")[0] for row in rows])
+    axes.set_yticks(
+        range(len(rows)), [wrapped(short(row.name).partition(" (")[0], 22) for row in rows]
+    )
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, 100)
     cell = path.stem.split("-", 2)[2]

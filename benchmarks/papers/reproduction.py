@@ -25,7 +25,7 @@ from benchmarks.papers.runs import path_of, saved, told
 
 TEMPLATE = Path(__file__).with_name("reproduction.md")
 PAGE = RESULTS.parents[1] / "docs" / "reproduction.md"
-VERDICTS = ("**reproduced**", "**not at this scale**", "**refuted**")
+VERDICTS = ("**reproduced**", "**not at this scale**", "**refuted**", "**unknown**")
 
 
 def values() -> dict[str, str]:
