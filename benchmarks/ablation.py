@@ -29,6 +29,7 @@ import torch
 
 from benchmarks import ablation_tables as tables
 from benchmarks.harness import RESULTS
+from benchmarks.race_names import OURS
 from benchmarks.virtual import MNIST, Cells, Row
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.job import Job
@@ -80,7 +81,6 @@ class Cell:
 
 
 LOW_RANK = "benchmarks.low_rank:LowRank:rank={}"
-DILOCO = "diloco:period=16,outer_lr=0.7,outer_momentum=0.5,fragments=4,overlap=4 --wire int4"
 
 
 def cells(seeds: Sequence[int]) -> list[Cell]:
@@ -89,7 +89,7 @@ def cells(seeds: Sequence[int]) -> list[Cell]:
     for task in ("cnn", "lm"):
         found.append(("ideal", task, 4, "1Gbit/s", "ideal"))
         found += [("default", task, 4, bandwidth, "streaming") for bandwidth in BANDWIDTHS]
-        found += [("default", task, 4, "50Mbit/s", DILOCO)]
+        found += [("default", task, 4, "50Mbit/s", OURS)]
     for text in (
         *(f"streaming:outer_gain={gain}" for gain in (1, 2)),
         *(f"streaming --wire {wire}" for wire in ("int4", "int8", "float32", "auto")),
@@ -100,7 +100,7 @@ def cells(seeds: Sequence[int]) -> list[Cell]:
         found += [("factor", task, 4, "50Mbit/s", text) for task in ("cnn", "lm")]
     for task, scales in (("cnn", (0.5, 2, 4)), ("lm", (0.5, 2, 4, 8))):
         for scale in scales:
-            for method in ("ideal", "streaming", DILOCO):
+            for method in ("ideal", "streaming", OURS):
                 found.append(("rate", task, 4, "50Mbit/s", f"{method} --lr-scale {scale:g}"))
     found += [
         # Is it the network that hurts at high rates, and does waiting help where parts are old?
@@ -122,7 +122,7 @@ def cells(seeds: Sequence[int]) -> list[Cell]:
     for workers in (8, 16):
         for task in ("cnn", "lm"):
             found.append(("ideal", task, workers, "1Gbit/s", "ideal"))
-            found += [("default", task, workers, "50Mbit/s", m) for m in ("streaming", DILOCO)]
+            found += [("default", task, workers, "50Mbit/s", m) for m in ("streaming", OURS)]
     return [Cell(*one, seed) for seed in seeds for one in found]
 
 
@@ -140,7 +140,7 @@ def finals(seeds: Sequence[int]) -> list[Cell]:
         Cell("final", task, 4, bandwidth, method, seed)
         for task, bandwidth in links.items()
         for seed in seeds
-        for method in ("ideal", "streaming", DILOCO)
+        for method in ("ideal", "streaming", OURS)
     ]
 
 
