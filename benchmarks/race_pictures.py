@@ -315,7 +315,7 @@ def lateness_of_cells(cells: Cells, path: Path) -> None:
         )
     axes.axvline(1, color="0.5", linewidth=1, linestyle=":")
     axes.set_xscale("log")
-    ticks = [0.8, 0.9, 1, 1.2, 1.5, 2, 3]
+    ticks = [0.7, 1, 1.5, 2, 3, 5, 10]
     axes.set_xticks(ticks, [f"{one:g}" for one in ticks])
     axes.minorticks_off()
     axes.set_yticks(range(len(order)), order)
