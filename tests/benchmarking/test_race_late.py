@@ -64,6 +64,9 @@ def test_differences_are_of_the_same_seed(tmp_path: Path) -> None:
     table = race_late.against(tmp_path, [15.0], "bsp").splitlines()
     assert table[2:] == ["| made-up | 2.00 ± 2.48 | 3 |", "| all of made | 1.80 ± 1.04 | 5 |"]
     assert race_late.against(tmp_path, [15.0], "easgd") == ""
+    never = [make("bsp", [(10, 0.5)], seed=seed) for seed in range(2)]
+    written(tmp_path, "made-few", [*runs[:2], *runs[3:5], *never])
+    assert "all of made | 2.00 ± 2.48 | 3 |" in race_late.against(tmp_path, [15.0], "bsp")
 
 
 def test_cells_whose_ideal_has_ended_by_then_are_left_out(tmp_path: Path) -> None:
@@ -130,14 +133,14 @@ def test_the_picture_has_means_and_intervals(tmp_path: Path) -> None:
 
     runs = [make("ideal", curve, seed=seed) for seed in range(3)]
     runs += [make("streaming", late(3 + seed), seed=seed) for seed in range(3)]
-    runs += [make("bsp", late(2), seed=seed) for seed in range(2)]
+    runs += [make("bsp", late(2 + seed), seed=seed) for seed in range(2)]
     runs += [make("local:period=8", late(2)[:3], seed=seed) for seed in range(2)]
     written(tmp_path, "made-up", runs)
     cells = race_late.curves(tmp_path)
     mean, half = race_late.at_last(cells, "streaming")["made-up"]
     assert mean == pytest.approx(4)
     assert half == pytest.approx(4.303 / 3**0.5, rel=1e-3)
-    assert race_late.at_last(cells, "bsp") == {"made-up": (pytest.approx(2), 0.0)}
+    assert race_late.at_last(cells, "bsp") == {"made-up": (pytest.approx(2.5), 0.0)}
     assert race_late.at_last(cells, "local:period=8") == {}
     race_pictures.lateness_of_cells(cells, tmp_path / "late.png")
     assert (tmp_path / "late.png").stat().st_size > 5_000
@@ -156,14 +159,17 @@ def test_the_overview_has_the_nearest_peer_and_the_dagger_who_took_no_turns(tmp_
     turned = tuple(Turn(step, pace) for step in [0, *(point.step for point in runs[1].points)])
     runs[1] = replace(runs[1], turns=turned)
     written(tmp_path, "cifar-lan", runs)
-    written(tmp_path, "made-up", runs[:2])
+    written(tmp_path, "as-made-up", runs[:2])
     lines = race_late.overview(race_pictures.in_order(tmp_path)).splitlines()
     assert lines[2] == (
         "| cifar-lan | 10, 20, 30 s | 1.00, 1.10, 1.10 | - | 2.00, 2.00, 2.00 "
         "| `torch:postlocal,period=16` | 1, 1 |"
     )
     assert lines[3].endswith("| - | - | - | 1 |")
+    second = [replace(one, job=replace(one.job, seed=1), turns=()) for one in runs[:2]]
+    written(tmp_path, "as-made-up", runs[:2] + second)
     table = race_late.late(tmp_path, [30.0])
-    assert [line.split("|")[-2] for line in table.splitlines()[2:7]] == [
+    assert table.splitlines()[3].endswith(" 2 † |")
+    assert [line.split("|")[-2] for line in table.splitlines()[4:9]] == [
         *(" 1 ", " 1 ", " 1 † ", " 1 † ", " 1 † "),
     ]
