@@ -232,6 +232,7 @@ def run(
             on_start=lambda one: print(f"{cell.name}  {one.label}  seed {one.seed}", flush=True),
             on_event=_say,
             command=_command(cell, track),
+            mixed=["measure_alone"],  # older runs took no turns, and are marked in the tables
         )
 
 

@@ -223,11 +223,13 @@ def at_last(cells: Cells, method: str) -> dict[str, tuple[float, float]]:
     """
     found = {}
     for cell, (runs, less) in cells.items():
-        mean = late_at(runs, method, seconds_of(runs)[-1], less=less) if method in runs else None
-        if mean is not None:
-            of = latenesses(runs, method, seconds_of(runs)[-1], less=less)
-            seeds = [one for one in of if one is not None]
-            half = interval_of(seeds).high - mean if len(seeds) > 2 else 0.0
+        if method not in runs:
+            continue
+        of = latenesses(runs, method, seconds_of(runs)[-1], less=less)
+        seeds = [one for one in of if one is not None]
+        if seeds and len(seeds) == len(of):
+            mean = statistics.fmean(seeds)
+            half = interval_of(seeds).high - mean if len(seeds) >= _SEEDS else 0.0
             found[cell] = mean, half
     return found
 

@@ -299,7 +299,7 @@ def lateness_of_cells(cells: Cells, path: Path) -> None:
     for number, method in enumerate(methods):
         main = is_default(method) or method == OURS
         drawn = {
-            "color": f"C{number % 10}" if main else str(0.25 + 0.05 * number),
+            "color": f"C{number % 10}" if main else str(0.25 + 0.55 * number / len(methods)),
             "markersize": 6 if main else 4,
             "linestyle": "none",
             "zorder": 3 if main else 2,

@@ -1,12 +1,14 @@
 """How late the methods of the race are; these results are made up, here alone."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from benchmarks import evidence, paces, race_late, race_names, race_pictures
+from benchmarks.harness import RESULTS
 
 from lab.test_report import make
 from offbeat.lab.events import Turn
@@ -102,6 +104,32 @@ def test_small_models_have_a_table_of_their_own(tmp_path: Path) -> None:
     assert small[-1].startswith("| made-small | `streaming` | 2.00 | 2.00 | 2.00 |")
     assert "With rates tuned" not in told
     assert "in 2 of 2 cells: made-small 2.00, made-up 2.00. No rival is ahead." in lead(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("page", "seconds", "workload"),
+    [
+        ("streaming", (10, 20, 30), "cifar"),
+        ("streaming", (10, 30), "lm"),
+        ("evidence", (2, 4, 6), "mnist"),
+    ],
+)
+def test_pages_quote_the_differences_of_a_workload(
+    page: str, seconds: Sequence[float], workload: str
+) -> None:
+    """In the order of the seconds; a negative one is told as later."""
+    table = race_late.against(RESULTS, seconds, evidence.RIVAL)
+    (line,) = (one for one in table.splitlines() if one.startswith(f"| all of {workload} |"))
+    text = " ".join((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split())
+    _, _, *values, _, _ = (one.strip().lstrip("-") for one in line.split("|"))
+    assert re.search(r"\D{1,60}".join(map(re.escape, values)), re.sub(r"after \d+ s", "", text))
+
+
+@pytest.mark.parametrize("cell", ["cifar-lan", "cifar-office", "cifar-wan"])
+def test_the_page_of_streaming_quotes_where_it_is_as_soon_as_the_ideal(cell: str) -> None:
+    mean, half = race_late.at_last(race_pictures.in_order(RESULTS), "streaming")[cell]
+    text = " ".join((ROOT / "docs" / "streaming.md").read_text(encoding="utf-8").split())
+    assert f"{mean:.2f} ± {half:.2f}" in text
 
 
 def lead(folder: Path) -> str:

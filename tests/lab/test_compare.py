@@ -244,7 +244,12 @@ def test_a_line_that_was_cut_off_is_run_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "name"),
-    [({"epochs": 3.0}, "epochs=None"), ({"workers": 4}, "workers=2"), ({"jitter": 0.5}, "jitter")],
+    [
+        ({"epochs": 3.0}, "epochs=None"),
+        ({"workers": 4}, "workers=2"),
+        ({"jitter": 0.5}, "jitter"),
+        ({"measure_alone": True}, "turns=False and not True"),
+    ],
 )
 def test_results_of_another_comparison_are_not_mixed_in(
     change: dict[str, Any], name: str, tmp_path: Path
@@ -255,6 +260,20 @@ def test_results_of_another_comparison_are_not_mixed_in(
     with pytest.raises(ValueError, match=rf"jsonl, line 1, .*{name}.* name another --output"):
         compare(Choosing(), tmp_path, seeds=1, **change)
     assert (tmp_path / "results.jsonl").read_bytes() == before
+
+
+def test_results_may_be_mixed_where_that_is_asked_for(tmp_path: Path) -> None:
+    """Those that are there are not run again; others are, with what the job says now."""
+    place = Choosing()
+
+    def widen(seeds: int, turns: bool) -> list[Result]:
+        job = Job("digits", "bsp", 2, measure_alone=turns)
+        told = {"on_start": ignore, "on_event": ignore, "mixed": ["measure_alone"]}
+        return lab.compare(job, ["bsp"], seeds=seeds, place=place, output=tmp_path, **told)
+
+    widen(1, False)
+    assert [one.job.measure_alone for one in widen(2, True)] == [False, True]
+    assert [(job.seed, job.measure_alone) for job in place.jobs] == [(0, False), (1, True)]
 
 
 class Nowhere(Loopback):

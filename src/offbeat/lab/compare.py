@@ -2,7 +2,7 @@
 
 import json
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from offbeat.telemetry import Stats
 RESULTS = "results.jsonl"
 _FOUND = ("evaluations", "alone_seconds")  # by the first run, for all
 _OF_A_RUN = {"strategy", "seed", *_FOUND, *option_of_method()}
-_MEASURED = {"measure_links", "measure_alone"}
-_FREE = {"log", "checkpoints", "save_every", "resume", "timeout_seconds", *_MEASURED}
+_FREE = {"log", "checkpoints", "save_every", "resume", "timeout_seconds", "measure_links"}
+_OPTIONS = {"measure_alone": "turns"}
+"""Fields of a job whose option has another name."""
 
 
 def run_and_record(
@@ -114,6 +115,7 @@ def compare(
     on_event: Callable[[Event], None],
     on_kept: Callable[[Result], None] = lambda result: None,
     command: str = "",
+    mixed: Collection[str] = (),
 ) -> list[Result]:
     """Run ``job`` under each strategy and seed; write each result to a file of JSON lines.
 
@@ -136,6 +138,8 @@ def compare(
         on_event: Called with its events.
         on_kept: Called with each result that need not be run.
         command: What was typed, for the results.
+        mixed: Fields of the job in which results of the file may differ from it, and from each
+            other.
 
     Returns:
         All results of the file, in its order.
@@ -145,12 +149,13 @@ def compare(
     """
     path = output if output.suffix == ".jsonl" else output / RESULTS
     path.parent.mkdir(parents=True, exist_ok=True)
-    results = _kept(path, job, place)
+    free = _FREE.union(mixed)
+    results = _kept(path, job, place, free)
     if results:
         job = _as_found(job, results[0].job)
     for one, scales in _runs(job, strategies, seeds, lr_scales):
         one = _as_found(one, job)
-        found = next((old for old in results if _same(old, one)), None)
+        found = next((old for old in results if _same(old, one, free)), None)
         if found is not None:
             on_kept(found)
             continue
@@ -183,7 +188,7 @@ def _runs(
                 yield from ((one, lr_scales) for one in jobs)
 
 
-def _kept(path: Path, job: Job, place: Place) -> list[Result]:
+def _kept(path: Path, job: Job, place: Place, free: Collection[str]) -> list[Result]:
     """The results in the file, which must be of this comparison."""
     if not path.exists():
         return []
@@ -192,7 +197,7 @@ def _kept(path: Path, job: Job, place: Place) -> list[Result]:
     if whole < len(data):  # cut off while a line was written
         path.write_bytes(data[:whole])
     results = read_results(path)
-    here: dict[str, Any] = _about(public_job(job)) | {
+    here: dict[str, Any] = _about(public_job(job), free) | {
         "link": str(place),
         "machine": place.machine,
         "simulated": place.simulated,
@@ -201,7 +206,7 @@ def _kept(path: Path, job: Job, place: Place) -> list[Result]:
     if job.evaluations is not None:
         here["evaluations"] = job.evaluations
     for number, old in enumerate(results, start=1):
-        there = _about(public_job(old.job)) | {
+        there = _about(public_job(old.job), free) | {
             "link": old.link,
             "machine": old.machine,
             "simulated": old.simulated,
@@ -210,16 +215,17 @@ def _kept(path: Path, job: Job, place: Place) -> list[Result]:
         }
         other = next((name for name in here if here[name] != there[name]), None)
         if other is not None:
+            name = _OPTIONS.get(other, other)
             raise ValueError(
-                f"{path}, line {number}, is of another comparison, with {other}={there[other]!r} "
+                f"{path}, line {number}, is of another comparison, with {name}={there[other]!r} "
                 f"and not {here[other]!r}: name another --output, or move that file away"
             )
     return results
 
 
-def _about(values: dict[str, Any]) -> dict[str, Any]:
+def _about(values: dict[str, Any], free: Collection[str]) -> dict[str, Any]:
     """What all runs of a comparison share, of the values of a job."""
-    return {name: one for name, one in values.items() if name not in _OF_A_RUN | _FREE}
+    return {name: one for name, one in values.items() if name not in _OF_A_RUN.union(free)}
 
 
 def _as_found(job: Job, other: Job) -> Job:
@@ -228,13 +234,13 @@ def _as_found(job: Job, other: Job) -> Job:
     return replace(job, **{name: getattr(other, name) for name in is_open})
 
 
-def _same(old: Result, job: Job) -> bool:
+def _same(old: Result, job: Job, free: Collection[str]) -> bool:
     """Whether ``old`` is what a run of ``job`` would give."""
     one, other = public_job(old.job), public_job(job)
     for name in _FOUND:
         if other[name] is None:
             del one[name]
-    return all(other[name] == value for name, value in one.items() if name not in _FREE)
+    return all(other[name] == value for name, value in one.items() if name not in free)
 
 
 def _append(path: Path, line: str) -> None:
