@@ -116,8 +116,8 @@ class Bucket:
 
     def __init__(self, tensors: Sequence[Tensor], tail: int = 0) -> None:
         self.tensors = list(tensors)
-        self._elements = sum(as_real(t.detach()).numel() for t in self.tensors)
-        self._tail_elements = tail
+        self.elements = sum(as_real(t.detach()).numel() for t in self.tensors)
+        self._tail = tail
         self._flat: Tensor | None = None
 
     @property
@@ -126,7 +126,7 @@ class Bucket:
         if self._flat is None:
             first = self.tensors[0]
             self._flat = torch.empty(
-                self._elements + self._tail_elements,
+                self.elements + self._tail,
                 dtype=staging_dtype(first),
                 device=first.device,
             )
@@ -135,12 +135,12 @@ class Bucket:
     @property
     def body(self) -> Tensor:
         """The part of ``flat`` that stands for the tensors."""
-        return self.flat[: self._elements]
+        return self.flat[: self.elements]
 
     @property
     def tail(self) -> Tensor:
         """The extra elements at the end of ``flat``."""
-        return self.flat[self._elements :]
+        return self.flat[self.elements :]
 
     def pack(self, weight: float = 1.0) -> Tensor:
         """Stage ``weight`` times the tensors; returns ``flat``."""
@@ -310,19 +310,22 @@ def add_to(tensors: Sequence[Tensor], flat: Tensor, scale: float) -> None:
             offset += target.numel()
 
 
-def add_clamped(bucket: Bucket, own: Tensor, weight: float) -> None:
-    """Tensors ← tensors + (mean − own), kept between the tensors and the mean, elementwise.
+def add_clamped(tensors: Sequence[Tensor], mean: Tensor, own: Tensor) -> None:
+    """Tensors ← tensors + (mean − own), but between the tensors and the mean, elementwise.
 
-    ``bucket.flat`` holds ``weight`` times the mean. A shifted variance could become negative;
-    between two variances it cannot.
+    A shifted variance could become negative; between two variances it cannot.
+
+    Args:
+        tensors: Buffers, shifted in place.
+        mean: Mean over the workers of what they have sent, 1-D.
+        own: What this worker has sent, 1-D.
     """
     with torch.no_grad():
-        mean = bucket.flat / weight
         now = torch.empty_like(mean)
-        pack(bucket.tensors, now)
+        pack(tensors, now)
         shifted = now + (mean - own)
         clamped = torch.minimum(
             torch.maximum(shifted, torch.minimum(now, mean)), torch.maximum(now, mean)
         )
-        # Apart, because infinity − infinity, as in a mask, is no number.
-        unpack(torch.where(now == own, mean, clamped), bucket.tensors)
+        # Unchanged values are replaced, because ∞ − ∞, as in a mask, is not a number.
+        unpack(torch.where(now == own, mean, clamped), tensors)

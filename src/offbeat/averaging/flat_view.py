@@ -1,4 +1,4 @@
-"""Tensors as one run of numbers, read and moved a stretch at a time, without a staging copy."""
+"""Tensors seen as one flat vector, which is read and changed piece by piece without a copy."""
 
 import itertools
 from bisect import bisect_right
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from offbeat.averaging.replica import as_real, staging_dtype
 from offbeat.fabric.numbers import Numbers
-from offbeat.means.replica import as_real, staging_dtype
 
 
-class Run:
-    """The numbers of tensors, one after the other.
+class FlatView:
+    """The numbers of several tensors, one tensor after the other.
 
     Args:
-        tensors: Not empty, of one dtype and device. Of one whose numbers are not contiguous a copy
-            is made, which ``write_back`` puts into it.
+        tensors: Not empty, of one dtype and device. A tensor that is not contiguous is copied;
+            ``write_back`` copies it back.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -27,8 +27,11 @@ class Run:
         self.elements, self.device = self._ends[-1], self._flat[0].device
         self.dtype = staging_dtype(tensors[0])
 
-    def stretches(self, start: int, elements: int) -> Iterator[tuple[Tensor, slice]]:
-        """The pieces of tensors from ``start`` on, and where in the stretch each is."""
+    def pieces(self, start: int, elements: int) -> Iterator[tuple[Tensor, slice]]:
+        """Slices of the tensors that cover ``elements`` numbers from ``start``, with their places.
+
+        A place is relative to ``start``.
+        """
         number, done = bisect_right(self._ends, start), 0
         while done < elements:
             tensor = self._flat[number]
@@ -38,15 +41,15 @@ class Run:
             done, number = done + part.numel(), number + 1
 
     def add(self, values: Tensor, start: int) -> None:
-        """Numbers ← numbers + values, from ``start`` on; half types are computed in float32."""
-        for part, where in self.stretches(start, values.numel()):
+        """Add ``values`` to the numbers from ``start``; half types are computed in float32."""
+        for part, where in self.pieces(start, values.numel()):
             if part.dtype == values.dtype:
                 part.add_(values[where])
             else:
                 part.copy_(part.to(values.dtype).add_(values[where]))
 
     def write_back(self) -> None:
-        """End what ``add`` has begun."""
+        """Copy changed numbers into the tensors that are not contiguous."""
         for tensor, flat in zip(self._tensors, self._flat, strict=True):
             if not tensor.is_contiguous():
                 tensor.copy_(flat.view(tensor.shape))
@@ -56,16 +59,16 @@ class Difference(Numbers):
     """s − P.
 
     Args:
-        run: s.
-        base: P, 1-D.
+        view: s.
+        base: P, 1-D, of the same number of elements.
     """
 
-    def __init__(self, run: Run, base: Tensor) -> None:
-        super().__init__(run.elements, run.dtype, run.device)
-        self._run, self._base = run, base
+    def __init__(self, view: FlatView, base: Tensor) -> None:
+        super().__init__(view.elements, view.dtype, view.device)
+        self._view, self._base = view, base
 
     @override
     def read(self, values: Tensor, start: int = 0) -> None:
         base = self._base[start : start + values.numel()]
-        for part, where in self._run.stretches(start, values.numel()):
+        for part, where in self._view.pieces(start, values.numel()):
             torch.sub(part, base[where], out=values[where])

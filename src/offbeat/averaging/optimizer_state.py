@@ -10,12 +10,12 @@ from torch.optim import Optimizer
 
 from offbeat.errors import AttachError
 from offbeat.fabric import Team
-from offbeat.means.landing import Landing, bucket_landing
-from offbeat.means.replica import Bucket, make_buckets
-from offbeat.significance import squared_norm
+from offbeat.averaging.landing import Landing, bucket_landing
+from offbeat.averaging.replica import Bucket, make_buckets
+from offbeat.averaging.norm import squared_norm
 
 
-def forget_not_finite(optimizer: Optimizer) -> None:
+def forget_non_finite(optimizer: Optimizer) -> None:
     """The state of each parameter that holds NaN or infinity begins anew at the next step."""
     for parameter, state in [*optimizer.state.items()]:
         tensors = [v for v in state.values() if isinstance(v, Tensor) and v.is_floating_point()]

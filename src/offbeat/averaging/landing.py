@@ -1,25 +1,25 @@
-"""All or nothing: sums under way are written when all have arrived, or none of them is."""
+"""All or nothing: sums in flight are written when all have arrived, or none of them is."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from offbeat.averaging.replica import Bucket
 from offbeat.fabric import Handle, Host
-from offbeat.means.replica import Bucket
 
-_SLOW_BYTES_PER_SECOND = 400e6  # of sums that arrive: a link of about 5 Gbit/s
+_SLOW_BYTES_PER_SECOND = 400e6  # of arriving sums; a link of about 5 Gbit/s
 
 
 @dataclass(eq=False)
 class Landing:
-    """A sum under way and where it goes.
+    """A sum in flight and where its result goes.
 
     Attributes:
         handle: The sum.
-        write: Puts it in its place, once it has arrived.
-        swap: The same, keeping what was there; None: it cannot be undone.
-        undo: After ``swap``: puts that back.
+        write: Writes the result to its place, once it has arrived.
+        swap: Like ``write``, but keeps what it overwrites. None: this landing cannot be undone.
+        undo: Puts back what ``swap`` has overwritten.
     """
 
     handle: Handle[Tensor]
@@ -29,7 +29,7 @@ class Landing:
 
 
 def bucket_landing(handle: Handle[Tensor], bucket: Bucket, total: float) -> Landing:
-    """Of the sum in the staging tensor of ``bucket``: its tensors become that, divided by total."""
+    """Replace the tensors of ``bucket`` by the sum in its staging tensor, divided by ``total``."""
     return Landing(
         handle,
         write=lambda: bucket.unpack(total),
@@ -39,15 +39,15 @@ def bucket_landing(handle: Handle[Tensor], bucket: Bucket, total: float) -> Land
 
 
 def land(landings: Sequence[Landing], host: Host) -> None:
-    """Wait for all and write them; if one fails, everything is as it was.
+    """Wait for all sums and write them. If one fails, all tensors are as before.
 
-    Writing takes time, in which the network has nothing to do once the last sum has arrived. So
-    over a slow link what has arrived is written while another is still under way, in a manner that
-    can be undone: that costs the processor twice as much, which then has nothing else to do.
+    Writing takes time in which the network is idle, if it begins after the last arrival. Over a
+    slow link, therefore, sums that have arrived are written while others travel, in a way that can
+    be undone. That costs twice the processor time, which is free while the worker waits.
 
     Args:
-        landings: In the order in which they were started.
-        host: Its clock tells a slow link.
+        landings: In the order in which the sums were started.
+        host: Its clock shows whether the link is slow.
 
     Raises:
         CommunicationError: a sum failed.
