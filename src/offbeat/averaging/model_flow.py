@@ -393,8 +393,6 @@ class ModelFlow(Flow):
         if self._arrived:
             self._arrived -= 1
         state.fresh_step = max(state.fresh_step, part.launched_step)
-        if self.shared.blocking:
-            part.synced_step = worker.step
         if len(state.parts) > 1:
             part.release()
         state.flight_seconds += (part.arrived_seconds or 0.0) - part.launched_seconds
@@ -415,6 +413,8 @@ class ModelFlow(Flow):
             own, total = part.weights()
             extra = self.worker.optimizer_state.launch(own, total) if total else []
         part.land(self.worker.moves, extra=extra)
+        if self.shared.blocking:
+            part.synced_step = self.worker.step
 
     # -- end of data, consensus, checkpoints -----------------------------------------------------
 
@@ -425,7 +425,7 @@ class ModelFlow(Flow):
 
     @override
     def consensus(self, last: Round, *, final: bool) -> None:
-        state, worker, weight = self.state, self.worker, last.wait().weight
+        state, worker = self.state, self.worker
         if final:
             self._launch_queued(wait=True)
             while state.in_flight:
@@ -441,9 +441,7 @@ class ModelFlow(Flow):
         if final and self.shared.error_feedback and self._lossy:
             self._average_residuals()
             return
-        own, total = last.own.weight, weight
-        if self.shared.error_feedback:  # every model differs from P by its quantization error
-            own, total = 1.0, float(worker.size)
+        own, total = self.consensus_weights(last)
         what = f"{'final mean' if final else 'consensus'} at step {worker.step}"
         if not total:
             worker.exact_mean.average_integers(what=what)
@@ -451,6 +449,16 @@ class ModelFlow(Flow):
             worker.exact_mean.average(own, total, what=what)
         else:
             worker.exact_mean.show(own, total, what=what)
+
+    def consensus_weights(self, last: Round) -> tuple[float, float]:
+        """Weight of this worker in a consensus, and the sum over the workers.
+
+        Args:
+            last: The round that ``wait_for_all`` returned.
+        """
+        if self.shared.error_feedback:  # every model differs from P by its quantization error
+            return 1.0, float(self.worker.size)
+        return last.own.weight, last.wait().weight
 
     @property
     def _lossy(self) -> bool:
