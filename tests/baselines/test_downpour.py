@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import offbeat
 from offbeat import Compute, Network, simulate
-from offbeat.strategies.downpour import Downpour
+from offbeat.baselines.downpour import Downpour
 from problems import assign, flat, gradients, loss_of, make_batch, make_model, train_step
 from worlds import run
 
@@ -120,9 +120,9 @@ def train(
     for step in range(steps[rank]):
         train_step(model, optimizer, make_batch(rank, step))
         trace.append(flat(model))
-    shard = sync._worker.state.server.shard
+    shard = sync._flow.server.shard
     sync.finish()
-    served = None if shard is None else (shard.version, dict(shard.staleness))
+    served = None if shard is None else (shard.pushes, dict(shard.staleness))
     return {"trace": trace, "end": flat(model), "served": served, "stats": sync.stats}
 
 
@@ -591,7 +591,7 @@ def test_a_warm_up_ends_when_rank_0_looks() -> None:
         ({"fetch_every": 0}, ValueError, "fetch_every must be at least 1, got 0"),
         ({"push_every": 2.0}, TypeError, "push_every must be an integer"),
         ({"server_optimizer": "adam"}, ValueError, 'must be "sgd" or "adagrad", got \'adam\''),
-        ({"server_optimizer": "adagrad"}, ValueError, '"adagrad" needs server_lr'),
+        ({"server_optimizer": "adagrad"}, ValueError, '"adagrad" requires server_lr'),
         ({"server_lr": 0.0}, ValueError, r"server_lr must be positive and finite, got 0\.0"),
         ({"server_lr": float("nan")}, ValueError, "server_lr must be positive and finite, got nan"),
         ({"server_lr": "0.1"}, TypeError, "server_lr must be a number"),

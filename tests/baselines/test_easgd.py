@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import offbeat
 from offbeat import Compute, Network, simulate
-from offbeat.strategies.easgd import EASGD
+from offbeat.baselines.easgd import EASGD
 from problems import (
     OPTIMIZERS,
     assign,
@@ -19,7 +19,6 @@ from problems import (
     gradients,
     make_batch,
     make_model,
-    make_wide,
     train_step,
 )
 from worlds import run
@@ -45,7 +44,7 @@ def by_name(model: nn.Module) -> Tensor:
 
 def centre(sync: Any) -> Tensor | None:
     """This rank's part of z, as it is now."""
-    shard = sync._worker.state.server.shard
+    shard = sync._flow.server.shard
     return None if shard is None else shard.values.clone()
 
 
@@ -264,27 +263,25 @@ def test_asynchronous_workers_exchange_one_at_a_time(
 # -- conservation ---------------------------------------------------------------------------------
 
 
-def exchange(
-    rank: int, size: int, strategy: EASGD, rounds: int, wire: Any = "float32"
-) -> list[tuple[Tensor, ...]]:
+def exchange(rank: int, size: int, strategy: EASGD, rounds: int) -> list[tuple[Tensor, ...]]:
     """Before and after each exchange: this worker's model and its part of z."""
-    model = make_model(seed=rank) if wire == "float32" else make_wide(rank).double()
+    model = make_model(seed=rank)
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     before: list[Tensor] = []
     optimizer.register_step_post_hook(lambda *_: before.append(by_name(model)))
-    sync = offbeat.attach(model, optimizer, strategy, wire=wire, timeout_seconds=20)
+    sync = offbeat.attach(model, optimizer, strategy, timeout_seconds=20)
     seen = []
     for turn in range(rounds):
         first = centre(sync)
-        sync._worker.state.server.arrive()  # all have looked
+        sync._flow.server.barrier()  # all have looked
         for other in range(size):
             if strategy.synchronous and other:
                 break
             if strategy.synchronous or other == rank:
                 train_step(model, optimizer, make_batch(rank, turn))
-            sync._worker.state.server.arrive()  # asynchronous ones exchange one after the other
+            sync._flow.server.barrier()  # asynchronous ones exchange one after the other
         seen.append((before[-1], by_name(model), first, centre(sync)))
-        sync._worker.state.server.arrive()
+        sync._flow.server.barrier()
     sync.finish()
     return seen
 
@@ -295,26 +292,12 @@ def test_an_exchange_conserves_x_plus_z(synchronous: bool, servers: tuple[int, .
     """Σ x + z is the same before and after the exchanges, and something did move."""
     strategy = EASGD(period=1, alpha=0.25, synchronous=synchronous, servers=servers)
     results = run(exchange, strategy, 5, workers=3)
-    assert_conserved(results, servers, 1e-12)
-
-
-def assert_conserved(results: list[Any], servers: tuple[int, ...], atol: float) -> None:
     for turn in range(5):
         before, after, first, last = zip(*(result[turn] for result in results), strict=True)
         z_before = torch.cat([first[rank] for rank in servers])
         z_after = torch.cat([last[rank] for rank in servers])
-        close(sum(after) + z_after, sum(before) + z_before, atol)
+        close(sum(after) + z_after, sum(before) + z_before)
         assert turn == 0 or (z_after - z_before).abs().max() > 1e-4, "first all are at z"
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("synchronous", [False, True])
-@pytest.mark.parametrize("wire", ["bfloat16", "int8", "int2"])
-def test_an_exchange_conserves_x_plus_z_over_a_lossy_wire(synchronous: bool, wire: str) -> None:
-    """To float32, in which differences travel: worker and centre move by the same bits."""
-    strategy = EASGD(period=1, alpha=0.25, synchronous=synchronous)
-    results = run(exchange, strategy, 5, wire, workers=3)
-    assert_conserved(results, (0, 1, 2), 1e-8)
 
 
 def uneven(rank: int, strategy: EASGD) -> Any:
@@ -474,7 +457,7 @@ def test_bad_settings_are_refused(
 @pytest.mark.parametrize(("alpha", "workers"), [(0.51, 2), (0.9, 3)])
 def test_a_synchronous_alpha_that_overshoots_is_refused(alpha: float, workers: int) -> None:
     """α·N ≤ 1, where z moves by all differences at once; 1/N itself and one worker are fine."""
-    text = rf"synchronous EASGD needs alpha·N ≤ 1: at most .* on {workers} workers, got {alpha}"
+    text = rf"synchronous EASGD requires alpha·N ≤ 1: at most .* on {workers} workers, got {alpha}"
 
     def start(alpha: float, size: int) -> None:
         def work() -> None:

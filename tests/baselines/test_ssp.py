@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import offbeat
 from cells import nightly
 from offbeat import Compute, Network, Simulation, simulate
+from offbeat.baselines.ssp import SSP
 from offbeat.simulate import Straggler
-from offbeat.strategies.ssp import SSP
 from problems import (
     OPTIMIZERS,
     Simulated,
@@ -480,7 +480,7 @@ def test_nobody_waits_far_from_the_bound(strategy: Any, steps: int) -> None:
     )
     for one in result.results:
         assert one["stats"]["wait_seconds"] == 0
-        pushes = one["stats"]["payload_bytes"] / (2 * 7 * 8 + 8 * 40 * 2 / 3)
+        pushes = one["stats"]["payload_bytes"] / (2 * 3 * 8 + 8 * 40 * 2 / 3)
         assert pushes == pytest.approx(60 / steps, rel=0.25), "what is made meanwhile goes together"
 
 
@@ -599,7 +599,7 @@ def tiny_updates(rank: int, size: int) -> Tensor:
     sync = offbeat.attach(model, optimizer, SSP(staleness=0), timeout_seconds=20)
     model.weight.grad = torch.full_like(model.weight, -2.0 * (rank == 0))
     optimizer.step()  # 256 has a spacing of 2 in bfloat16: rank 0 goes to 258, rank 1 stays
-    vector = sync._worker.state.view.clone()
+    vector = sync._flow.state.cache.clone()
     sync.finish()
     return vector
 
@@ -633,7 +633,7 @@ def train_awkward(rank: int, size: int) -> Any:
     sync = offbeat.attach(model, optimizer, SSP(staleness=0), timeout_seconds=20)
     for step in range(4):
         train_step(model, optimizer, make_batch(rank, step))
-    served = sync._worker.state.server.values.numel()
+    served = sync._flow.server.vector.numel()
     sync.finish()
     return flat(model), served, model.b.weight is model.a.weight
 

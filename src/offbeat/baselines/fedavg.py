@@ -79,7 +79,7 @@ class FedAvgFlow(ModelFlow):
             part.synced_step = worker.step
         view.state.drawn += drawn
         worker.record["drawn"] = drawn
-        worker.details.update(rounds=view.launches, drawn=view.state.drawn)
+        worker.details["drawn"] = view.state.drawn
 
     @override
     def consensus_weights(self, last: Round) -> tuple[float, float]:
