@@ -104,6 +104,8 @@ class ModelFlow(Flow):
         super().__init__(strategy, worker)
         self.shared = shared
         self.votes_between_steps = shared.eager
+        self.uses_gradients = strategy.gradient_norm
+        self.waits = shared.blocking and shared.outer.plain
         # Second stages of quantized sums start during backward, too.
         self.wants_buckets = not worker.wire.exact and not shared.blocking
         self._votes = 0  # numbers of the strategy in a vote
@@ -113,7 +115,7 @@ class ModelFlow(Flow):
         self._spent: list[float] = []  # seconds on launches and landings since the last boundary
         self._arrived: int | None = None  # oldest parts that have arrived on the whole node
         self._tally_arrived = False  # on the whole node
-        self._restored_late = False  # non-finite values were found after the vote
+        self._report_non_finite = False  # values found after the last vote; the next reports them
 
     @override
     def start(self, common: dict[str, Any] | None = None) -> None:
@@ -149,8 +151,7 @@ class ModelFlow(Flow):
         state, view, worker = self.state, self.state.view, self.worker
         view.step, view.stepping, view.record = worker.step, stepping, worker.record
         view.in_flight_steps = [state.parts[i].launched_step for i in state.in_flight]
-        view.queued = len(state.queue)
-        view.ready = not state.queue and not state.parts[state.next_part].in_flight
+        view.ready = not state.parts[state.next_part].in_flight
         return view
 
     # -- events ----------------------------------------------------------------------------------
@@ -188,17 +189,24 @@ class ModelFlow(Flow):
         self.strategy.after_step(self._see(stepping=True))
         self._launch_queued(wait=False)
         synced = state.view.landings > landings
-        if self._pending is None and shared.eager and self._due():
-            self._pending = self.vote(0, stepping=True)
+        self._vote_if_due()
         if self._pending is not None:
             acted = self.act(self._pending)
             if acted is not None:
                 self._pending = None
                 synced = synced or acted
-                if shared.eager and self._due():
-                    self._pending = self.vote(0, stepping=True)  # travels during the next step
+                self._vote_if_due()  # the votes travel during the next step
         self._report()
         return synced
+
+    def _vote_if_due(self) -> None:
+        """Eager: start a round, unless one is in progress or has parts that were not launched.
+
+        The second condition lets an automatic wire change its precision between two rounds.
+        """
+        state = self.state
+        if self.shared.eager and self._pending is None and not state.queue and self._due():
+            self._pending = self.vote(0, stepping=True)
 
     def _agree_inside_node(self) -> None:
         """All workers of a node must land the same parts and decide in the same step.
@@ -239,8 +247,8 @@ class ModelFlow(Flow):
     @override
     def vote(self, optimizer: int, *, stepping: bool, finishing: bool = False) -> Round:
         finite = self.look_for_non_finite(stepping=stepping)
-        if self._restored_late:
-            self._restored_late, finite = False, False
+        if self._report_non_finite:
+            self._report_non_finite, finite = False, False
         weight = 0.0 if self.excluded else self.weight(stepping=stepping)
         numbers = self.strategy.vote(self._see(stepping=stepping))
         vote = self.rounds.vote(
@@ -285,12 +293,17 @@ class ModelFlow(Flow):
             self.worker.forget_non_finite()
 
     @override
-    def decide(self, round: Round) -> bool | None:
+    def can_decide(self, round: Round) -> bool:
+        if not self.shared.eager:
+            return True
+        if not self._has_arrived(round) and not self._at_bound():
+            return False
+        round.wait()
+        return True
+
+    @override
+    def decide(self, round: Round) -> bool:
         state, shared, view = self.state, self.shared, self.state.view
-        if shared.eager:
-            if not self._has_arrived(round) and not self._at_bound():
-                return None
-            round.wait()
         chosen: Round | None = round
         if self.strategy.tally_delay:
             chosen, state.delayed = state.delayed, round
@@ -353,10 +366,9 @@ class ModelFlow(Flow):
             began = worker.team.host.now()
             sends = queued.round.own.weight
             if self.votes_between_steps and worker.guarded and not self._finite_part(part):
-                # It became non-finite after the vote. Send nothing; the next vote reports it.
-                sends, self._restored_late = 0.0, True
-                if worker.excludes:
-                    self.restore()
+                # It became non-finite after the vote: send an update of 0.
+                sends = 0.0
+                self._found_late()
             outer_step = None
             if self.shared.error_feedback and self.shared.outer.momentum:
                 outer_step = queued.round.then(partial(self._outer_step, queued))
@@ -373,6 +385,14 @@ class ModelFlow(Flow):
             self._spend(began)
             state.in_flight.append(queued.part)
             state.queue.pop(0)
+
+    def _found_late(self) -> None:
+        """Non-finite values were found after the vote of this launch."""
+        if self.worker.excludes:
+            self.check.exclude_late(self.worker.step)
+            self.restore()
+        else:
+            self._report_non_finite = True
 
     def _outer_step(self, queued: QueuedLaunch, sums: object) -> tuple[float, float]:
         tally = tally_of(queued.round, self._votes)
