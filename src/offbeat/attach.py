@@ -31,10 +31,10 @@ from offbeat.training.shards import shards_of
 
 T = TypeVar("T")
 _REPLACED = {
-    "optimizer_state": 'give it to the strategy, as in LocalSGD(period=8, optimizer_state="average")',
+    "optimizer_state": 'give it to the strategy: LocalSGD(period=8, optimizer_state="average")',
     "distance_every": "call sync.monitor(distance_every=…) after attach()",
     "gradient_change": "call sync.monitor(gradient_change=True) after attach()",
-    "max_grad_norm": "call sync.clip_grad_norm_(…) or torch.nn.utils.clip_grad_norm_ before the step",
+    "max_grad_norm": "call sync.clip_grad_norm_(…) before the step, or torch's function",
     "companions": "call sync.follow(…) after attach()",
     "on_failure": "give min_workers=1 to continue after the loss of workers",
 }

@@ -188,8 +188,8 @@ class Synchronizer:
 
         ``torch.nn.utils.clip_grad_norm_`` does the same on an attached model: the strategy sees the
         gradients before they are clipped (SelSync's trigger), or averages them first (BSP). This
-        method measures the norm once for both. With a GradScaler call ``scaler.unscale_(optimizer)``
-        before, as always.
+        method measures the norm once for both. With a GradScaler call
+        ``scaler.unscale_(optimizer)`` before, as always.
 
         Args:
             max_norm: Largest norm that is left unchanged.

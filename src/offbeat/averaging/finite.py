@@ -52,7 +52,9 @@ class NonFiniteCheck:
         if self._policy == "exclude":
             self.excluded += sums.non_finite
             if not sums.weight:
-                raise OffbeatError(f'{found}, and no other worker contributes (non_finite="exclude")')
+                raise OffbeatError(
+                    f'{found}, and no other worker contributes (non_finite="exclude")'
+                )
         if not self._logged:
             self._logged = True
             logger.warning("rank %d: %s: %s", self._rank, found, self._consequence())

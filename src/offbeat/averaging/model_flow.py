@@ -12,7 +12,7 @@ Order of the calls in one local step, by when parts land:
                                                                       land what has arrived
       after_step                      after_step                      after_step
                                                                       launch queued parts
-                                                                      no round in progress: due, vote
+                                                                      without a round: due, vote
       decide                          decide                          tally has arrived: decide
       launch and land                 launch                          launch; due, vote
 

@@ -204,7 +204,7 @@ class Pipeline:
             view.mean_squared = keep * view.mean_squared + mean
 
     def _with(self, part: Part) -> list[Landing]:
-        """Sums that land together with ``part``: with the last one those of the optimizers' state."""
+        """Sums that land together with ``part``: the optimizers' state lands with the last one."""
         if not self._shared.optimizer_state or part is not self.parts[-1]:
             return []
         own, total = part.weights()

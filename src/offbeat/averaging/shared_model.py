@@ -81,8 +81,7 @@ def _make_part(
         tensors,
         name=name,
         # A worker that is excluded, or that has nothing finite to send, continues from P.
-        anchored=not shared.blocking
-        and (worker.excludes or (worker.guarded and shared.eager)),
+        anchored=not shared.blocking and (worker.excludes or (worker.guarded and shared.eager)),
         keeps_steps=not shared.blocking,
         outer=shared.outer,
         buffers=buffers,

@@ -87,8 +87,11 @@ class SnapshotPart(Part):
         precision: Precision | None = None,
         outer_step: Handle[tuple[float, float]] | None = None,
     ) -> None:
-        assert precision is None and outer_step is None, "they require error feedback"
-        assert weight in (0, 1) or not self.keeps_base, "a weighted mean of differences is not defined"
+        assert precision is None, "a precision of one launch requires error feedback"
+        assert outer_step is None, "an outer step of one launch requires error feedback"
+        assert weight in (0, 1) or not self.keeps_base, (
+            "a weighted mean of differences is not defined"
+        )
         self._begin(total, weight, step)
         for i, bucket in enumerate(self.buckets):
             flat = bucket.pack(weight if weight else 1.0)

@@ -190,9 +190,7 @@ class NodeCommunicator(Communicator):
             raise CommunicationError(f"{what} after this worker has left: attach again")
         if not self._works:
             self._works = True
-            self.host.spawn(
-                partial(_work, self._across, self._next), what="stages inside the node"
-            )
+            self.host.spawn(partial(_work, self._across, self._next), what="stages inside the node")
         stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
         job = _Job(first, stream, second, self.host.promise(), self.host.promise())
         self._next.fulfil(job)

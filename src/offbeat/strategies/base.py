@@ -12,8 +12,8 @@ the rest: rounds, means, landings, consensus, checkpoints, changes of membership
     outer_step(...)        momentum and outer gain of a launch
     after_step(worker)     measurements at the end of a step
 
-An ordinary strategy defines ``name``, ``averages`` and ``due``. ``LocalSGD`` is the shortest example
-and docs/writing-a-strategy.md explains the order of the calls.
+An ordinary strategy defines ``name``, ``averages`` and ``due``. ``LocalSGD`` is the shortest
+example, and docs/writing-a-strategy.md explains the order of the calls.
 """
 
 import dataclasses
@@ -292,7 +292,7 @@ class Strategy(ABC):
     """When workers synchronize, and whether any worker waits."""
 
     name: ClassVar[str] = ""
-    """Short name in the text form. Strategies outside this package are named by module and class."""
+    """Short name in the text form. Custom strategies are named by module and class."""
 
     gradient_norm: ClassVar[bool] = False
     """Measure ‖g‖² in every step, before gradients are clipped."""

@@ -24,7 +24,9 @@ class Backward:
         ready: Called with the number of each bucket but the last; false ends the watch.
     """
 
-    def __init__(self, optimizer: AttachedOptimizer, host: Host, ready: Callable[[int], bool]) -> None:
+    def __init__(
+        self, optimizer: AttachedOptimizer, host: Host, ready: Callable[[int], bool]
+    ) -> None:
         self._host, self._ready = host, ready
         self._bucket_of = {id(p): i for i, bucket in enumerate(optimizer.buckets) for p in bucket}
         self._sizes = [len(bucket) for bucket in optimizer.buckets]

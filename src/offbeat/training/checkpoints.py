@@ -116,7 +116,9 @@ def save(
                 {
                     "sync": state,
                     "model": own(_module(model, between).state_dict()),
-                    "optimizer": own(_states(between.optimizers if optimizer is None else optimizer)),
+                    "optimizer": own(
+                        _states(between.optimizers if optimizer is None else optimizer)
+                    ),
                     "scheduler": _states(scheduler),
                     "scaler": None if scaler is None else scaler.state_dict(),
                     "random": _random_states(between.device),
@@ -181,7 +183,10 @@ def load(
     """
     with between_steps(sync, "offbeat.load()", loads=True) as between:
         folder = Path(directory)
-        here = {**files_of(folder, 0), **files_of(folder, between.rank)}  # of a consensus any will do
+        here = {
+            **files_of(folder, 0),
+            **files_of(folder, between.rank),
+        }  # of a consensus any will do
         lists = _meet_on(folder, here, between)
         if not any(lists):
             return None
@@ -290,7 +295,9 @@ def _newest_whole(
         refused, contents = None, {}
         try:
             contents = read(here[number])
-            _require_own(contents["sync"], here[number], files_of(folder, between.rank), between.rank)
+            _require_own(
+                contents["sync"], here[number], files_of(folder, between.rank), between.rank
+            )
         except CheckpointError as error:
             refused = str(error)
         answers = between.gather([refused, contents.get("id")], "offbeat.load()")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offbeat.averaging import AttachedOptimizer, Flow, Worker
+from offbeat.averaging import AttachedOptimizer, Worker
 from offbeat.training.iteration import Iteration
 from offbeat.training.shards import Shard
 

@@ -79,9 +79,9 @@ def require_abilities(
     if isinstance(averages, Gradients):
         if non_finite == "exclude" and not averages.every_step:
             raise ValueError(
-                f'non_finite="exclude" with {strategy}: a worker with a non-finite gradient is left '
-                "out of the mean anyway, but then steps with that gradient; average the parameters, "
-                'or use "raise" or "warn"'
+                f'non_finite="exclude" with {strategy}: a worker with a non-finite gradient never '
+                "contributes to the mean, but would step with that gradient; average the "
+                'parameters, or use "raise" or "warn"'
             )
         if elastic and optimizers > 1:
             raise AttachError(
@@ -90,8 +90,8 @@ def require_abilities(
             )
     elif sharded and averages.optimizer_state:
         raise AttachError(
-            f"{strategy} with a model that fully_shard has divided: the optimizers' state cannot be "
-            'averaged there; use optimizer_state="local"'
+            f"{strategy} with a model that fully_shard has divided: the optimizers' state cannot "
+            'be averaged there; use optimizer_state="local"'
         )
 
 

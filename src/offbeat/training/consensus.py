@@ -71,7 +71,7 @@ class Consensus:
         self.note_parameters()
 
     def note_parameters(self) -> None:
-        """Note the versions of the parameters, unless the worker has unsynchronized steps anyway."""
+        """Note the versions of the parameters, unless the worker has unsynchronized steps."""
         self._worker.touched = False
         unsynced = self._iteration.flow.unsynced
         self._versions = None if unsynced else self._worker.replica.versions()

@@ -109,7 +109,7 @@ def _parameters_of(optimizer: Optimizer) -> list[list[Tensor]]:
 
 
 def _holds(optimizer: Optimizer, known: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether the parameter groups hold the ``known`` parameters and no others. Called each step."""
+    """Whether the parameter groups hold the ``known`` parameters and no others."""
     groups = optimizer.param_groups
     if len(groups) != len(known):
         return False

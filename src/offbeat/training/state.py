@@ -142,8 +142,9 @@ def _require_identity(state: dict[str, Any], flow: Flow) -> None:
 def _require_beginning(flow: Flow, stats: Stats) -> None:
     if stats.steps or flow.worker.step:
         raise CheckpointError(
-            f"the state is that of a consensus, from which training starts again, and {stats.steps} "
-            "steps were taken here: load it before the first step, or detach() and attach again"
+            f"the state is that of a consensus, from which training starts again, and "
+            f"{stats.steps} steps were taken here: load it before the first step, or detach() and "
+            "attach again"
         )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from offbeat.averaging import Flow, Worker, flow_of
+from offbeat.averaging import Worker, flow_of
 from offbeat.averaging.exact_mean import ExactMean
 from offbeat.errors import CommunicationError, MismatchError, OffbeatError
 from offbeat.fabric import Team, Wire
