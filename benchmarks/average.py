@@ -14,7 +14,7 @@ from torch import nn
 from benchmarks.harness import Result, compare, interleave, slowest
 from benchmarks.processes import run
 from offbeat.fabric import Team, TorchCommunicator, Wire
-from offbeat.means import ModelMean, Replica
+from offbeat.averaging import ModelMean, Replica
 
 
 def make_model(millions: int) -> nn.Module:

@@ -18,7 +18,7 @@ from offbeat.fabric import Completed, Handle, SingleCommunicator, Team, Wire
 from offbeat.fabric.codec import BLOCK, CODECS, Codec, piece_elements
 from offbeat.fabric.operation import Exchange, Gather, Operation
 from offbeat.fabric.wire import Precision
-from offbeat.means import InFlight
+from offbeat.averaging import InFlight
 
 MILLIONS = 8
 WORKERS = 4

@@ -17,7 +17,7 @@ from offbeat.fabric import Team, TorchCommunicator, Wire
 from offbeat.fabric.codec import CODECS
 from offbeat.fabric.wire import Precision
 from offbeat.lab.cluster import Cluster
-from offbeat.means.replica import BUCKET_BYTES
+from offbeat.averaging.replica import BUCKET_BYTES
 
 MILLIONS = 10
 WORKERS = 4

@@ -1,7 +1,7 @@
 """A worker of four is killed, and later one joins: how long the others stand, and where they end.
 
 Each strategy trains a small classifier for 300 steps of at least 5 ms over loopback, with
-``on_failure="continue"``, twice: undisturbed; and with rank 1 killed after 100 steps, while a fifth
+``min_workers=1``, twice: undisturbed; and with rank 1 killed after 100 steps, while a fifth
 worker joins when rank 0 has made 200. What a worker reads depends on who it is and on the step
 alone. Figures, each the largest of all workers:
 
@@ -81,7 +81,7 @@ def _train(rank: int, strategy: str, folder: Path, disturbed: bool) -> None:
         optimizer,
         parse_strategy(strategy),
         group=group,
-        on_failure="continue",
+        min_workers=1,
         timeout_seconds=20,
     )
     ends: list[tuple[float, int]] = []

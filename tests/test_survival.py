@@ -84,7 +84,7 @@ ROWS = [
         "fabric/test_failures.py::test_who_does_not_come_is_named",
     ),
     Row(
-        'a worker is killed, under `on_failure="continue"`',
+        'a worker is killed, under `min_workers=1`',
         "at once",
         "they go on from what they have in common, with means over who is there",
         "all but the steps that the lost worker had not contributed",
@@ -119,7 +119,7 @@ ROWS = [
         "training/test_non_finite.py::test_raise_stops_all_workers_before_the_mean",
     ),
     Row(
-        'the same with `non_finite="leave_out"`',
+        'the same with `non_finite="exclude"`',
         "at the next mean; a warning names the rank",
         "the mean of the others; that worker, too",
         "training goes on",

@@ -270,7 +270,7 @@ def _not_finite(case: Case, outcome: Outcome) -> Iterator[str]:
             continue
         if report.outcome != "finished":
             yield f"rank {rank} has not finished: {_of(report)}"
-        if asked == "leave_out" and not report.finite:
+        if asked == "exclude" and not report.finite:
             yield f"rank {rank} is not finite"
         # Eager ones may have sent it on before they are told.
         wanted = "NaN or infinity" if case.strategy in EAGER else told

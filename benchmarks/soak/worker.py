@@ -274,7 +274,7 @@ def _train(
             group=group,
             wire=case.wire,
             non_finite=non_finite_of(case, strategy),
-            on_failure="continue" if case.continues else "raise",
+            min_workers=1 if case.continues else "raise",
             min_workers=case.min_workers,
             timeout_seconds=case.timeout_seconds,
         )

@@ -1,36 +1,35 @@
-"""The short text form of strategies, for command lines: ``selsync:delta=0.3,max_interval=50``."""
+"""Strategies by name, and their text form: ``selsync:delta=0.3,max_interval=50``."""
 
 import dataclasses
 import importlib
 
-from offbeat.strategies.async_averaging import AsyncAveraging
-from offbeat.strategies.base import Strategy
-from offbeat.strategies.bsp import BSP
-from offbeat.strategies.diloco import DiLoCo
-from offbeat.strategies.downpour import Downpour
-from offbeat.strategies.easgd import EASGD
-from offbeat.strategies.fedavg import FedAvg
-from offbeat.strategies.local_sgd import LocalSGD
-from offbeat.strategies.selsync import SelSync
-from offbeat.strategies.ssp import SSP
-from offbeat.strategies.streaming import StreamingAveraging
+from offbeat.baselines import EASGD, SSP, Downpour, FedAvg
+from offbeat.strategies import (
+    BSP,
+    AsyncAveraging,
+    DiLoCo,
+    LocalSGD,
+    SelSync,
+    Strategy,
+    StreamingAveraging,
+)
 
 STRATEGIES: dict[str, type[Strategy]] = {
     s.name: s
     for s in (
         BSP,
         LocalSGD,
-        FedAvg,
         SelSync,
         AsyncAveraging,
         StreamingAveraging,
         DiLoCo,
+        FedAvg,
         SSP,
         Downpour,
         EASGD,
     )
 }
-"""By the short name of the text form."""
+"""By the name in the text form; strategies to train with first, then baselines."""
 
 _CONSTANTS: dict[str, bool | None] = {"none": None, "true": True, "false": False}
 

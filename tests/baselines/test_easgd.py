@@ -44,7 +44,7 @@ def by_name(model: nn.Module) -> Tensor:
 
 def centre(sync: Any) -> Tensor | None:
     """This rank's part of z, as it is now."""
-    shard = sync._flow.server.shard
+    shard = sync._iteration.flow.server.shard
     return None if shard is None else shard.values.clone()
 
 
@@ -273,15 +273,15 @@ def exchange(rank: int, size: int, strategy: EASGD, rounds: int) -> list[tuple[T
     seen = []
     for turn in range(rounds):
         first = centre(sync)
-        sync._flow.server.barrier()  # all have looked
+        sync._iteration.flow.server.barrier()  # all have looked
         for other in range(size):
             if strategy.synchronous and other:
                 break
             if strategy.synchronous or other == rank:
                 train_step(model, optimizer, make_batch(rank, turn))
-            sync._flow.server.barrier()  # asynchronous ones exchange one after the other
+            sync._iteration.flow.server.barrier()  # asynchronous ones exchange one after the other
         seen.append((before[-1], by_name(model), first, centre(sync)))
-        sync._flow.server.barrier()
+        sync._iteration.flow.server.barrier()
     sync.finish()
     return seen
 

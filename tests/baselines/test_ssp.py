@@ -599,7 +599,7 @@ def tiny_updates(rank: int, size: int) -> Tensor:
     sync = offbeat.attach(model, optimizer, SSP(staleness=0), timeout_seconds=20)
     model.weight.grad = torch.full_like(model.weight, -2.0 * (rank == 0))
     optimizer.step()  # 256 has a spacing of 2 in bfloat16: rank 0 goes to 258, rank 1 stays
-    vector = sync._flow.state.cache.clone()
+    vector = sync._iteration.flow.state.cache.clone()
     sync.finish()
     return vector
 
@@ -633,7 +633,7 @@ def train_awkward(rank: int, size: int) -> Any:
     sync = offbeat.attach(model, optimizer, SSP(staleness=0), timeout_seconds=20)
     for step in range(4):
         train_step(model, optimizer, make_batch(rank, step))
-    served = sync._flow.server.vector.numel()
+    served = sync._iteration.flow.server.vector.numel()
     sync.finish()
     return flat(model), served, model.b.weight is model.a.weight
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import offbeat
-from offbeat.means.gradient_mean import gradient_buckets
+from offbeat.averaging.gradients import gradient_buckets
 from offbeat.strategies import worker
 from problems import (
     OPTIMIZERS,

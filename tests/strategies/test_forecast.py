@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import offbeat
 from cells import nightly, some
 from offbeat import Compute, Network, simulate
-from offbeat.means.gradient_mean import gradient_buckets
-from offbeat.means.replica import make_buckets
+from offbeat.averaging.gradients import gradient_buckets
+from offbeat.averaging.replica import make_buckets
 from offbeat.strategies import STRATEGIES, Strategy, parse_strategy
 from offbeat.strategies.forecast import Costs
 from offbeat.strategies.node_costs import NodeCosts
@@ -189,8 +189,8 @@ def compare(
     if row.bucket is not None:
         changes["bucket_bytes"] = row.bucket
         smaller = partial(make_buckets, bucket_bytes=row.bucket)
-        monkeypatch.setattr("offbeat.means.replica.make_buckets", smaller)
-        monkeypatch.setattr("offbeat.means.in_flight.make_buckets", smaller)
+        monkeypatch.setattr("offbeat.averaging.replica.make_buckets", smaller)
+        monkeypatch.setattr("offbeat.averaging.in_flight.make_buckets", smaller)
         smaller_gradients = partial(gradient_buckets, bucket_bytes=row.bucket)
         monkeypatch.setattr("offbeat.strategies.worker.gradient_buckets", smaller_gradients)
     costs = costs_of(workers=workers, wire=wire, **changes)

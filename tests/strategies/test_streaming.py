@@ -12,10 +12,10 @@ from torch import Tensor
 
 import offbeat
 from offbeat import Compute, Network, StreamingAveraging, simulate
-from offbeat.means import InFlight
-from offbeat.means.parts import cut_evenly
+from offbeat.averaging import InFlight
+from offbeat.averaging.cuts import cut_evenly
 from offbeat.strategies.base import Roll
-from offbeat.strategies.pace import PRECISIONS, Pace
+from offbeat.strategies.rate_control import PRECISIONS, Pace
 from offbeat.strategies.roll import Ballot
 from problems import OPTIMIZERS, flat, make_batch, make_model, make_wide, train_step, wide_loss
 from worlds import run

@@ -12,7 +12,7 @@ import offbeat
 import workers
 from loops import sgd
 from offbeat.strategies.base import Strategy, Worker
-from offbeat.training.usable import require_usable
+from offbeat.training.compatibility import require_usable
 from problems import make_model
 
 

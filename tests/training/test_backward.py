@@ -15,7 +15,7 @@ from offbeat import Compute, Network, simulate
 from offbeat.fabric import Communicator, open_communicator
 from offbeat.fabric.communicator import Wrapper
 from offbeat.fabric.host import ThreadHost
-from offbeat.means.gradient_mean import gradient_buckets
+from offbeat.averaging.gradients import gradient_buckets
 from offbeat.strategies import worker
 from offbeat.strategies.base import Part, Strategy
 from offbeat.training.backward import Backward

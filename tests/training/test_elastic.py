@@ -547,13 +547,13 @@ def test_what_cannot_go_on_is_refused() -> None:
         model = make_model()
         two = [sgd(model[0]), sgd(model[2])]
         with pytest.raises(AttachError, match="several optimizers"):
-            offbeat.attach(model, two, offbeat.BSP(), on_failure="continue")
+            offbeat.attach(model, two, offbeat.BSP(), min_workers=1)
         refused("FedAvg", "fedavg:period=2,weights=1/2")
         refused("EASGD", "easgd:alpha=0.1,synchronous=true")
         refused("min_workers=3, and there are 2", min_workers=3)
         with pytest.raises(ValueError, match="on_failure"):
             attach(model, "bsp", on_failure="maybe")
-        with pytest.raises(ValueError, match='needs on_failure="continue"'):
+        with pytest.raises(ValueError, match='needs min_workers=1'):
             attach(model, "bsp", on_failure="raise", min_workers=2)
         _, sync = attach(model, "bsp")
         loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(8, 1)))

@@ -61,7 +61,7 @@ def train(rank: int, size: int, strategy: str, stumbles: bool = False) -> Any:
         optimizer,
         offbeat.parse_strategy(strategy),
         group=group,
-        on_failure="continue",
+        min_workers=1,
         timeout_seconds=20,
     )
     begun, more, deadline = sync.step, 8, time.monotonic() + 40
@@ -112,7 +112,7 @@ def be_stopped(rank: int, size: int) -> Any:
     kept, model = store(), make_model(rank)
     optimizer = sgd(model)
     sync = offbeat.attach(
-        model, optimizer, offbeat.BSP(), on_failure="continue", timeout_seconds=1.0
+        model, optimizer, offbeat.BSP(), min_workers=1, timeout_seconds=1.0
     )
     for step in range(20):
         if rank == 1 and step == 10:

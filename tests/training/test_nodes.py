@@ -500,7 +500,7 @@ TEXTS_OF_ERRORS = [
     "rank 0: node_group must be",
     "Pushing depends on when messages arrive",
     'the workers of a node would get different models: wire="auto"',
-    'on_failure="continue" with node_group',
+    'min_workers=1 with node_group',
     "distance_every with node_group",
     "LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2 do not fit rank 2",
     "",

@@ -64,7 +64,7 @@ def train(
     return trace, flat(model), text, sync.stats.details
 
 
-LEAVE_OUT: dict[str, Any] = {"non_finite": "leave_out"}
+LEAVE_OUT: dict[str, Any] = {"non_finite": "exclude"}
 
 
 @pytest.mark.parametrize("kind", ["sgd", "momentum", "adamw"])
@@ -325,7 +325,7 @@ def test_nobody_is_left() -> None:
         for trace, _, error, _ in run(train, text, "sgd", 4, (0, 1, 2), LEAVE_OUT, workers=3):
             assert error == (
                 "3 workers would contribute NaN or infinity to the mean at step 3, and nobody else "
-                'anything (non_finite="leave_out")'
+                'anything (non_finite="exclude")'
             )
             assert len(trace) == 2
 
@@ -370,8 +370,8 @@ def test_by_default_it_is_told_once(text: str, caplog: pytest.LogCaptureFixture)
     begins = [f"rank {rank}: rank {BAD_RANK} would contribute NaN" for rank in range(3)]
     assert sorted(one[: len(begins[0])] for one in told) == begins
     others = {one.partition("prevents")[0].partition("to all workers")[2] for one in told}
-    offered = "leave_out" in offbeat.parse_strategy(text).non_finite
-    want = '"raise" or "leave_out"' if offered else '"raise"'
+    offered = "exclude" in offbeat.parse_strategy(text).non_finite
+    want = '"raise" or "exclude"' if offered else '"raise"'
     assert others == {f"; attach(..., non_finite={want}) "}
     assert all(error == "nothing was raised" for _, _, error, _ in results)
     assert not any(model.isfinite().all() for _, model, _, _ in results)
@@ -410,12 +410,12 @@ def test_what_a_strategy_cannot_do_is_refused() -> None:
     """An option is honoured or refused."""
     model = make_model()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
-    with pytest.raises(ValueError, match='non_finite must be "warn", "raise" or "leave_out"'):
+    with pytest.raises(ValueError, match='non_finite must be "warn", "raise" or "exclude"'):
         attach(model, optimizer, "bsp", non_finite="ignore")
     for text in SERVERS:
         can = 'it can "warn" or "raise": a server takes in push after push'
-        with pytest.raises(ValueError, match=f'="leave_out" with {text}.*: {can}'):
-            attach(model, optimizer, text, non_finite="leave_out")
+        with pytest.raises(ValueError, match=f'="exclude" with {text}.*: {can}'):
+            attach(model, optimizer, text, non_finite="exclude")
     with pytest.raises(ValueError, match=r"non_finite=\"raise\" with .*: it can \"warn\""):
         attach(model, optimizer, "selsync:aggregate=gradients", non_finite="raise")
 

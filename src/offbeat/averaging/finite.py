@@ -19,7 +19,8 @@ class NonFiniteCheck:
         policy: The argument ``non_finite`` of ``attach``.
 
     Attributes:
-        excluded: Number of contributions that were excluded so far, over all workers.
+        excluded: Number of contributions that were excluded so far, over all workers; those found
+            after a vote count on their own worker only.
     """
 
     def __init__(self, rank: int, policy: NonFinite) -> None:
@@ -51,11 +52,21 @@ class NonFiniteCheck:
         if self._policy == "exclude":
             self.excluded += sums.non_finite
             if not sums.weight:
-                raise OffbeatError(f'{found}, and no other worker contributes (non_finite="exclude")')
+                raise OffbeatError(
+                    f'{found}, and no other worker contributes (non_finite="exclude")'
+                )
         if not self._logged:
             self._logged = True
             logger.warning("rank %d: %s: %s", self._rank, found, self._consequence())
         return sums
+
+    def exclude_late(self, step: int) -> None:
+        """Count a contribution of this worker that was found non-finite after its vote."""
+        self.excluded += 1
+        if not self._logged:
+            self._logged = True
+            found = f"this worker would contribute NaN or infinity to the mean at step {step}"
+            logger.warning("rank %d: %s: %s", self._rank, found, self._consequence())
 
     def _consequence(self) -> str:
         if self._policy == "exclude":

@@ -27,14 +27,18 @@ class Flow(ABC):
         state: Everything that a checkpoint holds of the flow: a dataclass.
         decided: Number of rounds decided in this view.
         wants_buckets: True if ``bucket_ready`` should be called during backward.
+        uses_gradients: True if the flow reads or changes gradients.
         needs_unscaled: True if gradients must be unscaled before the flow sees them.
+        waits: True if all workers wait for each mean and take it over as a whole.
         replicates: True if all workers that step hold the same parameters between two steps.
         votes_between_steps: True if votes are cast after the optimizers' steps, not before.
     """
 
     state: Any
     wants_buckets = False
+    uses_gradients = True
     needs_unscaled = True
+    waits = False
     replicates = False
     votes_between_steps = False
 
@@ -166,22 +170,27 @@ class Flow(ABC):
         Returns:
             True if this synchronized the workers; None if the round is still in progress.
         """
-        synced = self.decide(round)
-        if synced is None:
+        if not self.can_decide(round):
             return None
+        wire, details = self.worker.wire, self.worker.details
+        # Before anything is launched: all launches of a round have the same precision.
+        wire.acted(round.then(lambda sums: sums.numbers))
+        details.update(wire.told())
+        synced = self.decide(round)
         self.decided += 1
         if synced and self.excluded:
             self.worker.forget_non_finite()
-        wire, details = self.worker.wire, self.worker.details
-        wire.acted(round.then(lambda sums: sums.numbers))
-        details.update(wire.told())
         if self.check.excluded:
             details["non_finite_excluded"] = self.check.excluded
         return synced
 
+    def can_decide(self, round: Round) -> bool:
+        """Whether the round can be decided now. May wait for its tally."""
+        return True
+
     @abstractmethod
-    def decide(self, round: Round) -> bool | None:
-        """Ask the strategy and do what it says; see ``act``."""
+    def decide(self, round: Round) -> bool:
+        """Ask the strategy and do what it says. Returns True if this synchronized the workers."""
 
     def look_for_non_finite(self, *, stepping: bool, optimizer: int = 0) -> bool:
         """Whether this worker's contribution to the coming round is finite; True if it has none.

@@ -10,6 +10,7 @@ from typing_extensions import override
 from offbeat.averaging.carried_state import common_values, keep_local_values, load_common_values
 from offbeat.averaging.flow import Flow, tally_of
 from offbeat.averaging.gradients import GradientMean
+from offbeat.averaging.shared_model import view_of
 from offbeat.averaging.votes import Round, Vote
 from offbeat.averaging.worker import AttachedOptimizer, Worker
 from offbeat.checkpoint import transient
@@ -65,16 +66,8 @@ class GradientFlow(Flow):
         step = worker.step if common is None else common["step"]
         views = []
         for index in range(len(worker.optimizers)):
-            view = WorkerView(
-                rank=worker.rank,
-                size=worker.size,
-                step=worker.step,
-                start_step=step,
-                stepping=False,
-                launch_step=worker.step,
-                details=worker.details,
-                precision=None if worker.wire.chosen else worker.wire.precision,
-            )
+            view = view_of(worker)
+            view.start_step, view.stepping = step, False
             view.state = strategy.state(view)
             if common is not None:
                 load_common_values(view.state, common["states"][index])

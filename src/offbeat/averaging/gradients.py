@@ -15,9 +15,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from offbeat.fabric import Completed, Handle, Team, Wire
 from offbeat.averaging.landing import Landing, land
 from offbeat.averaging.replica import BUCKET_BYTES, Bucket, group_tensors, pack, swap, unpack
+from offbeat.fabric import Completed, Handle, Team, Wire
 
 FIRST_BUCKET_BYTES = 2**20  # small, so that the network gets to work early in backward
 _STRIKES = 2  # windows in a row that may start too early before the overlap is given up

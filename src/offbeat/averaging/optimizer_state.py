@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from offbeat.averaging.landing import Landing, bucket_landing
+from offbeat.averaging.norm import squared_norm
+from offbeat.averaging.replica import Bucket, make_buckets
 from offbeat.errors import AttachError
 from offbeat.fabric import Team
-from offbeat.averaging.landing import Landing, bucket_landing
-from offbeat.averaging.replica import Bucket, make_buckets
-from offbeat.averaging.norm import squared_norm
 
 
 def forget_non_finite(optimizer: Optimizer) -> None:

@@ -1,29 +1,20 @@
-"""A part of the shared model, from its launch to its landing.
+"""A part of the shared model, from its launch to its landing: what all kinds of parts do.
 
-``Part`` is what every part does. ``SnapshotPart`` sends a worker's tensors, or their difference to
-P, and keeps the quantization error in the wire; ``update_part`` has the kind that keeps it in the
-model.
+``SnapshotPart`` sends a worker's tensors, or their difference to P, and leaves the quantization
+error to the wire. ``UpdatePart`` keeps it in the model.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
-from typing_extensions import override
 
-from offbeat.averaging.landing import Landing, bucket_landing, land
+from offbeat.averaging.landing import Landing, land
 from offbeat.averaging.norm import squared_norm
-from offbeat.averaging.replica import (
-    Bucket,
-    add_clamped,
-    add_to,
-    group_tensors,
-    make_buckets,
-    unpack,
-)
+from offbeat.averaging.part_bucket import PartBucket
+from offbeat.averaging.replica import group_tensors, make_buckets, unpack
 from offbeat.checkpoint import transient
 from offbeat.fabric import Completed, Handle, Team, Wire
 from offbeat.fabric.wire import Precision
@@ -33,40 +24,6 @@ _RIDING_BYTES = 2**20  # buffers of at most this size share a message with param
 
 Tensors = Callable[[], Sequence[Tensor]]
 """Returns tensors. Asked at each launch, because modules may rebind their buffers or be moved."""
-
-
-class PartBucket(Bucket):
-    """A bucket whose first tensors are parameters and the others floating-point buffers.
-
-    Args:
-        parameters: Parameters, of one dtype and device.
-        buffers: Buffers, of the same dtype and device.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-        super().__init__([*parameters, *buffers])
-        self.parameters, self.buffers = list(parameters), list(buffers)
-        self.split = self.elements - sum(elements_of(b) for b in buffers)
-
-    def find(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-        """Use these tensors, of the same shapes, from now on."""
-        self.parameters, self.buffers = list(parameters), list(buffers)
-        self.tensors = [*parameters, *buffers]
-
-    @property
-    def parameter_values(self) -> Tensor:
-        """The staged values of the parameters."""
-        return self.flat[: self.split]
-
-    @property
-    def buffer_values(self) -> Tensor:
-        """The staged values of the buffers."""
-        return self.flat[self.split :]
-
-
-def elements_of(tensor: Tensor) -> int:
-    """Number of real numbers in ``tensor``."""
-    return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
 @dataclass(init=False, eq=False)
@@ -244,6 +201,12 @@ class Part(ABC):
         if self.weight:
             self._write(moved=step > self.launched_step, show=False)
 
+    def discard(self) -> None:
+        """Wait for what is in flight, and leave the model as it is. Only if P is not kept."""
+        assert not self.keeps_base, "P must move in the same way on all workers"
+        self.wait()
+        self.in_flight = False
+
     def show(self, step: int) -> None:
         """Change the model as if the part had landed. P and what is in flight stay as they are."""
         if self.in_flight:
@@ -294,203 +257,3 @@ class Part(ABC):
         if not self.in_flight and not self.sums:
             for bucket in self.buckets:
                 bucket.release()
-
-
-def write_buffers(bucket: PartBucket, own: Tensor | None, weight: float) -> None:
-    """Replace buffers by their mean, or shift them by it.
-
-    Args:
-        bucket: Holds the sum in ``buffer_values``.
-        own: What this worker has sent, if it has taken steps since; None if not.
-        weight: Σ w.
-    """
-    if not bucket.buffers:
-        return
-    if own is None:
-        unpack(bucket.buffer_values, bucket.buffers, weight)
-    else:
-        add_clamped(bucket.buffers, bucket.buffer_values / weight, own)
-
-
-class SnapshotPart(Part):
-    """A part whose workers send snapshots, or over a lossy wire the difference of these to P.
-
-    s is the snapshot of a worker at the launch, w its weight:
-
-        P kept:      D = Σ w·(s − P) / Σ w;  v ← μ·v + D;  P ← P + η·(D + μ·v)
-        P not kept:  P = Σ w·s / Σ w         the same for η = 1, μ = 0
-        landing:     x ← x + (P − s)         keeps the local steps since the launch
-                     x ← P                   if there are none
-
-    Floating-point buffers are averaged. If steps were taken since the launch they are shifted by
-    the same difference, but stay between their own value and the mean, so that a variance stays
-    positive.
-
-    Args:
-        team: As for ``Part``, like those below.
-        wire: With a lossy one P is kept, because quantization is relative to what is sent.
-        parameters: Tensors of this part.
-        name: Name of the part.
-        anchored: Keep P. Always kept with an outer step or a lossy wire.
-        keeps_steps: False if the part always lands before the worker's next step.
-        outer: The step of P.
-        buffers: Buffers that travel along.
-        step: Local steps so far.
-
-    *Memory*, in copies of the part: the sums; s with ``keeps_steps``; P, if kept; v.
-    """
-
-    def __init__(
-        self,
-        team: Team,
-        wire: Wire,
-        parameters: Tensors,
-        *,
-        name: str,
-        anchored: bool = False,
-        keeps_steps: bool = True,
-        outer: Outer | None = None,
-        buffers: Tensors = tuple,
-        step: int = 0,
-    ) -> None:
-        super().__init__(
-            team,
-            wire,
-            parameters,
-            name=name,
-            buffers=buffers,
-            outer=outer,
-            step=step,
-            riding=wire.exact,
-        )
-        self._keeps_steps = keeps_steps
-        dtype = None if self._outer.dtype is None else getattr(torch, self._outer.dtype)
-        self.keeps_base = anchored or not self._outer.plain or not wire.exact
-        if self.keeps_base:
-            self.base = [_copy(b, dtype) for b in self.buckets[: self.parameter_buckets]]
-        if self._outer.momentum:
-            self.velocity = [torch.zeros_like(p) for p in self.base]
-        if keeps_steps:
-            self.sums = [b.flat for b in self.buckets]
-            self.own = [torch.empty_like(s) for s in self.sums]
-
-    @override
-    def launch(
-        self,
-        total: Handle[float],
-        *,
-        weight: float,
-        step: int,
-        what: str,
-        precision: Precision | None = None,
-        outer_step: Handle[tuple[float, float]] | None = None,
-    ) -> None:
-        assert precision is None and outer_step is None, "they require error feedback"
-        assert weight in (0, 1) or not self.keeps_base, "a weighted mean of differences is not defined"
-        self._begin(total, weight, step)
-        for i, bucket in enumerate(self.buckets):
-            flat = bucket.pack(weight if weight else 1.0)
-            if self.own:
-                self.own[i].copy_(flat)
-            if not weight:
-                flat.zero_()
-            if i >= self.parameter_buckets:
-                self._handles.append(self._team.fabric.sum(flat, what=what))
-                continue
-            if weight and self.base:
-                values = bucket.parameter_values
-                torch.sub(values, self.base[i], out=values)
-            stream = f"{self._name}, bucket {i}"
-            self._handles.append(
-                self._wire.sum(flat, stream=stream, what=what, contribute=weight != 0)
-            )
-
-    @override
-    def wait(self) -> None:
-        if self._waited:
-            return
-        self.weight = self._total.wait()
-        for bucket, handle in zip(self.buckets, self._handles, strict=True):
-            bucket.flat.copy_(handle.wait())
-        self._handles, self._waited = [], True
-        if self.arrived_seconds is None:
-            self.arrived_seconds = self._team.host.now()
-
-    @override
-    def land(self, step: int, *, take: bool = True, extra: Sequence[Landing] = ()) -> None:
-        """Move P and the model; see ``Part.land``.
-
-        Args:
-            step: Local steps so far.
-            take: False keeps this worker's own model, which has contributed to the mean.
-            extra: Further sums that land together with this part.
-        """
-        if self.keeps_base or self._keeps_steps:
-            super().land(step, extra=extra)
-            return
-        self.weight = self._total.wait()
-        landings = list(self._plain_landings(take))
-        land([*landings, *extra], self._team.host)
-        self._handles, self._waited, self.in_flight = [], True, False
-        self.arrived_seconds = self._team.host.now()
-
-    def _plain_landings(self, take: bool) -> Iterator[Landing]:
-        """x ← Σ w·s / Σ w, bucket by bucket as they arrive."""
-        for handle, bucket in zip(self._handles, self.buckets, strict=True):
-            if take and self.weight:
-                yield bucket_landing(handle, bucket, self.weight)
-            else:
-                yield Landing(handle, write=lambda: None)
-
-    @override
-    def _write(self, *, moved: bool, show: bool) -> None:
-        moved = moved and bool(self.own)
-        self._refresh_tensors()
-        for i, bucket in enumerate(self.buckets):
-            own = self.own[i] if moved else None
-            if i < self.parameter_buckets:
-                self._write_parameters(i, own, show)
-            write_buffers(bucket, None if own is None else own[bucket.split :], self.weight)
-
-    def _write_parameters(self, i: int, own: Tensor | None, show: bool) -> None:
-        bucket = self.buckets[i]
-        values = bucket.parameter_values
-        if own is not None:
-            own = own[: bucket.split]
-        if not self.base:
-            if own is None:
-                unpack(values, bucket.parameters, self.weight)
-                return
-            shift = values.clone() if show else values
-            shift.sub_(own, alpha=self.weight)
-            add_to(bucket.parameters, shift, 1 / self.weight)
-            return
-        base = self._moved_base(i, show)
-        if own is None:
-            unpack(base, bucket.parameters)
-        else:
-            add_to(bucket.parameters, (base - own).to(values.dtype), 1.0)
-
-    def _moved_base(self, i: int, show: bool) -> Tensor:
-        """P of bucket i after its outer step; with ``show`` P and v stay as they are."""
-        kept, flat = self.base[i], self.buckets[i].parameter_values
-        dtype = torch.promote_types(kept.dtype, flat.dtype)
-        mean = flat.to(dtype, copy=True).div_(self.weight)  # D
-        if self.velocity:
-            velocity = self.velocity[i].to(dtype, copy=True).mul_(self._outer.momentum).add_(mean)
-            if not show:
-                self.velocity[i].copy_(velocity)
-            mean.add_(velocity, alpha=self._outer.momentum)
-        base = kept.to(dtype, copy=True).add_(mean, alpha=self._outer.lr)
-        return base.to(kept.dtype) if show else kept.copy_(base)
-
-    @override
-    def _restored(self, index: int) -> None:
-        if self.own:
-            self.own[index][: self.buckets[index].split].copy_(self.base[index])
-
-
-def _copy(bucket: Bucket, dtype: torch.dtype | None) -> Tensor:
-    flat = bucket.pack()
-    copy = flat.to(dtype or flat.dtype, copy=True)
-    return copy[: bucket.split] if isinstance(bucket, PartBucket) else copy

@@ -327,5 +327,6 @@ def add_clamped(tensors: Sequence[Tensor], mean: Tensor, own: Tensor) -> None:
         clamped = torch.minimum(
             torch.maximum(shifted, torch.minimum(now, mean)), torch.maximum(now, mean)
         )
-        # Unchanged values are replaced, because ∞ − ∞, as in a mask, is not a number.
-        unpack(torch.where(now == own, mean, clamped), tensors)
+        # Unchanged values become the mean: ∞ − ∞, as in a mask, is not a number. So does NaN.
+        replaced = (now == own) | now.isnan() | own.isnan()
+        unpack(torch.where(replaced, mean, clamped), tensors)

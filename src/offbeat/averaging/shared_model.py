@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from offbeat.averaging.cuts import cut_by_bytes, cut_by_tensors
-from offbeat.averaging.part import Part, SnapshotPart
+from offbeat.averaging.part import Part
+from offbeat.averaging.snapshot_part import SnapshotPart
 from offbeat.averaging.update_part import UpdatePart
 from offbeat.averaging.worker import Worker
 from offbeat.fabric.coding import gathers, update_bits
@@ -80,8 +81,7 @@ def _make_part(
         tensors,
         name=name,
         # A worker that is excluded, or that has nothing finite to send, continues from P.
-        anchored=not shared.blocking
-        and (worker.excludes or (worker.guarded and shared.eager)),
+        anchored=not shared.blocking and (worker.excludes or (worker.guarded and shared.eager)),
         keeps_steps=not shared.blocking,
         outer=shared.outer,
         buffers=buffers,
@@ -89,13 +89,8 @@ def _make_part(
     )
 
 
-def view_of(worker: Worker, *, count: int) -> WorkerView:
-    """What a strategy sees of a worker whose view begins.
-
-    Args:
-        worker: This worker.
-        count: Number of parts.
-    """
+def view_of(worker: Worker) -> WorkerView:
+    """What a strategy sees of a worker whose view begins."""
     wire, size = worker.wire, worker.size
     lossy = [] if wire.exact else _LOSSY
     return WorkerView(
@@ -103,7 +98,6 @@ def view_of(worker: Worker, *, count: int) -> WorkerView:
         size=size,
         step=worker.step,
         start_step=worker.step,
-        count=count,
         launch_step=worker.step,
         precision=None if wire.chosen else wire.precision,
         bits={one: update_bits(one, size) for one in ("float32", *_LOSSY)},

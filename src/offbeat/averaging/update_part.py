@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from offbeat.averaging.flat_view import Difference, FlatView
-from offbeat.averaging.part import Part, Tensors, write_buffers
+from offbeat.averaging.part import Part, Tensors
 from offbeat.fabric import Completed, Handle, Team, Wire
 from offbeat.fabric.codec import compiled, piece_elements
 from offbeat.fabric.numbers import Numbers, Packed, Plain, Update
@@ -53,8 +53,8 @@ class UpdatePart(Part):
     *Memory*, in copies of the part: P, v; in flight u and the sum, as they travel.
     """
 
-    fade: float
-    ahead: float
+    fade: float = 0.0
+    ahead: float = 0.0
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class UpdatePart(Part):
         super().__init__(team, wire, parameters, name=name, buffers=buffers, outer=outer, step=step)
         self.keeps_base = True
         for bucket in self.buckets[: self.parameter_buckets]:
-            self.base.append(bucket.pack().clone())
+            self.base.append(bucket.copy_parameters())
             bucket.release()
         if self._outer.momentum:
             self.velocity = [torch.zeros_like(p) for p in self.base]
@@ -136,7 +136,7 @@ class UpdatePart(Part):
                 self._write_bucket(i, show)
             else:
                 own = self._own_buffers[i - self.parameter_buckets]
-                write_buffers(bucket, own if moved else None, self.weight)
+                bucket.write_buffers(own if moved else None, self.weight)
         if not show:
             self._updates, self._own_buffers = [], []
 

@@ -1,1 +1,8 @@
-"""Algorithms to compare with, at the settings of their papers; see docs/choosing.md."""
+"""Baselines to compare with: exact messages, a fixed number of workers."""
+
+from offbeat.baselines.downpour import Downpour
+from offbeat.baselines.easgd import EASGD
+from offbeat.baselines.fedavg import FedAvg
+from offbeat.baselines.ssp import SSP
+
+__all__ = ["EASGD", "SSP", "Downpour", "FedAvg"]

@@ -73,6 +73,7 @@ class DownpourState(ServerState):
 class DownpourFlow(ServerFlow):
     """The flow of ``Downpour``."""
 
+    uses_gradients = True
     strategy: "Downpour"
     state: DownpourState
 

@@ -10,7 +10,6 @@ from typing_extensions import override
 
 from offbeat.arguments import POSITIVE, require_number
 from offbeat.averaging.model_flow import ModelFlow
-from offbeat.averaging.part import Part, SnapshotPart
 from offbeat.averaging.votes import Round
 from offbeat.checkpoint import transient
 from offbeat.strategies.base import CustomFlow, SharedModel, Strategy, WorkerView, setting
@@ -69,14 +68,10 @@ class FedAvgFlow(ModelFlow):
         return not sends or super().finite(optimizer, stepping=stepping)
 
     @override
-    def land(self, part: Part) -> None:
-        assert isinstance(part, SnapshotPart)
+    def land(self, *, take: bool = True) -> None:
         worker, view = self.worker, self.state.view
         drawn = self._draws(view.launches)
-        take = drawn or self.strategy.unselected == "restart"
-        part.land(worker.moves, take=take)
-        if take and part.weight:
-            part.synced_step = worker.step
+        super().land(take=drawn or self.strategy.unselected == "restart")
         view.state.drawn += drawn
         worker.record["drawn"] = drawn
         worker.details["drawn"] = view.state.drawn

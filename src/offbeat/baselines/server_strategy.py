@@ -85,6 +85,7 @@ class ServerFlow(Flow):
         tensors: The parameters of the model, in the order of the server's vector.
     """
 
+    uses_gradients = False
     server: ParameterServer
     tensors: list[Tensor]
     state: ServerState

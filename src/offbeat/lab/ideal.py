@@ -22,7 +22,7 @@ from offbeat.lab.recipes import Task
 from offbeat.lab.recipes.base import device_of
 from offbeat.strategies import BSP, Strategy
 from offbeat.telemetry import Stats
-from offbeat.training.synchronizer import Synchronizer
+from offbeat.synchronizer import Synchronizer
 
 IDEAL = "ideal"
 WARMUP_STEPS = 5

@@ -10,7 +10,7 @@ import torch
 from offbeat.lab.recipes import Setup, find_recipe
 from offbeat.lab.recipes.own import try_out
 from offbeat.lab.samplers import Batches, make_sampler
-from offbeat.means import Replica
+from offbeat.averaging import Replica
 
 
 def measure_recipe(

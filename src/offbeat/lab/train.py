@@ -46,8 +46,8 @@ from offbeat.lab.samplers import Batches, parse_injection
 from offbeat.lab.turns import take_turn
 from offbeat.lab.uneven import Uneven, parse_slow
 from offbeat.strategies import Strategy
-from offbeat.training.attach import attach
-from offbeat.training.synchronizer import Synchronizer
+from offbeat.attach import attach
+from offbeat.synchronizer import Synchronizer
 
 
 def choose_backend() -> str:
@@ -139,7 +139,6 @@ def _begin(job: Job, task: Task, device: torch.device) -> Method:
             task.optimizer,
             strategy,
             node_group="auto" if job.workers_per_node > 1 else None,
-            optimizer_state=job.optimizer_state,
             wire=job.wire,
             log=job.log,
             timeout_seconds=job.timeout_seconds,

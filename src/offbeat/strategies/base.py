@@ -12,8 +12,8 @@ the rest: rounds, means, landings, consensus, checkpoints, changes of membership
     outer_step(...)        momentum and outer gain of a launch
     after_step(worker)     measurements at the end of a step
 
-An ordinary strategy defines ``name``, ``averages`` and ``due``. ``LocalSGD`` is the shortest example
-and docs/writing-a-strategy.md explains the order of the calls.
+An ordinary strategy defines ``name``, ``averages`` and ``due``. ``LocalSGD`` is the shortest
+example, and docs/writing-a-strategy.md explains the order of the calls.
 """
 
 import dataclasses
@@ -101,6 +101,14 @@ class SharedModel:
     outer: Outer = Outer()
     error_feedback: bool = False
     optimizer_state: bool = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.parts) and self.parts < 1:
+            raise ValueError(f"parts must be at least 1, got {self.parts}")
+        if self.lands != "arrived" and self.lands < 0:
+            raise ValueError(f'lands must be at least 0, or "arrived"; got {self.lands!r}')
+        if self.optimizer_state and not self.blocking:
+            raise ValueError(f"optimizer_state requires lands=0, got lands={self.lands!r}")
 
     @property
     def blocking(self) -> bool:
@@ -224,9 +232,7 @@ class WorkerView:
         rounds: Rounds decided since the last one that launched something (common).
         launch_step: Local step of the last launch.
         in_flight_steps: Local step at the launch of each part in flight, the oldest first.
-        queued: Number of parts that a round has decided to launch and that wait for an earlier
-            launch of the same part to land.
-        ready: True if the next part in turn is not in flight and no part is queued.
+        ready: True if the next part in turn is not in flight.
         gradient_norm_squared: ‖g‖² of the current step before clipping, summed over the optimizers
             that a vote covers. Measured if the strategy sets ``gradient_norm``.
         sent_squared: ‖u‖² of the updates that landed, exponentially smoothed over five passes of
@@ -255,7 +261,6 @@ class WorkerView:
     rounds: int = 0
     launch_step: int = 0
     in_flight_steps: list[int] = field(default_factory=list)
-    queued: int = transient(default=0)
     ready: bool = transient(default=True)
     gradient_norm_squared: float = transient(default=0.0)
     sent_squared: float = 0.0
@@ -287,7 +292,7 @@ class Strategy(ABC):
     """When workers synchronize, and whether any worker waits."""
 
     name: ClassVar[str] = ""
-    """Short name in the text form. Strategies outside this package are named by module and class."""
+    """Short name in the text form. Custom strategies are named by module and class."""
 
     gradient_norm: ClassVar[bool] = False
     """Measure ‖g‖² in every step, before gradients are clipped."""
@@ -312,8 +317,9 @@ class Strategy(ABC):
     def due(self, worker: WorkerView) -> float:
         """0: no round after this step. Otherwise the number of parts this worker would launch.
 
-        With ``lands="arrived"`` every worker starts a round when it likes; it is decided once all
-        have. Otherwise the workers that step must agree, as a fixed schedule does.
+        With ``lands="arrived"`` every worker starts a round when it likes, and the round is decided
+        once all have; the next one starts after its parts were launched. Otherwise the workers that
+        step must agree, as a fixed schedule does.
         """
         return 1.0
 

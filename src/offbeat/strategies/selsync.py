@@ -71,9 +71,10 @@ class SelSync(Strategy):
         optimizer_state: "average" also averages the optimizers' state at each mean of the
             parameters.
 
-    A non-finite norm sets no flag and leaves m unchanged (see ``RelativeChange``). ``Stats.details``
-    counts ``norms_not_finite``, and the first one is logged. Synchronizations forced by
-    ``warmup_steps`` and ``max_interval`` come on top of those that ``target_lssr`` aims at.
+    A non-finite norm sets no flag and leaves m unchanged (see ``RelativeChange``).
+    ``Stats.details`` counts ``norms_not_finite``, and the first one is logged. Synchronizations
+    forced by ``warmup_steps`` and ``max_interval`` come on top of those that ``target_lssr`` aims
+    at.
 
     *Communication*: nine numbers a step, and the model (or the gradients) if any flag is set;
     1/(1 − LSSR) times less than BSP. *Memory*: one flat copy of the model. *State*: m, δ, counters.

@@ -150,7 +150,7 @@ class StreamingAveraging(Strategy):
         if self.schedule == "cyclic":
             return float(worker.since_launch >= self._cycle(worker.count)[0])
         room = self._room(worker)
-        return room if room >= 1 and not worker.queued else 0.0
+        return room if room >= 1 else 0.0
 
     @staticmethod
     def _room(worker: WorkerView) -> float:

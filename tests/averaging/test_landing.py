@@ -18,10 +18,10 @@ from offbeat.fabric.communicator import Wrapper
 from offbeat.fabric.faults import Fault
 from offbeat.fabric.host import ThreadHost
 from offbeat.fabric.operation import Operation
-from offbeat.means import InFlight, gradient_mean, landing, replica
-from offbeat.means.gradient_mean import gradient_buckets
-from offbeat.means.landing import Landing, bucket_landing, land
-from offbeat.means.replica import Bucket
+from offbeat.averaging import InFlight, gradient_mean, landing, replica
+from offbeat.averaging.gradients import gradient_buckets
+from offbeat.averaging.landing import Landing, bucket_landing, land
+from offbeat.averaging.replica import Bucket
 from offbeat.strategies import worker
 
 # -- by hand --------------------------------------------------------------------------------------

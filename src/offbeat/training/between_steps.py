@@ -1,4 +1,4 @@
-"""All workers between two steps, for something that is not training, such as a checkpoint."""
+"""What a checkpoint needs of a synchronizer, between two steps of all workers."""
 
 import json
 from collections.abc import Callable
@@ -10,20 +10,20 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from offbeat.strategies.base import Worker
+from offbeat.averaging import Worker
 
 
 @dataclass(frozen=True)
-class Aside:
-    """What is done there sees of the synchronizer.
+class BetweenSteps:
+    """A synchronizer between two steps.
 
     Attributes:
-        model: The attached one.
-        worker: This one.
-        guard: Around all that communicates.
-        state: Gives the state of the synchronizer. A collective.
+        model: The attached model.
+        worker: This worker.
+        guard: Context around all communication.
+        state: Returns the state of the synchronizer. A collective.
         check: Raises CheckpointError unless the synchronizer can load this state.
-        divided: Whether this worker holds shards of the model.
+        divided: True if this worker holds shards of the model.
     """
 
     model: nn.Module
@@ -35,26 +35,26 @@ class Aside:
 
     @property
     def rank(self) -> int:
-        """This process's number."""
+        """Number of this process."""
         return self.worker.team.everyone.rank
 
     @property
     def size(self) -> int:
-        """The number of processes."""
+        """Number of processes."""
         return self.worker.team.everyone.size
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The attached ones."""
-        return [part.optimizer for part in self.worker.parts]
+        """The attached optimizers."""
+        return [one.optimizer for one in self.worker.optimizers]
 
     @property
     def device(self) -> torch.device:
-        """Of the model."""
-        return self.worker.parts[0].parameters[0].device
+        """Device of the model."""
+        return self.worker.optimizers[0].parameters[0].device
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """Every process's plain value, in rank order."""
+        """The plain value of every process, in rank order. A collective."""
         payload, everyone = json.dumps(value).encode(), self.worker.team.everyone
         with self.guard:
             return [json.loads(one) for one in everyone.gather_bytes(payload, what=what)]

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from loops import bits
-from offbeat.means import replica
-from offbeat.means.replica import (
+from offbeat.averaging import replica
+from offbeat.averaging.replica import (
     BUCKET_BYTES,
     Bucket,
     Replica,

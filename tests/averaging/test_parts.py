@@ -14,8 +14,8 @@ from torch import Tensor
 from loops import bits
 from offbeat.checkpoint import load, save
 from offbeat.fabric import Completed, Team, Wire, open_communicator
-from offbeat.means import InFlight, Outer
-from offbeat.means.in_flight import cut
+from offbeat.averaging import InFlight, Outer
+from offbeat.averaging.in_flight import cut
 from problems import OPTIMIZERS, flat, make_batch, make_model, train_step
 from worlds import run
 

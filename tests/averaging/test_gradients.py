@@ -9,8 +9,8 @@ from torch import Tensor, nn
 import offbeat
 from loops import attach
 from offbeat.fabric import Team, Wire, open_communicator
-from offbeat.means import GradientMean
-from offbeat.means.gradient_mean import gradient_buckets
+from offbeat.averaging import GradientMean
+from offbeat.averaging.gradients import gradient_buckets
 from offbeat.strategies import worker
 from offbeat.strategies.base import Strategy
 from problems import make_wide, wide_loss

@@ -13,7 +13,7 @@ from loops import attach, bits, close, error_of, everything
 from offbeat.fabric import Communicator, Handle, Team, Wire, open_communicator
 from offbeat.fabric.communicator import Wrapper
 from offbeat.fabric.operation import Operation
-from offbeat.means import ModelMean, Replica
+from offbeat.averaging import ModelMean, Replica
 from problems import OPTIMIZERS, Simulated, flat, loss_of, make_batch, train_step
 from worlds import run
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from offbeat.means.replica import as_real
-from offbeat.means.run import Difference, Run
+from offbeat.averaging.replica import as_real
+from offbeat.averaging.flat_view import Difference, Run
 
 
 def tensors(dtype: torch.dtype) -> list[Tensor]:
