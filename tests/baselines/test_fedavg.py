@@ -307,6 +307,50 @@ def test_buffers_go_with_the_models(unselected: str) -> None:
     assert [result["counted"] for result in results] == [12] * 3, "rank 2 has seen the most"
 
 
+BAD_STEP = 2  # the third step
+
+
+def one_is_nan(rank: int, size: int, strategy: FedAvg, bad: int, non_finite: str) -> Any:
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    sync = offbeat.attach(model, optimizer, strategy, non_finite=non_finite, timeout_seconds=20)
+    text = ""
+    try:
+        for step in range(8):
+            x, y = make_batch(rank, step)
+            take_step(model, optimizer, (x * math.nan if (rank, step) == (bad, BAD_STEP) else x, y))
+    except offbeat.OffbeatError as error:
+        text = str(error)
+    step = sync.step
+    sync.detach()
+    return text, step, bool(flat(model).isfinite().all()), sync.stats.details.get("non_finite", 0)
+
+
+def test_only_drawn_workers_are_looked_at() -> None:
+    """A worker that is not drawn sends nothing: the round in which it is drawn raises."""
+    strategy = FedAvg(period=1, fraction=0.34)  # one worker in a round
+    draws = drawn_by(strategy, 3, 8)
+    for bad in range(3):
+        rounds = [i for i, draw in enumerate(draws) if bad in draw and i >= BAD_STEP]
+        results = run(one_is_nan, strategy, bad, "raise", workers=3)
+        for rank, (text, step, finite, found) in enumerate(results):
+            if rounds:
+                want = f"rank {bad} would contribute NaN or infinity to the mean at step "
+                assert text.startswith(f"{want}{rounds[0] + 1};")
+                assert step == rounds[0], "completed steps"
+            else:
+                assert text == ""
+            assert finite == (rank != bad)
+            assert found == (rank == bad and bool(rounds))
+
+
+def test_with_warn_the_mean_is_not_finite(caplog: pytest.LogCaptureFixture) -> None:
+    results = run(one_is_nan, FedAvg(period=4), 1, "warn", workers=3)
+    assert [(text, finite) for text, _, finite, _ in results] == [("", False)] * 3
+    logged = [r.getMessage() for r in caplog.records if "would contribute" in r.getMessage()]
+    assert sorted(one[:7] for one in logged) == ["rank 0:", "rank 1:", "rank 2:"]
+
+
 def wrong_length(rank: int, size: int) -> str:
     model = make_model(seed=rank)
     optimizer = OPTIMIZERS["sgd"](model.parameters())

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import math
 import os
 import signal
 import subprocess
@@ -272,6 +273,62 @@ def test_evaluation_does_not_change_training(strategy: Strategy) -> None:
         return flat(model)
 
     assert torch.equal(*(run(looking, look, workers=1)[0] for look in (False, True)))
+
+
+# -- non-finite values --------------------------------------------------------------------------
+
+BAD_RANK, BAD_STEP = 1, 2  # the third step
+PUSHING: list[Strategy] = [SSP(staleness=1), EASGD(period=2), Downpour()]
+
+
+def push_nan(rank: int, size: int, strategy: Strategy, non_finite: str) -> Any:
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    sync = attach(model, optimizer, strategy, non_finite=non_finite)
+
+    def loop() -> None:
+        for step in range(8):
+            x, y = make_batch(rank, step)
+            bad = (rank, step) == (BAD_RANK, BAD_STEP)
+            train_step(model, optimizer, (x * math.nan if bad else x, y))
+        sync.finish()
+
+    kinds, text = error_of(loop)
+    sync.detach()
+    return kinds, text, sync.step, bool(flat(model).isfinite().all()), sync.stats.details
+
+
+@pytest.mark.parametrize("strategy", some(PUSHING, 0), ids=str)
+def test_non_finite_values_are_not_pushed(strategy: Strategy) -> None:
+    """The worker itself raises; the models of the others are finite when they learn of it."""
+    results = run(push_nan, strategy, "raise", workers=3)
+    for rank, (kinds, message, step, finite, details) in enumerate(results):
+        if rank == BAD_RANK:
+            assert kinds[0] == "OffbeatError"
+            found = f"rank {rank} would push NaN or infinity to the parameter server at step "
+            assert message.startswith(found)
+            named = int(message.removeprefix(found).split(";")[0])
+            assert named in (step, step + 1), "after the last step, or in one"
+            assert step >= BAD_STEP
+            assert details["non_finite"] == 1
+        else:
+            assert kinds[0] == "CommunicationError"
+            assert f"lost the connection to rank {BAD_RANK}, which gave up" in message
+            assert finite
+
+
+@pytest.mark.parametrize("strategy", PUSHING, ids=str)
+def test_a_non_finite_push_is_logged_once(
+    strategy: Strategy, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By each worker; with "warn" all models receive it."""
+    results = simulate(lambda: push_nan(dist.get_rank(), 3, strategy, "warn"), workers=3).results
+    logged = [r.getMessage() for r in caplog.records if "would push" in r.getMessage()]
+    ranks = [int(one.split()[1]) for one in logged]
+    assert ranks[0] == BAD_RANK
+    assert len({*ranks}) == len(ranks), "the others once it has come back to them"
+    assert [kinds for kinds, *_ in results] == [[]] * 3
+    assert not any(finite for *_, finite, _ in results)
 
 
 # -- failures -------------------------------------------------------------------------------------
