@@ -36,8 +36,8 @@ class AdagradRule(Rule):
         squares: q.
     """
 
-    lr: float = transient()
-    squares: Tensor
+    lr: float = transient(default=1.0)
+    squares: Tensor = field(default_factory=lambda: torch.empty(0))
 
     @override
     def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
