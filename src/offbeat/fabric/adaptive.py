@@ -22,7 +22,7 @@ MOST_WAITING = 0.1
 CHOICES: tuple[Precision, ...] = ("float32", "bfloat16", "int8")
 """Fewer bits suit parts with error feedback in the model only: fed back from a memory, their
 quantization error grows large."""
-_BITS = {one: sum_bits(one) for one in CHOICES}
+_BITS: dict[str, float] = {one: sum_bits(one) for one in CHOICES}
 _MARGIN = 0.5  # more bits are tried if they should use half of the allowed waiting; else they flap
 _LEAST_STEPS = 16  # local steps between two looks at the measurements
 _LEAST_SUMS = 4  # sums of the same stream between two looks
