@@ -99,12 +99,12 @@ class AdaptiveWire(Wire):
         """A round is decided: look at the tally of the round before.
 
         Args:
-            sums: Numbers of this round, those of ``measured`` last.
+            sums: Sums of ``measured`` over the workers.
         """
         before, self._before = self._before, sums
         if before is None or self._team.size == 1:
             return
-        steps, seconds, *waits = before.wait()[-self.slots :]
+        steps, seconds, *waits = before.wait()
         if self._stale:
             self._stale -= 1
             return
