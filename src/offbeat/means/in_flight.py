@@ -23,6 +23,7 @@ from offbeat.fabric.numbers import Numbers, Packed, Plain, Update
 from offbeat.fabric.wire import Precision
 from offbeat.kernels import Kernels
 from offbeat.means.replica import (
+    BUCKET_BYTES,
     Bucket,
     add_clamped,
     add_to,
@@ -143,8 +144,9 @@ class InFlight:
         self._outer, self._keeps_steps = outer, keeps_steps
         self._keeps_residual = keeps_residual
         self._parameters = tensors if callable(tensors) else None
-        parameters = make_buckets(tensors() if callable(tensors) else tensors)
-        self.buckets = [*parameters, *make_buckets(buffers())]
+        self._bucket_bytes = BUCKET_BYTES / team.host.scale
+        parameters = make_buckets(tensors() if callable(tensors) else tensors, self._bucket_bytes)
+        self.buckets = [*parameters, *make_buckets(buffers(), self._bucket_bytes)]
         self.parameter_buckets = len(parameters)
         self.base = [_copy(b, dtype) for b in parameters] if anchored else []
         if keeps_residual:
@@ -362,10 +364,11 @@ class InFlight:
     def _find_tensors(self) -> None:
         """As they are now: modules rebind buffers, and may be moved."""
         if self._parameters is not None:
-            groups = group_tensors(t for t in self._parameters() if t.numel())
+            own = (t for t in self._parameters() if t.numel())
+            groups = group_tensors(own, self._bucket_bytes)
             for bucket, tensors in zip(self.buckets[: self.parameter_buckets], groups, strict=True):
                 bucket.tensors = tensors
-        groups = group_tensors(t for t in self._buffers() if t.numel())
+        groups = group_tensors((t for t in self._buffers() if t.numel()), self._bucket_bytes)
         for bucket, tensors in zip(self.buckets[self.parameter_buckets :], groups, strict=True):
             bucket.tensors = tensors
 
@@ -377,7 +380,8 @@ class InFlight:
         squares, start = np.zeros(2), 0
         while start < base.numel():
             count = min(step, base.numel() - start)
-            loops = None if show else compiled(scratch, base, *self.velocity[i : i + 1])
+            compiles = not show and self._team.host.scale == 1
+            loops = compiled(scratch, base, *self.velocity[i : i + 1]) if compiles else None
             packed = None if loops is None else total.packed(start, count)
             sent = None if packed is None else update.sent.packed(start, packed.count)
             if loops is not None and packed is not None and sent is not None:

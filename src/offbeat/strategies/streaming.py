@@ -185,7 +185,8 @@ class StreamingAveraging(Strategy):
     def start(self, worker: Worker) -> StreamingState:
         """Every worker holds P."""
         tensors = [p for _, p in worker.replica.parameters]
-        cuts = cut_evenly(tensors, self._count(sum(t.nbytes for t in tensors)))
+        size = worker.team.host.scale * sum(t.nbytes for t in tensors)
+        cuts = cut_evenly(tensors, self._count(size))
         fades = worker.size > 1 and self.outer_gain != 1
         return StreamingState(
             [

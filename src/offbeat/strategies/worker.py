@@ -26,16 +26,18 @@ class Part:
         index: Of the optimizer, as given to ``attach``.
         optimizer: It.
         parameters: In the model's order.
+        scale: ``Host.scale``.
     """
 
     index: int
     optimizer: torch.optim.Optimizer
     parameters: list[nn.Parameter]
+    scale: float = 1.0
 
     @cached_property
     def buckets(self) -> list[list[nn.Parameter]]:
         """The parameters in buckets, in the order in which backward completes them."""
-        return gradient_buckets(self.parameters)
+        return gradient_buckets(self.parameters, scale=self.scale)
 
     def gradients(self) -> list[Tensor]:
         """The gradients that are there now."""
