@@ -23,12 +23,14 @@ __all__ = [
     "DiLoCo",
     "Downpour",
     "FedAvg",
+    "Forecast",
     "JsonLines",
     "LinearScalingWarmup",
     "LocalSGD",
     "MismatchError",
     "Network",
     "OffbeatError",
+    "Plan",
     "SelSync",
     "Simulation",
     "Stats",
@@ -42,6 +44,7 @@ __all__ = [
     "join",
     "load",
     "parse_strategy",
+    "plan",
     "recalibrate_batchnorm",
     "save",
     "simulate",
@@ -59,6 +62,7 @@ if TYPE_CHECKING:
         OffbeatError,
     )
     from offbeat.fabric import join
+    from offbeat.plan import Forecast, Plan, plan
     from offbeat.schedule import LinearScalingWarmup
     from offbeat.simulate import Compute, Network, Simulation, simulate
     from offbeat.strategies import (
@@ -84,7 +88,8 @@ else:
         __name__,
         __all__,
         (
-            *("data", "batchnorm", "errors", "fabric", "schedule", "simulate", "strategies"),
+            *("data", "batchnorm", "errors", "fabric", "plan", "schedule", "simulate"),
+            "strategies",
             *("telemetry", "training.attach", "training.checkpoints", "training.synchronizer"),
         ),
     )
@@ -95,10 +100,10 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keeps ``simulate`` the function, whenever the package of that name is imported."""
+    """Keeps ``simulate`` and ``plan`` functions, whenever packages of these names are imported."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name != "simulate" or not isinstance(value, ModuleType):
+        if name not in ("simulate", "plan") or not isinstance(value, ModuleType):
             super().__setattr__(name, value)
 
     def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:
