@@ -9,8 +9,6 @@ from typing_extensions import override
 from offbeat.means import InFlight, Outer
 from offbeat.strategies.base import (
     Averages,
-    Costs,
-    Forecast,
     NonFinite,
     Roll,
     Round,
@@ -21,7 +19,6 @@ from offbeat.strategies.base import (
     setting,
     transient,
 )
-from offbeat.strategies.forecast import ROLL_BYTES, number
 
 
 @dataclass
@@ -265,65 +262,3 @@ class AsyncAveraging(Strategy):
         if self.schedule == "eager":
             meet()
         self._arrive(worker.state, worker.size)
-
-    @override
-    def forecast(self, costs: Costs) -> Forecast:
-        """A merge beside each cycle of β = τ/2 steps; eager, one merge after the other.
-
-            cyclic:  step = C(β, d)/β
-            eager:   step = t + w/n                 + W(1) − t if w > 0
-
-        d is r + m, ``Costs.merge_seconds``. Eager, a merge takes n steps and waits w seconds; in
-        nodes of several workers these agree in each step on what has arrived.
-        """
-        roll = costs.roll_seconds
-        merge = costs.merge_seconds(costs.model_bytes, self.staleness // 2, roll)
-        if self.schedule == "cyclic":
-            steps: float = self.staleness // 2
-            step, waits = costs.pipelined(steps, merge) / steps, merge > steps * costs.step_seconds
-            note = f"a merge of {costs.in_steps(merge)} "
-            note += f"{'outlasts its' if waits else 'behind a'} cycle of {number(steps)}"
-        else:
-            steps, waited = self._eager_merge(costs)
-            step = costs.step_seconds + waited / steps + costs.agree_seconds(1)
-            if waited:  # who never reaches the bound never waits for anybody
-                step += costs.slowest(1) - costs.step_seconds
-            note = f"a merge every {number(steps)} steps, "
-            note += "waits at the bound" if waited else "never reaches the bound"
-        outer = Outer(self.outer_lr, self.outer_momentum)
-        anchors = float(costs.lossy or not outer.plain) + (outer.momentum > 0)
-        return costs.forecast(
-            self,
-            step=step,
-            apart=self.staleness,
-            payload=(ROLL_BYTES + costs.mean_bytes(costs.model_bytes)) / steps,
-            copies=2 + anchors + costs.error_copies,
-            note=note,
-        )
-
-    def _eager_merge(self, costs: Costs) -> tuple[float, float]:
-        """Own steps and waiting seconds a merge, on average, with workers in step.
-
-        Roll and merge end at step boundaries, if own steps do not reach τ before. Follows merge
-        after merge from landing to landing, until one begins as an earlier one did.
-        """
-        step, roll = costs.step_seconds, costs.roll_seconds
-        seen: dict[int, int] = {}  # own steps past P just after landing: which merge
-        history: list[tuple[int, float]] = []
-        past = 1
-        while past not in seen:
-            seen[past] = len(history)
-            steps = before = max(past, 1) - past  # a roll is called with a new step only
-            past += before
-            rolling = min(costs.steps_for(roll), self.staleness - past)
-            past += rolling
-            left = self.staleness - past
-            merge = costs.merge_seconds(costs.model_bytes, left)
-            merging = min(costs.steps_for(merge), left)
-            steps += rolling + merging
-            waited = max(0.0, roll - rolling * step) + max(0.0, merge - merging * step)
-            rounding = 2e-9 * (roll + merge)  # what steps_for lets pass
-            history.append((steps, waited if waited > rounding else 0.0))
-            past = merging  # the snapshot was taken when the merge began
-        period = history[seen[past] :]
-        return sum(s for s, _ in period) / len(period), sum(w for _, w in period) / len(period)

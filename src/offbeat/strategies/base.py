@@ -13,7 +13,7 @@ so a worker that is out of data takes part without a line of the strategy's.
 
 The *moments* are for algorithms that do more than rounds: ``gradients``, ``bucket_ready``,
 ``stepped``, ``iterated``, ``meet``, ``catch_up``, ``consensus``, ``before_save``, ``after_load``.
-By default nothing happens at them. ``forecast`` says what a step costs.
+By default nothing happens at them.
 """
 
 import dataclasses
@@ -26,15 +26,12 @@ from offbeat.arguments import check_settings, setting
 from offbeat.checkpoint import transient
 from offbeat.fabric import Handle
 from offbeat.fabric.wire import Precision
-from offbeat.strategies.forecast import Costs, Forecast
 from offbeat.strategies.roll import Ballot, Roll, Round, Vote
 from offbeat.strategies.worker import Part, Worker
 
 __all__ = [
     "Averages",
     "Ballot",
-    "Costs",
-    "Forecast",
     "Handle",
     "NonFinite",
     "Part",
@@ -301,19 +298,6 @@ class Strategy(ABC):
 
     def after_load(self, worker: Worker) -> None:  # noqa: B027
         """The state was loaded."""
-
-    # -- what it would cost ----------------------------------------------------------------------
-
-    def forecast(self, costs: Costs) -> Forecast:
-        """How long a step takes on a given cluster, and what is sent: ``costs.forecast(…)``.
-
-        Raises:
-            ValueError: this strategy does not say so.
-        """
-        raise ValueError(
-            f"there is no forecast for {self}: a strategy of one's own is planned once it defines "
-            "forecast(costs), as LocalSGD does"
-        )
 
     # -- text ------------------------------------------------------------------------------------
 

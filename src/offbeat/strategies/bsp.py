@@ -1,6 +1,5 @@
 """Bulk synchronous parallel: every step uses the mean gradient of all workers."""
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,8 +10,6 @@ from offbeat.means import GradientMean
 from offbeat.strategies.base import (
     Averages,
     Ballot,
-    Costs,
-    Forecast,
     NonFinite,
     Part,
     Roll,
@@ -22,7 +19,6 @@ from offbeat.strategies.base import (
     Worker,
     transient,
 )
-from offbeat.strategies.forecast import percent
 
 
 @dataclass
@@ -109,31 +105,3 @@ class BSP(Strategy):
     def consensus(self, worker: Worker, roll: Roll, *, final: bool) -> None:
         """The parameters are equal; the statistics in the buffers become their mean."""
         worker.average_buffers(final=final)
-
-    @override
-    def forecast(self, costs: Costs) -> Forecast:
-        """All but the last bucket of gradients leave while backward runs.
-
-            step = the end of a pipeline of buckets beside W(1) of computing
-            overlapped, at least: max(W(1), m)
-
-        The pipeline is that of ``Costs.gradients_seconds``.
-        """
-        slowest, numbers = costs.slowest(1), Ballot.SLOTS + 2
-        step = costs.gradients_seconds(slowest, numbers, overlap=True)
-        mean = costs.gradients_seconds(0.0, numbers, overlap=False)
-        note = f"a mean of {costs.in_steps(mean)} beside backward; "
-        note += f"without overlap {percent(costs.idle(slowest + mean))} idle"
-        if costs.node is not None:
-            note = f"a mean of {costs.in_steps(mean)} after that inside the node"
-        elif math.isclose(step, slowest + mean):
-            note = f"a mean of {costs.in_steps(mean)} after backward: a single bucket"
-        return costs.forecast(
-            self,
-            step=step,
-            overlapped=max(slowest, mean),
-            apart=0,
-            payload=costs.gradients_bytes(numbers),
-            copies=costs.gradient_copies(overlap=True),
-            note=note,
-        )

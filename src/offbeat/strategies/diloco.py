@@ -11,8 +11,6 @@ from offbeat.means import InFlight, Outer
 from offbeat.means.in_flight import cut
 from offbeat.strategies.base import (
     Averages,
-    Costs,
-    Forecast,
     NonFinite,
     Roll,
     Round,
@@ -21,7 +19,6 @@ from offbeat.strategies.base import (
     Worker,
     setting,
 )
-from offbeat.strategies.forecast import ROLL_BYTES, number
 
 
 @dataclass
@@ -268,34 +265,3 @@ class DiLoCo(Strategy):
         """Let the fragments in flight arrive, without applying them."""
         for fragment in worker.state.fragments:
             fragment.wait()
-
-    @override
-    def forecast(self, costs: Costs) -> Forecast:
-        """A fragment every h = H/P steps, of which k go on while it travels.
-
-            q = max(1, ⌈k/h⌉);  l = q·h − k
-            step = max(C(h, (d + l·t)/q), d, (d + W(l))/q)/h
-
-        d is r + m(M/P), ``Costs.merge_seconds``. A landing comes l steps before the q-th launch
-        after its own.
-        """
-        size, steps = costs.model_bytes / self.fragments, self.period / self.fragments
-        merge = costs.merge_seconds(size, self.overlap, costs.roll_seconds)
-        launches = max(1, -(-self.overlap * self.fragments // self.period))
-        left = launches * steps - self.overlap
-        cycle = max(
-            costs.pipelined(steps, (merge + left * costs.step_seconds) / launches),
-            merge,
-            (merge + costs.slowest(left)) / launches,
-        )
-        outer = {None: 1.0, "float32": 1.0, "bfloat16": 0.5, "float64": 2.0}[self.outer_dtype]
-        outer *= 1 + (self.outer_momentum > 0)
-        shown = f"a mean of {costs.in_steps(merge)} every {number(steps)}"
-        return costs.forecast(
-            self,
-            step=cycle / steps,
-            apart=self.period + self.overlap,
-            payload=(ROLL_BYTES + costs.mean_bytes(size)) / steps,
-            copies=outer + (2 if self.overlap else 1 / self.fragments) + costs.error_copies,
-            note=f"{shown}, beside {self.overlap} steps" if self.overlap else shown,
-        )

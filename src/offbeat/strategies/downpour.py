@@ -1,7 +1,6 @@
 """Downpour SGD: workers push gradients to a server with its own optimizer, and fetch its model."""
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -11,10 +10,8 @@ from typing_extensions import override
 
 from offbeat.fabric.shard import NEVER, RequestKind, Rule
 from offbeat.means.replica import as_real, read, unpack
-from offbeat.strategies.base import Costs, Forecast, Part, Worker, setting, transient
+from offbeat.strategies.base import Part, Worker, setting, transient
 from offbeat.strategies.server import ServerState, ServerStrategy
-
-_MOST_REQUESTS = 2_000  # that a forecast plays until they repeat themselves
 
 
 class _Optimize(Rule):
@@ -274,61 +271,6 @@ class Downpour(ServerStrategy):
             state.sum.zero_()
             state.unpushed = 0
             state.server.push_last()
-
-    @override
-    def forecast(self, costs: Costs) -> Forecast:
-        """Nobody waits: step = t. How often a request fits in is played (``_requests``).
-
-        A node of several workers agrees twice a step on whether an answer has come, while one is
-        under way, and puts it together; over a lossy wire what rounding has kept of G, too.
-        """
-        server = costs.server(self.servers)
-        seconds: dict[RequestKind, float] = {
-            "push": server.push_seconds(),
-            "pull": server.pull_seconds(),
-            "push_pull": server.exchange_seconds(),
-        }
-        steps = {kind: costs.steps_for(took) for kind, took in seconds.items()}
-        each, travels = self._requests(steps), steps["push_pull"]
-        agreed = sum(2 * steps[kind] * often for kind, often in each.items())
-        inside = agreed * server.agree_seconds
-        inside += (each["pull"] + each["push_pull"]) * server.landing_seconds
-        inside += (each["push"] + each["push_pull"]) * server.handing_seconds
-        return costs.forecast(
-            self,
-            step=costs.step_seconds + inside,
-            apart=max(self.push_every, self.fetch_every, travels) + travels,
-            payload=server.sent_bytes(each["push"] + each["push_pull"], each["pull"]),
-            copies=3
-            + server.copies(self.pushes)
-            + (self.server_optimizer == "adagrad") / server.shards,
-            note=f"an exchange takes {costs.in_steps(seconds['push_pull'])}; nobody waits for it",
-        )
-
-    def _requests(self, steps_for: Mapping[RequestKind, int]) -> dict[RequestKind, float]:
-        """Requests of each kind in a step, once what happens repeats itself.
-
-        At step m a request follows one of step n that takes k steps, when something is due:
-
-            m = max(n + k, the next multiple of n_push or n_fetch after n)
-        """
-        cycle = math.lcm(self.push_every, self.fetch_every)
-        sent: list[RequestKind] = []
-        seen: dict[tuple[int, RequestKind], tuple[int, int]] = {}  # step and number of a request
-        step, least = 0, 0
-        while True:
-            push_at, fetch_at = (
-                (step // every + 1) * every for every in (self.push_every, self.fetch_every)
-            )
-            step = max(least, min(push_at, fetch_at))
-            kind = _kind(push_at <= step, fetch_at <= step)
-            first, number = seen.setdefault((step % cycle, kind), (step, len(sent)))
-            if first < step or len(sent) == _MOST_REQUESTS:
-                counted = sent[number:] if first < step else sent
-                steps = step - first if first < step else step
-                return {one: counted.count(one) / steps for one in steps_for}
-            sent.append(kind)
-            least = step + steps_for[kind]
 
 
 def _kind(push: bool, fetch: bool) -> RequestKind:

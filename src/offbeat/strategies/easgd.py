@@ -10,7 +10,7 @@ from typing_extensions import override
 from offbeat.fabric.link import Pushes
 from offbeat.fabric.shard import Rule
 from offbeat.means.replica import add_to, read
-from offbeat.strategies.base import Costs, Forecast, Part, Worker, setting, transient
+from offbeat.strategies.base import Part, Worker, setting, transient
 from offbeat.strategies.server import ServerState, ServerStrategy
 
 
@@ -183,28 +183,3 @@ class EASGD(ServerStrategy):
         read(worker.state.tensors, worker.state.server.stage())
         self.look(worker, worker.state.server.values)
         worker.state.server.push()
-
-    @override
-    def forecast(self, costs: Costs) -> Forecast:
-        """An exchange every τ steps, which is waited for.
-
-            step = (τ·t + exchange)/τ
-            synchronous:  step = (W(τ) + meeting)/τ
-
-        At least what a server's link needs. The seconds are those of ``ServerCosts``; in nodes the
-        answer has still to be put together.
-        """
-        server, period = costs.server(self.servers), self.period
-        exchange = server.meeting_seconds() if self.synchronous else server.exchange_seconds()
-        exchange += server.agree_seconds + server.landing_seconds
-        steps = costs.slowest(period) if self.synchronous else period * costs.step_seconds
-        alpha = self._alpha(costs.workers)
-        moves = costs.workers if self.synchronous else 1
-        return costs.forecast(
-            self,
-            step=max(steps + exchange, server.busy_seconds(1, 1)) / period,
-            apart=period / alpha,
-            payload=server.sent_bytes(1) / period,
-            copies=1 + server.copies(self.pushes) + moves / server.shards,
-            note=f"spreads an exchange of {costs.in_steps(exchange)} over {period}",
-        )

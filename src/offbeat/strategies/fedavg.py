@@ -10,8 +10,6 @@ from typing_extensions import override
 
 from offbeat.arguments import POSITIVE, require_number, setting
 from offbeat.strategies.base import (
-    Costs,
-    Forecast,
     NonFinite,
     Roll,
     Round,
@@ -19,7 +17,6 @@ from offbeat.strategies.base import (
     Vote,
     Worker,
 )
-from offbeat.strategies.forecast import ROLL_BYTES, number
 
 _PURPOSE = int.from_bytes(b"fedavg", "big")  # in (seed, purpose, round)
 _FINEST = 10**6  # decimals are read as fractions with at most this denominator: 0.1 is 1/10
@@ -221,23 +218,3 @@ class FedAvg(Strategy):
         if self._leaves_all_equal(worker) or (roll.not_finite and worker.leaves_out):
             total = roll.measure
         worker.average_all(roll.own.measure, total, final=final)
-
-    @override
-    def forecast(self, costs: Costs) -> Forecast:
-        """A mean every H steps, to which those that were not drawn send zeros: as ``LocalSGD``.
-
-            step = (W(H) + r + m)/H
-
-        H is S/E on average where rounds are given by the epoch.
-        """
-        period = self.period or (self.steps_per_epoch or 1) / (self.rounds_per_epoch or 1)
-        mean = costs.mean_seconds(costs.model_bytes)
-        kept = 1 if self.unselected == "restart" else self._count(costs.workers) / costs.workers
-        return costs.forecast(
-            self,
-            step=(costs.slowest(period) + costs.roll_seconds + mean) / period,
-            apart=period / kept,
-            payload=(ROLL_BYTES + costs.mean_bytes(costs.model_bytes)) / period,
-            copies=costs.mean_copies,
-            note=f"spreads a mean of {costs.in_steps(mean)} over {number(period)}",
-        )

@@ -5,8 +5,7 @@ from typing import ClassVar
 
 from typing_extensions import override
 
-from offbeat.strategies.base import Costs, Forecast, NonFinite, Strategy, Worker, setting
-from offbeat.strategies.forecast import ROLL_BYTES
+from offbeat.strategies.base import NonFinite, Strategy, Worker, setting
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -41,21 +40,3 @@ class LocalSGD(Strategy):
     def due(self, worker: Worker) -> bool:
         period = 1 if worker.step <= self.warmup_steps else self.period
         return worker.steps_since_sync >= period
-
-    @override
-    def forecast(self, costs: Costs) -> Forecast:
-        """Past the first steps: every H steps all wait for the slowest, the roll and the mean.
-
-            step = (W(H) + r + m)/H
-
-        The letters are those of ``Costs``.
-        """
-        period, mean = self.period, costs.mean_seconds(costs.model_bytes)
-        return costs.forecast(
-            self,
-            step=(costs.slowest(period) + costs.roll_seconds + mean) / period,
-            apart=period,
-            payload=(ROLL_BYTES + costs.mean_bytes(costs.model_bytes)) / period,
-            copies=costs.mean_copies,
-            note=f"spreads a mean of {costs.in_steps(mean)} over {period}",
-        )

@@ -12,8 +12,6 @@ from offbeat.means import GradientMean
 from offbeat.significance import RelativeChange, ThresholdController
 from offbeat.strategies.base import (
     Averages,
-    Costs,
-    Forecast,
     NonFinite,
     Part,
     Roll,
@@ -25,8 +23,6 @@ from offbeat.strategies.base import (
     setting,
     transient,
 )
-from offbeat.strategies.forecast import ROLL_BYTES, percent
-from offbeat.units import show_seconds
 
 logger = logging.getLogger("offbeat")
 _TARGET_LSSR = 0.9
@@ -272,44 +268,6 @@ class SelSync(Strategy):
         state: SelSyncState = worker.state
         state.before = {part: Completed((late[0], late[1])) for part, late in state.late.items()}
 
-    @override
-    def forecast(self, costs: Costs) -> Forecast:
-        """Flags at each step, a mean of models or gradients at a share q of them.
-
-            q = p/(1 − (1 − p)^max_interval),  p = 1 − LSSR
-            blocking:  step = W(1) + r + q·m
-            deferred:  step = max(C(1, r), q·W(1/q)) + q·(min(r, t) + m)
-
-        LSSR is that of ``costs`` where there is no target; q is one over the mean of the intervals
-        to the next flag, if it rises with probability p in each step, or ``max_interval``. Deferred
-        flags have a whole step to arrive; but a mean waits for those of its own step, and for the
-        slowest since the last one.
-        """
-        lssr = costs.lssr if self.target_lssr is None else self.target_lssr
-        if self.target_lssr is None and self.delta in (0, math.inf):
-            lssr = float(self.delta == math.inf)
-        share = _share(1 - lssr, self.max_interval)
-        roll, numbers = costs.roll_seconds, 2
-        if self.aggregate == "parameters":
-            mean, sent = (f(costs.model_bytes) for f in (costs.mean_seconds, costs.mean_bytes))
-            copies = costs.mean_copies
-        else:
-            mean = costs.gradients_seconds(0.0, numbers, overlap=False)
-            sent, copies = costs.gradients_bytes(numbers), costs.gradient_copies(overlap=False)
-        step = costs.slowest(1) + roll + share * mean
-        if self.flags == "deferred":
-            drift = share * costs.slowest(1 / share) if share else 0.0
-            step = max(costs.pipelined(1, roll), drift)
-            step += share * (min(roll, costs.step_seconds) + mean)
-        return costs.forecast(
-            self,
-            step=step,
-            apart=1 / share if share else math.inf,
-            payload=ROLL_BYTES + share * sent,
-            copies=copies,
-            note=f"a mean at {percent(share)} of the steps, flags of {show_seconds(roll)} at each",
-        )
-
     def _tell(self, worker: Worker) -> None:
         """Count a norm that is not finite; the first one is logged."""
         count = worker.details["norms_not_finite"] = worker.details.get("norms_not_finite", 0) + 1
@@ -321,13 +279,6 @@ class SelSync(Strategy):
                 worker.rank,
                 worker.step,
             )
-
-
-def _share(flags: float, max_interval: int | None) -> float:
-    """Of the steps that synchronize, where a share ``flags`` of them asks for it."""
-    if max_interval is None:
-        return flags
-    return flags / (1 - (1 - flags) ** max_interval) if flags else 1 / max_interval
 
 
 def _decision(roll: Roll) -> tuple[float, float]:

@@ -1,7 +1,6 @@
 """SSP: stale synchronous parallel, a parameter server with a bound on how far workers part."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
@@ -10,10 +9,8 @@ from typing_extensions import override
 
 from offbeat.fabric.shard import Rule
 from offbeat.means.replica import as_real, read, unpack
-from offbeat.strategies.base import Costs, Forecast, Worker, setting
-from offbeat.strategies.forecast import number
+from offbeat.strategies.base import Worker, setting
 from offbeat.strategies.server import ServerState, ServerStrategy
-from offbeat.strategies.server_costs import ServerCosts, steady
 
 
 @dataclass
@@ -192,74 +189,3 @@ class SSP(ServerStrategy):
     def met(self, worker: Worker, clock: int) -> None:
         """A worker that was at the meeting may be far behind: the view is as old as its clock."""
         worker.state.slowest = min(worker.state.slowest, clock)
-
-    @override
-    def forecast(self, costs: Costs) -> Forecast:
-        """The steps of workers that all do the same at the same time (``_play``), and jitter.
-
-            s = 0:  step = W(1) + meeting + inside
-            s > 0:  step = played + (C(s, 0) − s·t)/s
-
-        Played is t while an exchange takes at most about (s + 1)/3 steps, and 3·exchange/(s + 1)
-        beyond; lazily, t and an exchange every s steps. The seconds are those of ``ServerCosts``.
-        Inside is what a node of several workers has to do until an answer is put together.
-        """
-        server = self._server(costs)
-        played, requests = steady(self._play(costs))
-        if self.staleness == 0:
-            inside = server.agree_seconds + server.landing_seconds + server.handing_seconds
-            step = costs.slowest(1) + server.meeting_seconds() + inside
-        else:
-            late = costs.pipelined(self.staleness, 0.0) / self.staleness - costs.step_seconds
-            step = max(played + late, server.busy_seconds(1, 1) * requests)
-        seconds = server.exchange_seconds() if self.refresh == "ahead" else server.push_seconds()
-        what = "an exchange" if self.refresh == "ahead" else "a push"
-        return costs.forecast(
-            self,
-            step=step,
-            apart=self.staleness,
-            payload=server.sent_bytes(1) * requests,
-            copies=3 + server.copies(self.pushes),
-            note=f"{what} of {costs.in_steps(seconds)} every {number(1 / requests)}",
-        )
-
-    def _server(self, costs: Costs) -> ServerCosts:
-        server = costs.server(self.servers)
-        return replace(server, node=None) if costs.workers == 1 else server  # it asks nobody
-
-    def _play(self, costs: Costs) -> Iterator[tuple[object, float, int]]:
-        """After each step of ``iterated``: what follows depends on this; seconds; requests so far.
-
-        An answer that the server does not hold back has the clocks of the others' last requests:
-        it is given before theirs of now have come.
-        """
-        server, step, lazy = self._server(costs), costs.step_seconds, self.refresh == "lazy"
-        now = arrives = 0.0
-        clock = slowest = sent = answered = unsent = requests = 0
-        asking, free = False, True
-        while True:
-            now += step
-            clock, unsent = clock + 1, unsent + 1
-            while True:
-                least = clock - self.staleness
-                now += 0.0 if free else server.agree_seconds
-                if not free and arrives <= now + 1e-9 * step:
-                    free = True
-                    if asking:
-                        slowest = max(slowest, answered)
-                        now += server.landing_seconds
-                due = slowest < least
-                if free and (unsent or due):
-                    asking, free, unsent = due or not lazy, False, 0
-                    now += server.handing_seconds
-                    held = asking and min(clock, least + (not lazy)) > sent
-                    answered, sent = clock if held else sent, clock
-                    seconds = server.exchange_seconds() if asking else server.push_seconds()
-                    arrives = now + (server.meeting_seconds() if held else seconds)
-                    requests += 1
-                if not due:
-                    break
-                now = max(now, arrives)
-            left = 0.0 if free else round((arrives - now) / step, 6)
-            ages = clock - slowest, clock - sent, clock - answered
-            yield (free, asking, unsent, left, ages), now, requests

@@ -1,6 +1,6 @@
 """Streaming averaging: the model travels in parts, always, and nobody waits for it.
 
-In one file although it is long: what is launched, landed and forecast are one algorithm. What is
+In one file although it is long: what is launched and what lands are one algorithm. What is
 measured and chosen besides is in ``pace``.
 """
 
@@ -20,8 +20,6 @@ from offbeat.means import InFlight, Outer
 from offbeat.means.parts import cut_evenly
 from offbeat.strategies.base import (
     Averages,
-    Costs,
-    Forecast,
     NonFinite,
     Part,
     Roll,
@@ -32,8 +30,7 @@ from offbeat.strategies.base import (
     Worker,
     setting,
 )
-from offbeat.strategies.forecast import ROLL_BYTES, number
-from offbeat.strategies.pace import FEW, PRECISIONS, Pace
+from offbeat.strategies.pace import Pace
 
 logger = logging.getLogger("offbeat")
 
@@ -44,7 +41,6 @@ _LEAST_BYTES = 2**16  # of each of two
 _MOST_PARTS = 4
 _PARTS_LIMIT = 1024
 _MEMORY_STEPS = 50.0  # own steps in which the outer momentum fades to 1/e
-_MORE_BYTES = 8 * 4  # of a vote
 _AGREED = ("precision", "tried", "counts", "patience")  # of ``Pace``
 _MERGES = 5  # over so many passes of the model coherence is smoothed
 
@@ -520,54 +516,3 @@ class StreamingAveraging(Strategy):
     def after_load(self, worker: Worker) -> None:
         for part in worker.state.parts:
             part.after_load()
-
-    @override
-    def forecast(self, costs: Costs) -> Forecast:
-        """Nobody waits, as long as the last landing is less than τ steps old.
-
-            d = m(M/F)                                       a part
-            eager:   n = min(F, t/(d + r)) parts a step;  step = max(t, 2·(d + r)/τ)
-            cyclic:  step = C(β, F·d + rolls)/β              as ``AsyncAveraging``
-
-        Eager, two parts at least are under way, so what lands is up to 2·(d + r) old.
-        """
-        if costs.wire == "auto":
-            return self._forecast_auto(costs)
-        costs = replace(costs, updates=True)
-        parts = self._count(costs.model_bytes)
-        part = costs.model_bytes / parts
-        roll, step = costs.roll_seconds + _MORE_BYTES / costs.bytes_per_second, costs.step_seconds
-        if self.schedule == "cyclic":
-            every, at_a_time = self._cycle(parts)
-            rounds = -(-parts // at_a_time)
-            cycle = every * rounds
-            merge = parts * costs.mean_seconds(part) + rounds * roll
-            step = costs.pipelined(cycle, merge) / cycle
-            a_step, rolls = parts / cycle, rounds / cycle
-        else:
-            merge = costs.mean_seconds(part)
-            a_step, rolls = min(parts, step / merge if merge else parts), 1.0
-            step = max(step, 2 * (merge + roll) / self.staleness)
-            step += costs.agree_seconds(2 + 2 * math.ceil(a_step))  # times, and what has ended
-        whole, sent = number(parts / a_step), costs.in_steps(costs.mean_seconds(part))
-        often = "in each step" if whole == "1" else f"every {whole} steps"
-        return costs.forecast(
-            self,
-            step=step,
-            apart=self.staleness,
-            payload=rolls * (ROLL_BYTES + _MORE_BYTES) + a_step * costs.mean_bytes(part),
-            copies=1
-            + (self.outer_gain != 1 and costs.workers > 1)
-            + costs.flying_copies(part)
-            + costs.error_copies,
-            note=f"{parts} part{'s' * (parts > 1)} in {costs.wire}, {sent} each, the whole model "
-            f"{often}",
-        )
-
-    def _forecast_auto(self, costs: Costs) -> Forecast:
-        """With the most exact wire over which the model passes in a few steps."""
-        for precision in PRECISIONS:
-            told = replace(costs, wire=precision, updates=True)
-            if told.mean_seconds(costs.model_bytes) <= FEW * costs.step_seconds:
-                break
-        return self.forecast(told)
