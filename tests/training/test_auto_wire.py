@@ -215,6 +215,8 @@ def test_a_strategy_of_one_s_own_declares_it() -> None:
 def test_it_is_planned_alike() -> None:
     """The forecast is that of the precision that it would choose."""
     for text, precisions in EXPECTED.items():
+        if text.startswith("fedavg"):
+            continue  # a baseline, which has no row
         for bandwidth, wanted in zip(("1Gbit/s", "100Mbit/s", "10Mbit/s"), precisions, strict=True):
             (row,) = plan(
                 parameters=NUMBERS,

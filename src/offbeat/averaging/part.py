@@ -14,7 +14,7 @@ from torch import Tensor
 from offbeat.averaging.landing import Landing, land
 from offbeat.averaging.norm import squared_norm
 from offbeat.averaging.part_bucket import PartBucket
-from offbeat.averaging.replica import group_tensors, make_buckets, unpack
+from offbeat.averaging.replica import BUCKET_BYTES, group_tensors, make_buckets, unpack
 from offbeat.checkpoint import transient
 from offbeat.fabric import Completed, Handle, Team, Wire
 from offbeat.fabric.wire import Precision
@@ -84,6 +84,7 @@ class Part(ABC):
         riding: bool = False,
     ) -> None:
         self._team, self._wire, self._name = team, wire, name
+        self._bucket_bytes = BUCKET_BYTES / team.host.scale
         self._outer = Outer() if outer is None else outer
         self._find_parameters, self._find_buffers = parameters, buffers
         self._riding: int | None = None  # the bucket of parameters that the buffers share
@@ -101,8 +102,9 @@ class Part(ABC):
     # -- tensors ---------------------------------------------------------------------------------
 
     def _make_buckets(self, *, may_ride: bool) -> None:
-        parameters = [[*b.tensors] for b in make_buckets(self._find_parameters())]
-        buffers = [[*b.tensors] for b in make_buckets(self._find_buffers())]
+        limit = self._bucket_bytes
+        parameters = [[*b.tensors] for b in make_buckets(self._find_parameters(), limit)]
+        buffers = [[*b.tensors] for b in make_buckets(self._find_buffers(), limit)]
         if may_ride and len(buffers) == 1:
             first = buffers[0][0]
             alike = [
@@ -122,8 +124,9 @@ class Part(ABC):
 
     def _refresh_tensors(self) -> None:
         """Find the tensors again, which may have been rebound or moved."""
-        parameters = group_tensors(t for t in self._find_parameters() if t.numel())
-        buffers = group_tensors(t for t in self._find_buffers() if t.numel())
+        limit = self._bucket_bytes
+        parameters = group_tensors((t for t in self._find_parameters() if t.numel()), limit)
+        buffers = group_tensors((t for t in self._find_buffers() if t.numel()), limit)
         shared = buffers.pop() if self._riding is not None else []
         for i, (bucket, group) in enumerate(
             zip(self.buckets, [*parameters, *buffers], strict=True)

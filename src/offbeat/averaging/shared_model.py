@@ -27,8 +27,9 @@ def make_parts(worker: Worker, shared: SharedModel) -> list[Part]:
     """
     tensors = [p for _, p in worker.replica.parameters if p.numel()]
     team = worker.team
-    (largest,) = team.agree(sum(t.nbytes for t in tensors)) if team.sharded else [0.0]
-    size = int(largest) if team.sharded else sum(t.nbytes for t in tensors)
+    size = round(team.host.scale * sum(t.nbytes for t in tensors))
+    if team.sharded:
+        size = round(team.agree(size)[0])
     wanted = shared.parts(size) if callable(shared.parts) else shared.parts
     groups: list[Callable[[], Sequence[Tensor]]]
     (most,) = team.agree(len(tensors)) if team.sharded else [float(len(tensors))]
