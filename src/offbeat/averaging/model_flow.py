@@ -245,7 +245,10 @@ class ModelFlow(Flow):
         if not stepping:
             return worker.finite_model()
         if self.votes_between_steps:
-            return self.pipeline.finite(self.pipeline.next_part)
+            # With "raise" the look at the launch is enough: it sends nothing, and the next vote
+            # reports it.
+            launches_check = worker.non_finite == "raise"
+            return launches_check or self.pipeline.finite(self.pipeline.next_part)
         if self.strategy.gradient_norm:
             finite = worker.scaled or math.isfinite(state.view.gradient_norm_squared)
         else:
