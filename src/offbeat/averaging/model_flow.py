@@ -21,6 +21,7 @@ the same order, so that all workers start the same operations.
 """
 
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,7 +92,16 @@ class ModelFlow(Flow):
     def start(self, common: dict[str, Any] | None = None) -> None:
         worker = self.worker
         view = view_of(worker)
-        self.pipeline = Pipeline(worker, self.shared, view, self._outer_step, self._found_late)
+        # A pipeline that held the flow would keep the models of a training that has ended in memory
+        # until the garbage collector runs.
+        flow = weakref.proxy(self)
+        self.pipeline = Pipeline(
+            worker,
+            self.shared,
+            view,
+            outer_step=lambda round, part: flow._outer_step(round, part),
+            found_non_finite=lambda: flow._found_late(),
+        )
         if common is not None:
             view.start_step = common["step"]
         view.state = self.strategy.state(view)
