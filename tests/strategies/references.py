@@ -1,10 +1,11 @@
 """Slow references of the strategies: all workers in one process, by the published equations.
 
-Written without Offbeat. A reference takes the steps one after the other; ``mean()`` is the model that
-a consensus shows and with which training ends, at any time.
+Written without Offbeat. A reference takes one step after the other; ``mean()`` is the model that a
+consensus shows, and with which training ends.
 """
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -61,6 +62,14 @@ class Reference:
     def mean(self) -> Tensor:
         raise NotImplementedError
 
+    def last_numbers(self) -> int:
+        """Numbers that ``finish`` sends in a mean, besides one vote."""
+        return PARAMETERS if self.unsynced() else 0
+
+    def unsynced(self) -> bool:
+        """True if a worker has steps that the others have not received."""
+        raise NotImplementedError
+
     def local_steps(self) -> None:
         for n in self.stepping:
             batch = make_batch(n, self.time - 1)
@@ -73,7 +82,7 @@ class Reference:
         """The weighted mean; if no worker has a weight, all hold the same."""
         if not any(weights):
             weights = [1.0] * self.size
-        total: Tensor = sum(w * x for w, x in zip(weights, models, strict=True))  # type: ignore[assignment]
+        total: Tensor = sum(w * x for w, x in zip(weights, models, strict=True))
         return total / sum(weights)
 
 
@@ -92,13 +101,16 @@ class BSP(Reference):
     def advance(self) -> bool:
         each = [gradients(self.model, make_batch(n, self.time - 1)) for n in self.stepping]
         for p, *parts in zip(self.model.parameters(), *each, strict=True):
-            p.grad = sum(parts) / len(parts)  # type: ignore[assignment]
+            p.grad = sum(parts) / len(parts)
         self.optimizer.step()
         self.numbers += self.vote_numbers + PARAMETERS
         return True
 
     def models(self) -> list[Tensor]:
         return [flat(self.model)] * self.size
+
+    def unsynced(self) -> bool:
+        return True  # one more round of gradients, of 0
 
     def mean(self) -> Tensor:
         return flat(self.model)
@@ -162,7 +174,7 @@ class SelSync(Reference):
         sync = self.decide(flagged)
         if sync and self.of_gradients:
             mean = [sum(parts) / len(stepping) for parts in zip(*each.values(), strict=True)]
-            each = dict.fromkeys(stepping, mean)  # type: ignore[arg-type]
+            each = dict.fromkeys(stepping, mean)
         for n in stepping:
             model, self.news[n] = self.sim.models[n], True
             for p, g in zip(model.parameters(), each[n], strict=True):
@@ -180,6 +192,9 @@ class SelSync(Reference):
 
     def mean(self) -> Tensor:
         return self.weighted(self.models(), [float(new) for new in self.news])
+
+    def unsynced(self) -> bool:
+        return any(self.news)
 
 
 # The parameters of make_model() in the order of their names, cut by hand. They have 5, 20, 2, 10, 1
@@ -264,9 +279,9 @@ class DiLoCo(Reference):
             sum(theta.detach() - sent[n][i] for n in taking) / len(taking)
             for i, theta in enumerate(self.theta[part])
         ]
-        self.flights.append(Flight(part, self.time, delta, sent))  # type: ignore[arg-type]
+        self.flights.append(Flight(part, self.time, delta, sent))
         self.launches += 1
-        self.numbers += self.vote_numbers + sum(d.numel() for d in delta)  # type: ignore[union-attr]
+        self.numbers += self.vote_numbers + sum(d.numel() for d in delta)
 
     def land(self, time: int) -> bool:
         due = [flight for flight in self.flights if flight.launched + self.overlap <= time]
@@ -286,6 +301,9 @@ class DiLoCo(Reference):
         then.land(then.time + then.overlap)
         weights = [float(any(new[n] for new in self.news)) for n in range(self.size)]
         return self.weighted(then.models(), weights)
+
+    def unsynced(self) -> bool:
+        return any(map(any, self.news))
 
 
 class AsyncAveraging(Reference):
@@ -342,6 +360,9 @@ class AsyncAveraging(Reference):
         then.reset()
         return self.weighted(then.models(), [float(new) for new in self.news])
 
+    def unsynced(self) -> bool:
+        return any(self.news)
+
 
 def by_name(model: nn.Module) -> list[nn.Parameter]:
     return [dict(model.named_parameters())[name] for name in NAMES]
@@ -368,7 +389,7 @@ class Streaming(Reference):
         x = self.vectors()
         total, cycle = len(x[0]), staleness // 2
         places = [math.ceil(i * total / parts) for i in range(parts + 1)]
-        self.slices = [slice(a, b) for a, b in zip(places, places[1:], strict=False)]
+        self.slices = [slice(a, b) for a, b in itertools.pairwise(places)]
         self.every = max(1, cycle // parts)  # steps between two rounds
         self.at_once = math.ceil(parts / min(parts, cycle))  # parts in each of them
         self.lands, self.gain = cycle, outer_gain
@@ -403,15 +424,18 @@ class Streaming(Reference):
         if self.since == self.every:
             self.since = 0
             self.numbers += self.vote_numbers
-            weights = [float(n in self.stepping or self.unsynced(n)) for n in range(self.size)]
+            weights = [float(n in self.stepping or self.has_news(n)) for n in range(self.size)]
             for _ in range(self.at_once):
                 while any(flight.part == self.next for flight in self.flights):
                     landed += self.land()
                 self.launch(weights, votes)
         return landed > 0
 
-    def unsynced(self, n: int) -> bool:
+    def has_news(self, n: int) -> bool:
         return any(new[n] for new in self.news)
+
+    def unsynced(self) -> bool:
+        return True  # each model differs from P by its residual
 
     def launch(self, weights: list[float], votes: list[float]) -> None:
         part, self.next = self.next, (self.next + 1) % len(self.slices)
@@ -425,11 +449,11 @@ class Streaming(Reference):
         self.launched[part] = step
         mean = sum(sent) / sum(weights)
         self.flights.append(
-            Flight(part, self.time, [mean], [[u] for u in sent], (fade, (gain - 1) * (1 - fade)))  # type: ignore[list-item]
+            Flight(part, self.time, [mean], [[u] for u in sent], (fade, (gain - 1) * (1 - fade)))
         )
         self.news[part] = [False] * self.size
         self.launches += 1
-        self.numbers += mean.numel()  # type: ignore[union-attr]
+        self.numbers += mean.numel()
 
     def land(self) -> int:
         flight = self.flights.pop(0)

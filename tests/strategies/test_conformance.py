@@ -1,4 +1,4 @@
-"""What every strategy computes: values, the end, consensus, checkpoints, identities, both worlds."""
+"""What every strategy computes: values, identities, consensus, checkpoints, in both worlds."""
 
 import io
 import time
@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from references import Reference, SelSync
+from rows import ROWS, TO_TRAIN_WITH, Row, each, first_of_each
 from torch import Tensor, nn
 
+import offbeat
 import workers
 import worlds
 from cells import some
@@ -16,8 +19,6 @@ from loops import Sink, attach, close
 from offbeat.registry import STRATEGIES
 from offbeat.strategies.base import SharedModel
 from problems import OPTIMIZERS, flat, make_batch, make_model, train_step
-from references import Reference, SelSync
-from rows import ROWS, TO_TRAIN_WITH, Row, each, first_of_each
 from worlds import run
 
 with_reference = each(row for row in TO_TRAIN_WITH if row.reference is not None)
@@ -57,6 +58,7 @@ def train(
         "seen": seen,
         "end": flat(model),
         "counted": counted,
+        "sent": sync.stats.payload_bytes,
         "details": sync.stats.details,
         "records": sink.records,
         "synced": [record["decision"] == "sync" for record in sink.records],
@@ -112,6 +114,11 @@ def test_values_are_those_of_the_reference(
             close(got, want, 1e-11)
         close(result["end"], reference.mean(), 1e-11)
         assert torch.equal(result["end"], results[0]["end"])
+    averages = row.strategy.averages()
+    if isinstance(averages, SharedModel) and averages.blocking and len(set(steps)) == 1:
+        for time_, synced in enumerate(reference.synced):
+            first, *others = (result["trace"][time_] for result in results)
+            assert [torch.equal(first, other) for other in others] == [synced] * len(others)
     check_counts(row, steps, reference, results)
 
 
@@ -126,6 +133,8 @@ def check_counts(
             assert result["details"]["launches"] == reference.launches
         if len(set(steps)) == 1 and len(steps) > 1:
             assert payload == 8 * reference.numbers
+            last = reference.vote_numbers + reference.last_numbers()
+            assert result["sent"] == payload + 8 * last
         if isinstance(reference, SelSync):
             trigger, records = reference.triggers[rank], result["records"]
             found = [record["change"] for record in records]
@@ -171,7 +180,6 @@ IDENTITIES = [
     ("selsync:delta=inf,warmup_steps=6", "local:period=1000,warmup_steps=6"),
     ("diloco:period=1,outer_lr=1.0,outer_momentum=0.0", "bsp"),
     ("diloco:period=4,outer_lr=1.0,outer_momentum=0.0", "local:period=4"),
-    ("diloco:period=4,overlap=3,outer_momentum=0.0", "diloco:period=4,overlap=3,outer_momentum=0"),
     ("streaming:parts=1,schedule=cyclic,staleness=2,outer_gain=1", "async:staleness=2"),
     ("streaming:parts=1,schedule=cyclic,staleness=6,outer_gain=1", "async:staleness=6"),
 ]
@@ -408,6 +416,60 @@ def test_a_wire_is_honoured(row: Row, wire: str, share: float) -> None:
 def normed_start() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 5000), nn.Tanh(), nn.Linear(5000, 1))
+
+
+# -- waiting --------------------------------------------------------------------------------------
+
+OVERLAPPED = [
+    ("diloco:period=5,overlap=3", "float32"),
+    ("diloco:period=5,overlap=3", "int8"),
+    ("async:staleness=10", "float32"),
+    ("async:staleness=10", "int8"),
+    ("async:staleness=10,schedule=eager", "float32"),
+    ("streaming:parts=4,schedule=cyclic,staleness=16", "float32"),
+    ("streaming:parts=4", "float32"),
+    ("streaming:parts=4", "int4"),
+]
+
+
+def waited(text: str, wire: Any, bandwidth: str = "8Mbit/s") -> list[float]:
+    """Seconds that each of two workers waits in 20 steps of 20 ms, of a model of 40 kB."""
+
+    def worker() -> float:
+        model = nn.Linear(100, 100)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = attach(model, optimizer, text, wire=wire)
+        for _ in range(20):
+            optimizer.zero_grad()
+            model(torch.ones(1, 100)).sum().backward()
+            optimizer.step()
+        seconds = sync.stats.wait_seconds
+        sync.finish()
+        return seconds
+
+    network = offbeat.Network(bandwidth, latency="1ms")
+    return offbeat.simulate(
+        worker, workers=2, network=network, compute=offbeat.Compute("20ms")
+    ).results
+
+
+@pytest.mark.parametrize(("text", "wire"), OVERLAPPED)
+def test_no_worker_waits_for_a_mean_that_overlaps(text: str, wire: str) -> None:
+    """The mean takes about 43 ms: longer than a step, shorter than the delay or the bound."""
+    assert waited(text, wire) == [0, 0]
+
+
+@pytest.mark.parametrize(("text", "means"), [("diloco:period=5", 4), ("local:period=4", 5)])
+def test_workers_wait_for_a_mean_that_does_not_overlap(text: str, means: int) -> None:
+    for seconds in waited(text, "float32"):
+        assert means * 0.04 < seconds < means * 0.06
+
+
+def test_eager_workers_wait_at_the_bound_alone() -> None:
+    """On a link over which a mean takes 0.35 s, which is 17 steps."""
+    for text in ("async:staleness=4,schedule=eager", "streaming:parts=1,staleness=4"):
+        for seconds in waited(text, "float32", "1Mbit/s"):
+            assert seconds > 0.5
 
 
 # -- both worlds ----------------------------------------------------------------------------------
