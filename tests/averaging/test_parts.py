@@ -282,6 +282,28 @@ def test_p_is_kept_in_its_own_precision(
     assert [found for found, _ in results] == [kept] * 2
 
 
+def stuck(rank: int, size: int, outer_dtype: Any) -> list[float]:
+    worker = Worker(rank)
+    worker.x = [torch.ones(1, dtype=torch.bfloat16)]
+    part = worker.part("snapshot", outer=Outer(0.125, 0.0, outer_dtype), keeps_steps=False)
+    seen = []
+    for _ in range(6):
+        worker.x[0] -= 2.0**-8  # a unit in the last place below 1
+        worker.launch(part)
+        part.land(0)
+        seen.append(float(worker.x[0]))
+    return seen
+
+
+def test_small_outer_steps_add_up_in_p() -> None:
+    """An eighth of a unit in the last place of bfloat16 is lost in bfloat16, not in float32."""
+    # P = 1 − d·2⁻⁸ and x is P rounded, 1: D = 1 − 2⁻⁸ − P, so d ← d + (1 − d)/8.
+    d = [1 - (7 / 8) ** n for n in (5, 6)]
+    assert d[0] < 0.5 < d[1], "x is rounded to 1 until the last step"
+    assert run(stuck, None, workers=1)[0] == [1.0] * 5 + [1 - 2.0**-8]
+    assert run(stuck, "bfloat16", workers=1)[0] == [1.0] * 6
+
+
 # -- several parts, several precisions ------------------------------------------------------------
 
 

@@ -6,12 +6,12 @@ from functools import partial
 from typing import Any
 
 import pytest
-from references import BSP, AsyncAveraging, DiLoCo, Make, SelSync, Streaming
 
 import worlds
 from offbeat import parse_strategy
 from offbeat.strategies.base import CustomFlow, SharedModel, Strategy
 from offbeat.training.compatibility import chooses_precision
+from strategies.references import BSP, AsyncAveraging, DiLoCo, Make, SelSync, Streaming
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from references import AsyncAveraging as Reference
 from torch import Tensor, nn
 
 from loops import attach, close
 from offbeat import AsyncAveraging
 from problems import OPTIMIZERS, flat, make_batch, make_model, train_step
+from strategies.references import AsyncAveraging as Reference
 from worlds import run
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from references import Reference, SelSync
-from rows import ROWS, TO_TRAIN_WITH, Row, each, first_of_each
 from torch import Tensor, nn
 
 import offbeat
@@ -19,6 +17,8 @@ from loops import Sink, attach, close
 from offbeat.registry import STRATEGIES
 from offbeat.strategies.base import SharedModel
 from problems import OPTIMIZERS, flat, make_batch, make_model, train_step
+from strategies.references import Reference, SelSync
+from strategies.rows import ROWS, TO_TRAIN_WITH, Row, each, first_of_each
 from worlds import run
 
 with_reference = each(row for row in TO_TRAIN_WITH if row.reference is not None)
@@ -231,21 +231,21 @@ def test_a_consensus_shows_how_training_would_end(row: Row, steps: list[int]) ->
     close(result["seen"][0], result["end"], 1e-12)
 
 
-def test_a_consensus_after_different_numbers_of_steps_is_the_same_on_all() -> None:
-    """A worker that is early votes in the others' rounds and continues its schedule afterwards."""
-    looks = [[2, 9], [14, 15], [7, 18]]
+LOOKS = [[2, 9], [14, 15], [7, 18]]
 
-    def look(rank: int, size: int, text: str) -> dict[str, Any]:
-        return train(rank, size, text, [16, 21, 33], looks=looks[rank])
 
-    for row in TO_TRAIN_WITH:
-        if row.timed or row.text == "bsp":
-            continue
-        results = run(look, row.text, workers=3)
-        for result in results:
-            assert torch.equal(result["end"], results[0]["end"])
-            for one, other in zip(result["seen"], results[0]["seen"], strict=True):
-                assert torch.equal(one, other), row
+def look(rank: int, size: int, text: str) -> dict[str, Any]:
+    return train(rank, size, text, [16, 21, 33], looks=LOOKS[rank])
+
+
+@first_of_each(row for row in TO_TRAIN_WITH if not row.timed)
+def test_a_consensus_after_different_numbers_of_steps_is_the_same_on_all(row: Row) -> None:
+    """A worker that is early votes in the others' rounds, and then continues its schedule."""
+    results = run(look, row.text, workers=3)
+    for result in results:
+        assert torch.equal(result["end"], results[0]["end"])
+        for one, other in zip(result["seen"], results[0]["seen"], strict=True):
+            assert torch.equal(one, other)
 
 
 BUFFERS = {
@@ -344,6 +344,29 @@ def resume(rank: int, size: int, text: str, wire: Any, at: int, steps: int) -> l
         trace.append(flat(model))
     sync.finish()
     return [*trace, flat(model)]
+
+
+def saved(rank: int, size: int, text: str, at: int) -> Tensor:
+    model = normed(rank)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    sync = attach(model, optimizer, text)
+    for step in range(11):
+        if step == at:
+            sync.state_dict()
+        x, y = make_batch(rank, step, dtype=torch.float32)
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+    sync.finish()
+    return flat(model)
+
+
+@first_of_each(row for row in TO_TRAIN_WITH if not row.timed)
+def test_saving_changes_nothing(row: Row) -> None:
+    without = run(saved, row.text, -1, workers=3)
+    for at in (4, 7):
+        for got, want in zip(run(saved, row.text, at, workers=3), without, strict=True):
+            assert torch.equal(got, want)
 
 
 RESUMED = [(wire, step) for step in (5, 8) for wire in ("float32", "bfloat16", "int8", "auto")]

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from decisions import UNREAD, Workers, seen, tally
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +25,7 @@ from offbeat import (
 )
 from offbeat.strategies.base import Gradients, Launch, Outer, SharedModel, Strategy
 from problems import changes
+from strategies.decisions import UNREAD, Workers, seen, tally
 
 few = settings(deadline=None, max_examples=40, derandomize=True, database=None)
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from offbeat.strategies.downpour import Downpour
 from torch import Tensor, nn
 
 import offbeat
 from offbeat import Compute, Network, simulate
-from offbeat.strategies.downpour import Downpour
 from problems import assign, flat, gradients, loss_of, make_batch, make_model, train_step
 from worlds import run
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from offbeat.strategies.easgd import EASGD
 from torch import Tensor, nn
 
 import offbeat
 from offbeat import Compute, Network, simulate
-from offbeat.strategies.easgd import EASGD
 from problems import (
     OPTIMIZERS,
     assign,

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from rows import ROWS, TO_TRAIN_WITH, Row, each, first_of_each
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
@@ -29,6 +28,7 @@ from loops import attach, close
 from offbeat import parse_strategy
 from offbeat.strategies.base import SharedModel
 from problems import OPTIMIZERS, flat, loss_of, make_batch, make_model, train_step
+from strategies.rows import ROWS, TO_TRAIN_WITH, Row, each, first_of_each
 from worlds import run
 
 Step = Callable[[nn.Module, Optimizer, tuple[Tensor, Tensor]], None]

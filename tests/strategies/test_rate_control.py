@@ -4,12 +4,12 @@ The choice of the precision is tested in tests/quantization.
 """
 
 import pytest
-from decisions import seen, tally
 
 from offbeat import StreamingAveraging
 from offbeat.quantization.precision import PrecisionControl
 from offbeat.strategies.base import Launch
 from offbeat.strategies.rate_control import RateControl
+from strategies.decisions import seen, tally
 
 BITS = {"float32": 64.0, "bfloat16": 32.0, "int8": 16.125, "int4": 8.125, "int2": 6.1875}
 

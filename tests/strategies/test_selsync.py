@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from references import SelSync as Reference
 from torch import Tensor, nn
 
 from loops import Sink, attach, close
 from offbeat import SelSync
 from problems import OPTIMIZERS, changes, flat, loss_of, make_batch, make_model, squared
+from strategies.references import SelSync as Reference
 from worlds import run
 
 TRIGGER: Any = {"delta": 0.5, "smoothing": 0.5}

@@ -18,15 +18,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from offbeat.strategies.downpour import Downpour
+from offbeat.strategies.easgd import EASGD
+from offbeat.strategies.ssp import SSP
 from torch import Tensor, nn
 
 import offbeat
 from cells import nightly, some
 from offbeat import Compute, Network, simulate
 from offbeat.strategies.base import Strategy
-from offbeat.strategies.downpour import Downpour
-from offbeat.strategies.easgd import EASGD
-from offbeat.strategies.ssp import SSP
 from problems import OPTIMIZERS, flat, make_batch, make_model, make_wide, train_step
 from workers import run
 

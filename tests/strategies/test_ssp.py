@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from offbeat.strategies.ssp import SSP
 from torch import Tensor, nn
 
 import offbeat
 from cells import nightly
 from offbeat import Compute, Network, Simulation, simulate
 from offbeat.simulate import Straggler
-from offbeat.strategies.ssp import SSP
 from problems import (
     OPTIMIZERS,
     Simulated,
