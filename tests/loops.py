@@ -151,3 +151,6 @@ class _Recording(Wrapper):
         if tensor is not None:
             self._record.tensors.append(weakref.ref(tensor))
         return super().start(operation)
+
+    def twin(self) -> Communicator:
+        return _Recording(self.inner.twin(), self._record)
