@@ -248,7 +248,9 @@ def test_restoring_needs_every_p() -> None:
             with torch.no_grad():
                 line.model.a.fill_(torch.nan)
                 line.model.d.fill_(3.0)
+            line.worker.step = 3
             line.pipeline.restore()
+            assert line.pipeline.unsynced != restored
             assert bool((line.model.a == 0).all() and (line.model.d == 0).all()) == restored
             assert (line.model.b in line.optimizer.state) != restored
 
