@@ -24,7 +24,6 @@ EXPECTED = {
     "local:period=4": ("float32", "int8", "int8"),  # 0.04; 0.28, 0.17 and 0.09; 0.80
     "selsync:delta=inf,max_interval=4": ("float32", "int8", "int8"),
     "selsync:delta=inf,max_interval=4,aggregate=gradients": ("float32", "int8", "int8"),
-    "fedavg:period=4,fraction=0.5": ("float32", "int8", "int8"),
     "diloco:period=12": ("float32", "bfloat16", "int8"),  # 0.01; 0.12 and 0.06; 0.57
     "async:staleness=8": ("float32", "float32", "int8"),  # 4 steps of 5 ms hide 7.9 ms
     "async:staleness=8,schedule=eager": ("float32", "float32", "int8"),
@@ -195,9 +194,6 @@ def test_buckets_that_leave_early_are_of_one_precision(overlap: bool) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("ssp:staleness=2", "both ends of a link to a parameter server keep to one precision"),
-        ("downpour", "both ends of a link to a parameter server keep to one precision"),
-        ("easgd", "both ends of a link to a parameter server keep to one precision"),
         ("streaming:schedule=cyclic", "the cyclic schedule gives the same bits in every run"),
     ],
 )

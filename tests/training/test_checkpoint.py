@@ -24,7 +24,7 @@ ROWS = [
     ("local:period=3", "int8"),
     ("selsync:delta=0.05,flags=deferred", "bfloat16"),
     ("async:staleness=4", "int8"),
-    ("fedavg:period=4,fraction=0.6", "int8"),
+    ("fedavg:period=4,fraction=0.6", "float32"),
     ("diloco:period=4,outer_momentum=0.3,fragments=2,overlap=1", "bfloat16"),
 ]
 STEPS = 14

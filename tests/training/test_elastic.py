@@ -26,8 +26,6 @@ STRATEGIES = [
     "selsync:delta=0,flags=deferred",
     "selsync:target_lssr=0.5",
     "selsync:delta=0.05,aggregate=gradients",
-    "fedavg:period=3",
-    "fedavg:period=2,fraction=0.5",
     "async:staleness=4",
     "async:staleness=4,outer_momentum=0.5",
     "async:schedule=eager",
@@ -36,15 +34,8 @@ STRATEGIES = [
     "streaming:parts=2,outer_gain=2",
     "diloco:period=4",
     "diloco:period=4,fragments=2,overlap=2",
-    "ssp:staleness=2",
-    "ssp:staleness=0",
-    "ssp:staleness=2,servers=0/1",
-    "downpour",
-    "downpour:warmup_steps=3",
-    "easgd:period=2",
-    "easgd:period=2,synchronous=true",
 ]
-DAILY = [0, 1, 5, 6, 8, 9, 11, 12, 13, 16, 17, 20, 22]  # one of each kind
+DAILY = [0, 1, 5, 6, 7, 9, 10, 11, 14]  # one of each kind
 STEPS = 12
 
 
@@ -272,11 +263,11 @@ class Drift(nn.Module):
         return self.p.sum() + self.q.sum()
 
 
-TOGETHER = [one for one in STRATEGIES if one.startswith(("bsp", "local", "selsync", "fedavg"))]
+TOGETHER = [one for one in STRATEGIES if one.startswith(("bsp", "local", "selsync"))]
 OTHERS = ["async:staleness=4", "diloco:period=3,outer_lr=1,outer_momentum=0"]
 
 
-@pytest.mark.parametrize("strategy", some([*TOGETHER, *OTHERS], 0, 1, 8, 9))
+@pytest.mark.parametrize("strategy", some([*TOGETHER, *OTHERS], 0, 1, 7))
 def test_no_step_of_those_who_are_left_is_lost(strategy: str) -> None:
     """Nor counted twice: the model has gone as far as each of them has stepped."""
 
@@ -308,7 +299,7 @@ def test_two_losses_are_two_view_changes_or_one() -> None:
 def test_all_but_one_may_be_lost() -> None:
     """The last one goes on alone, and has somebody again."""
     losses = [Kill(worker=rank, at=0.05 + 0.02 * rank) for rank in range(3)]
-    for strategy in ("bsp", "local:period=3", "selsync", "async:staleness=4", "ssp:staleness=2"):
+    for strategy in ("bsp", "local:period=3", "selsync", "async:staleness=4"):
         results = run(lambda name=strategy: train(name, steps=30), *losses, Join(at=0.35))
         left = survivors(results)
         assert [one["details"]["members"] for one in left] == [[3, 4]] * 2
@@ -369,9 +360,7 @@ def test_a_silence_below_the_time_out_changes_nothing() -> None:
     assert [one["details"]["view"] for one in results] == [0] * 4
 
 
-@pytest.mark.parametrize(
-    "strategy", ["bsp", "local:period=3", "async:staleness=4", "easgd:period=2"]
-)
+@pytest.mark.parametrize("strategy", ["bsp", "local:period=3", "async:staleness=4"])
 def test_a_loss_in_consensus_and_in_finish(strategy: str) -> None:
     """Those who are left see one consensus, their own model again, and one end."""
 
@@ -548,8 +537,6 @@ def test_what_cannot_go_on_is_refused() -> None:
         two = [sgd(model[0]), sgd(model[2])]
         with pytest.raises(AttachError, match="several optimizers"):
             offbeat.attach(model, two, offbeat.BSP(), min_workers=1)
-        refused("FedAvg", "fedavg:period=2,weights=1/2")
-        refused("EASGD", "easgd:alpha=0.1,synchronous=true")
         refused("min_workers=3, and there are 2", min_workers=3)
         with pytest.raises(ValueError, match="on_failure"):
             attach(model, "bsp", on_failure="maybe")
@@ -562,32 +549,3 @@ def test_what_cannot_go_on_is_refused() -> None:
         sync.finish()
 
     run(worker, workers=2)
-
-
-@pytest.mark.parametrize("strategy", ["ssp:staleness=2", "downpour", "downpour:push_every=3"])
-@pytest.mark.parametrize("at", [0.083, 0.117])
-def test_a_server_that_is_left_has_every_push(strategy: str, at: float) -> None:
-    """Worker 3 serves nothing: of its steps, all that had reached the server are there, too.
-
-    A step of the first view counts 1/4, one of the second 1/3, wherever its push was.
-    """
-
-    def worker() -> dict[str, Any]:
-        model, syncs, shares = Drift(), [], []
-        optimizer = sgd(model, lr=1.0)
-        optimizer.register_step_post_hook(lambda *_: shares.append(1 / syncs[0].size))
-        text = f"{strategy}{',' if ':' in strategy else ':'}servers=0/1"
-        syncs.append(attach(model, text, optimizer=optimizer)[1])
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            model().backward()
-            optimizer.step()
-        syncs[0].finish()
-        return {"model": flat(model), "moved": sum(shares), "first": shares.count(1 / 4)}
-
-    left = survivors(run(worker, Kill(worker=3, at=at)))
-    for one in left:
-        lost = (-one["model"] - sum(other["moved"] for other in left)) * 4  # its steps
-        close(lost, lost.round(), atol=1e-9)
-        assert lost.min() == lost.max()
-        assert 1 <= lost[0] <= max(other["first"] for other in left) + 2

@@ -26,7 +26,6 @@ STRATEGIES = [
     "async:staleness=4",
     "streaming",
     "diloco:period=4",
-    "ssp:staleness=2",
 ]
 
 

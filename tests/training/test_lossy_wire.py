@@ -26,14 +26,10 @@ TEXTS = [
     "selsync:delta=0.05,aggregate=gradients",
     "async:staleness=4",
     "async:staleness=4,outer_lr=0.7,outer_momentum=0.5",
-    "fedavg:period=4",
-    "fedavg:period=4,fraction=0.6",
     "diloco:period=4,outer_momentum=0.3",
     "diloco:period=4,outer_momentum=0.3,fragments=2,overlap=1",
-    "easgd:period=2,synchronous=true",
 ]
 
-SERVERS = ["ssp:staleness=2", "downpour:push_every=4,fetch_every=4", "easgd:period=2"]
 LOSSY = ["bfloat16", "int8"]
 
 
@@ -71,12 +67,7 @@ def train(
 
 
 def train_each(rank: int, size: int, wire: str) -> list[dict[str, Any]]:
-    unequal, equal = [11, 13, 12], [12] * 3
-    # A server takes the last pushes as they come, unless all come at the same step.
-    steps = [equal if "easgd" in text else unequal for text in TEXTS]
-    return [
-        train(rank, size, text, wire, own, look=6) for text, own in zip(TEXTS, steps, strict=True)
-    ]
+    return [train(rank, size, text, wire, [11, 13, 12], look=6) for text in TEXTS]
 
 
 @pytest.mark.nightly
@@ -127,7 +118,6 @@ def test_blocking_strategies_keep_all_workers_equal(text: str, wire: str) -> Non
         "local:period=3",
         "async:staleness=4",
         "async:staleness=6",
-        "easgd:period=3,synchronous=true",
     ],
 )
 def test_looking_does_not_change_training(text: str) -> None:
@@ -146,9 +136,7 @@ def test_eager_merges_over_a_lossy_wire() -> None:
         assert torch.equal(result["end"], results[0]["end"])
 
 
-@pytest.mark.parametrize(
-    "text", ["bsp", "local:period=3", "async:staleness=4", "ssp:staleness=2", "downpour", "easgd"]
-)
+@pytest.mark.parametrize("text", ["bsp", "local:period=3", "async:staleness=4"])
 def test_a_lone_worker_trains_as_without_a_wire(text: str) -> None:
     (lossy,) = run(train, text, "int8", [9], 4, workers=1)
     (exact,) = run(train, text, "float32", [9], 4, workers=1)
@@ -160,8 +148,6 @@ def test_a_lone_worker_trains_as_without_a_wire(text: str) -> None:
     [
         *nightly(["bsp", "local:period=3", "async:staleness=4"]),
         "diloco:period=4",
-        *nightly(SERVERS[:-1]),
-        SERVERS[-1],
     ],
 )
 def test_training_reaches_nearly_the_same_loss(text: str) -> None:
@@ -173,9 +159,7 @@ def test_training_reaches_nearly_the_same_loss(text: str) -> None:
             nn.utils.vector_to_parameters(result["end"], model.parameters())
             return sum(float(wide_loss(model, rank, 10_000, 256)) for rank in range(3))
 
-    # On processes the speed of the machine would decide how often a server is asked.
-    world = worlds.simulated if text in SERVERS else run
-    results = {w: world(train, text, w, [60] * 3, workers=3)[0] for w in ("float32", "int8")}
+    results = {w: run(train, text, w, [60] * 3, workers=3)[0] for w in ("float32", "int8")}
     start = {"end": flat(make_wide(0))}
     losses = {w: final_loss(result) for w, result in results.items()}
     assert losses["float32"] < 0.6 * final_loss(start)

@@ -32,7 +32,6 @@ TEXTS = [
     "diloco:period=4,fragments=2,overlap=1",
     "async:schedule=cyclic,staleness=4",
     "streaming:schedule=cyclic,staleness=4,parts=2",
-    "fedavg:period=3,fraction=0.5",
 ]
 
 

@@ -9,14 +9,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import offbeat
-import workers
-from cells import nightly
 from loops import attach, close, error_of
 from offbeat.significance import squared_norm
 from offbeat.strategies.roll import Ballot
@@ -98,7 +95,6 @@ def test_bsp_goes_on_without_it(kind: str) -> None:
         ("local:period=3", 3),
         ("local:period=1", 1),
         ("selsync:delta=0", 1),
-        ("fedavg:period=3", 3),
         ("diloco:period=3,outer_lr=1,outer_momentum=0", 3),
     ],
 )
@@ -138,7 +134,6 @@ def train_alike(rank: int, size: int, text: str, bad: tuple[int, ...]) -> Any:
 @pytest.mark.parametrize(
     ("text", "same", "back"),
     [
-        ("fedavg:period=3", 5, 3),
         ("diloco:period=3", 5, 3),
         ("diloco:period=3,fragments=3", 3, 3),
         ("diloco:period=4,fragments=2,overlap=1", 6, 4),
@@ -180,14 +175,13 @@ def fail_last(rank: int, size: int, text: str) -> Tensor:
     return flat(model)
 
 
-@pytest.mark.parametrize("text", ["fedavg:period=100", "fedavg:period=100,fraction=0.34"])
-def test_the_final_mean_goes_on_without_it(text: str) -> None:
-    """Also where not all models count in a round, and the others were not drawn."""
+def test_the_final_mean_goes_on_without_it() -> None:
+    """The worker did not contribute to any round."""
     reference = Simulated.start(3, "sgd")
     for step in range(BAD_STEP + 1):
         reference.step(step)
     reference.average([1.0, 0.0, 1.0])
-    for model in simulated(fail_last, text, workers=3):
+    for model in simulated(fail_last, "local:period=100", workers=3):
         close(model, reference.flat()[0])
 
 
@@ -208,23 +202,6 @@ def test_the_final_mean_is_finite(text: str) -> None:
     first, *others = simulated(fail_last, text, workers=3)
     assert first.isfinite().all()
     assert all(torch.equal(first, other) for other in others)
-
-
-def test_a_round_of_nobody_changes_nothing() -> None:
-    """FedAvg with one worker drawn at a time, which is the one: the others go on."""
-    bad = next(rank for rank in range(3) if draws_of(rank, range(BAD_STEP + 1, BAD_STEP + 2)))
-    for rank, (trace, final, error, details) in enumerate(
-        run(
-            *(train, "fedavg:period=1,fraction=0.34,unselected=restart", "momentum", 8),
-            *((bad,), LEAVE_OUT),
-            workers=3,
-        )
-    ):
-        assert error == "nothing was raised"
-        assert final.isfinite().all()
-        assert trace[-1].isfinite().all()
-        assert trace[BAD_STEP].isfinite().all() == (rank != bad)
-        assert (details.get("not_finite", 0) > 0) == (rank == bad)
 
 
 def test_a_model_that_has_become_nan_between_two_rounds_is_left_out() -> None:
@@ -377,101 +354,14 @@ def test_by_default_it_is_told_once(text: str, caplog: pytest.LogCaptureFixture)
     assert not any(model.isfinite().all() for _, model, _, _ in results)
 
 
-def one_at_a_time(rank: int, size: int) -> int:
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    sync = attach(model, optimizer, "fedavg:period=1,fraction=0.34")
-    for step in range(4):
-        train_step(model, optimizer, batch_of(rank, step, bad=(0, 1, 2)))
-    sync.detach()
-    return int(sync.stats.details.get("not_finite", 0))
-
-
-def test_who_is_not_drawn_contributes_nothing() -> None:
-    """FedAvg averages others then, and there is nothing to tell."""
-    counts = simulated(one_at_a_time, workers=3)
-    assert counts == [draws_after(rank) for rank in range(3)]
-    assert sum(counts) == 2
-
-
-def draws_after(rank: int) -> int:
-    """How often FedAvg draws ``rank`` of 3, one at a time, from the step with the NaN on."""
-    return len(draws_of(rank, range(BAD_STEP + 1, 5)))
-
-
-def draws_of(rank: int, rounds: range) -> list[int]:
-    """In which of the rounds FedAvg draws ``rank`` of 3, one at a time."""
-    purpose = int.from_bytes(b"fedavg", "big")
-    draws = {r: np.random.default_rng([0, purpose, r]).permutation(3)[0] for r in rounds}
-    return [r for r, drawn in draws.items() if drawn == rank]
-
-
 def test_what_a_strategy_cannot_do_is_refused() -> None:
     """An option is honoured or refused."""
     model = make_model()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     with pytest.raises(ValueError, match='non_finite must be "warn", "raise" or "exclude"'):
         attach(model, optimizer, "bsp", non_finite="ignore")
-    for text in SERVERS:
-        can = 'it can "warn" or "raise": a server takes in push after push'
-        with pytest.raises(ValueError, match=f'="exclude" with {text}.*: {can}'):
-            attach(model, optimizer, text, non_finite="exclude")
     with pytest.raises(ValueError, match=r"non_finite=\"raise\" with .*: it can \"warn\""):
         attach(model, optimizer, "selsync:aggregate=gradients", non_finite="raise")
-
-
-SERVERS = ["ssp:staleness=1", "easgd:period=2", "downpour"]
-
-
-def push(rank: int, size: int, text: str, wire: str, non_finite: str) -> Any:
-    model = make_wide(seed=rank)
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    sync = attach(model, optimizer, text, wire=wire, non_finite=non_finite)
-
-    def loop() -> None:
-        for step in range(8):
-            x, y = batch_of(rank, step)
-            optimizer.zero_grad()
-            (model(x.float()) - y.float()).square().mean().backward()
-            optimizer.step()
-        sync.finish()
-
-    kinds, text = error_of(loop)
-    sync.detach()
-    return kinds, text, sync.step, bool(flat(model).isfinite().all())
-
-
-@pytest.mark.parametrize("wire", ["int8", *nightly(["float32"])])
-@pytest.mark.parametrize("text", [SERVERS[0], *nightly(SERVERS[1:])])
-def test_nothing_is_pushed_that_is_not_finite(text: str, wire: str) -> None:
-    """The worker itself says so; the others' models have not taken it in when they learn of it."""
-    results = workers.run(push, text, wire, "raise", workers=3)
-    for rank, (kinds, message, step, finite) in enumerate(results):
-        if rank == BAD_RANK:
-            assert kinds[0] == "OffbeatError"
-            found = f"rank {rank} would push NaN or infinity to the parameter server at step "
-            assert message.startswith(found)
-            told = int(message.removeprefix(found).split(";")[0])
-            assert told in (step, step + 1), "after the last step, or in one"
-            assert step >= BAD_STEP
-        else:
-            assert kinds[0] == "CommunicationError"
-            assert f"lost the connection to rank {BAD_RANK}, which gave up" in message
-            assert finite
-
-
-@pytest.mark.parametrize("text", SERVERS)
-def test_a_push_that_is_not_finite_is_told_once(
-    text: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    results = simulated(push, text, "float32", "warn", workers=3)
-    told = [r.getMessage() for r in caplog.records if "would push" in r.getMessage()]
-    assert len(told) <= 3
-    ranks = [int(one.split()[1]) for one in told]
-    assert ranks[0] == BAD_RANK
-    assert len({*ranks}) == len(ranks), "the others when it has come back to them, once each"
-    assert [kinds for kinds, *_ in results] == [[]] * 3
-    assert not any(finite for *_, finite in results)
 
 
 def scaled(rank: int, size: int) -> tuple[int, bool]:

@@ -26,7 +26,6 @@ TEXTS = [
     "diloco:period=4,overlap=1",
     "streaming:schedule=cyclic,staleness=4,parts=1",
     "selsync:target_lssr=0.5,aggregate=gradients",
-    "fedavg:period=3,fraction=0.5",
 ]
 
 
@@ -262,7 +261,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("", {"optimizer_state": "average"}, 'optimizer_state="average" with a model that fully'),
     ("", {"strategy": "diloco:period=4,fragments=2"}, "cuts the model into parts"),
     ("", {"strategy": "streaming:schedule=cyclic,parts=2"}, "cuts the model into parts"),
-    ("", {"strategy": "ssp:staleness=2"}, "its parameter server keeps slices of the whole model"),
     ("", {"strategy": "streaming:parts=1"}, "it depends on when messages arrive"),
     ("", {"strategy": "async:schedule=eager"}, "it depends on when messages arrive"),
 ]

@@ -27,9 +27,9 @@ ROWS = [
     ("streaming:parts=3,schedule=cyclic,staleness=4", "int8"),
     ("fedavg:period=3,fraction=0.5", "float32"),
     ("diloco:period=3,fragments=2,overlap=1", "bfloat16"),
-    ("ssp:staleness=0", "int8"),
+    ("ssp:staleness=0", "float32"),
     ("downpour:push_every=2,server_lr=0.1,server_optimizer=adagrad", "float32"),
-    ("easgd:period=2,synchronous=true", "int8"),
+    ("easgd:period=2,synchronous=true", "float32"),
 ]
 MORE = ("bsp", "selsync:delta", "fedavg", "diloco", "downpour", "easgd")  # for `make nightly`
 every_row = pytest.mark.parametrize(
@@ -230,8 +230,8 @@ def test_states_of_other_ranks_and_worlds_are_refused(text: str, wire: str) -> N
         ),
         (
             "ssp:staleness=0",
-            lambda s: s.update(view=s["view"].double()),
-            r"state.view must be a tensor of shape \(8833,\), torch.float32, got one of shape",
+            lambda s: s.update(cache=s["cache"].double()),
+            r"state.cache must be a tensor of shape \(8833,\), torch.float32, got one of shape",
         ),
         (
             "selsync:target_lssr=0.5",

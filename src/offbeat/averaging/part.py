@@ -201,6 +201,12 @@ class Part(ABC):
         if self.weight:
             self._write(moved=step > self.launched_step, show=False)
 
+    def discard(self) -> None:
+        """Wait for what is in flight, and leave the model as it is. Only if P is not kept."""
+        assert not self.keeps_base, "P must move in the same way on all workers"
+        self.wait()
+        self.in_flight = False
+
     def show(self, step: int) -> None:
         """Change the model as if the part had landed. P and what is in flight stay as they are."""
         if self.in_flight:
