@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from offbeat.strategies.ssp import SSP
 from torch import Tensor, nn
 
 import offbeat

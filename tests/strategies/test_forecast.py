@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from offbeat.strategies.forecast import Costs
-from offbeat.strategies.node_costs import NodeCosts
-from offbeat.strategies.nodes import between_nodes
 from torch import Tensor, nn
 
 import offbeat
@@ -22,6 +19,9 @@ from offbeat import Compute, Network, simulate
 from offbeat.averaging.gradients import gradient_buckets
 from offbeat.averaging.replica import make_buckets
 from offbeat.strategies import STRATEGIES, Strategy, parse_strategy
+from offbeat.strategies.forecast import Costs
+from offbeat.strategies.node_costs import NodeCosts
+from offbeat.strategies.nodes import between_nodes
 
 STEP, LATENCY = 0.05, 0.001
 SLOW, FAST = 8e6, 80e6  # bits a second: a mean of the model takes a few steps, or less than one
