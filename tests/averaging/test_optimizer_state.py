@@ -57,14 +57,10 @@ def reference(workers: int, kind: str, period: int, steps: int) -> list[dict[str
 
 
 @pytest.mark.parametrize("kind", sorted(STATE))
-<<<<<<< HEAD
 @pytest.mark.parametrize(
     "text",
     ["local:period=3", "selsync:delta=inf,max_interval=3", "diloco:period=3,outer_lr=1.0"],
 )
-=======
-@pytest.mark.parametrize("text", ["local:period=3", "selsync:delta=inf"])
->>>>>>> contract
 def test_state_is_averaged_with_the_models(kind: str, text: str) -> None:
     """At every mean of the models the state takes its mean, too; counters stay."""
     text += ",outer_momentum=0.0" * text.startswith("diloco") + ",optimizer_state=average"
@@ -121,41 +117,6 @@ def test_what_a_worker_lacks_stays_local() -> None:
     assert not torch.equal(first, second)
 
 
-<<<<<<< HEAD
-=======
-def _refused(rank: int, size: int, text: str, choice: str) -> str:
-    model = make_model()
-    try:
-        offbeat.attach(
-            model,
-            OPTIMIZERS["sgd"](model.parameters()),
-            parse_strategy(text),
-            optimizer_state=choice,  # type: ignore[arg-type]
-        )
-    except ValueError as error:
-        return str(error)
-    return "accepted"
-
-
-@pytest.mark.parametrize(
-    ("text", "choice", "words"),
-    [
-        ("async:staleness=4", "average", "no moment at which all workers wait"),
-        ("diloco:overlap=2", "average", "no moment at which all workers wait"),
-        ("selsync:aggregate=gradients", "average", "no moment at which all workers wait"),
-        ("bsp", "mean", 'must be "local" or "average"'),
-        ("bsp", "average", "accepted"),
-    ],
-)
-def test_where_it_does_not_apply_it_is_an_error(text: str, choice: str, words: str) -> None:
-    """Nothing is ignored silently."""
-    result = offbeat.simulate(
-        lambda: _refused(dist.get_rank(), dist.get_world_size(), text, choice), workers=1
-    )
-    assert words in result.results[0]
-
-
->>>>>>> contract
 def _counted(rank: int, size: int) -> list[float]:
     """The optimizer of rank n has taken 10·n steps before."""
     model = make_model(seed=rank)

@@ -723,17 +723,20 @@ def test_a_part_has_arrived_when_all_its_sums_have(kind: str) -> None:
 def weighted(rank: int, size: int, take: bool) -> tuple[Tensor, Tensor, tuple[float, float]]:
     worker = Worker(rank)
     part = worker.part("snapshot", keeps_steps=False)
-    assert isinstance(part, SnapshotPart)
     worker.step()
     before = vector(worker.x)
     worker.launch(part, [0.5, 2.0, 0.0][rank], 2.5)
-    part.land(worker.steps, take=take or rank != 1)
+    if take or rank != 1:
+        part.land(worker.steps)
+    else:
+        part.discard()
+    assert not part.in_flight
     return before, vector(worker.x), part.weights()
 
 
 @pytest.mark.parametrize("take", [True, False])
-def test_a_plain_blocking_mean_may_be_weighted_and_not_taken(take: bool) -> None:
-    """Σ w·x / Σ w; ``take=False`` keeps every bit of a worker that has contributed."""
+def test_a_plain_mean_may_be_weighted_and_discarded(take: bool) -> None:
+    """Σ w·x / Σ w; a worker that has contributed may keep every bit of its model."""
     results = run(weighted, take, workers=3)
     want = (0.5 * results[0][0] + 2.0 * results[1][0]) / 2.5
     for rank, (before, after, weights) in enumerate(results):
@@ -742,3 +745,17 @@ def test_a_plain_blocking_mean_may_be_weighted_and_not_taken(take: bool) -> None
             assert torch.equal(after, before)
         else:
             torch.testing.assert_close(after, want, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", ["anchored", "update"])
+def test_where_p_is_kept_nothing_is_discarded(kind: str) -> None:
+    """P would no longer be the same on all workers."""
+
+    def discard(rank: int, size: int) -> None:
+        worker = Worker(rank)
+        part = worker.part(kind)
+        worker.launch(part)
+        with pytest.raises(AssertionError, match="same way on all workers"):
+            part.discard()
+
+    run(discard, workers=1)

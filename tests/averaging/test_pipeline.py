@@ -8,13 +8,14 @@ import torch
 from torch import nn
 
 from loops import Recorded
+from offbeat.averaging.finite import NonFiniteCheck
 from offbeat.averaging.pipeline import Pipeline
 from offbeat.averaging.replica import Replica
 from offbeat.averaging.shared_model import make_parts, view_of
 from offbeat.averaging.votes import Round, Sums, Vote
 from offbeat.averaging.worker import AttachedOptimizer, NonFinite, Worker
 from offbeat.fabric import Completed, Team, Wire
-from offbeat.strategies.base import Launch, Outer, SharedModel
+from offbeat.strategies.base import Launch, Outer, SharedModel, Strategy, Tally, WorkerView
 from worlds import simulated
 
 
@@ -26,6 +27,21 @@ class Model(nn.Module):
         for name, n in zip("abcd", (6, 6, 6, 12), strict=True):
             self.register_parameter(name, nn.Parameter(torch.zeros(n)))
         self.register_buffer("statistic", torch.zeros(2))
+
+
+class Asked(Strategy):
+    """Notes what it is asked for: ``wanted`` of the tally, the part, and the worker's step."""
+
+    def __init__(self, shared: SharedModel) -> None:
+        object.__setattr__(self, "shared", shared)
+        object.__setattr__(self, "asked", [])
+
+    def averages(self) -> SharedModel:
+        return self.shared
+
+    def outer_step(self, worker: WorkerView, part: int, tally: Tally) -> tuple[float, float]:
+        self.asked.append((tally.wanted, part, worker.step))
+        return 0.5, 0.5
 
 
 class Line:
@@ -42,9 +58,9 @@ class Line:
         replica = Replica(self.model, parameters)
         self.worker = Worker(team, replica, [attached], Wire(team, wire), non_finite)
         self.view = view_of(self.worker)
-        self.late = 0
-        self.asked: list[tuple[float, int]] = []
-        self.pipeline = Pipeline(self.worker, shared, self.view, self.outer_step, self.found)
+        self.strategy = Asked(shared)
+        self.check = NonFiniteCheck(0, non_finite)
+        self.pipeline = Pipeline(self.worker, self.strategy, shared, self.view, self.check)
         self.events: list[str] = []
         for index, part in enumerate(self.pipeline.parts):
             self.note(part, "launch", index)
@@ -59,16 +75,9 @@ class Line:
 
         setattr(part, name, noted)
 
-    def outer_step(self, round: Round, part: int) -> tuple[float, float]:
-        self.asked.append((round.wait().wanted, part))
-        return 0.5, 0.5
-
-    def found(self) -> None:
-        self.late += 1
-
     def decide(self, parts: float, *, weight: float = 1.0, wanted: float = 0.0) -> None:
         vote = Vote(weight, True, False, 0.0, 0, 0, True, 0)
-        sums = Sums(self.worker.size, self.worker.size, 0, wanted)
+        sums = Sums(self.worker.size * weight, self.worker.size, 0, wanted)
         self.pipeline.add(Launch(parts), Round(0, vote, Completed(sums)))
 
     def happened(self) -> list[str]:
@@ -170,6 +179,20 @@ def test_steps_are_synchronized_at_the_landing_if_workers_wait_and_else_at_the_l
         alone(check, shared)
 
 
+@pytest.mark.parametrize(("weight", "take"), [(1.0, False), (0.0, True)])
+def test_steps_that_no_mean_has_replaced_stay_unsynchronized(weight: float, take: bool) -> None:
+    """A worker that keeps its own model, and a round to which no worker has contributed."""
+
+    def check(line: Line) -> None:
+        line.worker.step = 3
+        line.decide(1, weight=weight)
+        line.pipeline.launch_queued(wait=True)
+        line.pipeline.land(take=take)
+        assert line.pipeline.unsynced
+
+    alone(check, SharedModel())
+
+
 def test_with_several_parts_steps_are_synchronized_when_all_have_them() -> None:
     def check(line: Line) -> None:
         line.worker.step = 1
@@ -190,19 +213,25 @@ def test_the_outer_step_is_asked_for_once_a_launch_when_it_lands(feedback: bool)
         line.decide(2, wanted=7.0)
         line.pipeline.launch_queued(wait=True)
         line.decide(1, wanted=8.0)
-        assert line.asked == []
+        assert line.strategy.asked == []
+        line.worker.step = 4
         line.pipeline.show()
+        line.worker.step = 5
         line.pipeline.settle()
-        assert line.asked == ([(7.0, 0), (7.0, 1), (8.0, 0)] if feedback else [])
+        want = [(7.0, 0, 4), (7.0, 1, 4), (8.0, 0, 5)] if feedback else []
+        assert line.strategy.asked == want
 
     alone(check, shared)
 
 
 @pytest.mark.parametrize("policy", ["warn", "raise", "exclude"])
 def test_what_becomes_non_finite_after_its_vote_is_not_sent(policy: NonFinite) -> None:
-    """The finite peer receives nothing of it, unless the policy is "warn"."""
+    """A finite peer receives nothing of it, unless the policy is "warn".
 
-    def check(rank: int, size: int) -> tuple[float, int]:
+    With "raise" the next vote reports it; with "exclude" it is counted, and P is restored.
+    """
+
+    def check(rank: int, size: int) -> tuple[float, bool, int]:
         line = Line(THREE, non_finite=policy)
         with torch.no_grad():
             line.model.a.fill_(torch.inf if rank == 1 else 2.0)
@@ -210,10 +239,13 @@ def test_what_becomes_non_finite_after_its_vote_is_not_sent(policy: NonFinite) -
         line.decide(1)
         line.pipeline.launch_queued(wait=False)
         line.pipeline.land()
-        return float(line.pipeline.parts[0].base[0][0]), line.late
+        base = float(line.pipeline.parts[0].base[0][0])
+        return base, line.pipeline.report_non_finite, line.check.excluded
 
-    (base, late), (_, sick) = simulated(check, workers=2)
-    assert (base, late, sick) == ((float("inf"), 0, 0) if policy == "warn" else (1.0, 0, 1))
+    (base, *healthy), (_, *sick) = simulated(check, workers=2)
+    assert healthy == [False, 0]
+    assert base == (float("inf") if policy == "warn" else 1.0)
+    assert sick == {"warn": [False, 0], "raise": [True, 0], "exclude": [False, 1]}[policy]
 
 
 def test_the_squares_of_updates_are_smoothed_over_five_passes() -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from offbeat import OffbeatError
 from offbeat.averaging.finite import NonFiniteCheck
-from offbeat.averaging.flow import tally_of
 from offbeat.averaging.votes import Round, Sums, Vote
 from offbeat.fabric import Completed, Handle
 
@@ -51,7 +50,8 @@ def test_a_tally_is_the_sum_of_the_votes(
             round=number,
             finite=rank not in sick,
             rank=rank,
-            numbers=(float(rank), 0.5),
+            numbers=(float(rank),),
+            measured=(0.5,),
         )
         for rank, (stepping, finishing, wanted) in enumerate(rows)
     ]
@@ -63,7 +63,8 @@ def test_a_tally_is_the_sum_of_the_votes(
         wanted=sum(wanted for _, _, wanted in rows),
         non_finite=len(sick),
         non_finite_rank=next(iter(sick)) if len(sick) == 1 else None,
-        numbers=(sum(range(len(rows))), 0.5 * len(rows)),
+        numbers=(sum(range(len(rows))),),
+        measured=(0.5 * len(rows),),
     )
 
 
@@ -79,7 +80,7 @@ def test_the_rank_of_the_only_non_finite_worker_is_known(rank: int) -> None:
 
 def test_a_vote_has_seven_numbers_of_its_own() -> None:
     assert len(VOTE.encode()) == Vote.SLOTS == 7
-    assert len(dataclasses.replace(VOTE, numbers=(1.0, 2.0)).encode()) == 9
+    assert len(dataclasses.replace(VOTE, numbers=(1.0, 2.0), measured=(3.0,)).encode()) == 10
 
 
 @pytest.mark.parametrize("other", [{"round": 1}, {"view": 1}, {"round": 1023}])
@@ -111,12 +112,12 @@ class Unread(Handle[Sums]):
 
 def test_a_tally_is_read_only_when_it_is_asked_for() -> None:
     """A strategy with a fixed schedule never waits for its votes."""
-    lazy = tally_of(Round(0, VOTE, Unread()), 1)
+    lazy = Round(0, VOTE, Unread()).tally()
     with pytest.raises(AssertionError, match="was read"):
         _ = lazy.stepping
-    sums = Sums(2.0, 3, 0, 5.0, numbers=(6.0, 7.0, 8.0))
-    tally = tally_of(Round(0, VOTE, Completed(sums)), 1)
-    assert (tally.stepping, tally.wanted, tally.votes) == (3, 5.0, (6.0,)), "its own numbers alone"
+    sums = Sums(2.0, 3, 0, 5.0, numbers=(6.0,), measured=(7.0,))
+    tally = Round(0, VOTE, Completed(sums)).tally()
+    assert (tally.stepping, tally.wanted, tally.votes) == (3, 5.0, (6.0,)), "not the wire's numbers"
 
 
 # -- the policy for non-finite values -------------------------------------------------------------
@@ -138,6 +139,16 @@ def test_raise_names_the_worker_or_their_number() -> None:
             OffbeatError, match=f"^{name} would contribute NaN or infinity .*step 5"
         ):
             NonFiniteCheck(0, "raise")(sums, 5)
+
+
+def test_only_policies_that_are_possible_are_suggested(caplog: pytest.LogCaptureFixture) -> None:
+    for possible in (True, False):
+        with pytest.raises(OffbeatError) as caught:
+            NonFiniteCheck(0, "raise", can_exclude=possible)(SICK, 5)
+        with caplog.at_level(logging.WARNING, logger="offbeat"):
+            NonFiniteCheck(0, "warn", can_exclude=possible)(SICK, 5)
+        for text in (str(caught.value), caplog.messages[-1]):
+            assert ("exclude" in text) == possible
 
 
 def test_warn_passes_it_on_and_logs_once(caplog: pytest.LogCaptureFixture) -> None:
