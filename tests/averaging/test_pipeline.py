@@ -358,3 +358,5 @@ def test_p_is_kept_where_something_needs_it(
 
     assert simulated(kept, "float32", workers=2) == [keeps] * 2
     assert simulated(kept, "int8", workers=2) == [True] * 2, "only updates are quantized"
+    always = shared.error_feedback or not shared.outer.plain
+    assert simulated(kept, "float32", workers=1) == [always], "there is no one to be excluded from"

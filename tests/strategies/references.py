@@ -204,7 +204,6 @@ FRAGMENTS = {
     1: [NAMES],
     2: [NAMES[:2], NAMES[2:]],
     3: [NAMES[:1], NAMES[1:3], NAMES[3:]],
-    6: [[name] for name in NAMES],
 }
 
 

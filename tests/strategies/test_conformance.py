@@ -157,13 +157,18 @@ def test_the_references_decide_now_and_then() -> None:
             assert len({sum(one) for one in flags}) > 2, row
 
 
-@first_of_each(ROWS)
-@pytest.mark.parametrize("kind", ["momentum", "adamw"])
-def test_one_worker_trains_as_if_alone(row: Row, kind: str) -> None:
+@each(ROWS)
+@pytest.mark.parametrize(
+    ("kind", "policy"), [("momentum", "raise"), ("adamw", "raise"), ("momentum", "exclude")]
+)
+def test_one_worker_trains_as_if_alone(row: Row, kind: str, policy: str) -> None:
     """The same script with one process is plain training, for any optimizer."""
+    if policy == "exclude" and not row.excludes:
+        return
     model = make_model(seed=0)
     optimizer = OPTIMIZERS[kind](model.parameters())
-    (got,) = run(train, row.alone or row.text, [8], kind, workers=1)
+    text = row.alone or row.text
+    (got,) = run(lambda *place: train(*place, text, [8], kind, non_finite=policy), workers=1)
     for step, one in enumerate(got["trace"]):
         train_step(model, optimizer, make_batch(0, step))
         close(one, flat(model), 0 if row.exactly else 1e-12)
