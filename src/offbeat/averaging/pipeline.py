@@ -153,7 +153,7 @@ class Pipeline:
         view.launches += 1
         began = worker.team.host.now()
         weight = round.own.weight
-        if shared.eager and worker.guarded and not self.finite(part):
+        if shared.eager and worker.guarded and worker.size > 1 and not self.finite(part):
             weight = 0.0  # it became non-finite after the vote: send an update of 0
             self._found_non_finite()
         outer_step = None

@@ -81,8 +81,11 @@ def _make_part(
         worker.wire,
         tensors,
         name=name,
-        # A worker that is excluded, or that has nothing finite to send, continues from P.
-        anchored=not shared.blocking and (worker.excludes or (worker.guarded and shared.eager)),
+        # A worker that is excluded, or that has nothing finite to send, continues from P. Without
+        # peers it trains as if alone, to the last bit.
+        anchored=worker.size > 1
+        and not shared.blocking
+        and (worker.excludes or (worker.guarded and shared.eager)),
         keeps_steps=not shared.blocking,
         outer=shared.outer,
         buffers=buffers,
