@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
+from offbeat.averaging import Replica
 from offbeat.lab.recipes import Setup, find_recipe
 from offbeat.lab.recipes.own import try_out
 from offbeat.lab.samplers import Batches, make_sampler
-from offbeat.averaging import Replica
 
 
 def measure_recipe(
