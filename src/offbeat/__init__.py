@@ -50,6 +50,7 @@ __all__ = [
 if TYPE_CHECKING:
     from offbeat import data
     from offbeat.attach import attach
+    from offbeat.baselines import EASGD, SSP, Downpour, FedAvg
     from offbeat.batchnorm import recalibrate_batchnorm
     from offbeat.errors import (
         AttachError,
@@ -60,10 +61,9 @@ if TYPE_CHECKING:
         OffbeatError,
     )
     from offbeat.fabric import join
+    from offbeat.registry import parse_strategy
     from offbeat.schedule import LinearScalingWarmup
     from offbeat.simulate import Compute, Network, Simulation, simulate
-    from offbeat.baselines import EASGD, SSP, Downpour, FedAvg
-    from offbeat.registry import parse_strategy
     from offbeat.strategies import (
         BSP,
         AsyncAveraging,

@@ -146,7 +146,7 @@ def play(
     sums = [torch.zeros_like(z) for _ in range(size)]
     unpushed, pushes, downloads = [0] * size, [0] * size, [[0] * size for _ in range(size)]
     staleness: dict[int, int] = {}
-    coming: list[tuple[Tensor, Tensor] | None] = [None] * size  # z, and x when it was asked for
+    coming: list[tuple[Tensor, Tensor] | None] = [None] * size  # z, and x at its request
 
     def fetched(rank: int) -> None:
         if coming[rank] is not None:
@@ -203,7 +203,7 @@ STRATEGIES = [
 @pytest.mark.parametrize("make", [sgd, grouped], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_two_workers_step_by_step(strategy: Downpour, make: Make) -> None:
-    """Every model after every step, the server's model with leftovers, and the staleness."""
+    """Every model after every step, the server's model at the end, and the staleness."""
     steps, paces = (14, 9), (1.0, 1.7)
     compute = Compute(STEP, slowdown=dict(enumerate(paces)))
     result = simulate(
@@ -259,10 +259,10 @@ def test_steps_taken_while_a_fetch_travels_stay() -> None:
     assert trace[:6] == [-1, -2, -3, -4, -5, -6]
     assert trace[6:12] == [-0.5 - 6 - step for step in range(6)]
     assert trace[12:] == [-3.5 - 6, -3.5 - 7]
-    assert end == -7.0, "all 14 halves, in the end"
+    assert end == -7.0, "the end contains all 14 halves"
 
 
-def test_leftover_gradients_are_pushed_by_finish() -> None:
+def test_finish_pushes_remaining_gradients() -> None:
     """n_push = 4, 6 steps of ones at a rate of 0.5 on 3 workers: all 18 are in the end."""
 
     def leftover(rank: int, size: int) -> Any:
@@ -281,8 +281,8 @@ def test_leftover_gradients_are_pushed_by_finish() -> None:
         return seen.tolist(), own.tolist(), model.x.tolist()
 
     for seen, own, end in run(leftover, workers=3):
-        assert seen == pytest.approx([-0.5 * 4] * 2, abs=1e-12), "evaluation pushes nothing"
-        assert own == [-3.0, -3.0], "until it fetches, a worker trains by itself"
+        assert seen == pytest.approx([-0.5 * 4] * 2, abs=1e-12), "a consensus pushes nothing"
+        assert own == [-3.0, -3.0], "until it fetches, a worker trains alone"
         assert end == pytest.approx([-0.5 * 6] * 2, abs=1e-12)
 
 
@@ -310,7 +310,7 @@ def test_the_learning_rate_is_applied_once() -> None:
 
 
 def test_momentum_of_the_worker_is_not_pushed() -> None:
-    """What travels is the gradient: with momentum z still moves by η g."""
+    """Workers push gradients: with momentum z still moves by η g."""
 
     def moved(rank: int, size: int) -> tuple[float, float]:
         model = nn.Module()
@@ -369,7 +369,7 @@ def scaled(rank: int, size: int, unscale: bool) -> Any:
 
 @pytest.mark.parametrize("unscale", [False, True])
 def test_a_step_that_a_scaler_skips_is_not_pushed(unscale: bool) -> None:
-    """Pitfall 3: it counts as a step, but its overflowed gradients go nowhere."""
+    """Pitfall 3: it counts as a step, but its overflowed gradients are not pushed."""
     ((trace, end, steps),) = run(scaled, unscale, workers=1)
     model = make_model(seed=0, dtype=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -396,7 +396,7 @@ def clipped(rank: int, size: int) -> Any:
 
 
 def test_clipped_gradients_are_pushed() -> None:
-    """What the optimizer used, not what backward gave."""
+    """The gradients that the optimizer used, not those of backward."""
     start, moved = flat(make_model(seed=0)), torch.zeros(40, dtype=torch.float64)
     for rank in range(2):
         model = make_model(seed=0)
@@ -508,7 +508,7 @@ def warm(rank: int, size: int) -> Any:
     for step in range(4):
         train_step(model, optimizer, make_batch(rank, step))
     held = flat(model)
-    with sync.consensus():  # nobody has begun to move z
+    with sync.consensus():  # z has not moved yet
         pass
     optimizer.param_groups[0]["lr"] = 0.05
     for step in range(4, 8):
@@ -525,13 +525,13 @@ def test_a_learning_rate_of_0_works() -> None:
         assert torch.equal(held, start)
         assert torch.equal(end, results[0][1])
         assert (end - start).abs().max() > 1e-3
-        assert 0 < details["pushes_served"] <= 8, "pushes may go together"
+        assert 0 < details["pushes_served"] <= 8, "pushes may leave together"
 
 
 @pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("servers", [None, (1,)], ids=str)
 def test_one_worker_trains_first(servers: tuple[int, ...] | None, every: int) -> None:
-    """Dean et al.: rank 0 takes 6 steps alone, at the full rate; the others begin where it is then.
+    """Dean et al.: rank 0 takes 6 steps alone, at the full rate; the others begin at its model.
 
     They drop the gradient of their first batch.
     """
@@ -562,8 +562,8 @@ def test_one_worker_trains_first(servers: tuple[int, ...] | None, every: int) ->
         assert (trace[3] - trace[0]).abs().max() > 1e-3, "then they train"
 
 
-def test_a_warm_up_ends_when_rank_0_looks() -> None:
-    """Or has no more data: nobody waits for steps that do not come."""
+def test_a_consensus_of_rank_0_ends_the_warm_up() -> None:
+    """And so does its finish: the others do not wait for steps that it never takes."""
 
     def work(looks: bool) -> tuple[int, Tensor]:
         model = make_model(seed=dist.get_rank())

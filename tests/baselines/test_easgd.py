@@ -38,12 +38,12 @@ def gradient(x: Tensor, rank: int, step: int) -> Tensor:
 
 
 def by_name(model: nn.Module) -> Tensor:
-    """All parameters in the order in which the server keeps them."""
+    """All parameters in the order of the server's vector."""
     return torch.cat([p.detach().reshape(-1) for _, p in sorted(model.named_parameters())])
 
 
 def centre(sync: Any) -> Tensor | None:
-    """This rank's part of z, as it is now."""
+    """This rank's shard of z."""
     shard = sync._iteration.flow.server.shard
     return None if shard is None else shard.values.clone()
 
@@ -110,21 +110,23 @@ def equations_3_4(
 def test_synchronous_is_equations_3_and_4(
     period: int, alpha: float | None, servers: tuple[int, ...] | None, difference: Any
 ) -> None:
-    """All workers from the same z; α is 0.9/N by default; a look shows z."""
+    """All workers from the same z; α is 0.9/N by default; a consensus shows z."""
     strategy = EASGD(
         period=period, alpha=alpha, synchronous=True, servers=servers, difference=difference
     )
     alpha = 0.45 if alpha is None else alpha
     trace, z = equations_3_4(2, 12, period, alpha, difference)
     end = z
-    if difference == BEFORE:  # the last step comes into z by finish
+    if difference == BEFORE:  # finish brings the last step into z
         end = z + alpha * sum(xs[-1] - z for xs in trace)
     for rank, one in enumerate(run(train, strategy, "sgd", [12] * 2, workers=2)):
         for got, want in zip(one["trace"], trace[rank], strict=True):
             close(got, want)
         assert one["decisions"] == [int((s + 1) % period == 0) for s in range(12)]
         close(one["seen"], z)
-        assert torch.equal(one["own"], one["trace"][-1]), "looking leaves the worker's own model"
+        assert torch.equal(one["own"], one["trace"][-1]), (
+            "a consensus does not change the worker's own model"
+        )
         close(one["end"], end)
 
 
@@ -176,7 +178,7 @@ def test_the_papers_bound() -> None:
 
 @pytest.mark.parametrize("period", [1, 4])
 def test_with_nesterov_momentum_it_is_eamsgd(period: int) -> None:
-    """EAMSGD in PyTorch's form: v ← μv + g, x ← x − η(g + μv); an exchange leaves v alone."""
+    """EAMSGD in PyTorch's form: v ← μv + g, x ← x − η(g + μv); an exchange does not change v."""
     x = flat(make_model(seed=0))
     z, v, want = x.clone(), torch.zeros_like(x), []
     for step in range(12):
@@ -234,7 +236,7 @@ def play(
 def test_asynchronous_workers_exchange_one_at_a_time(
     period: int, alpha: float | None, servers: tuple[int, ...] | None, difference: Any
 ) -> None:
-    """Each from the z it finds, nobody waits for anybody; leftovers come when all have ended."""
+    """Each worker with the current z, without waiting; finish pushes the remaining steps."""
     steps, paces = (13, 9, 6), (1.0, 1.37, 2.1)
     strategy = EASGD(period=period, alpha=alpha, servers=servers, difference=difference)
     result = simulate(
@@ -253,7 +255,7 @@ def test_asynchronous_workers_exchange_one_at_a_time(
         for got, want in zip(one["trace"], trace[rank], strict=True):
             close(got, want)
         close(one["seen"], before)
-        # they leave the evaluation together, so leftovers come in any order
+        # they leave the consensus together, so their last pushes have no fixed order
         close(one["end"], after, atol=1e-12 if (period, difference) == (1, AFTER) else 0.1)
         assert torch.equal(one["end"], result.results[0]["end"])
         assert one["stats"].wait_seconds < 1e-4
@@ -273,13 +275,13 @@ def exchange(rank: int, size: int, strategy: EASGD, rounds: int) -> list[tuple[T
     seen = []
     for turn in range(rounds):
         first = centre(sync)
-        sync._iteration.flow.server.barrier()  # all have looked
+        sync._iteration.flow.server.barrier()  # all have read z
         for other in range(size):
             if strategy.synchronous and other:
                 break
             if strategy.synchronous or other == rank:
                 train_step(model, optimizer, make_batch(rank, turn))
-            sync._iteration.flow.server.barrier()  # asynchronous ones exchange one after the other
+            sync._iteration.flow.server.barrier()  # asynchronous exchanges, one after the other
         seen.append((before[-1], by_name(model), first, centre(sync)))
         sync._iteration.flow.server.barrier()
     sync.finish()
@@ -289,7 +291,7 @@ def exchange(rank: int, size: int, strategy: EASGD, rounds: int) -> list[tuple[T
 @pytest.mark.parametrize("synchronous", [False, True])
 @pytest.mark.parametrize("servers", [(0, 1, 2), (2, 0)], ids=str)
 def test_an_exchange_conserves_x_plus_z(synchronous: bool, servers: tuple[int, ...]) -> None:
-    """Σ x + z is the same before and after the exchanges, and something did move."""
+    """Σ x + z is the same before and after the exchanges, although both move."""
     strategy = EASGD(period=1, alpha=0.25, synchronous=synchronous, servers=servers)
     results = run(exchange, strategy, 5, workers=3)
     for turn in range(5):
@@ -301,7 +303,7 @@ def test_an_exchange_conserves_x_plus_z(synchronous: bool, servers: tuple[int, .
 
 
 def uneven(rank: int, strategy: EASGD) -> Any:
-    """Rank 0 comes to the evaluation after 4 steps, rank 1 after 2; both then go on."""
+    """Rank 0 enters the consensus after 4 steps, rank 1 after 2; both then continue."""
     model = nn.Module()
     model.x = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -347,7 +349,7 @@ def tiny(rank: int, size: int, synchronous: bool) -> float:
 
 @pytest.mark.parametrize("synchronous", [False, True])
 def test_a_model_smaller_than_the_number_of_servers(synchronous: bool) -> None:
-    """Some shards are empty; everything goes on as with one server."""
+    """Some shards are empty."""
     results = simulate(lambda: tiny(dist.get_rank(), 2, synchronous), workers=2).results
     assert results[0] == results[1]
 
@@ -358,7 +360,7 @@ def test_a_model_smaller_than_the_number_of_servers(synchronous: bool) -> None:
 @pytest.mark.parametrize("synchronous", [False, True])
 @pytest.mark.parametrize("steps", [(9, 11, 10), (9, 14, 2)], ids=str)
 def test_finish_leaves_z_everywhere(synchronous: bool, steps: tuple[int, ...]) -> None:
-    """Bit-identical, after different numbers of steps; leftover periods have moved it."""
+    """The same bits, after different numbers of steps; unfinished periods have moved it."""
     results = run(train, EASGD(period=4, synchronous=synchronous), "sgd", steps, workers=3)
     for one in results:
         assert torch.equal(one["end"], results[0]["end"])
@@ -374,13 +376,13 @@ def test_finish_leaves_z_everywhere(synchronous: bool, steps: tuple[int, ...]) -
             candidates.append(moved)
         distance = torch.stack([(moved - end).abs() for moved in candidates]).amin(0)
         assert distance.max() < 1e-12
-    elif steps[1] < 12:  # all have exchanged twice: at once
+    elif steps[1] < 12:  # all have exchanged twice: the last pushes apply at once
         close(end, z + 0.3 * sum(x - z for x in own))
     assert (end - z).abs().max() > 1e-4
 
 
 def test_a_whole_number_of_periods_leaves_z_as_it_is() -> None:
-    """Nothing is left over, so finish gives what consensus showed; stepping first."""
+    """No steps remain, so finish gives what consensus showed; with "after_step"."""
     results = run(train, EASGD(period=3, difference="after_step"), "sgd", [9, 3, 6], workers=3)
     for one in results:
         assert torch.equal(one["end"], results[0]["seen"])
@@ -388,7 +390,7 @@ def test_a_whole_number_of_periods_leaves_z_as_it_is() -> None:
 
 
 def test_z_starts_at_the_model_of_rank_0() -> None:
-    """Pitfall 16: also when nobody has stepped."""
+    """Pitfall 16: also if no worker has stepped."""
     for one in run(train, EASGD(period=3), "sgd", [0, 0], workers=2):
         assert torch.equal(one["seen"], flat(make_model(seed=0)))
         assert torch.equal(one["end"], flat(make_model(seed=0)))

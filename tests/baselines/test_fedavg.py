@@ -97,7 +97,7 @@ def reference(
 
 
 def observed(results: Sequence[dict[str, Any]]) -> list[set[int]]:
-    """Who was drawn in each round, as the workers themselves recorded it."""
+    """The workers that were drawn in each round, as they recorded it themselves."""
     rounds = zip(*(result["drawn"] for result in results), strict=True)
     return [{rank for rank, drawn in enumerate(row) if drawn} for row in rounds]
 
@@ -136,12 +136,12 @@ def test_rounds_average_the_drawn_by_their_samples(
 @pytest.mark.parametrize("unselected", ["keep", "restart"])
 @pytest.mark.parametrize(("counts", "seed"), [([3, 17, 9], 8), ([13, 2, 4], 1)])
 def test_uneven_counts(unselected: Any, counts: list[int], seed: int) -> None:
-    """A worker past its steps weighs nothing once they were averaged; all draw alike to the end."""
+    """A worker without new steps has weight 0; all workers draw the same to the end."""
     strategy = FedAvg(period=3, fraction=0.5, unselected=unselected, weights=(1, 2, 4), seed=seed)
     draws = observed(run(train, strategy, [18] * 3, workers=3))
     assert [len(draw) for draw in draws] == [2] * 6, "1.5 is rounded up"
     late = [rank for rank in range(3) if rank not in draws[(counts[rank] - 1) // 3]]
-    assert late, "someone's last steps wait for a later draw"
+    assert late, "the last steps of some worker wait for a later draw"
     trace, end = reference(strategy, counts, draws, 3)
     results = run(train, strategy, counts, workers=3)
     for rank, result in enumerate(results):
@@ -294,8 +294,8 @@ def statistics(rank: int, size: int, unselected: Any) -> dict[str, list[Tensor]]
 
 
 @pytest.mark.parametrize("unselected", ["keep", "restart"])
-def test_buffers_go_with_the_models(unselected: str) -> None:
-    """Running statistics take the weighted mean of the drawn; batch counts differ to the end."""
+def test_buffers_are_averaged_with_the_models(unselected: str) -> None:
+    """Running statistics become the drawn workers' mean; batch counts are equal at the end."""
     results = run(statistics, unselected, workers=3)
     for i, draw in enumerate(observed(results)):
         before = [result["before"][i] for result in results]
@@ -362,7 +362,7 @@ def wrong_length(rank: int, size: int) -> str:
 
 
 def test_one_weight_for_each_worker() -> None:
-    """Another number of weights is refused by attach on every worker, which can go on after it."""
+    """attach refuses another number of weights on every worker, and can be called again."""
     for text in run(wrong_length, workers=2):
         assert text == "weights must hold one number for each of the 2 workers, got 3: (1, 2, 3)"
 

@@ -1,4 +1,4 @@
-"""What the strategies with a parameter server share: checkpoints, failures, the end."""
+"""The common part of the strategies with a parameter server: checkpoints, failures, the end."""
 
 import contextlib
 import dataclasses
@@ -109,8 +109,8 @@ DETERMINISTIC = [
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("strategy", some(DETERMINISTIC, 0), ids=str)
-def test_a_resumed_run_goes_on(strategy: Strategy) -> None:
-    """Pitfalls 20 and 24: on three workers, to the rounding of sums in another order."""
+def test_a_resumed_run_continues(strategy: Strategy) -> None:
+    """Pitfalls 20 and 24: on three workers, up to the rounding of sums in another order."""
     for seen in run(resume, strategy, workers=3):
         assert_resumed(seen, 1e-12)
 
@@ -127,8 +127,8 @@ ALONE = [
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("strategy", some(ALONE, *range(0, 20, 2)), ids=str)
-def test_a_resumed_worker_goes_on_bit_for_bit(strategy: Strategy) -> None:
-    """One worker is deterministic under any of them: G, the server's optimizer, z, the view."""
+def test_a_resumed_worker_continues_with_the_same_bits(strategy: Strategy) -> None:
+    """One worker is deterministic: G, the server's optimizer, z, the cache."""
     (seen,) = run(resume, strategy, workers=1)
     assert_resumed(seen, 0.0)
 
@@ -178,7 +178,9 @@ def staggered(
         SSP(staleness=2, refresh="lazy"),
         *nightly([Downpour()]),
         Downpour(push_every=2, fetch_every=3),
-        EASGD(period=4, difference="after_step"),  # else finish pushes, in no order
+        EASGD(
+            period=4, difference="after_step"
+        ),  # with "before_step" finish pushes, in no fixed order
     ],
     ids=str,
 )
@@ -195,6 +197,54 @@ def test_asynchronous_workers_continue_from_a_checkpoint(strategy: Strategy, lat
         torch.testing.assert_close(other, end, rtol=0, atol=1e-12)
 
 
+# -- conservation --------------------------------------------------------------------------------
+
+
+def drift(rank: int, size: int, strategy: Strategy) -> tuple[Tensor, ...]:
+    """Updates that do not depend on the model: their sum divided by N, a consensus, and the end."""
+    model = nn.Module()
+    model.x = nn.Parameter(torch.zeros(30, dtype=torch.float64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = attach(model, optimizer, strategy)
+    total = torch.zeros(30, dtype=torch.float64)
+    for step in range(9 + 4 * rank):
+        generator = torch.Generator().manual_seed(100 * rank + step)
+        model.x.grad = torch.randn(30, generator=generator, dtype=torch.float64)
+        total -= 0.1 * model.x.grad / size
+        optimizer.step()
+        if step == 5:
+            with sync.consensus():
+                seen = model.x.detach().clone()
+    sync.finish()
+    return total, seen, model.x.detach()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        SSP(staleness=0),
+        SSP(staleness=3),
+        SSP(staleness=3, refresh="lazy"),
+        Downpour(push_every=2, fetch_every=3),
+        Downpour(servers=(1,)),
+    ],
+    ids=str,
+)
+def test_every_update_reaches_the_server_once(strategy: Strategy) -> None:
+    """Also those that wait while a request is in flight, and those of an unfinished period."""
+    results = simulate(
+        lambda: drift(dist.get_rank(), 3, strategy),
+        workers=3,
+        network=Network("1Mbit/s", latency="2ms"),
+        compute=Compute("1ms"),
+    ).results
+    want = sum(total for total, *_ in results)
+    for _, seen, end in results:
+        torch.testing.assert_close(end, want, rtol=0, atol=1e-13)
+        assert torch.equal(end, results[0][2])
+        assert torch.equal(seen, results[0][1])
+
+
 # -- the end, and again ---------------------------------------------------------------------------
 
 
@@ -207,7 +257,7 @@ def again(rank: int, size: int, strategy: Strategy) -> Any:
             for step in range(4 + rank):
                 train_step(model, optimizer, make_batch(rank, 10 * turn + step))
         ends.append(flat(model))
-        sync.finish()  # again: nothing
+        sync.finish()  # a second call does nothing
     deadline = time.perf_counter() + 5
     while any("server" in t.name for t in threading.enumerate()) and time.perf_counter() < deadline:
         time.sleep(0.01)
@@ -219,7 +269,7 @@ def again(rank: int, size: int, strategy: Strategy) -> Any:
 
 @pytest.mark.parametrize("strategy", some(EVERY, 0, 3), ids=str)
 def test_attaching_again_after_finish(strategy: Strategy) -> None:
-    """The second server starts from the model the first one left; no thread stays."""
+    """The second server starts from the model of the first one; all threads have ended."""
     results = run(again, strategy, workers=3)
     for rank, (ends, steps, alive, plain) in enumerate(results):
         assert all(map(torch.equal, ends, results[0][0]))
@@ -246,8 +296,8 @@ def early(rank: int, size: int, strategy: Strategy) -> float:
     [SSP(staleness=3), *nightly([Downpour(servers=(1,)), EASGD(period=2, servers=(0,))])],
     ids=str,
 )
-def test_who_ends_early_waits_longer_than_the_time_out(strategy: Strategy) -> None:
-    """As long as the others give signs of life; the time-out is that of an operation."""
+def test_a_worker_that_ends_early_waits_longer_than_the_time_out(strategy: Strategy) -> None:
+    """While the other worker makes progress: the time-out is that of one operation."""
     for seconds in run(early, strategy, workers=2):
         assert seconds > 1.5
 
@@ -335,7 +385,7 @@ def test_a_non_finite_push_is_logged_once(
 
 
 def meet(folder: str, rank: int, ranks: list[int]) -> None:
-    """Wait until all of ``ranks`` are here; not through Offbeat and not through the group."""
+    """Wait until all of ``ranks`` have called it, without Offbeat and the process group."""
     store = dist.FileStore(f"{folder}/meeting", -1)
     store.set(str(rank), "here")
     store.wait([str(other) for other in ranks], timedelta(seconds=40))
@@ -399,7 +449,7 @@ from offbeat.baselines.easgd import EASGD
 from problems import OPTIMIZERS, make_batch, make_model, train_step
 OPTIMIZERS["sgd"](make_model(seed=0).parameters())  # imports the rest, once
 ranks = []
-for rank in range(2):  # two processes that have imported torch, and end as Python ends
+for rank in range(2):  # two processes that end as Python ends
     ranks.append(os.fork())
     if not ranks[-1]:
         os.dup2(os.open(f"{folder}/errors{rank}", os.O_WRONLY | os.O_CREAT), 2)
@@ -463,13 +513,13 @@ def test_a_process_that_never_finishes_can_end(tmp_path: Path) -> None:
     outcomes = run_script(text, tmp_path)
     assert len(outcomes) == 2
     for status, errors in outcomes:
-        # who is later may find the other one gone, which is an error and no abort
+        # The later one may find the other one gone: an error, but no abort.
         assert status in (0, 1), errors
         assert "terminate called" not in errors
         assert "Fatal Python error" not in errors
 
 
-# -- one protocol, two worlds ---------------------------------------------------------------------
+# -- processes and simulator -----------------------------------------------------------------------
 
 
 def uneven(rank: int, size: int, strategy: Strategy) -> Any:
@@ -491,7 +541,7 @@ def uneven(rank: int, size: int, strategy: Strategy) -> Any:
 )
 @pytest.mark.parametrize("index", some(range(len(EVERY)), 0, 3), ids=[str(one) for one in EVERY])
 def test_uneven_workers_end_alike(world: str, servers: tuple[int, ...] | None, index: int) -> None:
-    """Whoever serves, whenever each looks and ends: no hang, and the same bits at the end."""
+    """With any servers and any moments of consensus and end: no hang, and the same final bits."""
     strategy = dataclasses.replace(EVERY[index], servers=servers)  # type: ignore[call-arg]
     if world == "gloo":
         results = run(uneven, strategy, workers=3)
@@ -512,7 +562,7 @@ def test_uneven_workers_end_alike(world: str, servers: tuple[int, ...] | None, i
 @pytest.mark.sampled
 @every_strategy
 def test_a_simulation_is_the_same_each_time(strategy: Strategy) -> None:
-    """Byte for byte, servers' threads or not."""
+    """Byte for byte, although servers run in threads."""
 
     def once() -> tuple[str, Tensor]:
         result = simulate(

@@ -28,7 +28,7 @@ from typing import Any
 from typing_extensions import override
 
 from offbeat.averaging.carried_state import common_values, keep_local_values, load_common_values
-from offbeat.averaging.flow import Flow, tally_of
+from offbeat.averaging.flow import Flow
 from offbeat.averaging.pipeline import Pipeline, PipelineState
 from offbeat.averaging.shared_model import view_of
 from offbeat.averaging.votes import Round
@@ -82,27 +82,24 @@ class ModelFlow(Flow):
         # What each step asks, so that a step without a round costs little.
         self._blocking, self._lossy = shared.blocking, not worker.wire.exact
         self._measures = type(strategy).after_step is not Strategy.after_step
-        self._votes = 0  # numbers of the strategy in a vote
         self._wanted = 0.0  # what the strategy has answered to ``due``
         self._squared = 0.0  # ‖g‖² of the optimizers whose gradients are ready
         self._pausing = False
         self._node_arrived: int | None = None  # parts that have arrived on the whole node
         self._node_tally = False  # the tally has arrived on the whole node
-        self._report_non_finite = False  # values found after the last vote; the next reports them
         self._reported: tuple[int, int] | None = None  # launches and landings of the last report
 
     @override
     def start(self, common: dict[str, Any] | None = None) -> None:
         worker = self.worker
         view = view_of(worker)
-        self.pipeline = Pipeline(worker, self.shared, view, self._outer_step, self._found_late)
+        self.pipeline = Pipeline(worker, self.strategy, self.shared, view, self.check)
         if common is not None:
             view.start_step = common["step"]
         view.state = self.strategy.state(view)
         if common is not None:
             load_common_values(view.state, common["state"])
         self.state = ModelFlowState(self.pipeline.state, view, checked_step=worker.step)
-        self._votes = len(self.strategy.vote(self._see(stepping=False)))
 
     @override
     def keep_local(self, before: Flow) -> None:
@@ -234,8 +231,8 @@ class ModelFlow(Flow):
     @override
     def vote(self, optimizer: int, *, stepping: bool, finishing: bool = False) -> Round:
         finite = self.look_for_non_finite(stepping=stepping)
-        if self._report_non_finite:
-            self._report_non_finite, finite = False, False
+        if self.pipeline.report_non_finite:
+            self.pipeline.report_non_finite, finite = False, False
         weight = 0.0 if self.excluded else self.weight(stepping=stepping)
         numbers = self.strategy.vote(self._see(stepping=stepping))
         vote = self.rounds.vote(
@@ -274,14 +271,6 @@ class ModelFlow(Flow):
     def restore(self) -> None:
         self.pipeline.restore()
 
-    def _found_late(self) -> None:
-        """Non-finite values were found after the vote of this launch."""
-        if self.worker.excludes:
-            self.check.exclude_late(self.worker.step)
-            self.restore()
-        else:
-            self._report_non_finite = True
-
     @override
     def can_decide(self, round: Round) -> bool:
         if not self.shared.eager:
@@ -306,8 +295,8 @@ class ModelFlow(Flow):
         view.rounds += 1
         if chosen is None:
             return False
-        tally = tally_of(chosen, self._votes)
-        launch = self.strategy.decide(self._see(stepping=round.own.stepping), tally)
+        view = self._see(stepping=round.own.stepping)
+        launch = self.strategy.decide(view, chosen.tally())
         if not launch.parts:
             return False
         if launch.precision is None and self.worker.wire.chosen:
@@ -325,10 +314,6 @@ class ModelFlow(Flow):
 
     def _waits_at_bound(self) -> bool:
         return self.shared.eager and not self._pausing and self._at_bound()
-
-    def _outer_step(self, round: Round, part: int) -> tuple[float, float]:
-        view = self._see(stepping=self.state.view.stepping)
-        return self.strategy.outer_step(view, part, tally_of(round, self._votes))
 
     # -- end of data, consensus, checkpoints -----------------------------------------------------
 

@@ -34,6 +34,7 @@ class FedAvgState:
 class FedAvgFlow(ModelFlow):
     """Shares a model, of which only the drawn workers send and, with "keep", take the mean."""
 
+    can_exclude = False
     strategy: "FedAvg"
 
     @override

@@ -86,6 +86,7 @@ class ServerFlow(Flow):
     """
 
     uses_gradients = False
+    can_exclude = False
     server: ParameterServer
     tensors: list[Tensor]
     state: ServerState

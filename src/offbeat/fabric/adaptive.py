@@ -22,7 +22,7 @@ MOST_WAITING = 0.1
 CHOICES: tuple[Precision, ...] = ("float32", "bfloat16", "int8")
 """Fewer bits suit parts with error feedback in the model only: fed back from a memory, their
 quantization error grows large."""
-_BITS = {one: sum_bits(one) for one in CHOICES}
+_BITS: dict[str, float] = {one: sum_bits(one) for one in CHOICES}
 _MARGIN = 0.5  # more bits are tried if they should use half of the allowed waiting; else they flap
 _LEAST_STEPS = 16  # local steps between two looks at the measurements
 _LEAST_SUMS = 4  # sums of the same stream between two looks
@@ -99,12 +99,12 @@ class AdaptiveWire(Wire):
         """A round is decided: look at the tally of the round before.
 
         Args:
-            sums: Numbers of this round, those of ``measured`` last.
+            sums: Sums of ``measured`` over the workers.
         """
         before, self._before = self._before, sums
         if before is None or self._team.size == 1:
             return
-        steps, seconds, *waits = before.wait()[-self.slots :]
+        steps, seconds, *waits = before.wait()
         if self._stale:
             self._stale -= 1
             return
