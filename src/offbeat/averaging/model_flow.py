@@ -100,6 +100,7 @@ class ModelFlow(Flow):
         if common is not None:
             load_common_values(view.state, common["state"])
         self.state = ModelFlowState(self.pipeline.state, view, checked_step=worker.step)
+        self._reported = None
 
     @override
     def keep_local(self, before: Flow) -> None:
