@@ -20,7 +20,7 @@ from offbeat.cli import network
 from offbeat.lab import probe as probing
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.probe import Pair
-from offbeat.strategies import parse_strategy
+from offbeat.registry import parse_strategy
 
 NETWORKED = shlex.split("plan --parameters 25M --step-time 120ms --workers 16 --bandwidth 5gbit")
 SUGGESTED = {

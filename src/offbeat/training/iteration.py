@@ -99,7 +99,8 @@ class _GuardedStep:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._guard.leave(error)
+        if error is not None:
+            self._guard.leave(error)
         if self._tasks.any:
             self._tasks.set_blocking(False)
 
