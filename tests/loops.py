@@ -46,7 +46,7 @@ def sgd(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
 
 def trained(sync: Any, model: nn.Module, batches: list[Any]) -> list[Tensor]:
     """The model after each step. A list of batches is one step on the mean of their losses."""
-    optimizer, trace = sync._worker.parts[0].optimizer, []
+    optimizer, trace = sync._worker.optimizers[0].optimizer, []
     for batch in batches:
         optimizer.zero_grad()
         several = batch if isinstance(batch, list) else [batch]
