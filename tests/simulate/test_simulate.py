@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 import offbeat
 from offbeat import AsyncAveraging, Compute, LocalSGD, Network, SelSync, simulate
+from offbeat.registry import STRATEGIES, parse_strategy
 from offbeat.simulate import DeadlockError, Straggler
-from offbeat.strategies import STRATEGIES, Strategy, parse_strategy
+from offbeat.strategies import Strategy
 from problems import OPTIMIZERS, bsp_reference, flat, loss_of, make_batch, make_model, train_step
 
 STEP = 0.05

@@ -275,7 +275,7 @@ def killed(rank: int, size: int, folder: Path, moment: str) -> str:
     sync = attach(model, sgd(model), "local:period=2")
     offbeat.save(folder, sync)
     loss_of(model, make_batch(rank, 0)).backward()
-    sync_of = sync._worker.parts[0].optimizer
+    sync_of = sync._worker.optimizers[0].optimizer
     sync_of.step()
     if rank == 1:
 

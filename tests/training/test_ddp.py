@@ -68,7 +68,7 @@ def trained(
     model = with_statistics(rank)
     sync, called = prepare(model, strategy)
     quiet = called.no_sync if isinstance(called, DistributedDataParallel) else None
-    optimizer = sync._worker.parts[0].optimizer
+    optimizer = sync._worker.optimizers[0].optimizer
     for step in range(STEPS):
         optimizer.zero_grad()
         for micro in range(3):
@@ -150,7 +150,7 @@ def life(rank: int, size: int) -> Any:
     found = [reduces(rank, wrapper)]
     sync = attach(model, sgd(model), offbeat.LocalSGD(period=3))
     found.append(reduces(rank, wrapper))
-    train_step(model, sync._worker.parts[0].optimizer, make_batch(rank, 0))
+    train_step(model, sync._worker.optimizers[0].optimizer, make_batch(rank, 0))
     late = error_of(lambda: DistributedDataParallel(model))
     sync.finish()
     found.append(reduces(rank, wrapper))

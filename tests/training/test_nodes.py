@@ -352,7 +352,7 @@ def left_behind(rank: int) -> Any:
     in_environment(rank)
     model, before = make_model(rank), held()
     with attach(model, sgd(model), "local:period=2", node_group="auto") as sync:
-        train_step(model, sync._worker.parts[0].optimizer, make_batch(rank, 0))
+        train_step(model, sync._worker.optimizers[0].optimizer, make_batch(rank, 0))
     deadline, after = time.monotonic() + 5, held()
     while any(a > b for a, b in zip(after, before, strict=True)) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -481,7 +481,7 @@ def refused(rank: int, size: int) -> Any:
     in_environment(rank)
     sync = attach(model, sgd(model), "local:period=8", node_group="auto")
     found.append(error_of(lambda: offbeat.data.DataInjection([(torch.ones(1), 0)], sync=sync)))
-    optimizer = sync._worker.parts[0].optimizer
+    optimizer = sync._worker.optimizers[0].optimizer
     dist.barrier()
 
     def uneven() -> None:
@@ -577,7 +577,7 @@ def one_dies(rank: int, size: int) -> Any:
     in_environment(rank)
     model = make_model(rank)
     sync = attach(model, sgd(model), "local:period=2", node_group="auto")
-    optimizer = sync._worker.parts[0].optimizer
+    optimizer = sync._worker.optimizers[0].optimizer
 
     def train() -> None:
         for step in range(8):

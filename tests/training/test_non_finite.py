@@ -261,7 +261,7 @@ def wide(rank: int, size: int, options: dict) -> list[Tensor]:
         model = nn.Sequential(nn.Linear(4, 150_000), nn.Tanh(), nn.Linear(150_000, 1)).double()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     with attach(model, optimizer, "bsp", **options) as sync:
-        assert len(sync._worker.parts[0].buckets) > 1
+        assert len(sync._worker.optimizers[0].buckets) > 1
         trace = []
         for step in range(4):
             train_step(model, optimizer, batch_of(rank, step))

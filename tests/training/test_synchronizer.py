@@ -179,7 +179,7 @@ def barrier(rank: int, size: int, inside: bool) -> int:
     sync = attach(model, sgd(model), "streaming:staleness=2,parts=1")
     for step in range([2, 12][rank]):
         train_step(
-            model, sync._worker.parts[0].optimizer, make_batch(rank, step, dtype=torch.float32)
+            model, sync._worker.optimizers[0].optimizer, make_batch(rank, step, dtype=torch.float32)
         )
     with sync.consensus() if inside else contextlib.nullcontext():
         dist.barrier()
