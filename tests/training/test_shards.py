@@ -22,7 +22,8 @@ import offbeat
 from cells import some
 from loops import attach, close, error_of
 from pages import code_on
-from problems import gradients, loss_of, make_batch, make_model, train_step
+from problems import loss_of, make_batch, make_model, train_step
+from replays import LR, Event, logged, part_of_each_number, replay
 from workers import run
 from worlds import simulated
 
@@ -130,34 +131,6 @@ def test_shards_train_as_whole_models_do(texts: list[str]) -> None:
 
 # -- parts of equal bytes ---------------------------------------------------------------------------
 
-LR = 0.1
-
-
-def part_of_each_number(parts: int) -> Tensor:
-    """The part of each parameter of ``make_model``, in its order.
-
-    Each worker cuts the list of its shards, in the order of the names, into parts of equal bytes:
-    number k of n belongs to part ⌊k·P/n⌋. With more parts than numbers each number is a part.
-    """
-    model = make_model()
-    places = {}  # of each parameter, in the model's order
-    start = 0
-    for name, p in model.named_parameters():
-        places[name] = torch.arange(start, start + p.numel()).view(p.shape)
-        start += p.numel()
-    found = torch.full((start,), -1)
-    for rank in (0, 1):
-        held = []
-        for name in sorted(places):
-            rows = -(-len(places[name]) // 2)  # of the first worker
-            held.append((places[name][:rows] if rank == 0 else places[name][rows:]).reshape(-1))
-        numbers = torch.cat(held)
-        part = torch.arange(len(numbers)) * parts // len(numbers)
-        found[numbers] = part.unique(return_inverse=True)[1]
-    return found
-
-
-Event = tuple[str, int, float]  # "step", "launch" or "land"; the part; the weight of this node
 
 
 def cyclic_events(parts: int, cycle: int, steps: int) -> list[Event]:
@@ -191,50 +164,6 @@ def cyclic_events(parts: int, cycle: int, steps: int) -> list[Event]:
     return events
 
 
-def replay(part_of: Tensor, events: list[list[Event]]) -> list[list[Tensor]]:
-    """The models of two nodes after each step, and after their last events, by hand.
-
-        launch:   u = x − P
-        landing:  D = Σ w·u / Σ w;  P ← P + D;  x ← x + D − u     (u = 0 with w = 0)
-    """
-    nodes = [make_model(0), make_model(0)]
-    x = [nn.utils.parameters_to_vector(m.parameters()).detach().clone() for m in nodes]
-    shared, places, steps, landed = [x[0].clone(), x[0].clone()], [0, 0], [0, 0], [0, 0]
-    updates: list[list[tuple[float, Tensor]]] = [[], []]  # of each node, by launch
-    traces: list[list[Tensor]] = [[], []]
-
-    def step(n: int) -> None:
-        nn.utils.vector_to_parameters(x[n], nodes[n].parameters())
-        each = [gradients(nodes[n], make_batch(2 * n + i, steps[n])) for i in (0, 1)]
-        mean = [(a + b) / 2 for a, b in zip(*each, strict=True)]
-        x[n] = x[n] - LR * torch.cat([g.reshape(-1) for g in mean])
-        steps[n] += 1
-
-    def land(n: int, here: Tensor) -> None:
-        (w, own), (v, other) = (updates[m][landed[n]] for m in (n, 1 - n))
-        mean = (w * own + v * other) / (w + v)
-        shared[n][here] += mean[here]
-        x[n][here] += (mean - own)[here]
-        landed[n] += 1
-
-    while places != [len(one) for one in events]:
-        for n in (0, 1):
-            while places[n] < len(events[n]):
-                kind, part, weight = events[n][places[n]]
-                if kind == "land" and len(updates[1 - n]) <= landed[n]:
-                    break  # the other node comes first
-                places[n] += 1
-                if kind == "step":
-                    if steps[n]:
-                        traces[n].append(x[n].clone())
-                    step(n)
-                elif kind == "launch":
-                    updates[n].append((weight, x[n] - shared[n] if weight else 0 * x[n]))
-                else:
-                    land(n, part_of == part)
-    return [[*trace, one] for trace, one in zip(traces, x, strict=True)]
-
-
 def in_parts(rank: int, size: int, texts: list[str], sleeps: bool) -> Any:
     """The model before each step but the first and after the last landing; and the events."""
     in_environment(rank)
@@ -263,33 +192,15 @@ def in_parts(rank: int, size: int, texts: list[str], sleeps: bool) -> Any:
     return found
 
 
-def logged(pipeline: Any) -> list[Event]:
-    """The launches and landings of ``pipeline`` from now on."""
-    events: list[Event] = []
-    launch, land = pipeline._launch, pipeline.land
-
-    def launched(queued: Any) -> None:
-        launch(queued)
-        weight, _ = pipeline.parts[queued.part].weights()
-        events.append(("launch", queued.part, weight))
-
-    def landed() -> None:
-        events.append(("land", pipeline.state.in_flight[0], 0.0))
-        land()
-
-    pipeline._launch, pipeline.land = launched, landed
-    return events
-
-
 def test_parts_of_shards_are_launched_and_landed_by_the_schedule() -> None:
     """The workers of a node hold 24 and 16 numbers: of 24 parts one of them has 8 empty ones."""
     counts = [(2, 4), (3, 4), (24, 4), (5, 12)]
     text = "streaming:schedule=cyclic,outer_gain=1,parts={},staleness={}"
     results = run(in_parts, [text.format(*one) for one in counts], False, workers=4)
-    assert part_of_each_number(24).bincount().tolist() == [2] * 16 + [1] * 8
+    assert part_of_each_number(24, shards=True).bincount().tolist() == [2] * 16 + [1] * 8
     for i, (parts, staleness) in enumerate(counts):
         events = cyclic_events(parts, staleness // 2, STEPS)
-        expected = replay(part_of_each_number(parts), [events, events])
+        expected = replay(part_of_each_number(parts, shards=True), [events, events])
         shown = (expected[0][-1] + expected[1][-1]) / 2
         for rank, found in enumerate(results):
             trace, same, consensus = found[i]
@@ -314,7 +225,7 @@ def test_eager_parts_of_shards_land_as_they_arrive() -> None:
         assert events[0] == events[1], text
         assert events[2] == events[3], text
         assert sum(kind == "land" for kind, *_ in events[0]) > 2, text
-        expected = replay(part_of_each_number(parts), [events[0], events[2]])
+        expected = replay(part_of_each_number(parts, shards=True), [events[0], events[2]])
         for rank, found in enumerate(results):
             close(torch.stack(found[i][0]), torch.stack(expected[rank // 2]))
             assert torch.equal(found[i][2], results[0][i][2])
