@@ -476,10 +476,10 @@ def alone(rank: int, size: int, lengths: list[int], end: str) -> Any:
     with DataInjection(loader, 0.5, 0.5, seed=3, timeout_seconds=20) as injection:
         for _ in range(2):
             epochs.append([y.tolist() for _, y in injection])
-            if end == "meet":
-                injection.away()
+            if end == "barrier":
+                injection.pause()
                 dist.barrier()
-                injection.back()
+                injection.resume()
     with pytest.raises(offbeat.OffbeatError, match="has left the others"):
         iter(injection)
     injection.close()
@@ -492,8 +492,8 @@ def test_without_a_synchronizer() -> None:
 
 
 def test_without_a_synchronizer_epochs_may_differ() -> None:
-    """One at the end of its loader gives nothing; after a meeting steps are counted anew."""
-    results = run(alone, [3, 6, 9], "meet", workers=3)
+    """One at the end of its loader gives nothing; after a barrier steps are counted anew."""
+    results = run(alone, [3, 6, 9], "barrier", workers=3)
     for rank, result in enumerate(results):
         assert [len(epoch) for epoch in result["epochs"]] == [3 * (rank + 1)] * 2
         assert any(len(labels) > 4 for labels in result["epochs"][1][:3])
