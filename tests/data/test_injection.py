@@ -45,7 +45,7 @@ def test_ceil_alpha_n_different_workers_send(alpha: str, n: int, seed: int, step
 
 
 def test_every_worker_sends_about_equally_often() -> None:
-    """Over 4000 steps within 4 standard deviations; another seed or meeting draws otherwise."""
+    """Over 4000 steps within 4 standard deviations; another seed or consensus draws otherwise."""
     n, steps, alpha = 8, 4000, 0.3  # 3 of 8
     drawn = [draw_senders(0, (0, step), n, alpha) for step in range(steps)]
     counts = [sum(rank in senders for senders in drawn) for rank in range(n)]

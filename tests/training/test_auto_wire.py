@@ -186,4 +186,3 @@ def test_buckets_that_leave_early_are_of_one_precision(overlap: bool) -> None:
         assert torch.equal(end, results[0][1])
         assert trace[0] == "float32"
         assert trace[-1] == "int8"
-

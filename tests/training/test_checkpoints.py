@@ -595,9 +595,7 @@ def over_and_again(rank: int, size: int, text: str, folder: Path) -> Any:
     return found.step, step, torch.stack(seen), flat(model)
 
 
-@pytest.mark.parametrize(
-    "text", ["streaming", "async:schedule=eager", "downpour"]
-)
+@pytest.mark.parametrize("text", ["streaming", "async:schedule=eager", "downpour"])
 def test_processes_save_and_load_while_training(text: str, tmp_path: Path) -> None:
     """Real ones, with whatever is on its way between them at that moment."""
     results = workers.run(over_and_again, text, tmp_path, workers=2)

@@ -544,4 +544,3 @@ def test_what_an_elastic_training_cannot_do_is_refused() -> None:
         sync.finish()
 
     run(worker, workers=2)
-

@@ -110,9 +110,7 @@ def test_a_newcomer_may_fail_before_it_has_begun() -> None:
 def be_stopped(rank: int, size: int) -> Any:
     kept, model = store(), make_model(rank)
     optimizer = sgd(model)
-    sync = offbeat.attach(
-        model, optimizer, offbeat.BSP(), min_workers=1, timeout_seconds=1.0
-    )
+    sync = offbeat.attach(model, optimizer, offbeat.BSP(), min_workers=1, timeout_seconds=1.0)
     for step in range(20):
         if rank == 1 and step == 10:
             kept.set("stopped", str(os.getpid()))

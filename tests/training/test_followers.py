@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import offbeat
 from loops import attach, close, error_of, everything, sgd
-from problems import Simulated, flat, loss_of, make_batch, make_model, train_step
+from problems import Simulated, flat, make_batch, make_model, train_step
 from worlds import run
 
 STEPS = 5

@@ -59,7 +59,12 @@ def apart(models: list[Tensor]) -> tuple[float, float]:
 
 
 def train(
-    rank: int, size: int, text: str, counts: list[int], consensus_after: int | None = None, every: Any = 3
+    rank: int,
+    size: int,
+    text: str,
+    counts: list[int],
+    consensus_after: int | None = None,
+    every: Any = 3,
 ) -> dict[str, Any]:
     """Own data, ``counts[rank]`` steps, and a consensus after so many of them."""
     model, sink, after = make_model(seed=rank), Sink(), []
@@ -165,7 +170,9 @@ def test_workers_may_take_different_numbers_of_steps(text: str) -> None:
             assert 0 <= one["distance"] <= one["distance_largest"] < math.inf
 
 
-@pytest.mark.parametrize("text", ["local:period=50", "async:staleness=8,schedule=eager", "downpour"])
+@pytest.mark.parametrize(
+    "text", ["local:period=50", "async:staleness=8,schedule=eager", "downpour"]
+)
 def test_a_measurement_in_every_step_needs_no_more_than_one_copy(text: str) -> None:
     """If the one before is under way it is left out: over a slow link, some of 40 steps are."""
 

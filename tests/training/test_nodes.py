@@ -462,7 +462,11 @@ def refused(rank: int, size: int) -> Any:
     in_environment(rank)
     sync = attach(model, sgd(model), "local:period=8", node_group="auto")
     found.append(error_of(lambda: sync.monitor(distance_every=4)))
-    found.append(error_of(lambda: offbeat.data.DataInjection([torch.ones(1)], alpha=0.5, beta=0.5, sync=sync)))
+    found.append(
+        error_of(
+            lambda: offbeat.data.DataInjection([torch.ones(1)], alpha=0.5, beta=0.5, sync=sync)
+        )
+    )
     optimizer = sync._worker.optimizers[0].optimizer
     dist.barrier()
 

@@ -295,8 +295,8 @@ def test_all_workers_raise_if_no_other_contributes() -> None:
     for text in ("bsp", "local:period=1"):
         for trace, _, error, _ in run(train, text, "sgd", 4, (0, 1, 2), EXCLUDE, workers=3):
             assert error == (
-                "3 workers would contribute NaN or infinity to the mean at step 3, and no other worker "
-                'contributes (non_finite="exclude")'
+                "3 workers would contribute NaN or infinity to the mean at step 3, and no other "
+                'worker contributes (non_finite="exclude")'
             )
             assert len(trace) == 2
 
@@ -319,7 +319,9 @@ def test_by_default_all_workers_raise_before_the_mean(text: str) -> None:
     results = simulated(train, text, "momentum", 12, (BAD_RANK,), {}, workers=3)
     for rank, (_, model, error, details) in enumerate(results):
         assert error.startswith(f"rank {BAD_RANK} would contribute NaN or infinity to the mean at ")
-        assert error.endswith('With non_finite="exclude" training continues without such a contribution')
+        assert error.endswith(
+            'With non_finite="exclude" training continues without such a contribution'
+        )
         step = int(error.partition("at step ")[2].partition(";")[0])
         assert BAD_STEP + 1 <= step <= BAD_STEP + 5
         assert model.isfinite().all() or rank == BAD_RANK

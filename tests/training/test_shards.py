@@ -129,8 +129,7 @@ def test_shards_train_as_whole_models_do(texts: list[str]) -> None:
             assert torch.equal(one[-1], found[0][i][0][-1])
 
 
-# -- parts of equal bytes ---------------------------------------------------------------------------
-
+# -- parts of equal bytes --------------------------------------------------------------------------
 
 
 def cyclic_events(parts: int, cycle: int, steps: int) -> list[Event]:
@@ -334,7 +333,7 @@ def test_a_worker_may_hold_none_of_the_numbers() -> None:
     require_alike(rows, run(all_alike, "one row", rows, workers=4))
 
 
-# -- non-finite values ------------------------------------------------------------------------------
+# -- non-finite values -----------------------------------------------------------------------------
 
 EXCLUDING = [
     "local:period=2",
@@ -517,7 +516,9 @@ def resumed(rank: int, size: int, rows: list[tuple[str, Any]], folder: str) -> A
         loaded = offbeat.load(f"{folder}/{i}", training.sync, **training.states)
         assert loaded is not None
         again += [*training.steps(loaded.step, STEPS), training.end()]
-        found.append((trace, again, sum(t.numel() for t in saved["model"].values() if t.dim() == 2)))
+        found.append(
+            (trace, again, sum(t.numel() for t in saved["model"].values() if t.dim() == 2))
+        )
     return found
 
 

@@ -88,7 +88,7 @@ APART = [
 COUNTS = [2, 5, 3]
 
 
-def look(rank: int, size: int) -> Any:
+def shown(rank: int, size: int) -> Any:
     results = []
     for strategy in APART:
         model = nn.Sequential(make_model(seed=rank), nn.BatchNorm1d(1).double())
@@ -126,7 +126,7 @@ def mean_of(tensors: Sequence[Tensor]) -> Tensor:
 
 def test_consensus_shows_the_mean_and_leaves_no_trace() -> None:
     """Inside: the mean at uneven step counts. Outside: own bits and numbers, training goes on."""
-    results = run(look, workers=3)
+    results = run(shown, workers=3)
     for index in range(len(APART)):
         each = [result[index] for result in results]
         own = list(zip(*(one[0] for one in each), strict=True))
@@ -135,8 +135,8 @@ def test_consensus_shows_the_mean_and_leaves_no_trace() -> None:
             for got, parts in zip(inside, own, strict=True):
                 close(got, mean_of(parts))
             assert exact
-            assert counted, "looking is not training"
-            assert unseen, "training goes on as if nobody had looked"
+            assert counted, "a consensus is not training"
+            assert unseen, "training goes on as if there had been no consensus"
             for got, parts in zip(end, last, strict=True):
                 close(got, mean_of(parts))
 

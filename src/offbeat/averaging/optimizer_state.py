@@ -32,7 +32,10 @@ def forget_non_finite(optimizer: Optimizer, over_shards: Callable[..., list[floa
 
 
 def _local_values(state: dict[str, Any]) -> list[Tensor]:
-    """The floating-point tensors of a state. Of a DTensor the part here: reading it sends nothing."""
+    """The floating-point tensors of a state; the local shard of each DTensor.
+
+    Reading a DTensor itself would be a collective inside the node.
+    """
     tensors = [v for v in state.values() if isinstance(v, Tensor) and v.is_floating_point()]
     return [v.to_local() if hasattr(v, "to_local") else v for v in tensors]
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from offbeat.averaging.cuts import summed_bytes, cut_by_bytes, cut_by_tensors
+from offbeat.averaging.cuts import cut_by_bytes, cut_by_tensors, summed_bytes
 from offbeat.averaging.part import Part
 from offbeat.averaging.snapshot_part import SnapshotPart
 from offbeat.averaging.update_part import UpdatePart

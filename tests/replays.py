@@ -63,8 +63,8 @@ def part_of_each_number(parts: int, *, shards: bool) -> Tensor:
 def replay(part_of: Tensor, events: list[list[Event]]) -> list[list[Tensor]]:
     """The models of two nodes after each step, and after their last events, by hand.
 
-        launch:   u = x − P
-        landing:  D = Σ w·u / Σ w;  P ← P + D;  x ← x + D − u     (u = 0 with w = 0)
+    launch:   u = x − P
+    landing:  D = Σ w·u / Σ w;  P ← P + D;  x ← x + D − u     (u = 0 with w = 0)
     """
     nodes = [make_model(0), make_model(0)]
     x = [nn.utils.parameters_to_vector(m.parameters()).detach().clone() for m in nodes]
