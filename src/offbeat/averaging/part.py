@@ -247,7 +247,10 @@ class Part(ABC):
         """The fields were loaded from a checkpoint."""
 
     def release(self) -> None:
-        """Free the staging memory, if nothing is in flight."""
+        """Free the staging memory. Not while in flight, nor where it is the state of the part.
+
+        A part that keeps local steps has its sums in the staging memory, which a checkpoint holds.
+        """
         if not self.in_flight and not self.sums:
             for bucket in self.buckets:
                 bucket.release()
