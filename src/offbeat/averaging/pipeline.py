@@ -106,6 +106,13 @@ class Pipeline:
         step = self._worker.step
         return self._worker.touched or any(step > part.synced_step for part in self.parts)
 
+    def step_skipped(self) -> None:
+        """The current local step has changed nothing, so it is not an unsynchronized step."""
+        step = self._worker.step
+        for part in self.parts:
+            if part.synced_step == step - 1:
+                part.synced_step = step
+
     def arrived(self) -> int:
         """Number of the oldest parts in flight that have arrived."""
         count = 0
