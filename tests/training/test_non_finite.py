@@ -155,10 +155,41 @@ def test_an_excluded_worker_changes_no_mean(text: str, same: int, back: int) -> 
             assert buffers.isfinite().all()
         assert trace[back - 1 :].isfinite().all()
         assert buffers[-1].isfinite().all()
+        # Variances are restored to those of the last mean: no 0 in place of NaN reaches the others.
+        variances, expected = buffers[:, 1], want[rank][1][:, 1]
+        assert variances[variances.isfinite()].min() > 0.9 * expected.min()
         assert torch.equal(final, got[0][2])
         assert final.isfinite().all()
         assert details.get("non_finite_excluded", 0) <= 1, "its restored model is finite"
     assert got[BAD_RANK][3]["non_finite_excluded"] == 1
+
+
+def bsp_statistics(rank: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Running statistics before a consensus, in it, and at the end."""
+    model = nn.Sequential(nn.BatchNorm1d(4).double(), *make_model(seed=0))
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    sync = attach(model, optimizer, "bsp", **EXCLUDE)
+    for step in range(BAD_STEP + 2):
+        train_step(model, optimizer, batch_of(rank, step))
+
+    def statistics() -> Tensor:
+        return torch.cat([model[0].running_mean, model[0].running_var])  # type: ignore[list-item]
+
+    own = statistics()
+    with sync.consensus():
+        shown = statistics()
+    sync.finish()
+    return own, shown, statistics()
+
+
+def test_nan_in_the_statistics_of_a_worker_does_not_reach_the_others() -> None:
+    """BSP averages them in a consensus and at the end only."""
+    results = simulated(bsp_statistics, workers=3)
+    others = [own for rank, (own, _, _) in enumerate(results) if rank != BAD_RANK]
+    assert results[BAD_RANK][0].isnan().any()
+    for _, shown, end in results:
+        close(shown, sum(others) / 2)
+        close(end, sum(others) / 2)
 
 
 def fail_last(rank: int, size: int, text: str) -> Tensor:
