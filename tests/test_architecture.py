@@ -273,8 +273,9 @@ def test_all_is_every_public_name() -> None:
         if not name.startswith("_") and not isinstance(value, types.ModuleType)
     }
     submodules = {module.name for module in pkgutil.iter_modules(offbeat.__path__)}
-    assert submodules & set(offbeat.__all__) == {"data", "simulate"}
-    assert callable(offbeat.simulate), "the function hides the package of the same name"
+    assert submodules & set(offbeat.__all__) == {"data", "plan", "simulate"}
+    for hidden in (offbeat.simulate, offbeat.plan):
+        assert callable(hidden), "the function hides the package of the same name"
 
 
 @pytest.mark.parametrize(
@@ -282,6 +283,8 @@ def test_all_is_every_public_name() -> None:
     [
         "import offbeat.simulate.run; offbeat.simulate.__name__; import offbeat.simulate.network; "
         "from offbeat import simulate; simulate.__name__; offbeat.simulate.__name__",
+        "import offbeat.plan.play; offbeat.plan.__name__; from offbeat.plan import plan, Plan; "
+        "assert offbeat.plan is plan; assert offbeat.Plan is Plan",
         *nightly(
             [
                 "from offbeat import *; simulate.__name__, data.SelDPSampler; "
@@ -333,7 +336,8 @@ def settings_of(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "name", sorted(set(PUBLIC) - {"Simulation", "Synchronizer", "Stats", "Strategy"})
+    "name",
+    sorted(set(PUBLIC) - {"Forecast", "Plan", "Simulation", "Synchronizer", "Stats", "Strategy"}),
 )
 def test_every_parameter_is_explained(name: str) -> None:
     """The docstring's Args name each parameter of a public function or class."""

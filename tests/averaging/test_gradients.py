@@ -17,8 +17,8 @@ from problems import make_wide, wide_loss
 from worlds import run
 
 
-def small_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    made = gradient_buckets(parameters, bucket_bytes=4096)
+def small_buckets(parameters: list[nn.Parameter], scale: float) -> list[list[nn.Parameter]]:
+    made = gradient_buckets(parameters, 4096, scale)
     assert len(made) >= 3
     return made
 

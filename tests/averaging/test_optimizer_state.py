@@ -60,7 +60,7 @@ def reference(workers: int, kind: str, period: int, steps: int) -> list[dict[str
 
 
 @pytest.mark.parametrize("kind", sorted(STATE))
-@pytest.mark.parametrize("text", ["local:period=3", "fedavg:period=3", "selsync:delta=inf"])
+@pytest.mark.parametrize("text", ["local:period=3", "selsync:delta=inf"])
 def test_state_is_averaged_with_the_models(kind: str, text: str) -> None:
     """At every mean of models the state takes its mean, too; counters stay."""
     if text.startswith("selsync"):
@@ -143,7 +143,6 @@ def _refused(rank: int, size: int, text: str, choice: str) -> str:
     ("text", "choice", "words"),
     [
         ("async:staleness=4", "average", "no moment at which all workers wait"),
-        ("ssp:staleness=1", "average", "no moment at which all workers wait"),
         ("diloco:overlap=2", "average", "no moment at which all workers wait"),
         ("selsync:aggregate=gradients", "average", "no moment at which all workers wait"),
         ("bsp", "mean", 'must be "local" or "average"'),

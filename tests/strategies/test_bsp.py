@@ -89,8 +89,10 @@ def wide_step(rank: int, step: int) -> Tensor:
     return torch.randn(2, 40, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
-def small_buckets(size: int, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    made = gradient_buckets(parameters, bucket_bytes=size)
+def small_buckets(
+    size: int, parameters: list[nn.Parameter], scale: float
+) -> list[list[nn.Parameter]]:
+    made = gradient_buckets(parameters, size, scale)
     assert len(made) >= 3
     return made
 

@@ -48,8 +48,8 @@ def train(
 
 
 def test_it_is_short() -> None:
-    """Forty lines, with imports, docstrings and the forecast."""
-    assert len([line for line in CODE.splitlines() if line.strip()]) <= 40
+    """Thirty lines, with imports and docstrings."""
+    assert len([line for line in CODE.splitlines() if line.strip()]) <= 30
     ast.parse(CODE)
 
 
@@ -84,7 +84,7 @@ def test_it_is_planned(growing: Any) -> None:
         own, local = plan(
             **case, wire=wire, strategies=[growing.GrowingPeriod(most=8), "local:period=8"]
         ).rows
-        assert own.step_seconds == local.step_seconds
+        assert own.step_seconds == pytest.approx(local.step_seconds, rel=1e-9)
         assert own.strategy == "growing_period:GrowingPeriod:most=8"
 
 

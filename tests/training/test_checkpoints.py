@@ -480,7 +480,8 @@ def from_consensus(rank: int, size: int, text: str, folder: Path, model: Any) ->
     scaler = torch.amp.GradScaler("cpu")
     if model is not None:
         net.load_state_dict(model)
-    sync = attach(net, optimizer, text, wire="int8")
+    wire = "float32" if text.startswith("ssp") else "int8"  # baselines send exact messages
+    sync = attach(net, optimizer, text, wire=wire)
     step = 0
     if model is None:
         found = offbeat.load(folder, sync, scheduler=scheduler, scaler=scaler)

@@ -17,14 +17,16 @@ class NonFiniteCheck:
     Args:
         rank: Rank of this worker.
         policy: The argument ``non_finite`` of ``attach``.
+        can_exclude: True if the policy "exclude" is possible.
 
     Attributes:
         excluded: Number of contributions that were excluded so far, over all workers; those found
             after a vote count on their own worker only.
     """
 
-    def __init__(self, rank: int, policy: NonFinite) -> None:
+    def __init__(self, rank: int, policy: NonFinite, *, can_exclude: bool = True) -> None:
         self._rank, self._policy, self._logged = rank, policy, False
+        self._can_exclude = can_exclude
         self.excluded = 0
 
     def __call__(self, sums: Sums, step: int) -> Sums:
@@ -45,9 +47,10 @@ class NonFiniteCheck:
             name = f"rank {sums.non_finite_rank}"
         found = f"{name} would contribute NaN or infinity to the mean at step {step}"
         if self._policy == "raise":
+            advice = '. With non_finite="exclude" training continues without such a contribution'
             raise OffbeatError(
-                f'{found}; no other model has received it (non_finite="raise"). With '
-                'non_finite="exclude" training continues without such a contribution'
+                f'{found}; no other model has received it (non_finite="raise")'
+                f"{advice if self._can_exclude else ''}"
             )
         if self._policy == "exclude":
             self.excluded += sums.non_finite
@@ -71,4 +74,5 @@ class NonFiniteCheck:
     def _consequence(self) -> str:
         if self._policy == "exclude":
             return "excluded; later ones are counted in Stats.details as non_finite_excluded"
-        return 'all workers receive it; non_finite="raise" or "exclude" prevents that'
+        choices = '"raise" or "exclude"' if self._can_exclude else '"raise"'
+        return f"all workers receive it; non_finite={choices} prevents that"

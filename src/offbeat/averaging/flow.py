@@ -11,9 +11,9 @@ from typing import Any
 
 from offbeat.averaging.finite import NonFiniteCheck
 from offbeat.averaging.rounds import Rounds
-from offbeat.averaging.votes import Round, Sums
+from offbeat.averaging.votes import Round
 from offbeat.averaging.worker import AttachedOptimizer, Worker
-from offbeat.strategies.base import Strategy, Tally
+from offbeat.strategies.base import Strategy
 
 
 class Flow(ABC):
@@ -29,6 +29,7 @@ class Flow(ABC):
         wants_buckets: True if ``bucket_ready`` should be called during backward.
         uses_gradients: True if the flow reads or changes gradients.
         needs_unscaled: True if gradients must be unscaled before the flow sees them.
+        can_exclude: True if the flow supports ``non_finite="exclude"``.
         waits: True if all workers wait for each mean and take it over as a whole.
         replicates: True if all workers that step hold the same parameters between two steps.
         votes_between_steps: True if votes are cast after the optimizers' steps, not before.
@@ -38,6 +39,7 @@ class Flow(ABC):
     wants_buckets = False
     uses_gradients = True
     needs_unscaled = True
+    can_exclude = True
     waits = False
     replicates = False
     votes_between_steps = False
@@ -47,7 +49,7 @@ class Flow(ABC):
         self.decided = 0
         self.excluded = False  # this worker, in the round that is about to start
         self._pending: Round | None = None  # started and not decided
-        self.check = NonFiniteCheck(worker.rank, worker.non_finite)
+        self.check = NonFiniteCheck(worker.rank, worker.non_finite, can_exclude=self.can_exclude)
         self.rounds = Rounds(worker, self.check)
 
     # -- called by the training loop -------------------------------------------------------------
@@ -180,7 +182,7 @@ class Flow(ABC):
             return None
         wire, details = self.worker.wire, self.worker.details
         # Before anything is launched: all launches of a round have the same precision.
-        wire.acted(round.then(lambda sums: sums.numbers))
+        wire.acted(round.then(lambda sums: sums.measured))
         details.update(wire.told())
         synced = self.decide(round)
         self.decided += 1
@@ -221,18 +223,3 @@ class Flow(ABC):
 
     def restore(self) -> None:  # noqa: B027
         """Replace this worker's model by the shared one, if the workers keep one."""
-
-
-def tally_of(round: Round, votes: int) -> Tally:
-    """The tally that a strategy sees.
-
-    Args:
-        round: The round.
-        votes: Number of the strategy's own numbers in a vote.
-    """
-
-    def read() -> tuple[int, float, tuple[float, ...]]:
-        sums: Sums = round.wait()
-        return sums.stepping, sums.wanted, sums.numbers[:votes]
-
-    return Tally(read)

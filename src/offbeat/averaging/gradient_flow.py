@@ -9,7 +9,7 @@ import torch
 from typing_extensions import override
 
 from offbeat.averaging.carried_state import common_values, keep_local_values, load_common_values
-from offbeat.averaging.flow import Flow, tally_of
+from offbeat.averaging.flow import Flow
 from offbeat.averaging.gradients import GradientMean
 from offbeat.averaging.shared_model import view_of
 from offbeat.averaging.votes import Round, Vote
@@ -54,11 +54,10 @@ class GradientFlow(Flow):
     state: GradientFlowState
 
     def __init__(self, strategy: Strategy, worker: Worker, gradients: Gradients) -> None:
+        self.every_step = self.can_exclude = gradients.every_step
         super().__init__(strategy, worker)
-        self.every_step = gradients.every_step
         self.wants_buckets = self.replicates = self.every_step
         self.needs_unscaled = not self.every_step
-        self._votes = 0  # numbers of the strategy in a vote
         self._wanted = 0.0  # what the strategy has answered to ``due``
 
     @override
@@ -73,8 +72,8 @@ class GradientFlow(Flow):
             if common is not None:
                 load_common_values(view.state, common["states"][index])
             views.append(view)
-        self._votes = len(strategy.vote(views[0]))
-        slots = Vote.SLOTS + self._votes + worker.wire.slots if self.every_step else 0
+        numbers = len(strategy.vote(views[0])) + worker.wire.slots
+        slots = Vote.SLOTS + numbers if self.every_step else 0
         means = [
             GradientMean(
                 worker.team,
@@ -186,7 +185,7 @@ class GradientFlow(Flow):
         view.rounds += 1
         if chosen is None:
             return False
-        if not self.strategy.decide(view, tally_of(chosen, self._votes)).parts:
+        if not self.strategy.decide(view, chosen.tally()).parts:
             return False
         view.rounds, view.launch_step, view.launches = 0, view.step, view.launches + 1
         # A non-finite gradient would make all gradients non-finite, so it never contributes.

@@ -28,7 +28,7 @@ from typing import Any
 from typing_extensions import override
 
 from offbeat.averaging.carried_state import common_values, keep_local_values, load_common_values
-from offbeat.averaging.flow import Flow, tally_of
+from offbeat.averaging.flow import Flow
 from offbeat.averaging.pipeline import Pipeline, PipelineState
 from offbeat.averaging.shared_model import view_of
 from offbeat.averaging.votes import Round
@@ -79,26 +79,23 @@ class ModelFlow(Flow):
         self.waits = shared.blocking and shared.outer.plain
         # Second stages of quantized sums start during backward, too.
         self.wants_buckets = not worker.wire.exact and not shared.blocking
-        self._votes = 0  # numbers of the strategy in a vote
         self._wanted = 0.0  # what the strategy has answered to ``due``
         self._squared = 0.0  # ‖g‖² of the optimizers whose gradients are ready
         self._pausing = False
         self._node_arrived: int | None = None  # parts that have arrived on the whole node
         self._node_tally = False  # the tally has arrived on the whole node
-        self._report_non_finite = False  # values found after the last vote; the next reports them
 
     @override
     def start(self, common: dict[str, Any] | None = None) -> None:
         worker = self.worker
         view = view_of(worker)
-        self.pipeline = Pipeline(worker, self.shared, view, self._outer_step, self._found_late)
+        self.pipeline = Pipeline(worker, self.strategy, self.shared, view, self.check)
         if common is not None:
             view.start_step = common["step"]
         view.state = self.strategy.state(view)
         if common is not None:
             load_common_values(view.state, common["state"])
         self.state = ModelFlowState(self.pipeline.state, view, checked_step=worker.step)
-        self._votes = len(self.strategy.vote(self._see(stepping=False)))
 
     @override
     def keep_local(self, before: Flow) -> None:
@@ -158,7 +155,7 @@ class ModelFlow(Flow):
         if self.shared.eager:
             self._agree_inside_node()
         while self._lands_now():
-            self._land()
+            self.land()
         self.worker.wire.advance()
         self.strategy.after_step(self._see(stepping=True))
         self.pipeline.launch_queued(wait=False)
@@ -213,8 +210,13 @@ class ModelFlow(Flow):
     def _at_bound(self) -> bool:
         return self.worker.step - self.pipeline.state.fresh_step >= self.shared.bound
 
-    def _land(self) -> None:
-        self.pipeline.land()
+    def land(self, *, take: bool = True) -> None:
+        """Land the part that was launched first. Waits for it.
+
+        Args:
+            take: False keeps this worker's own model; see ``Pipeline.land``.
+        """
+        self.pipeline.land(take=take)
         if self._node_arrived:
             self._node_arrived -= 1
 
@@ -223,8 +225,8 @@ class ModelFlow(Flow):
     @override
     def vote(self, optimizer: int, *, stepping: bool, finishing: bool = False) -> Round:
         finite = self.look_for_non_finite(stepping=stepping)
-        if self._report_non_finite:
-            self._report_non_finite, finite = False, False
+        if self.pipeline.report_non_finite:
+            self.pipeline.report_non_finite, finite = False, False
         weight = 0.0 if self.excluded else self.weight(stepping=stepping)
         numbers = self.strategy.vote(self._see(stepping=stepping))
         vote = self.rounds.vote(
@@ -249,7 +251,10 @@ class ModelFlow(Flow):
         if not stepping:
             return worker.finite_model()
         if self.votes_between_steps:
-            return self.pipeline.finite(self.pipeline.next_part)
+            # With "raise" the look at the launch is enough: it sends nothing, and the next vote
+            # reports it.
+            launches_check = worker.non_finite == "raise"
+            return launches_check or self.pipeline.finite(self.pipeline.next_part)
         if self.strategy.gradient_norm:
             finite = worker.scaled or math.isfinite(state.view.gradient_norm_squared)
         else:
@@ -259,14 +264,6 @@ class ModelFlow(Flow):
     @override
     def restore(self) -> None:
         self.pipeline.restore()
-
-    def _found_late(self) -> None:
-        """Non-finite values were found after the vote of this launch."""
-        if self.worker.excludes:
-            self.check.exclude_late(self.worker.step)
-            self.restore()
-        else:
-            self._report_non_finite = True
 
     @override
     def can_decide(self, round: Round) -> bool:
@@ -292,8 +289,8 @@ class ModelFlow(Flow):
         view.rounds += 1
         if chosen is None:
             return False
-        tally = tally_of(chosen, self._votes)
-        launch = self.strategy.decide(self._see(stepping=round.own.stepping), tally)
+        view = self._see(stepping=round.own.stepping)
+        launch = self.strategy.decide(view, chosen.tally())
         if not launch.parts:
             return False
         if launch.precision is None and self.worker.wire.chosen:
@@ -306,15 +303,11 @@ class ModelFlow(Flow):
             self.restore()
         self.pipeline.launch_queued(wait=not shared.eager or self._pausing)
         while self.pipeline.oldest is not None and (shared.blocking or self._waits_at_bound()):
-            self._land()
+            self.land()
         return view.landings > landings
 
     def _waits_at_bound(self) -> bool:
         return self.shared.eager and not self._pausing and self._at_bound()
-
-    def _outer_step(self, round: Round, part: int) -> tuple[float, float]:
-        view = self._see(stepping=self.state.view.stepping)
-        return self.strategy.outer_step(view, part, tally_of(round, self._votes))
 
     # -- end of data, consensus, checkpoints -----------------------------------------------------
 
@@ -325,7 +318,7 @@ class ModelFlow(Flow):
 
     @override
     def consensus(self, last: Round, *, final: bool) -> None:
-        worker, own, total = self.worker, last.own.weight, last.wait().weight
+        worker = self.worker
         if final:
             self.pipeline.settle()
             self._report()
@@ -334,18 +327,28 @@ class ModelFlow(Flow):
         if worker.size == 1:
             return
         what = f"{'final mean' if final else 'consensus'} at step {worker.step}"
-        if self.shared.error_feedback:
-            if final and not worker.wire.exact and worker.wire.precision != "bfloat16":
-                self.pipeline.average_residuals()
-                worker.exact_mean.average_buffers(1.0, worker.size, what=what)
-                return
-            own, total = 1.0, float(worker.size)  # each model differs from P by its residual
+        lossy = not worker.wire.exact and worker.wire.precision != "bfloat16"
+        if final and lossy and self.shared.error_feedback:
+            self.pipeline.average_residuals()
+            worker.exact_mean.average_buffers(1.0, worker.size, what=what)
+            return
+        own, total = self.consensus_weights(last)
         if not total:
             worker.exact_mean.average_integers(what=what)
         elif final:
             worker.exact_mean.average(own, total, what=what)
         else:
             worker.exact_mean.show(own, total, what=what)
+
+    def consensus_weights(self, last: Round) -> tuple[float, float]:
+        """Weight of this worker in a consensus, and the sum over the workers.
+
+        Args:
+            last: The round that ``wait_for_all`` returned.
+        """
+        if self.shared.error_feedback:  # each model differs from P by its residual
+            return 1.0, float(self.worker.size)
+        return last.own.weight, last.wait().weight
 
     @override
     def before_save(self, barrier: Callable[[], object]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from offbeat.averaging.landing import Landing, land
 from offbeat.averaging.norm import squared_norm
 from offbeat.averaging.part_bucket import PartBucket
-from offbeat.averaging.replica import group_tensors, make_buckets, unpack
+from offbeat.averaging.replica import BUCKET_BYTES, group_tensors, make_buckets, unpack
 from offbeat.checkpoint import transient
 from offbeat.fabric import Completed, Handle, Team, Wire
 from offbeat.fabric.wire import Precision
@@ -88,6 +88,7 @@ class Part(ABC):
         riding: bool = False,
     ) -> None:
         self._team, self._wire, self._name = team, wire, name
+        self._bucket_bytes = BUCKET_BYTES / team.host.scale
         self._outer = Outer() if outer is None else outer
         self._find_parameters, self._find_buffers = parameters, buffers
         self._riding: int | None = None  # the bucket of parameters that the buffers share
@@ -106,8 +107,9 @@ class Part(ABC):
     # -- tensors ---------------------------------------------------------------------------------
 
     def _make_buckets(self, *, may_ride: bool) -> None:
-        parameters = [[*b.tensors] for b in make_buckets(self._find_parameters())]
-        buffers = [[*b.tensors] for b in make_buckets(self._find_buffers())]
+        limit = self._bucket_bytes
+        parameters = [[*b.tensors] for b in make_buckets(self._find_parameters(), limit)]
+        buffers = [[*b.tensors] for b in make_buckets(self._find_buffers(), limit)]
         if may_ride and len(buffers) == 1:
             first = buffers[0][0]
             alike = [
@@ -127,8 +129,9 @@ class Part(ABC):
 
     def _refresh_tensors(self) -> None:
         """Find the tensors again, which may have been rebound or moved."""
-        parameters = group_tensors(t for t in self._find_parameters() if t.numel())
-        buffers = group_tensors(t for t in self._find_buffers() if t.numel())
+        limit = self._bucket_bytes
+        parameters = group_tensors((t for t in self._find_parameters() if t.numel()), limit)
+        buffers = group_tensors((t for t in self._find_buffers() if t.numel()), limit)
         shared = buffers.pop() if self._riding is not None else []
         for i, (bucket, group) in enumerate(
             zip(self.buckets, [*parameters, *buffers], strict=True)
@@ -208,6 +211,12 @@ class Part(ABC):
         self.in_flight = False
         if self.weight:
             self._write(moved=step > self.launched_step, show=False)
+
+    def discard(self) -> None:
+        """Wait for what is in flight, and leave the model as it is. Only if P is not kept."""
+        assert not self.keeps_base, "P must move in the same way on all workers"
+        self.wait()
+        self.in_flight = False
 
     def show(self, step: int) -> None:
         """Change the model as if the part had landed. P and what is in flight stay as they are."""

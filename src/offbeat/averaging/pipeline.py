@@ -1,10 +1,9 @@
 """The parts of a shared model on their way: decided, launched, in flight, landed."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
+from offbeat.averaging.finite import NonFiniteCheck
 from offbeat.averaging.landing import Landing
 from offbeat.averaging.part import Part
 from offbeat.averaging.shared_model import make_parts
@@ -12,12 +11,9 @@ from offbeat.averaging.votes import Round
 from offbeat.averaging.worker import Worker
 from offbeat.checkpoint import transient
 from offbeat.fabric import Completed
-from offbeat.strategies.base import Launch, Precision, SharedModel, WorkerView
+from offbeat.strategies.base import Launch, Precision, SharedModel, Strategy, WorkerView
 
 _SMOOTHED_PASSES = 5  # passes of the model over which ‖u‖² and ‖D‖² are smoothed
-
-OuterStep = Callable[[Round, int], tuple[float, float]]
-"""Asks the strategy for μ and a, given the round of a launch and the index of the part."""
 
 
 @dataclass(frozen=True)
@@ -63,25 +59,27 @@ class Pipeline:
 
     Args:
         worker: This worker.
+        strategy: Is asked for the outer step of each launch.
         shared: How the model is shared.
         view: Counters that the strategy sees; the pipeline maintains them.
-        outer_step: Asks the strategy for the outer step of a launch.
-        found_non_finite: Called when a part became non-finite after the vote of its launch.
+        check: Counts what is excluded after a vote.
 
     Attributes:
         state: What a checkpoint holds.
+        report_non_finite: True if a part became non-finite after the vote of its launch, so that
+            the next vote must report it.
     """
 
     def __init__(
         self,
         worker: Worker,
+        strategy: Strategy,
         shared: SharedModel,
         view: WorkerView,
-        outer_step: OuterStep,
-        found_non_finite: Callable[[], None],
+        check: NonFiniteCheck,
     ) -> None:
-        self._worker, self._shared, self._view = worker, shared, view
-        self._outer_step, self._found_non_finite = outer_step, found_non_finite
+        self._worker, self._strategy, self._shared = worker, strategy, shared
+        self._view, self._check, self.report_non_finite = view, check, False
         self.state = PipelineState(make_parts(worker, shared), fresh_step=worker.step)
         view.count = len(self.state.parts)
 
@@ -168,8 +166,8 @@ class Pipeline:
             self._found_non_finite()
         outer_step = None
         if shared.error_feedback and shared.outer.momentum:
-            ask = partial(self._outer_step, round, queued.part)
-            outer_step = round.then(lambda sums: ask())
+            strategy, index = self._strategy, queued.part
+            outer_step = round.then(lambda _: strategy.outer_step(view, index, round.tally()))
         part.launch(
             round.then(lambda sums: sums.weight),
             weight=weight,
@@ -183,25 +181,41 @@ class Pipeline:
             part.synced_step = worker.step
         self._spend(began)
 
+    def _found_non_finite(self) -> None:
+        """A part became non-finite after the vote of its launch."""
+        if self._worker.excludes:
+            self._check.exclude_late(self._worker.step)
+            self.restore()
+        else:
+            self.report_non_finite = True
+
     def _spend(self, began: float) -> None:
         if self._shared.eager:
             self.state.spent.append(self._worker.team.host.now() - began)
 
     # -- landing ---------------------------------------------------------------------------------
 
-    def land(self) -> None:
-        """Land the part that was launched first. Waits for it."""
+    def land(self, *, take: bool = True) -> None:
+        """Land the part that was launched first. Waits for it.
+
+        Args:
+            take: False keeps this worker's own model, even if it has contributed to the mean.
+        """
         state, view, worker = self.state, self._view, self._worker
+        view.step = worker.step  # ``outer_step`` may be asked now
         part = self.parts[state.in_flight[0]]
         if not self._shared.blocking:
             part.wait()
         began = worker.team.host.now()
-        part.land(worker.moves, extra=self._with(part))
+        if take:
+            part.land(worker.moves, extra=self._with(part))
+        else:
+            part.discard()
         self._spend(began)
         state.in_flight.pop(0)
         view.landings += 1
         state.fresh_step = max(state.fresh_step, part.launched_step)
-        if self._shared.blocking:
+        if self._shared.blocking and take and part.weight:
             part.synced_step = worker.step
         if len(self.parts) > 1:
             part.release()
@@ -229,6 +243,7 @@ class Pipeline:
 
     def show(self) -> None:
         """Change the model as if everything in flight had landed. Waits."""
+        self._view.step = self._worker.step
         for index in self.state.in_flight:
             self.parts[index].show(self._worker.moves)
 

@@ -47,7 +47,8 @@ class Rounds:
             round=self._next,
             finite=finite,
             rank=worker.rank,
-            numbers=(*numbers, *worker.wire.measured(worker.step, stepping=stepping)),
+            numbers=numbers,
+            measured=worker.wire.measured(worker.step, stepping=stepping),
         )
         self._next += 1
         return vote

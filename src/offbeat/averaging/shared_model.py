@@ -28,9 +28,9 @@ def make_parts(worker: Worker, shared: SharedModel) -> list[Part]:
         ValueError: there are more parts than parameter tensors, which are not divided.
     """
     tensors, team = [p for _, p in worker.replica.parameters], worker.team
-    size = sum(t.nbytes for t in tensors)
+    size = round(team.host.scale * sum(t.nbytes for t in tensors))
     if team.sharded:
-        size = int(*team.agree(size))
+        size = round(team.agree(size)[0])
     wanted = shared.parts(size) if callable(shared.parts) else shared.parts
     groups: list[Callable[[], Sequence[Tensor]]]
     if shared.error_feedback:

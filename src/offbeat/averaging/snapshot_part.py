@@ -128,27 +128,20 @@ class SnapshotPart(Part):
             self.arrived_seconds = self._team.host.now()
 
     @override
-    def land(self, step: int, *, take: bool = True, extra: Sequence[Landing] = ()) -> None:
-        """Move P and the model; see ``Part.land``.
-
-        Args:
-            step: Local steps so far.
-            take: False keeps this worker's own model, which has contributed to the mean.
-            extra: Further sums that land together with this part.
-        """
+    def land(self, step: int, *, extra: Sequence[Landing] = ()) -> None:
         if self.keeps_base or self._keeps_steps:
             super().land(step, extra=extra)
             return
         self.weight = self._total.wait()
-        landings = list(self._plain_landings(take))
+        landings = list(self._plain_landings())
         land([*landings, *extra], self._team.host)
         self._handles, self._waited, self.in_flight = [], True, False
         self.arrived_seconds = self._team.host.now()
 
-    def _plain_landings(self, take: bool) -> Iterator[Landing]:
+    def _plain_landings(self) -> Iterator[Landing]:
         """x ← Σ w·s / Σ w, bucket by bucket as they arrive."""
         for handle, bucket in zip(self._handles, self.buckets, strict=True):
-            if take and self.weight:
+            if self.weight:
                 yield bucket_landing(handle, bucket, self.weight)
             else:
                 yield Landing(handle, write=lambda: None)

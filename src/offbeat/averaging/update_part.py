@@ -152,7 +152,8 @@ class UpdatePart(Part):
         squares, start = np.zeros(2), 0
         while start < base.numel():
             count = min(step, base.numel() - start)
-            loops = None if show else compiled(scratch, base, *self.velocity[i : i + 1])
+            compiles = not show and self._team.host.scale == 1
+            loops = compiled(scratch, base, *self.velocity[i : i + 1]) if compiles else None
             packed = None if loops is None else total.packed(start, count)
             sent = None if packed is None else update.sent.packed(start, packed.count)
             if loops is not None and packed is not None and sent is not None:

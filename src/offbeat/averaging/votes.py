@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from offbeat.errors import OffbeatError
 from offbeat.fabric import Completed, Handle
+from offbeat.strategies.base import Tally
 
 _NON_FINITE = 4096  # rank and count share one number; see ``Vote``
 _WRAP = 1024  # view and round numbers are sent modulo this, so that their sum is exact in float32
@@ -26,7 +27,8 @@ class Vote:
         round: Number of the round in this view.
         finite: True if everything this worker is about to contribute is finite.
         rank: Number of this worker.
-        numbers: ``Strategy.vote``, followed by the measurements of an automatic wire.
+        numbers: Value of ``Strategy.vote``.
+        measured: Measurements of an automatic wire.
 
     The numbers are summed over the workers. A non-finite worker adds 1 + 4096·(rank + 1) to one of
     them. Receivers split the sum with ``divmod`` into the count of such workers and the sum of
@@ -42,8 +44,9 @@ class Vote:
     finite: bool
     rank: int
     numbers: tuple[float, ...] = ()
+    measured: tuple[float, ...] = ()
 
-    SLOTS: ClassVar[int] = 7  # numbers of a vote without ``numbers``
+    SLOTS: ClassVar[int] = 7  # numbers of an encoded vote without the last two
 
     def encode(self) -> list[float]:
         """The numbers that are summed over the workers."""
@@ -57,6 +60,7 @@ class Vote:
             float(self.view % _WRAP),
             float(self.round % _WRAP),
             *self.numbers,
+            *self.measured,
         ]
 
     def tally(self, sums: Sequence[float], workers: int) -> "Sums":
@@ -81,7 +85,8 @@ class Vote:
             wanted=wanted,
             non_finite=non_finite,
             non_finite_rank=ranks - 1 if non_finite == 1 else None,
-            numbers=tuple(more),
+            numbers=tuple(more[: len(self.numbers)]),
+            measured=tuple(more[len(self.numbers) :]),
         )
 
 
@@ -97,6 +102,7 @@ class Sums:
         non_finite: Number of workers with non-finite values.
         non_finite_rank: Rank of the only such worker; None if there are several or none.
         numbers: Sums of ``Vote.numbers``.
+        measured: Sums of ``Vote.measured``.
     """
 
     weight: float
@@ -106,6 +112,7 @@ class Sums:
     non_finite: int = 0
     non_finite_rank: int | None = None
     numbers: tuple[float, ...] = ()
+    measured: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,6 +136,15 @@ class Round(Handle[Sums]):
     @override
     def wait(self) -> Sums:
         return self.handle.wait()
+
+    def tally(self) -> Tally:
+        """What the strategy sees of the sums."""
+
+        def read() -> tuple[int, float, tuple[float, ...]]:
+            sums = self.wait()
+            return sums.stepping, sums.wanted, sums.numbers
+
+        return Tally(read)
 
     def flat(self) -> list[float]:
         """Weights and sums as plain numbers for a checkpoint. Waits for the sums."""

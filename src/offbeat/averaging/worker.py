@@ -27,16 +27,18 @@ class AttachedOptimizer:
         index: Position in the list of optimizers given to ``attach``.
         optimizer: The torch optimizer.
         parameters: The parameters it moves, in the model's order.
+        scale: ``Host.scale``; not 1 only for a phantom model.
     """
 
     index: int
     optimizer: torch.optim.Optimizer
     parameters: list[nn.Parameter]
+    scale: float = 1.0
 
     @cached_property
     def buckets(self) -> list[list[nn.Parameter]]:
         """The parameters in buckets, in the order in which backward completes them."""
-        return gradient_buckets(self.parameters)
+        return gradient_buckets(self.parameters, scale=self.scale)
 
     def gradients(self) -> list[Tensor]:
         """The gradients that exist now."""

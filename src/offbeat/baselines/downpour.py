@@ -1,7 +1,6 @@
 """Downpour SGD: workers push gradients to a server with its own optimizer, and fetch its model."""
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -9,103 +8,251 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from offbeat.fabric.shard import NEVER, RequestKind, Rule
-from offbeat.means.replica import as_real, read, unpack
-from offbeat.strategies.base import Costs, Forecast, Part, Worker, setting, transient
-from offbeat.strategies.server import ServerState, ServerStrategy
+from offbeat.averaging.replica import as_real, read, unpack
+from offbeat.averaging.worker import AttachedOptimizer
+from offbeat.baselines.server_strategy import ServerFlow, ServerState, ServerStrategy
+from offbeat.baselines.shard import NO_CLOCK, Rule
+from offbeat.checkpoint import transient
+from offbeat.strategies.base import setting
 
-_MOST_REQUESTS = 2_000  # that a forecast plays until they repeat themselves
 
+@dataclass(eq=False)
+class SGDRule(Rule):
+    """z ← z − lr·G, as ``torch.optim.SGD``."""
 
-class _Optimize(Rule):
-    """One step of an optimizer on the shard for each push."""
-
-    def __init__(self, kind: str, lr: float) -> None:
-        self._make: Any = torch.optim.Adagrad if kind == "adagrad" else torch.optim.SGD
-        self._lr = lr
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._parameter: nn.Parameter | None = None
-        self._loaded: dict[str, Any] = {}
+    lr: float = transient(default=1.0)
 
     @override
     def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
-        if self._optimizer is None or self._parameter is None:
-            self._parameter = nn.Parameter(shard)  # the same memory
-            self._optimizer = self._make([self._parameter], lr=self._lr)
-            if self._loaded:
-                self._optimizer.load_state_dict(self._loaded)
-        self._parameter.grad = values
-        self._optimizer.step()
-        self._parameter.grad = None
+        shard.add_(values, alpha=-self.lr)
+
+
+@dataclass(eq=False)
+class AdagradRule(Rule):
+    """q ← q + G²;  z ← z − lr·G/(√q + 1e-10), as ``torch.optim.Adagrad``.
+
+    Attributes:
+        lr: Learning rate.
+        squares: q.
+    """
+
+    lr: float = transient(default=1.0)
+    squares: Tensor = field(default_factory=lambda: torch.empty(0))
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        return self._loaded if self._optimizer is None else self._optimizer.state_dict()
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._loaded, self._optimizer = state, None  # made anew with the next push
+    def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
+        self.squares.addcmul_(values, values)
+        shard.addcdiv_(values, self.squares.sqrt().add_(1e-10), value=-self.lr)
 
 
 @dataclass
 class DownpourState(ServerState):
-    """Gradients not pushed yet, and what is on its way."""
+    """Gradients that were not pushed, and the requests that are due or in flight.
 
-    sum: Tensor = field(default_factory=lambda: torch.empty(0))
-    asked: Tensor = field(default_factory=lambda: torch.empty(0))  # x at the last request for z
-    asked_steps: int = 0
-    asking: bool = False  # whether the request under way brings z
-    push: bool = False  # whether it is time for it
-    fetch: bool = False
-    begun: bool = False  # whether this worker has waited for the warm-up
-    places: dict[int, int] = transient(default_factory=dict)  # in the vector, by id of parameter
+    Attributes:
+        gradients: G.
+        requested: x at the last request for z.
+        requested_step: Local step of that request.
+        steps: Number of local steps.
+        push_due: True if G is to be pushed with the next request.
+        fetch_due: True if z is to be pulled with the next request.
+        fetching: True if the last request pulls z.
+        warmed_up: True if this worker has waited for the warm-up.
+    """
+
+    gradients: Tensor = field(default_factory=lambda: torch.empty(0))
+    requested: Tensor = field(default_factory=lambda: torch.empty(0))
+    requested_step: int = 0
     steps: int = 0
-    unpushed: int = 0  # own steps in ``sum``
-    decayed: set[int] = transient(default_factory=set)  # optimizers whose λx is in ``sum`` already
+    push_due: bool = False
+    fetch_due: bool = False
+    fetching: bool = False
+    warmed_up: bool = False
+
+
+class DownpourFlow(ServerFlow):
+    """The flow of ``Downpour``."""
+
+    uses_gradients = True
+    strategy: "Downpour"
+    state: DownpourState
+
+    @override
+    def rule(self, shard: Tensor) -> Rule:
+        lr = 1.0 if self.strategy.server_lr is None else self.strategy.server_lr
+        if self.strategy.server_optimizer == "adagrad":
+            return AdagradRule(lr, torch.zeros_like(shard))
+        return SGDRule(lr)
+
+    @override
+    def clocks(self) -> list[int]:
+        # The clock of rank 0 counts the steps of the warm-up. No worker waits for another clock.
+        return [0] + [NO_CLOCK] * (self.worker.size - 1)
+
+    @override
+    def initial_state(self, model: Tensor) -> DownpourState:
+        self._decayed: set[int] = set()  # optimizers whose λx is in G already
+        self._offsets: dict[int, int] = {}  # of each parameter in the vector, by its id
+        offset = 0
+        for tensor in self.tensors:
+            self._offsets[id(tensor)] = offset
+            offset += as_real(tensor.detach()).numel()
+        return DownpourState(gradients=torch.zeros_like(model), requested=model.clone())
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    @override
+    def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
+        """G ← G + η·λx/N, while x is still where the gradient was taken."""
+        if not self.state.warmed_up:
+            self._wait_for_warmup()
+        if optimizer.index not in self._decayed:  # else a GradScaler has skipped the step
+            self._decayed.add(optimizer.index)
+            for group, parameter, scale in self._used(optimizer):
+                decay = float(group.get("weight_decay", 0.0))
+                if decay:
+                    value = as_real(parameter.detach())
+                    self._gradient(parameter, value).add_(value, alpha=scale * decay)
+        return False
+
+    def _wait_for_warmup(self) -> None:
+        """Wait until rank 0 has trained alone, and continue from its model."""
+        self.state.warmed_up = True
+        if self.strategy.warmup_steps and self.worker.rank > 0:
+            self.server.wait_for_clock(self.strategy.warmup_steps)
+            unpack(self.server.read(), self.tensors)
+            for one in self.worker.optimizers:
+                for parameter in one.parameters:
+                    parameter.grad = None
+
+    @override
+    def optimizer_stepped(self, optimizer: AttachedOptimizer) -> None:
+        """G ← G + η·g/N, with the gradients that the optimizer has just used."""
+        self._decayed.discard(optimizer.index)
+        for group, parameter, scale in self._used(optimizer):
+            gradient = parameter.grad
+            assert gradient is not None
+            gradient = as_real(gradient.to_dense() if gradient.is_sparse else gradient)
+            sign = -1 if group.get("maximize") else 1
+            self._gradient(parameter, gradient).add_(gradient, alpha=sign * scale)
+
+    def _used(
+        self, optimizer: AttachedOptimizer
+    ) -> Iterator[tuple[dict[str, Any], nn.Parameter, float]]:
+        """Parameters with a gradient: their group, and η/N or 1."""
+        alone = self.worker.rank == 0 and self.state.steps < self.strategy.warmup_steps
+        workers = 1 if alone else self.worker.size
+        for group in optimizer.optimizer.param_groups:
+            scale = float(group["lr"]) / workers if self.strategy.server_lr is None else 1.0
+            for parameter in group["params"]:
+                if parameter.grad is not None and id(parameter) in self._offsets:
+                    yield group, parameter, scale
+
+    def _gradient(self, parameter: nn.Parameter, like: Tensor) -> Tensor:
+        """The part of G that belongs to ``parameter``, in the shape of ``like``."""
+        offset = self._offsets[id(parameter)]
+        return self.state.gradients[offset : offset + like.numel()].view(like.shape)
+
+    # -- requests --------------------------------------------------------------------------------
+
+    @override
+    def step_ended(self) -> bool:
+        state, strategy = self.state, self.strategy
+        state.steps += 1
+        state.unpushed += 1
+        warm = state.steps == strategy.warmup_steps  # the other workers wait for this push
+        state.push_due = state.push_due or warm or state.steps % strategy.push_every == 0
+        state.fetch_due = state.fetch_due or state.steps % strategy.fetch_every == 0
+        fetched = self._take()
+        self._send()
+        fetched = self._take() or fetched  # a worker's own shard answers at once
+        self.report()
+        return fetched
+
+    def _take(self) -> bool:
+        """x ← z + local steps since the request, if z has arrived. Returns whether it has."""
+        state, server = self.state, self.server
+        if server.take() is None or not state.fetching:
+            return False
+        if state.steps > state.requested_step:
+            _replace(self.tensors, state.requested, server.vector)
+        else:
+            unpack(server.vector, self.tensors)
+        return True
+
+    def _send(self) -> None:
+        """Start the request that is due, unless one is in flight."""
+        state, server = self.state, self.server
+        push, fetch = state.push_due, state.fetch_due
+        if not server.idle or not (push or fetch):
+            return
+        if push:
+            self._stage()
+        if fetch:
+            read(self.tensors, state.requested)
+            state.requested_step = state.steps
+        clock = state.steps if push and self.worker.rank == 0 else -1
+        server.start("push" if not fetch else "push_pull" if push else "pull", clock=clock)
+        state.fetching, state.push_due, state.fetch_due = fetch, False, False
+
+    def _stage(self) -> None:
+        """Move G to the vector of the next request."""
+        self.check_push(self.state.gradients)
+        self.server.vector.copy_(self.state.gradients)
+        self.state.gradients.zero_()
+        self.state.unpushed = 0
+
+    @override
+    def flush(self) -> None:
+        if self.state.unpushed:
+            self.server.settle()
+            self._take()
+            self._stage()
+            self.server.start("push")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Downpour(ServerStrategy):
-    """Workers train by themselves, push accumulated gradients, and fetch the server's model.
+    """Workers train alone, push accumulated gradients to a server, and fetch its model.
 
-    **Update**, at own step t, z the server's model, N workers, G the gradients since the last push:
+    **Update** at local step t, z the server's model, N workers, G the sum of the gradients since
+    the last push:
 
         x ← T(x, g);  G ← G + η·(g + λx)/N        with server_lr: G ← G + (g + λx)
-        when z has come:      x ← z + the own steps since it was asked for
-        every n_push steps:   send C(G);  G ← G − C(G);  the server: z ← z − C(G)
-                                               with server_lr: one step of its optimizer on C(G)
-        every n_fetch steps:  ask for z
+        if z has arrived:     x ← z + the local steps since it was requested
+        every n_push steps:   send G;  G ← 0;  the server: z ← z − G
+                                               with server_lr: one step of its optimizer on G
+        every n_fetch steps:  request z
 
-    A request travels while the worker computes, and there is one at a time: what is due meanwhile
-    waits for its turn, and G goes on adding up. Nobody waits for anybody.
+    A request travels while the worker computes. There is one at a time: whatever is due meanwhile
+    leaves with the next request, and G continues to grow. No worker waits.
 
     The learning rate is applied once: by the worker, so that schedules and parameter groups keep
-    their meaning (η is divided by N, which makes it mean what it means under BSP), or by the
-    server, if ``server_lr`` is given. λ is the weight decay of the worker's optimizer. C is what
-    the ``wire`` rounds to, so G ← 0 over an exact one; what rounding takes away waits in G, and
-    ``finish`` sends it. z comes up to its rounding.
+    their meaning (η is divided by N, which gives it the same meaning as under BSP), or by the
+    server, if ``server_lr`` is given. λ is the weight decay of the worker's optimizer.
 
     Args:
         push_every: n_push ≥ 1.
         fetch_every: n_fetch ≥ 1.
-        server_optimizer: "sgd", or "adagrad", which needs ``server_lr``.
-        server_lr: > 0, used as it is: N workers push N times as often as one. None: see above.
-        warmup_steps: Own steps that rank 0 takes alone before the others begin (≥ 0), with η in
-            place of η/N. They wait in their first step, take z, and drop the gradient that they had
-            taken at the initial model. They begin, too, when rank 0 looks at the consensus.
-        servers: See ``ServerStrategy``; None is every rank.
+        server_optimizer: "sgd", or "adagrad", which requires ``server_lr``.
+        server_lr: Learning rate of the server's optimizer, > 0, not divided by N: N workers push N
+            times as often as one. None: the workers apply the learning rate.
+        warmup_steps: Steps that rank 0 takes alone before the other workers begin (≥ 0), with η in
+            place of η/N. The others wait in their first step, fetch z, and drop the gradient that
+            they have taken at the initial model. They also begin if rank 0 enters a consensus.
+        servers: See ``ServerStrategy``.
 
     *Communication*: G every n_push steps and the model every n_fetch steps, or as often as the
-    network allows; neither is waited for. *Memory*: three flat copies (G, what is sent or fetched,
-    x at the request), one for serving where all ranks serve, and the server optimizer's state; over
-    a lossy wire another N-th of one, and payloads. *State*: G, x at the request, a z that was not
-    taken, the counters, the shard and its optimizer; over a lossy wire the mirrors.
+    network allows; workers wait for neither. *Memory*: three flat copies of the model (G, the
+    request, x at the request), one for serving if all ranks serve, and the state of the server's
+    optimizer. *State*: G, x at the request, a z that was not taken, the counters, the shard and its
+    optimizer.
 
-    ``Stats.details`` tell the staleness of the pushes this rank served: how many pushes of others
-    its server took in between its last answer to the worker and the worker's push.
+    ``Stats.details`` contains the staleness of the pushes to this rank's shard: the number of
+    pushes by other workers between the worker's last fetch and its push.
 
-    *Differs from the paper*: steps that a worker has taken while z was on its way stay in its
-    model; there z replaces them. A leftover G is pushed by ``finish``. ``warmup_steps`` is its
+    *Differs from the paper*: steps that a worker takes while z is in flight stay in its model;
+    there z replaces them. ``finish`` pushes a remaining G. ``warmup_steps`` is the paper's
     "warmstarting model training with only a single model replica".
 
     Source: Dean et al., "Large scale distributed deep networks", NeurIPS 2012, §4.1 and
@@ -113,6 +260,7 @@ class Downpour(ServerStrategy):
     """
 
     name: ClassVar[str] = "downpour"
+    flow: ClassVar[type[ServerFlow]] = DownpourFlow
     push_every: int = setting(1, least=1)
     fetch_every: int = setting(1, least=1)
     server_optimizer: Literal["sgd", "adagrad"] = "sgd"
@@ -123,226 +271,18 @@ class Downpour(ServerStrategy):
         super().__post_init__()
         if self.server_lr is None and self.server_optimizer == "adagrad":
             raise ValueError(
-                'server_optimizer="adagrad" needs server_lr, usually larger than the learning rate '
-                "of SGD, for example 0.1"
+                'server_optimizer="adagrad" requires server_lr, usually larger than the learning '
+                "rate of SGD, for example 0.1"
             )
 
-    @override
-    def rule(self, worker: Worker) -> Rule:
-        """One step of the server's optimizer."""
-        return _Optimize(self.server_optimizer, 1.0 if self.server_lr is None else self.server_lr)
 
-    @override
-    def start(self, worker: Worker) -> DownpourState:
-        """Nothing is accumulated."""
-        before, base = worker.state, self.serve(worker)
-        places, offset = {}, 0
-        for tensor in base.tensors:
-            places[id(tensor)] = offset
-            offset += as_real(tensor.detach()).numel()
-        state = DownpourState(base.server, base.tensors, places=places)
-        state.sum, state.asked = torch.zeros_like(base.server.values), base.server.values.clone()
-        if base.server.shard is not None:  # nobody waits for other clocks than that of rank 0
-            base.server.shard.clocks[1:] = [NEVER] * (worker.size - 1)
-        if worker.team.view:  # whoever has been lost, nobody trains alone again
-            state.steps, state.begun = max(worker.step, self.warmup_steps), True
-            state.asked_steps = state.steps
-        if isinstance(before, DownpourState) and before.reunited:  # G is still to be pushed
-            state.sum, state.unpushed = before.sum, before.unpushed
-            worker.has_news = state.unpushed > 0 or state.server.lossy
-        return state
-
-    @override
-    def carry(self, worker: Worker, place: slice, back: Tensor | None, *, lost: bool) -> None:
-        """Steps that are not in z are in x."""
-        state: DownpourState = worker.state
-        if lost:
-            state.sum[place] = 0
-        elif back is not None:
-            state.sum[place] += back
-            state.unpushed = max(1, state.unpushed)
-
-    @override
-    def gradients(self, worker: Worker, part: Part) -> None:
-        """G ← G + η·λx/N, while x is still where the gradient was taken."""
-        state: DownpourState = worker.state
-        if not state.begun:
-            self._begin(worker)
-        if part.index in state.decayed:
-            return  # a GradScaler skipped the step: x has not moved since
-        state.decayed.add(part.index)
-        for group, parameter, scale in self._used(worker, part):
-            decay = float(group.get("weight_decay", 0.0))
-            if decay:
-                value = as_real(parameter.detach())
-                self._place(state, parameter, value).add_(value, alpha=scale * decay)
-
-    def _begin(self, worker: Worker) -> None:
-        """Let rank 0 train alone first, and go on from there."""
-        state: DownpourState = worker.state
-        state.begun = True
-        if self.warmup_steps and worker.rank > 0:
-            state.server.wait_for(self.warmup_steps)
-            unpack(state.server.look(), state.tensors)
-            for part in worker.parts:
-                for parameter in part.parameters:
-                    parameter.grad = None
-
-    @override
-    def stepped(self, worker: Worker, part: Part) -> None:
-        """G ← G + η·g/N, with the gradients that one optimizer has just used."""
-        state: DownpourState = worker.state
-        state.decayed.discard(part.index)
-        for group, parameter, scale in self._used(worker, part):
-            gradient = parameter.grad
-            assert gradient is not None
-            gradient = as_real(gradient.to_dense() if gradient.is_sparse else gradient)
-            sign = -1 if group.get("maximize") else 1
-            self._place(state, parameter, gradient).add_(gradient, alpha=sign * scale)
-
-    def _used(
-        self, worker: Worker, part: Part
-    ) -> Iterator[tuple[dict[str, Any], nn.Parameter, float]]:
-        """Parameters of one optimizer that have a gradient: their group, and η/N."""
-        places = worker.state.places
-        workers = 1 if worker.state.steps < self.warmup_steps and worker.rank == 0 else worker.size
-        for group in part.optimizer.param_groups:
-            scale = float(group["lr"]) / workers if self.server_lr is None else 1.0
-            for parameter in group["params"]:
-                if parameter.grad is not None and id(parameter) in places:
-                    yield group, parameter, scale
-
-    @staticmethod
-    def _place(state: DownpourState, parameter: nn.Parameter, like: Tensor) -> Tensor:
-        """The part of G that belongs to ``parameter``, in the shape of ``like``."""
-        offset = state.places[id(parameter)]
-        return state.sum[offset : offset + like.numel()].view(like.shape)
-
-    @override
-    def iterated(self, worker: Worker) -> bool:
-        """Take z if it has come; push and ask when it is time and nothing is under way."""
-        state: DownpourState = worker.state
-        state.steps += 1
-        state.unpushed += 1
-        warm = state.steps == self.warmup_steps  # the others wait for this push
-        state.push = state.push or warm or state.steps % self.push_every == 0
-        state.fetch = state.fetch or state.steps % self.fetch_every == 0
-        fetched = self._take(worker)
-        self._send(worker)
-        fetched = self._take(worker) or fetched  # a shard of one's own answers at once
-        self.report(worker)
-        return fetched
-
-    def _take(self, worker: Worker) -> bool:
-        """x ← z + own steps since the request, if z has come; whether it has."""
-        state: DownpourState = worker.state
-        if state.server.take() is None or not state.asking:
-            return False
-        if state.steps > state.asked_steps:
-            _replace(state.tensors, state.asked, state.server.values)
-        else:
-            unpack(state.server.values, state.tensors)
-        worker.steps_since_sync = state.steps - state.asked_steps
-        return True
-
-    def _send(self, worker: Worker) -> None:
-        """Send what is due, unless something is under way."""
-        state: DownpourState = worker.state
-        if not state.server.free or not (state.push or state.fetch):
-            return
-        if state.push:
-            self.look(worker, state.sum)
-            state.server.hand_over(state.sum)
-            state.unpushed = 0
-        if state.fetch:
-            read(state.tensors, state.asked)
-            state.asked_steps = state.steps
-        state.asking = state.fetch
-        clock = state.steps if state.push and worker.rank == 0 else -1
-        state.server.begin(_kind(state.push, state.fetch), clock=clock)
-        state.push = state.fetch = False
-
-    @override
-    def flush(self, worker: Worker) -> None:
-        """Push a leftover G, with all that rounding has kept in it."""
-        state: DownpourState = worker.state
-        if state.unpushed or state.server.lossy:
-            state.server.settle()
-            self._take(worker)
-            self.look(worker, state.sum)
-            state.server.stage().copy_(state.sum)
-            state.sum.zero_()
-            state.unpushed = 0
-            state.server.push_last()
-
-    @override
-    def forecast(self, costs: Costs) -> Forecast:
-        """Nobody waits: step = t. How often a request fits in is played (``_requests``).
-
-        A node of several workers agrees twice a step on whether an answer has come, while one is
-        under way, and puts it together; over a lossy wire what rounding has kept of G, too.
-        """
-        server = costs.server(self.servers)
-        seconds: dict[RequestKind, float] = {
-            "push": server.push_seconds(),
-            "pull": server.pull_seconds(),
-            "push_pull": server.exchange_seconds(),
-        }
-        steps = {kind: costs.steps_for(took) for kind, took in seconds.items()}
-        each, travels = self._requests(steps), steps["push_pull"]
-        agreed = sum(2 * steps[kind] * often for kind, often in each.items())
-        inside = agreed * server.agree_seconds
-        inside += (each["pull"] + each["push_pull"]) * server.landing_seconds
-        inside += (each["push"] + each["push_pull"]) * server.handing_seconds
-        return costs.forecast(
-            self,
-            step=costs.step_seconds + inside,
-            apart=max(self.push_every, self.fetch_every, travels) + travels,
-            payload=server.sent_bytes(each["push"] + each["push_pull"], each["pull"]),
-            copies=3
-            + server.copies(self.pushes)
-            + (self.server_optimizer == "adagrad") / server.shards,
-            note=f"an exchange takes {costs.in_steps(seconds['push_pull'])}; nobody waits for it",
-        )
-
-    def _requests(self, steps_for: Mapping[RequestKind, int]) -> dict[RequestKind, float]:
-        """Requests of each kind in a step, once what happens repeats itself.
-
-        At step m a request follows one of step n that takes k steps, when something is due:
-
-            m = max(n + k, the next multiple of n_push or n_fetch after n)
-        """
-        cycle = math.lcm(self.push_every, self.fetch_every)
-        sent: list[RequestKind] = []
-        seen: dict[tuple[int, RequestKind], tuple[int, int]] = {}  # step and number of a request
-        step, least = 0, 0
-        while True:
-            push_at, fetch_at = (
-                (step // every + 1) * every for every in (self.push_every, self.fetch_every)
-            )
-            step = max(least, min(push_at, fetch_at))
-            kind = _kind(push_at <= step, fetch_at <= step)
-            first, number = seen.setdefault((step % cycle, kind), (step, len(sent)))
-            if first < step or len(sent) == _MOST_REQUESTS:
-                counted = sent[number:] if first < step else sent
-                steps = step - first if first < step else step
-                return {one: counted.count(one) / steps for one in steps_for}
-            sent.append(kind)
-            least = step + steps_for[kind]
-
-
-def _kind(push: bool, fetch: bool) -> RequestKind:
-    """The request that does what is due."""
-    return "push" if not fetch else "push_pull" if push else "pull"
-
-
-def _replace(tensors: Sequence[Tensor], asked: Tensor, new: Tensor) -> None:
-    """Tensors ← new + (tensors − asked), in the dtype of ``new``."""
+def _replace(tensors: Sequence[Tensor], requested: Tensor, new: Tensor) -> None:
+    """Tensors ← new + (tensors − requested), in the dtype of ``new``."""
     with torch.no_grad():
         offset = 0
         for tensor in tensors:
             target = as_real(tensor.detach())
             place = slice(offset, offset + target.numel())
-            own = target.to(new) - asked[place].view(target.shape)
-            target.copy_(own.add_(new[place].view(target.shape)))
+            steps = target.to(new) - requested[place].view(target.shape)
+            target.copy_(steps.add_(new[place].view(target.shape)))
             offset += target.numel()

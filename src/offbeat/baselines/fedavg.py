@@ -1,4 +1,4 @@
-"""FedAvg: rounds of local steps, after which the models of some workers are averaged."""
+"""FedAvg: rounds of local steps, each followed by the mean of the models of some workers."""
 
 import math
 from dataclasses import dataclass
@@ -8,38 +8,86 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from typing_extensions import override
 
-from offbeat.arguments import POSITIVE, require_number, setting
-from offbeat.strategies.base import (
-    Costs,
-    Forecast,
-    NonFinite,
-    Roll,
-    Round,
-    Strategy,
-    Vote,
-    Worker,
-)
-from offbeat.strategies.forecast import ROLL_BYTES, number
+from offbeat.arguments import POSITIVE, require_number
+from offbeat.averaging.model_flow import ModelFlow
+from offbeat.averaging.votes import Round
+from offbeat.checkpoint import transient
+from offbeat.strategies.base import CustomFlow, SharedModel, Strategy, WorkerView, setting
 
-_PURPOSE = int.from_bytes(b"fedavg", "big")  # in (seed, purpose, round)
-_FINEST = 10**6  # decimals are read as fractions with at most this denominator: 0.1 is 1/10
+_PURPOSE = int.from_bytes(b"fedavg", "big")  # seed of the draws: (seed, purpose, round)
+_LARGEST_DENOMINATOR = 10**6  # of the fractions that stand for decimals: 0.1 is 1/10
 
 
 @dataclass
 class FedAvgState:
-    """Where the worker stands; ``rounds`` is the same on all workers."""
+    """State of a worker.
 
-    rounds: int = 0
-    last_step: int = 0  # own step at the end of the last round
-    drawn: int = 0  # rounds in which this worker was drawn
+    Attributes:
+        drawn: Number of rounds in which this worker was drawn.
+        consensus_weight: Weight of this worker in a consensus that follows the coming vote.
+    """
+
+    drawn: int = 0
+    consensus_weight: float = transient(default=0.0)
+
+
+class FedAvgFlow(ModelFlow):
+    """Shares a model, of which only the drawn workers send and, with "keep", take the mean."""
+
+    can_exclude = False
+    strategy: "FedAvg"
+
+    @override
+    def start(self, common: dict[str, Any] | None = None) -> None:
+        weights = self.strategy.weights
+        if weights is not None and len(weights) != self.worker.size:
+            raise ValueError(
+                f"weights must hold one number for each of the {self.worker.size} workers, "
+                f"got {len(weights)}: {weights}"
+            )
+        super().start(common)
+
+    def _draws(self, round: int) -> bool:
+        """Whether this worker is drawn in a round (from 1)."""
+        return self.strategy.draws(self.worker.rank, self.worker.size, round)
+
+    @override
+    def weight(self, *, stepping: bool) -> float:
+        weight = self.strategy.relative_weight(self.worker.rank, self.worker.size)
+        sent = weight if stepping or self.unsynced else 0.0
+        state: FedAvgState = self.state.view.state
+        # A consensus is over all workers. If the last round has left all of them equal, those
+        # without a step since add nothing to it.
+        equal = self.strategy.leaves_all_equal(self.worker.size)
+        state.consensus_weight = sent if equal else weight
+        return sent if self._draws(self.state.view.launches + 1) else 0.0
+
+    @override
+    def finite(self, optimizer: int, *, stepping: bool) -> bool:
+        """Look at what is sent. A worker that steps and is not drawn sends nothing."""
+        sends = not stepping or self._draws(self.state.view.launches + 1)
+        return not sends or super().finite(optimizer, stepping=stepping)
+
+    @override
+    def land(self, *, take: bool = True) -> None:
+        worker, view = self.worker, self.state.view
+        drawn = self._draws(view.launches)
+        super().land(take=drawn or self.strategy.unselected == "restart")
+        view.state.drawn += drawn
+        worker.record["drawn"] = drawn
+        worker.details["drawn"] = view.state.drawn
+
+    @override
+    def consensus_weights(self, last: Round) -> tuple[float, float]:
+        return last.own.numbers[0], last.wait().numbers[0]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class FedAvg(Strategy):
-    """Each worker trains by itself; a round ends with the mean of some workers' models.
+    """Each worker trains alone; a round ends with the mean of the models of some workers.
 
-    **Update**. D is the draw of the round: m of the N workers; w is a worker's number of samples,
-    or 1; 0 for a worker that has no new step:
+    **Update**. D is the set of workers drawn in the round, m of the N workers. w is a worker's
+    number of samples, or 1; 0 for a worker without a new step:
 
         x ← T(x, g)
         at the end of a round:  x̄ = Σ_{n∈D} w_n·x_n / Σ_{n∈D} w_n
@@ -50,46 +98,43 @@ class FedAvg(Strategy):
     step t if ⌊t·E/S⌋ > ⌊(t−1)·E/S⌋, computed exactly: nothing is rounded to a period.
 
     m is C·N, rounded half up, and at least 1. D is drawn anew in each round by a generator seeded
-    by (``seed``, this purpose, the round's number), so all workers know it without a message. If
-    nobody in D has taken a step since it was last averaged, nothing happens.
+    with (``seed``, this purpose, number of the round), so all workers know it without a message. If
+    no worker in D has taken a step since it was last averaged, the round changes nothing.
 
     Args:
-        period: H, steps in a round (≥ 1). Give this or ``rounds_per_epoch``.
-        rounds_per_epoch: E, in (0, steps_per_epoch]; 0.25 is one round in four epochs. The SelSync
+        period: H, steps in a round (≥ 1). Requires that ``rounds_per_epoch`` is not given.
+        rounds_per_epoch: E in (0, steps_per_epoch]; 0.25 is one round in four epochs. The SelSync
             paper's 1/E.
-        steps_per_epoch: S, a worker's steps in an epoch (≥ 1); with ``rounds_per_epoch`` only.
-            The same on all workers: with parts of different sizes, their mean, say.
+        steps_per_epoch: S, steps of a worker in an epoch (≥ 1); only with ``rounds_per_epoch``. The
+            same on all workers: for parts of different sizes, their mean for example.
         fraction: C in (0, 1], the part of the workers that is averaged in a round.
-        unselected: "keep" lets the workers that were not drawn go on from their own model, as the
-            SelSync paper does; "restart" gives every worker the mean, as McMahan et al. do, which
-            discards what they did in this round.
-        weights: One positive weight for each worker, in rank order and the same on all workers,
-            such as its number of samples. None: all alike.
+        unselected: "keep": workers that were not drawn continue from their own model, as in the
+            SelSync paper. "restart": every worker takes the mean, as in McMahan et al., and loses
+            the steps of the round if it was not drawn.
+        weights: One positive weight for each worker, such as its number of samples, in the order of
+            the ranks and the same on all workers. None: equal weights.
         seed: Seed of the draws (≥ 0).
 
     *Communication*: one mean of the model a round; blocking. Workers that were not drawn send
-    zeros, so a round costs the same whatever ``fraction``: an all-reduce is cheaper than sending
-    m models to one place and back. *Memory*: one flat copy of the model. *State*: the number of
-    rounds, the own steps since the last.
+    zeros, so a round costs the same for any ``fraction``: an all-reduce is cheaper than sending m
+    models to one worker and back. *Memory*: one flat copy of the model. *State*: the number of
+    rounds, the steps since the last.
 
-    ``consensus`` and ``finish`` take the mean, weighted alike, of all models; where the last round
-    left all workers equal (``fraction=1`` or "restart"), of those with steps since then. So a
-    partial last round is not lost. With ``non_finite="leave_out"`` a worker gets the others' mean
-    when it takes the next one; a round in which all that were drawn are left out changes nothing.
+    ``consensus`` and ``finish`` take the mean of all models with the same weights; where the last
+    round has left all workers equal (``fraction=1`` or "restart"), of those with steps since then.
+    So a partial last round is not lost.
 
     *Differs from the papers*: workers that are not drawn compute, too. A worker need not see all
-    of its data in a round. Floating-point buffers are averaged, integer ones take the maximum.
+    of its data in a round. Floating-point buffers are averaged, integer buffers take the maximum in
+    a consensus and at the end.
 
     Source: McMahan et al., "Communication-efficient learning of deep networks from decentralized
     data", AISTATS 2017, Algorithm 1; Tyagi & Swany, arXiv 2307.07950, §IV.
     """
 
     name: ClassVar[str] = "fedavg"
-    adapts: ClassVar[bool] = True
-    averages_state: ClassVar[bool] = True  # those who are not drawn keep theirs
-    non_finite: ClassVar[tuple[NonFinite, ...]] = ("warn", "raise", "leave_out")
     period: int | None = setting(None, least=1)
-    rounds_per_epoch: float | None = setting(None, least=1 / _FINEST)
+    rounds_per_epoch: float | None = setting(None, least=1 / _LARGEST_DENOMINATOR)
     steps_per_epoch: int | None = setting(None, least=1)
     fraction: float = setting(1.0, above=0, most=1)
     unselected: Literal["keep", "restart"] = "keep"
@@ -121,123 +166,49 @@ class FedAvg(Strategy):
             for weight in self.weights:
                 require_number("each of weights", weight, POSITIVE)
 
-    @property
-    def continues(self) -> bool:  # type: ignore[override]
-        """Whether any number of workers will do."""
-        return self.weights is None
+    @override
+    def averages(self) -> CustomFlow:
+        return CustomFlow(lambda strategy, worker: FedAvgFlow(strategy, worker, SharedModel()))
 
     @override
-    def start(self, worker: Worker) -> FedAvgState:
-        """Everyone holds the same model.
-
-        Raises:
-            ValueError: there are more or fewer weights than workers.
-        """
-        if self.weights is not None and len(self.weights) != worker.size:
-            raise ValueError(
-                f"weights must hold one number for each of the {worker.size} workers, "
-                f"got {len(self.weights)}: {self.weights}"
-            )
-        return FedAvgState(last_step=worker.step)
+    def state(self, worker: WorkerView) -> FedAvgState:
+        return FedAvgState()
 
     @override
-    def kept(self, worker: Worker) -> dict[str, Any]:
-        """The draws go on."""
-        return {"rounds": worker.state.rounds}
+    def due(self, worker: WorkerView) -> float:
+        steps = self._steps_until(worker.launches + 1) - self._steps_until(worker.launches)
+        return float(worker.since_launch >= steps)
 
     @override
-    def take_up(self, worker: Worker, kept: dict[str, Any]) -> None:
-        worker.state.rounds = kept["rounds"]
+    def vote(self, worker: WorkerView) -> tuple[float, ...]:
+        return (worker.state.consensus_weight,)
 
     def _steps_until(self, rounds: int) -> int:
-        """Steps in the first so many rounds: ⌈rounds·S/E⌉, the least t with ⌊t·E/S⌋ = rounds."""
+        """Steps in the first ``rounds`` rounds: ⌈rounds·S/E⌉, the least t with ⌊t·E/S⌋ = rounds."""
         if self.rounds_per_epoch is None:
             return rounds * (self.period or 1)
-        rate = Fraction(self.rounds_per_epoch).limit_denominator(_FINEST)
+        rate = Fraction(self.rounds_per_epoch).limit_denominator(_LARGEST_DENOMINATOR)
         return math.ceil(rounds * (self.steps_per_epoch or 1) / rate)
 
     def _count(self, workers: int) -> int:
-        """m, how many workers are drawn."""
-        exact = Fraction(self.fraction).limit_denominator(_FINEST) * workers
+        """m, the number of drawn workers."""
+        exact = Fraction(self.fraction).limit_denominator(_LARGEST_DENOMINATOR) * workers
         return max(1, math.floor(exact + Fraction(1, 2)))
 
-    def _draws(self, worker: Worker) -> bool:
-        """Whether this worker is drawn in the round under way."""
-        count = self._count(worker.size)
-        if count == worker.size:
+    def draws(self, rank: int, workers: int, round: int) -> bool:
+        """Whether a worker is drawn in a round (from 1)."""
+        count = self._count(workers)
+        if count == workers:
             return True
-        random = np.random.default_rng([self.seed, _PURPOSE, worker.state.rounds + 1])
-        return worker.rank in random.permutation(worker.size)[:count]
+        random = np.random.default_rng([self.seed, _PURPOSE, round])
+        return bool(rank in random.permutation(workers)[:count])
 
-    def _weight(self, worker: Worker) -> float:
-        """w of this worker, relative to the mean of all: 1 where they are alike."""
+    def leaves_all_equal(self, workers: int) -> bool:
+        """Whether all workers hold the same model after a round."""
+        return self.unselected == "restart" or self._count(workers) == workers
+
+    def relative_weight(self, rank: int, workers: int) -> float:
+        """w of a worker relative to the mean of all: 1 for equal weights."""
         if self.weights is None:
             return 1.0
-        return self.weights[worker.rank] * worker.size / math.fsum(self.weights)
-
-    @override
-    def due(self, worker: Worker) -> bool:
-        state: FedAvgState = worker.state
-        steps = self._steps_until(state.rounds + 1) - self._steps_until(state.rounds)
-        return worker.step - state.last_step >= steps
-
-    @override
-    def vote(self, worker: Worker, part: int, *, stepping: bool, finishing: bool) -> Vote:
-        """The weight is that of the drawn workers, the measure that of all in a consensus."""
-        weight = self._weight(worker) if stepping or worker.has_news else 0.0
-        counts = weight if self._leaves_all_equal(worker) else self._weight(worker)
-        return Vote(
-            weight=weight if self._draws(worker) else 0.0,
-            measure=0.0 if worker.left_out else counts,
-        )
-
-    def _leaves_all_equal(self, worker: Worker) -> bool:
-        """Whether all workers hold the same model after a round."""
-        return self.unselected == "restart" or self._count(worker.size) == worker.size
-
-    @override
-    @staticmethod
-    def nobody(roll: Roll) -> bool:
-        """A round in which all that were drawn are left out changes nothing."""
-        return roll.measure == 0
-
-    @override
-    def act(self, worker: Worker, round: Round) -> bool:
-        """Average, and take the mean or not."""
-        state: FedAvgState = worker.state
-        drawn = self._draws(worker)
-        worker.average(round.wait(), take=drawn or self.unselected == "restart")
-        state.rounds += 1
-        state.last_step = worker.step
-        state.drawn += drawn
-        worker.record["drawn"] = drawn
-        worker.details.update(rounds=state.rounds, drawn=state.drawn)
-        return True
-
-    @override
-    def consensus(self, worker: Worker, roll: Roll, *, final: bool) -> None:
-        """The mean of all models; of those that have moved if the last round made all equal."""
-        total = float(worker.size)
-        if self._leaves_all_equal(worker) or (roll.not_finite and worker.leaves_out):
-            total = roll.measure
-        worker.average_all(roll.own.measure, total, final=final)
-
-    @override
-    def forecast(self, costs: Costs) -> Forecast:
-        """A mean every H steps, to which those that were not drawn send zeros: as ``LocalSGD``.
-
-            step = (W(H) + r + m)/H
-
-        H is S/E on average where rounds are given by the epoch.
-        """
-        period = self.period or (self.steps_per_epoch or 1) / (self.rounds_per_epoch or 1)
-        mean = costs.mean_seconds(costs.model_bytes)
-        kept = 1 if self.unselected == "restart" else self._count(costs.workers) / costs.workers
-        return costs.forecast(
-            self,
-            step=(costs.slowest(period) + costs.roll_seconds + mean) / period,
-            apart=period / kept,
-            payload=(ROLL_BYTES + costs.mean_bytes(costs.model_bytes)) / period,
-            copies=costs.mean_copies,
-            note=f"spreads a mean of {costs.in_steps(mean)} over {number(period)}",
-        )
+        return self.weights[rank] * workers / math.fsum(self.weights)

@@ -1,4 +1,4 @@
-"""What the strategies with a parameter server share: the model as a vector, meetings, the end."""
+"""The common part of the strategies with a parameter server: setting, flow and state."""
 
 import logging
 import math
@@ -12,57 +12,35 @@ from torch import Tensor
 from typing_extensions import override
 
 from offbeat.arguments import require_integer
+from offbeat.averaging.flow import Flow
+from offbeat.averaging.norm import squared_norm
+from offbeat.averaging.replica import as_real, read, staging_dtype, unpack
+from offbeat.averaging.votes import Round
+from offbeat.averaging.worker import AttachedOptimizer, Worker
+from offbeat.baselines.parameter_server import ParameterServer
+from offbeat.baselines.shard import Rule
 from offbeat.errors import OffbeatError
-from offbeat.fabric.link import Pushes
-from offbeat.fabric.parameter_server import ParameterServer, places_of
-from offbeat.fabric.server import Server
-from offbeat.fabric.shard import Rule
-from offbeat.fabric.sliced_server import SlicedServer
-from offbeat.means.replica import as_real, read, staging_dtype, unpack
-from offbeat.significance import squared_norm
-from offbeat.strategies.base import Averages, NonFinite, Roll, Strategy, Worker, transient
+from offbeat.strategies.base import CustomFlow, Strategy
 
 logger = logging.getLogger("offbeat")
 
 
-@dataclass
-class ServerState:
-    """The worker's end of the server, and what the checkpoint holds of it."""
-
-    server: Server = transient()
-    tensors: list[Tensor] = transient()  # the model's parameters, in the order of the vector
-    warned: bool = transient(default=False)  # of a push that is not finite
-    saved: dict[str, Any] = field(default_factory=dict)  # the server, as it was when last saved
-    reunited: bool = transient(default=False)  # the model is that of the next view
-
-
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ServerStrategy(Strategy):
-    """Workers that never meet in training: each pushes to and pulls from a parameter server.
+    """Each worker pushes to and pulls from a parameter server; there are no rounds in training.
 
-    The server's model is the one that counts: ``consensus`` shows it, ``finish`` leaves it on all
-    workers. A look pushes nothing: what a worker has not pushed yet is not in it. Parameters are
-    served; floating-point buffers stay local and are averaged at ``consensus`` and ``finish``.
-
-    Over a lossy ``wire`` what travels between a worker and another rank's shard is rounded. Changes
-    of the model keep with their sender what rounding took away; models go as their difference to a
-    mirror that both ends keep. Looks, and what ``finish`` pushes of changes, travel as they are.
-
-    In nodes of several workers each worker of a node has the server's model for one slice of the
-    vector, together with its counterparts in the other nodes, and ``servers`` are numbers of nodes.
+    The server's model is the result: ``consensus`` shows it, and ``finish`` leaves it on all
+    workers. A consensus does not contain what a worker has not pushed yet. The server holds the
+    parameters; floating-point buffers stay local and are averaged by ``consensus`` and ``finish``.
 
     Args:
-        servers: The ranks that keep a shard of the model each, as in ``(0, 1)``, ``0/1`` in the
-            text form; None is all of them, so that no single link carries everything.
+        servers: Ranks that hold a shard of the model each, such as ``(0, 1)``, in the text form
+            ``0/1``. None: all ranks, so that no link carries everything.
     """
 
-    averages: ClassVar[Averages] = "pushes"
-    non_finite: ClassVar[tuple[NonFinite, ...]] = ("warn", "raise")
-    pushes: ClassVar[Pushes] = "changes"
-    """What workers send to the server; over a lossy wire it matters."""
-    meets: ClassVar[bool] = False
-    keeps_nodes = True
-    continues: ClassVar[bool] = True
+    flow: ClassVar[type["ServerFlow"]]
+    """The flow of the strategy."""
+
     servers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -78,215 +56,191 @@ class ServerStrategy(Strategy):
         if not self.servers or len(set(self.servers)) < len(self.servers):
             raise ValueError(f"servers must be at least one rank, none twice, got {self.servers}")
 
-    @abstractmethod
-    def rule(self, worker: Worker) -> Rule:
-        """A new rule for this rank's shard."""
+    @override
+    def averages(self) -> CustomFlow:
+        return CustomFlow(self.flow)
 
-    def serve(self, worker: Worker) -> ServerState:
+
+@dataclass
+class ServerState:
+    """The state of a worker that a checkpoint holds; strategies add fields.
+
+    Attributes:
+        unpushed: Number of local steps that the server has not received.
+        server: This worker's part of the server at the last save.
+    """
+
+    unpushed: int = 0
+    server: dict[str, Any] = field(default_factory=dict)
+
+
+class ServerFlow(Flow):
+    """The flow of a strategy with a parameter server.
+
+    A strategy defines ``rule``, ``initial_state``, ``flush`` and ``step_ended``, and overrides the
+    other events it needs.
+
+    Attributes:
+        server: The parameter server.
+        tensors: The parameters of the model, in the order of the server's vector.
+    """
+
+    uses_gradients = False
+    can_exclude = False
+    server: ParameterServer
+    tensors: list[Tensor]
+    state: ServerState
+
+    def __init__(self, strategy: Strategy, worker: Worker) -> None:
+        super().__init__(strategy, worker)
+        self._started = self._flushed = self._warned = False
+
+    # -- hooks of the strategies -----------------------------------------------------------------
+
+    @abstractmethod
+    def rule(self, shard: Tensor) -> Rule:
+        """Make the update rule of a shard with these initial values."""
+
+    @abstractmethod
+    def initial_state(self, model: Tensor) -> ServerState:
+        """The state at the start of training, when all workers hold ``model``, a vector."""
+
+    def clocks(self) -> list[int]:
+        """Initial clock of each worker."""
+        return [0] * self.worker.size
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Start to push the steps that the server has not received. Training has ended."""
+
+    def barrier_reached(self, clock: int) -> None:
+        """All workers have reached a barrier; ``clock`` is the minimum of their clocks."""
+
+    # -- start, end and consensus ----------------------------------------------------------------
+
+    @override
+    def start(self, common: dict[str, Any] | None = None) -> None:
         """Start the server from the model that all workers hold.
 
-        In a later view those of ``servers`` go on that are left; or all, if none is.
-
         Raises:
-            ValueError: a rank in ``servers`` that there is not.
+            ValueError: a rank in ``servers`` does not exist.
         """
-        team, servers = worker.team, self.servers
-        if servers is not None and team.view == 0 and max(servers) >= worker.size:
+        worker, strategy = self.worker, self.strategy
+        assert isinstance(strategy, ServerStrategy)
+        servers = strategy.servers
+        if servers is not None and max(servers) >= worker.size:
             raise ValueError(
                 f"servers={servers} needs more workers than the {worker.size} there are: "
                 f"ranks are 0 to {worker.size - 1}"
             )
-        if servers is not None and team.view:
-            servers = tuple(team.members.index(one) for one in servers if one in team.members)
-        tensors: list[Tensor] = [p for _, p in worker.replica.parameters]
-        vector = _vector_like(tensors)
-        read(tensors, vector)
-        if isinstance(worker.state, ServerState) and worker.state.server.view == team.view:
-            worker.state.server.begin_anew(vector)
-            return ServerState(worker.state.server, tensors)
-        several = team.node is not None  # workers in each node, which hold the same bits
-        server = (SlicedServer if several else ParameterServer)(
-            team,
-            vector,
-            servers=servers or None,
-            rule=lambda: self.rule(worker),
-            precision=worker.wire.precision,
-            pushes=self.pushes,
-        )
-        return ServerState(server, tensors)
-
-    # -- another view ----------------------------------------------------------------------------
-
-    @override
-    def kept(self, worker: Worker) -> dict[str, Any]:
-        """Which server this worker has had, and the pushes that its shard has taken in."""
-        state: ServerState = worker.state
-        server, shard = state.server, state.server.shard
-        if shard is not None:
-            shard.close()
-        return {
-            "served": -1 if state.reunited else server.view,
-            "servers": [server.members[rank] for rank in server.servers],
-            "taken": [] if shard is None else [*zip(server.members, shard.taken, strict=True)],
-        }
-
-    @override
-    def reunite(
-        self,
-        worker: Worker,
-        kept: Sequence[dict[str, Any] | None],
-        mean: Callable[[], None],
-    ) -> None:
-        """Put together the shards that are left; the others are cut from the mean of the workers'.
-
-            of a shard that is left:  x ← z
-            of one that is lost:      x ← mean(x − S)       S what was not pushed
-
-        S goes into the next server, and with it the last push, where it has not reached the shard.
-        """
-        own: ServerState | None = worker.state if kept[worker.rank] is not None else None
-        if self.pushes == "models":
-            mean()
+        self.tensors = [p for _, p in worker.replica.parameters]
+        model = _model_vector(self.tensors)
+        if self._started:  # again, from a checkpoint of a consensus
+            self.server.reset(model)
+            worker.barrier("the start of the parameter server")
         else:
-            self._put_together(worker, kept, own)
-        if own is not None:
-            own.reunited = True
+            self.server = ParameterServer(
+                worker.team, model, servers=servers, rule=self.rule, clocks=self.clocks()
+            )
+        self._started = True
+        self.state = self.initial_state(model)
 
-    def _put_together(
-        self, worker: Worker, kept: Sequence[dict[str, Any] | None], own: ServerState | None
-    ) -> None:
-        team = worker.team
-        tensors: list[Tensor] = [p for _, p in worker.replica.parameters]
-        vector = _vector_like(tensors).zero_()
-        told = {team.members[rank]: one for rank, one in enumerate(kept) if one is not None}
-        views = {one["served"] for one in told.values()}
-        whole = len(views) == 1 and -1 not in views  # else some have begun the view after, not all
-        servers = next(iter(told.values()))["servers"] if whole else [-1]
-        shares = [*zip(servers, places_of(vector.numel(), len(servers)), strict=True)]
-        if own is not None:
-            model = _vector_like(tensors)
-            read(tensors, model)
-            if not own.reunited:
-                self.without_unsent(worker, model)
-            for server, place in shares:
-                if server not in told:
-                    vector[place] = model[place] / len(told)
-                elif server == team.member and own.server.shard is not None:
-                    vector[place] = own.server.shard.values
-        team.fabric.sum(vector, what="what is left of the parameter server").wait()
-        what = "mean of the buffers at the beginning of a view"
-        worker.models.average_buffers(float(own is not None), float(len(told)), what=what)
-        unpack(vector, tensors)
-        if own is None or own.reunited:
-            return
-        for server, place in shares:
-            lost = server not in told
-            taken = own.server.pushed if lost else dict(told[server]["taken"])[team.member]
-            back = own.server.values[place] if taken < own.server.pushed else None
-            self.carry(worker, place, None if own.server.lossy else back, lost=lost)
+    @property
+    @override
+    def unsynced(self) -> bool:
+        return self.worker.touched or self.state.unpushed > 0
 
-    def without_unsent(self, worker: Worker, model: Tensor) -> None:
-        """Model ← x − S, given x, if S is part of it."""
+    @override
+    def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
+        return False
 
-    def carry(self, worker: Worker, place: slice, back: Tensor | None, *, lost: bool) -> None:
-        """What of S goes into the next server, of one shard.
+    @override
+    def pause(self, *, finishing: bool) -> None:
+        if finishing and self.unsynced and not self._flushed:
+            self.flush()
+        self._flushed = self._flushed or finishing
+        self.barrier_reached(self.server.barrier())
 
-        Args:
-            worker: This worker.
-            place: Its part of the vector.
-            back: The last push, if it has not reached it.
-            lost: Whether it is lost, and the workers' models stand for it.
+    @override
+    def consensus(self, last: Round, *, final: bool) -> None:
+        worker = self.worker
+        unpack(self.server.read(), self.tensors)
+        if worker.size > 1:
+            what = f"{'final mean' if final else 'consensus'} of the buffers at step {worker.step}"
+            worker.exact_mean.average_buffers(1.0, worker.size, what=what)
+        worker.barrier("the end of the consensus")  # no worker pushes before all have pulled
+        if final:
+            self.report()
+            self.server.leave()
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    @override
+    def before_save(self, barrier: Callable[[], object]) -> None:
+        """Copy this worker's part of the server when all pushes have arrived. A collective."""
+        self.barrier_reached(self.server.barrier())
+        self.state.server = self.server.state_dict()
+        self.worker.barrier("the copy of the parameter server")  # no worker pushes before it
+
+    @override
+    def after_load(self) -> None:
+        """Put the copy back. A collective."""
+        self.server.load_state_dict(self.state.server)
+        self.worker.barrier("the copy of the parameter server")
+
+    # -- rounds: only at a barrier, where no worker steps -----------------------------------------
+
+    @override
+    def vote(self, optimizer: int, *, stepping: bool, finishing: bool = False) -> Round:
+        vote = self.rounds.vote(
+            weight=0.0, stepping=False, finishing=finishing, wanted=0.0, finite=True, numbers=()
+        )
+        return self.rounds.send(vote)
+
+    @override
+    def decide(self, round: Round) -> bool:
+        raise AssertionError("no worker of a parameter server votes in a step")
+
+    # -- pushes ----------------------------------------------------------------------------------
+
+    def check_push(self, values: Tensor) -> None:
+        """Look for non-finite values in a coming push. Reads ``values`` once.
+
+        The server applies one push after the other, so it cannot exclude a worker from a mean.
+
+        Raises:
+            OffbeatError: there are some, and ``non_finite="raise"``. They are not pushed.
         """
+        worker = self.worker
+        if worker.size == 1 or math.isfinite(squared_norm([values])):
+            return
+        worker.details["non_finite"] = worker.details.get("non_finite", 0) + 1
+        found = (
+            f"rank {worker.rank} would push NaN or infinity to the parameter server at step "
+            f"{worker.step}"
+        )
+        if worker.guarded:
+            raise OffbeatError(f'{found}; the server has not received it (non_finite="raise")')
+        if not self._warned:
+            self._warned = True
+            logger.warning('%s: all workers receive it; non_finite="raise" prevents that', found)
 
-    def flush(self, worker: Worker) -> None:
-        """Push what has not been pushed; training is over."""
-
-    def met(self, worker: Worker, clock: int) -> None:
-        """Everyone has come; ``clock`` is that of the slowest."""
-
-    def report(self, worker: Worker) -> None:
-        """What was pulled, and what this rank's shard saw: into the details of ``Stats``."""
-        shard = worker.state.server.shard
-        worker.details["pulled_bytes"] = worker.state.server.pulled_bytes
+    def report(self) -> None:
+        """Update ``Stats.details``: pulled bytes, and the pushes that this rank's shard applied."""
+        details, shard = self.worker.details, self.server.shard
+        details["pulled_bytes"] = self.server.pulled_bytes
         if shard is not None:
-            worker.details.update(
-                pushes_served=shard.version,
+            details.update(
+                pushes_served=shard.pushes,
                 staleness_max=max(shard.staleness, default=0),
                 staleness_histogram=dict(shard.staleness),
             )
 
-    @override
-    def finite(self, worker: Worker, part: int, *, stepping: bool) -> bool:
-        """What meets here is on the server already; see ``look``."""
-        return True
 
-    def look(self, worker: Worker, values: Tensor) -> None:
-        """Look at what is about to be pushed. Reads it once.
-
-        The server takes in one push after the other, so none of them can be left out of a mean.
-
-        Raises:
-            OffbeatError: it is not finite, and the run is to end before the server takes it in.
-        """
-        if worker.size == 1 or math.isfinite(squared_norm([values])):
-            return
-        worker.details["not_finite"] = worker.details.get("not_finite", 0) + 1
-        found = f"rank {worker.rank} would push NaN or infinity to the parameter server at step "
-        found += f"{worker.step}"
-        if worker.guarded:
-            raise OffbeatError(f'{found}; its model is as before (non_finite="raise")')
-        if not worker.state.warned:
-            worker.state.warned = True
-            prevents = 'attach(..., non_finite="raise") prevents it'
-            logger.warning("%s, and so to all workers; %s", found, prevents)
-
-    @override
-    def due(self, worker: Worker) -> bool:
-        return False  # workers do not meet in training
-
-    @override
-    def meet(self, worker: Worker, *, finishing: bool) -> None:
-        """Wait at the server until all have come; nobody waits for this worker's clock."""
-        if finishing and worker.has_news:
-            self.flush(worker)
-        if finishing:
-            worker.has_news = False
-        self.met(worker, worker.state.server.arrive())
-
-    @override
-    def consensus(self, worker: Worker, roll: Roll, *, final: bool) -> None:
-        """The server's model, and the mean of the buffers."""
-        state: ServerState = worker.state
-        unpack(state.server.look(), state.tensors)
-        worker.average_buffers(final=final)
-        worker.barrier("a look at the server's model")  # nobody pushes before all have pulled
-        if final:
-            self.report(worker)
-            state.server.leave()
-
-    @override
-    def before_save(self, worker: Worker, meet: Callable[[], object]) -> None:
-        """Keep a copy of the shard when all pushes have arrived, and of this worker's end.
-
-        A collective.
-        """
-        state: ServerState = worker.state
-        server = state.server
-        server.stage()
-        self.met(worker, server.arrive())
-        state.saved = server.state_dict()
-        worker.barrier("the state of the parameter server")  # nobody pushes before all have copied
-
-    @override
-    def after_load(self, worker: Worker) -> None:
-        """Put the shard back. A collective."""
-        state: ServerState = worker.state
-        state.server.load_state_dict(state.saved)
-        worker.barrier("the state of the parameter server")
-
-
-def _vector_like(tensors: Sequence[Tensor]) -> Tensor:
-    """Memory for all numbers of ``tensors``, in one vector."""
+def _model_vector(tensors: Sequence[Tensor]) -> Tensor:
+    """All numbers of ``tensors`` in one vector on the CPU."""
     double = any(staging_dtype(t) == torch.float64 for t in tensors)
     elements = sum(as_real(t.detach()).numel() for t in tensors)
-    return torch.empty(elements, dtype=torch.float64 if double else torch.float32)
+    vector = torch.empty(elements, dtype=torch.float64 if double else torch.float32)
+    read(tensors, vector)
+    return vector

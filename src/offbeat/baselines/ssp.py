@@ -1,73 +1,165 @@
-"""SSP: stale synchronous parallel, a parameter server with a bound on how far workers part."""
+"""SSP: stale synchronous parallel, a parameter server that bounds how far clocks differ."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.fabric.shard import Rule
-from offbeat.means.replica import as_real, read, unpack
-from offbeat.strategies.base import Costs, Forecast, Worker, setting
-from offbeat.strategies.forecast import number
-from offbeat.strategies.server import ServerState, ServerStrategy
-from offbeat.strategies.server_costs import ServerCosts, steady
+from offbeat.averaging.replica import as_real, read, unpack
+from offbeat.baselines.server_strategy import ServerFlow, ServerState, ServerStrategy
+from offbeat.baselines.shard import Rule
+from offbeat.strategies.base import setting
 
 
 @dataclass
 class SSPState(ServerState):
-    """The worker's view of the server, how old it is, and what is on its way."""
+    """The worker's cache of the server's model, and what is in flight.
 
-    view: Tensor = field(default_factory=lambda: torch.empty(0))  # x at the start of this step
-    sum: Tensor = field(default_factory=lambda: torch.empty(0))  # S, own updates not sent yet
-    unsent: int = 0  # how many of them
-    clock: int = 0  # own steps
-    slowest: int = 0  # the view includes all updates of clocks below this
-    asking: bool = False  # whether the request under way brings the server's model
-    asked: int = 0  # the clock at which the last one that does was sent
+    Attributes:
+        cache: x at the start of the next step.
+        updates: S, sum of the updates that were not sent.
+        clock: c, number of local steps.
+        fresh_clock: The cache contains all updates of clocks below this.
+        pulling: True if the last request pulls the server's model.
+    """
+
+    cache: Tensor = field(default_factory=lambda: torch.empty(0))
+    updates: Tensor = field(default_factory=lambda: torch.empty(0))
+    clock: int = 0
+    fresh_clock: int = 0
+    pulling: bool = False
+
+
+class SSPFlow(ServerFlow):
+    """The flow of ``SSP``."""
+
+    strategy: "SSP"
+    state: SSPState
+
+    @override
+    def rule(self, shard: Tensor) -> Rule:
+        return Rule()  # z ← z + S
+
+    @override
+    def initial_state(self, model: Tensor) -> SSPState:
+        return SSPState(cache=model.clone(), updates=torch.zeros_like(model))
+
+    @override
+    def step_ended(self) -> bool:
+        state, worker = self.state, self.worker
+        if worker.size == 1:  # without x + (x̂ − x), which rounds
+            read(self.tensors, self.server.vector)
+            self.server.reset(self.server.vector)
+            return True
+        self._add_update()
+        refreshed = self._take()
+        self._send()
+        while state.fresh_clock < state.clock - self.strategy.staleness:
+            refreshed = self._take(wait=True) or refreshed
+            self._send()
+        unpack(state.cache, self.tensors)
+        worker.record["staleness"] = max(0, state.clock - state.fresh_clock)
+        worker.details["pulls"] = worker.details.get("pulls", 0) + refreshed
+        self.report()
+        return refreshed
+
+    def _add_update(self) -> None:
+        """x ← x + u; S ← S + u, tensor by tensor, so that u needs no copy of the model."""
+        state, workers, offset = self.state, self.worker.size, 0
+        for tensor in self.tensors:
+            stepped = as_real(tensor.detach()).reshape(-1)
+            place = slice(offset, offset + stepped.numel())
+            cache = state.cache[place]
+            update = (stepped.to(cache) - cache).div_(workers)
+            cache.add_(update)
+            state.updates[place].add_(update)
+            offset = place.stop
+        state.clock += 1
+        state.unpushed += 1
+
+    def _take(self, *, wait: bool = False) -> bool:
+        """Take the answer of the last request, if it has arrived. True: the cache is refreshed."""
+        state, clock = self.state, self.server.take(wait=wait)
+        if clock is None or not state.pulling:
+            return False
+        torch.add(self.server.vector, state.updates, out=state.cache)
+        state.fresh_clock = max(state.fresh_clock, clock)
+        return True
+
+    def _send(self) -> None:
+        """Send S if no request is in flight, and pull the server's model if it is wanted."""
+        state, ahead = self.state, self.strategy.refresh == "ahead"
+        needed = state.clock - self.strategy.staleness  # the fresh_clock that the next step needs
+        bound = state.fresh_clock < needed
+        if not self.server.idle or not (state.unpushed or bound):
+            return
+        self._stage()
+        state.pulling = ahead or bound
+        if state.pulling:
+            needed = min(state.clock, needed + ahead)
+            self.server.start("push_pull", clock=state.clock, min_clock=needed)
+        else:
+            self.server.start("push", clock=state.clock)
+
+    def _stage(self) -> None:
+        """Move S to the vector of the next request."""
+        self.check_push(self.state.updates)
+        self.server.vector.copy_(self.state.updates)
+        self.state.updates.zero_()
+        self.state.unpushed = 0
+
+    @override
+    def flush(self) -> None:
+        self.server.settle(release=True)
+        self._take()
+        self._stage()
+        self.server.start("push", clock=self.state.clock)
+
+    @override
+    def barrier_reached(self, clock: int) -> None:
+        # Answers did not count the clocks of workers at the barrier, which may be far behind.
+        self.state.fresh_clock = min(self.state.fresh_clock, clock)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SSP(ServerStrategy):
-    """Workers push every update to a server, and wait only for one that is ``staleness`` behind.
+    """Workers push every update to a server and wait only for workers ``staleness`` clocks behind.
 
-    **Update** at clock c (c steps taken before), z the server's model, N workers, S the own updates
-    that were not sent yet:
+    **Update** at clock c (c steps taken before), z the server's model, N workers, S the sum of the
+    worker's updates that were not sent yet:
 
         x̂ ← T(x, g);  u = (x̂ − x)/N
-        x ← x + u;  S ← S + u;  c ← c + 1         the view keeps the worker's own updates
-        if the answer to the last request has come:
-            x ← answer + S                        what it cannot contain yet stays
-        if no request is under way:
-            send C(S), c;  S ← S − C(S);  the server: z ← z + C(S), and it answers with z
-        while the view may miss updates of clocks ≤ c − s − 1:
+        x ← x + u;  S ← S + u;  c ← c + 1         the cache contains the worker's own updates
+        if the answer to the last request has arrived:
+            x ← answer + S
+        if no request is in flight:
+            send S, c;  S ← 0;  the server: z ← z + S, and it answers with z
+        while the cache may miss updates of clocks ≤ c − s − 1:
             wait for the answer, as above
 
-    So a request travels while the worker computes, and updates made meanwhile add up and go with
-    the next one. The worker waits only at the bound. ``staleness=0`` is BSP, with plain SGD to
-    rounding. Updates are divided by N so that a learning rate means what it means under BSP. Any
-    optimizer may make them. C is what the ``wire`` rounds to, so S ← 0 over an exact one; what
-    rounding takes away waits in S, and ``finish`` sends it. An answer is z up to its rounding.
+    A request travels while the worker computes. Updates made meanwhile add up and leave with the
+    next request. The worker waits only at the bound. ``staleness=0`` is BSP, with plain SGD up to
+    rounding. Updates are divided by N, so a learning rate has the same meaning as under BSP. Any
+    optimizer may produce them.
 
-    The server holds an answer back until the slowest worker's clock is min(c, c − s + 1), because
+    The server delays an answer until the minimum clock of the workers is min(c, c − s + 1), because
     with an older one this worker could not begin the step after the next.
 
     Args:
-        staleness: s, how many clocks a worker may be ahead of the slowest (≥ 0).
-        refresh: When the view is refreshed. "ahead": as above, as often as the network allows.
-            "lazy": only when the bound demands it; requests before that push and ask for nothing.
-            Between two refreshes a worker then sees its own updates alone, divided by N, and large
-            s diverges where the other does not.
-        servers: See ``ServerStrategy``; None is every rank.
+        staleness: s, the number of clocks that a worker may be ahead of the slowest (≥ 0).
+        refresh: When the cache is refreshed. "ahead": as above, as often as the network allows.
+            "lazy": only when the bound requires it; requests before that only push. Between two
+            refreshes a worker then sees its own updates alone, divided by N, so a large s diverges
+            where "ahead" converges.
+        servers: See ``ServerStrategy``.
 
-    *Communication*: the model to the server and back, one such exchange at a time, each step if the
-    network is fast enough; only the bound is waited for. Lazily: the model to the server, likewise,
-    and back at each refresh, which is waited for. *Memory*: three flat copies of the model (the
-    view, S, what is sent and answered), and one for serving where all ranks serve; over a lossy
-    wire another N-th of one, and payloads. *State*: view, S, an answer that was not taken, the
-    clocks, and the shard; over a lossy wire the mirrors.
+    *Communication*: the model to the server and back, one exchange at a time, in each step if the
+    network is fast enough; workers wait only at the bound. "lazy": the model to the server, and
+    back at each refresh; workers wait for the refresh. *Memory*: three flat copies of the model
+    (cache, S, the request), and one for serving if all ranks serve. *State*: cache, S, an answer
+    that was not taken, the clocks, and the shard.
 
     *Differs from the paper*: there the server adds u, here u/N. The cache of the paper refreshes
     single rows, this one the whole model.
@@ -77,189 +169,6 @@ class SSP(ServerStrategy):
     """
 
     name: ClassVar[str] = "ssp"
+    flow: ClassVar[type[ServerFlow]] = SSPFlow
     staleness: int = setting(least=0)
     refresh: Literal["ahead", "lazy"] = "ahead"
-
-    @override
-    def rule(self, worker: Worker) -> Rule:
-        """z ← z + S."""
-        return Rule()
-
-    @override
-    def start(self, worker: Worker) -> SSPState:
-        """The view is the model."""
-        before, base = worker.state, self.serve(worker)
-        view = base.server.values.clone()
-        state = SSPState(base.server, base.tensors, view=view, sum=torch.zeros_like(view))
-        if isinstance(before, SSPState) and before.reunited:  # S is still to be pushed
-            state.sum, state.unsent = before.sum, before.unsent
-            view += state.sum
-            unpack(view, state.tensors)
-            worker.has_news = state.unsent > 0 or state.server.lossy
-        return state
-
-    @override
-    def without_unsent(self, worker: Worker, model: Tensor) -> None:
-        """In the middle of a step the view is x; the tensors may have moved on."""
-        torch.sub(worker.state.view, worker.state.sum, out=model)
-
-    @override
-    def carry(self, worker: Worker, place: slice, back: Tensor | None, *, lost: bool) -> None:
-        state: SSPState = worker.state
-        if back is not None:
-            state.sum[place] += back
-            state.unsent = max(1, state.unsent)
-
-    @override
-    def iterated(self, worker: Worker) -> bool:
-        """Add up the update, take what has come, send what can be sent, wait at the bound."""
-        state: SSPState = worker.state
-        if worker.size == 1:  # not by way of a difference, which rounds
-            read(state.tensors, state.server.values)
-            state.server.begin_anew(state.server.values)
-            state.sum.zero_()
-            state.unsent, worker.has_news = 0, False
-            return True
-        self._add_update(state, worker.size)
-        refreshed = self._take(worker)
-        self._send(worker)
-        while state.slowest < state.clock - self.staleness:
-            refreshed = self._take(worker, wait=True) or refreshed
-            self._send(worker)
-        unpack(state.view, state.tensors)
-        worker.has_news = state.unsent > 0 or state.server.lossy  # S holds what rounding took
-        worker.record["staleness"] = max(0, state.clock - state.slowest)
-        worker.details["pulls"] = worker.details.get("pulls", 0) + refreshed
-        self.report(worker)
-        return refreshed
-
-    @staticmethod
-    def _add_update(state: SSPState, workers: int) -> None:
-        """x ← x + u; S ← S + u, tensor by tensor, so that u needs no copy of the model."""
-        offset = 0
-        for tensor in state.tensors:
-            moved = as_real(tensor.detach()).reshape(-1)
-            view, total = (t[offset : offset + moved.numel()] for t in (state.view, state.sum))
-            update = (moved.to(view) - view).div_(workers)
-            view.add_(update)
-            total.add_(update)
-            offset += moved.numel()
-        state.clock += 1
-        state.unsent += 1
-
-    def _take(self, worker: Worker, *, wait: bool = False) -> bool:
-        """Take the answer over, if it has come; whether it has refreshed the view."""
-        state: SSPState = worker.state
-        answer = state.server.take(wait=wait)
-        if answer is None or not state.asking:
-            return False
-        torch.add(state.server.values, state.sum, out=state.view)
-        state.slowest = max(state.slowest, answer.clock)
-        worker.synchronized(steps_since=state.clock - state.asked)
-        return True
-
-    def _send(self, worker: Worker) -> None:
-        """Send S if nothing is under way, and ask for the server's model if it is wanted."""
-        state: SSPState = worker.state
-        least = state.clock - self.staleness
-        due = state.slowest < least
-        if not state.server.free or not (state.unsent or due):
-            return
-        self.look(worker, state.sum)
-        state.server.hand_over(state.sum)
-        state.unsent = 0
-        state.asking = due or self.refresh == "ahead"
-        if state.asking:
-            state.asked = state.clock
-            least = min(state.clock, least + (self.refresh == "ahead"))
-            state.server.begin("push_pull", clock=state.clock, least=least)
-        else:
-            state.server.begin("push", clock=state.clock)
-
-    @override
-    def flush(self, worker: Worker) -> None:
-        """Push S, with all that rounding has kept in it."""
-        state: SSPState = worker.state
-        state.server.settle(now=True)
-        self._take(worker)
-        self.look(worker, state.sum)
-        state.server.stage().copy_(state.sum)
-        state.sum.zero_()
-        state.unsent = 0
-        state.server.push_last(clock=state.clock)
-
-    @override
-    def met(self, worker: Worker, clock: int) -> None:
-        """A worker that was at the meeting may be far behind: the view is as old as its clock."""
-        worker.state.slowest = min(worker.state.slowest, clock)
-
-    @override
-    def forecast(self, costs: Costs) -> Forecast:
-        """The steps of workers that all do the same at the same time (``_play``), and jitter.
-
-            s = 0:  step = W(1) + meeting + inside
-            s > 0:  step = played + (C(s, 0) − s·t)/s
-
-        Played is t while an exchange takes at most about (s + 1)/3 steps, and 3·exchange/(s + 1)
-        beyond; lazily, t and an exchange every s steps. The seconds are those of ``ServerCosts``.
-        Inside is what a node of several workers has to do until an answer is put together.
-        """
-        server = self._server(costs)
-        played, requests = steady(self._play(costs))
-        if self.staleness == 0:
-            inside = server.agree_seconds + server.landing_seconds + server.handing_seconds
-            step = costs.slowest(1) + server.meeting_seconds() + inside
-        else:
-            late = costs.pipelined(self.staleness, 0.0) / self.staleness - costs.step_seconds
-            step = max(played + late, server.busy_seconds(1, 1) * requests)
-        seconds = server.exchange_seconds() if self.refresh == "ahead" else server.push_seconds()
-        what = "an exchange" if self.refresh == "ahead" else "a push"
-        return costs.forecast(
-            self,
-            step=step,
-            apart=self.staleness,
-            payload=server.sent_bytes(1) * requests,
-            copies=3 + server.copies(self.pushes),
-            note=f"{what} of {costs.in_steps(seconds)} every {number(1 / requests)}",
-        )
-
-    def _server(self, costs: Costs) -> ServerCosts:
-        server = costs.server(self.servers)
-        return replace(server, node=None) if costs.workers == 1 else server  # it asks nobody
-
-    def _play(self, costs: Costs) -> Iterator[tuple[object, float, int]]:
-        """After each step of ``iterated``: what follows depends on this; seconds; requests so far.
-
-        An answer that the server does not hold back has the clocks of the others' last requests:
-        it is given before theirs of now have come.
-        """
-        server, step, lazy = self._server(costs), costs.step_seconds, self.refresh == "lazy"
-        now = arrives = 0.0
-        clock = slowest = sent = answered = unsent = requests = 0
-        asking, free = False, True
-        while True:
-            now += step
-            clock, unsent = clock + 1, unsent + 1
-            while True:
-                least = clock - self.staleness
-                now += 0.0 if free else server.agree_seconds
-                if not free and arrives <= now + 1e-9 * step:
-                    free = True
-                    if asking:
-                        slowest = max(slowest, answered)
-                        now += server.landing_seconds
-                due = slowest < least
-                if free and (unsent or due):
-                    asking, free, unsent = due or not lazy, False, 0
-                    now += server.handing_seconds
-                    held = asking and min(clock, least + (not lazy)) > sent
-                    answered, sent = clock if held else sent, clock
-                    seconds = server.exchange_seconds() if asking else server.push_seconds()
-                    arrives = now + (server.meeting_seconds() if held else seconds)
-                    requests += 1
-                if not due:
-                    break
-                now = max(now, arrives)
-            left = 0.0 if free else round((arrives - now) / step, 6)
-            ages = clock - slowest, clock - sent, clock - answered
-            yield (free, asking, unsent, left, ages), now, requests

@@ -14,8 +14,8 @@ from offbeat.data.samples import Parcel, count_samples, join, take
 from offbeat.data.senders import draw_samples, draw_senders, require_fraction
 from offbeat.errors import MismatchError, OffbeatError
 from offbeat.fabric import Handle, Team, explained, open_communicator
-from offbeat.training.compatibility import require_timeout
 from offbeat.synchronizer import Synchronizer, background_tasks_of
+from offbeat.training.compatibility import require_timeout
 
 
 @dataclass

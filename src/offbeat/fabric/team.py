@@ -117,15 +117,6 @@ class Team:
         self.account.waited(self.host.now() - started)
         return largest
 
-    def across(self) -> "Team":
-        """This worker and its counterparts in the other nodes, as a team of their own.
-
-        For messages, which nodes do not have. The ranks are those of the nodes; bytes and waits
-        count in this team's account.
-        """
-        assert self.node is not None, "there are no nodes"
-        return Team(self.node.across, account=self.account.own())
-
     @property
     def uncounted(self) -> Communicator:
         """The communicator for activities beside the training: bytes and waits of their own."""

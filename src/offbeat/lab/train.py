@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from offbeat.attach import attach
 from offbeat.data import DataInjection, injected_batch_size
 from offbeat.errors import OffbeatError
 from offbeat.lab.baselines import is_ideal, parse_method
@@ -46,7 +47,6 @@ from offbeat.lab.samplers import Batches, parse_injection
 from offbeat.lab.turns import take_turn
 from offbeat.lab.uneven import Uneven, parse_slow
 from offbeat.strategies import Strategy
-from offbeat.attach import attach
 from offbeat.synchronizer import Synchronizer
 
 

@@ -7,10 +7,9 @@ that a pass of the whole model takes show whether fewer bits are worth their rou
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from offbeat.quantization.precision import PrecisionControl
 from offbeat.strategies.base import Precision, common, transient
 
-PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "int8", "int4", "int2")
-"""The most exact first."""
 TARGET_PASS_STEPS = 2.5
 """Steps in which the whole model should pass. Fewer bits are used if it takes longer. Over a lossy
 wire no network is faster than two step boundaries a part."""
@@ -24,23 +23,16 @@ pass twice as often; measured, that gained about as much as it cost."""
 _MOST_COST_RATIO = 4  # largest cost of one part relative to the average, against measurement noise
 _SMOOTHING = 0.1
 _LEAST_STEPS = 8  # local steps before a count of passes is used
-_RETRY = 4  # factor on the waiting time after a try of more bits that failed
 
 
 @dataclass
 class RateControl:
     """Window, CPU budget and precision of one worker.
 
-    The fields marked ``common`` change only in ``choose``, which all workers call with the same
-    arguments.
-
     Attributes:
+        control: Chooses the precision, the same on all workers.
         window: Number of parts that may be in flight.
         probing: True until the link has been full once; the window then grows slowly.
-        precision: Precision of the next launches.
-        tried: True if the last change was to more bits, and it has not been confirmed.
-        counts: Number of counted passes since the last change of precision.
-        patience: Number of counted passes before more bits are tried.
         start_step: Local step at which the current count of passes began.
         landed: Parts landed since then; negative while parts of the previous precision land.
         crowded: True if too many parts were late since then.
@@ -52,10 +44,7 @@ class RateControl:
         seen_landings: Landings of the flow that were counted.
     """
 
-    precision: Precision = common(default="int4")
-    tried: bool = common(default=False)
-    counts: int = common(default=0)
-    patience: int = common(default=1)
+    control: PrecisionControl = common(default_factory=lambda: PrecisionControl("int4"))
     window: int = _LEAST_WINDOW
     probing: bool = True
     start_step: int = 0
@@ -67,6 +56,11 @@ class RateControl:
     stepped_at: float | None = transient(default=None)
     seen_launches: int = 0
     seen_landings: int = 0
+
+    @property
+    def precision(self) -> Precision:
+        """Precision of the next launches."""
+        return self.control.precision
 
     def count(self, launches: int, landings: int, step: int) -> None:
         """Charge the flow's launches and landings since the last call.
@@ -159,29 +153,10 @@ class RateControl:
             True if the precision has changed.
         """
         self.restart_count(step)
-        self.counts += 1
-        place = now = PRECISIONS.index(self.precision)
-        costs = [bits[one] for one in PRECISIONS]
-        if steps > TARGET_PASS_STEPS:
-            while place < len(PRECISIONS) - 1:
-                place += 1
-                if steps * costs[place] <= TARGET_PASS_STEPS * costs[now]:
-                    break
-            self.patience = self.patience * _RETRY if self.tried else self.patience
-            self.tried = False
-        elif (
-            place
-            and self.counts >= self.patience
-            and steps * costs[place - 1] <= TARGET_PASS_STEPS * costs[place]
-        ):
-            place, self.tried = place - 1, True
-        elif self.tried:
-            self.tried, self.patience = False, 1
-        if place == now:
-            return False
-        self.precision, self.counts, self.probing = PRECISIONS[place], 0, True
-        self.landed = -parts
-        return True
+        changed = self.control.update(steps / TARGET_PASS_STEPS, bits)
+        if changed:
+            self.probing, self.landed = True, -parts
+        return changed
 
 
 def _smooth(mean: float, new: float) -> float:

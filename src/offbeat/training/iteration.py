@@ -192,6 +192,11 @@ class Iteration:
         if wants and len(optimizer.buckets) > 1:
             self._backward = Backward(optimizer, self._host, self._bucket_ready)
 
+    def play_backward(self) -> None:
+        """Do what the hooks do while backward runs, for a model without one; see ``Backward``."""
+        if self._backward is not None:
+            self._backward.play()
+
     def _bucket_ready(self, bucket: int) -> bool:
         if not self.active or self._lost is not None:
             return False

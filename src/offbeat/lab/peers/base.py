@@ -22,8 +22,8 @@ from offbeat.lab.method import SAVING, Baseline, Method
 from offbeat.lab.recipes import Task
 from offbeat.lab.recipes.base import device_of
 from offbeat.strategies import Strategy
-from offbeat.telemetry import Stats
 from offbeat.synchronizer import Synchronizer
+from offbeat.telemetry import Stats
 
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
