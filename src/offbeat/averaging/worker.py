@@ -139,9 +139,12 @@ class Worker:
         return math.isfinite(self.squared_norm(p.detach() for _, p in self.replica.parameters))
 
     def forget_non_finite(self) -> None:
-        """Reset the optimizer state of each parameter whose state is not finite."""
+        """Reset the optimizer state of each parameter whose state is not finite.
+
+        In a node whose workers hold shards all of them reset the same.
+        """
         for one in self.optimizers:
-            forget_non_finite(one.optimizer)
+            forget_non_finite(one.optimizer, self.team.over_shards)
 
     def barrier(self, what: str) -> None:
         """Wait until all workers have reached this point."""

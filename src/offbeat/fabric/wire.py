@@ -157,7 +157,12 @@ class _Stages:
             self.wait_for(None)
 
     def wait_for(self, one: _Sum | None) -> list[Tensor]:
-        """The second stage's result; with None only start those that are due."""
+        """Wait for a sum and return its payloads. All sums before it get their second stage first.
+
+        Args:
+            one: The sum. None: wait for the first stage of every queued sum, start its second
+                stage, and return nothing.
+        """
         self._waiting = True
         try:
             while self.queue and (one is None or one.second is None):
