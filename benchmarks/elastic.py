@@ -27,20 +27,15 @@ from torch import Tensor, nn
 import offbeat
 from benchmarks.harness import Result
 from offbeat.kernels import kernels
-from offbeat.strategies import parse_strategy
 
 STRATEGIES = (
     "bsp",
     "local:period=8",
     "selsync:target_lssr=0.5",
-    "fedavg:period=8",
     "async:staleness=8",
     "async:schedule=eager,staleness=8",
     "streaming",
     "diloco:period=8",
-    "ssp:staleness=4",
-    "downpour",
-    "easgd",
 )
 WORKERS, VICTIM, STEPS, BATCH = 4, 1, 300, 32
 STEP_SECONDS = 0.005
@@ -79,7 +74,7 @@ def _train(rank: int, strategy: str, folder: Path, disturbed: bool) -> None:
     sync = offbeat.attach(
         model,
         optimizer,
-        parse_strategy(strategy),
+        offbeat.parse_strategy(strategy),
         group=group,
         min_workers=1,
         timeout_seconds=20,

@@ -26,7 +26,9 @@ from problems import (
 from worlds import run
 
 
-def small_buckets(size: int, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+def small_buckets(
+    size: int, parameters: list[nn.Parameter], scale: float = 1.0
+) -> list[list[nn.Parameter]]:
     made = gradient_buckets(parameters, bucket_bytes=size)
     assert len(made) >= 3
     return made

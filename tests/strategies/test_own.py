@@ -205,3 +205,13 @@ def test_the_strategy_of_the_page_trains(tmp_path: Path, monkeypatch: pytest.Mon
     space: dict[str, Any] = {}
     exec(code_on("writing-a-strategy", "def test_growing_period_of_one_is_bsp"), space)
     space["test_growing_period_of_one_is_bsp"]()
+
+
+def test_it_is_planned() -> None:
+    """Without a line of its own: as local SGD with the longest period, over every wire."""
+    case: dict[str, Any] = {"parameters": 25e6, "step_time": 0.1, "workers": 4, "bandwidth": 1e9}
+    for wire in ("float32", "bfloat16", "int8"):
+        plain = GrowingPeriod(most=8, outer_lr=1.0)
+        own, local = offbeat.plan(**case, wire=wire, strategies=[plain, "local:period=8"]).rows
+        assert own.step_seconds == pytest.approx(local.step_seconds, rel=1e-9)
+        assert own.strategy == str(plain)

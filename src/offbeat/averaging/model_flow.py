@@ -79,11 +79,15 @@ class ModelFlow(Flow):
         self.waits = shared.blocking and shared.outer.plain
         # Second stages of quantized sums start during backward, too.
         self.wants_buckets = not worker.wire.exact and not shared.blocking
+        # What each step asks, so that a step without a round costs little.
+        self._blocking, self._lossy = shared.blocking, not worker.wire.exact
+        self._measures = type(strategy).after_step is not Strategy.after_step
         self._wanted = 0.0  # what the strategy has answered to ``due``
         self._squared = 0.0  # ‖g‖² of the optimizers whose gradients are ready
         self._pausing = False
         self._node_arrived: int | None = None  # parts that have arrived on the whole node
         self._node_tally = False  # the tally has arrived on the whole node
+        self._reported: tuple[int, int] | None = None  # launches and landings of the last report
 
     @override
     def start(self, common: dict[str, Any] | None = None) -> None:
@@ -96,6 +100,7 @@ class ModelFlow(Flow):
         if common is not None:
             load_common_values(view.state, common["state"])
         self.state = ModelFlowState(self.pipeline.state, view, checked_step=worker.step)
+        self._reported = None
 
     @override
     def keep_local(self, before: Flow) -> None:
@@ -116,9 +121,9 @@ class ModelFlow(Flow):
         """The strategy's view, up to date."""
         view, worker, pipeline = self.state.view, self.worker, self.pipeline
         view.step, view.stepping, view.record = worker.step, stepping, worker.record
-        in_flight = (pipeline.parts[i] for i in pipeline.state.in_flight)
-        view.in_flight_steps = [part.launched_step for part in in_flight]
-        view.ready = not pipeline.next_part.in_flight
+        parts, state = pipeline.state.parts, pipeline.state
+        view.in_flight_steps = [parts[i].launched_step for i in state.in_flight]
+        view.ready = not parts[state.next_part].in_flight
         return view
 
     # -- events ----------------------------------------------------------------------------------
@@ -139,24 +144,33 @@ class ModelFlow(Flow):
             self._pending = self.vote(0, stepping=True)
         return False
 
+    @override
+    def step_skipped(self) -> None:
+        self.pipeline.step_skipped()
+
     def _due(self) -> bool:
         self._wanted = float(self.strategy.due(self._see(stepping=True)))
         return self._wanted > 0
 
     @override
     def step_ended(self) -> bool:
-        view = self.state.view
+        view, pipeline, eager = self.state.view, self.pipeline.state, self.votes_between_steps
         landings, self._pausing = view.landings, False
-        self._record_staleness()
-        if self.shared.eager:
+        if not self._blocking:
+            self._record_staleness()
+        if eager:
             self._agree_inside_node()
-        while self._lands_now():
+        while pipeline.in_flight and self._lands_now():
             self.land()
-        self.worker.wire.advance()
-        self.strategy.after_step(self._see(stepping=True))
-        self.pipeline.launch_queued(wait=False)
+        if self._lossy:
+            self.worker.wire.advance()
+        if self._measures:
+            self.strategy.after_step(self._see(stepping=True))
+        if pipeline.queue:
+            self.pipeline.launch_queued(wait=False)
         synced = view.landings > landings
-        self._vote_if_due()
+        if eager:
+            self._vote_if_due()
         if self._pending is not None:
             acted = self.act(self._pending)
             if acted is not None:
@@ -172,7 +186,8 @@ class ModelFlow(Flow):
         The second condition lets an automatic wire change its precision between two rounds.
         """
         queued = self.pipeline.state.queue
-        if self.shared.eager and self._pending is None and not queued and self._due():
+        eager = self.votes_between_steps
+        if eager and self._pending is None and not queued and self._due():
             self._pending = self.vote(0, stepping=True)
 
     def _agree_inside_node(self) -> None:
@@ -358,6 +373,7 @@ class ModelFlow(Flow):
     @override
     def after_load(self) -> None:
         self.pipeline.after_load()
+        self._reported = None
         saved = self.state.saved_tally
         self.state.delayed = Round.saved(saved) if saved else None
 
@@ -365,13 +381,19 @@ class ModelFlow(Flow):
 
     def _record_staleness(self) -> None:
         """Count the local steps since the newest launch that has landed."""
-        if not self.shared.blocking:
-            past = self.worker.step - self.pipeline.state.fresh_step
-            self.state.staleness[past] = self.state.staleness.get(past, 0) + 1
-            self.worker.record["staleness"] = past
+        worker, staleness = self.worker, self.state.staleness
+        past = worker.record["staleness"] = worker.step - self.pipeline.state.fresh_step
+        staleness[past] = staleness.get(past, 0) + 1
+        if past > worker.details.get("staleness_max", 0):
+            worker.details["staleness_max"] = past
 
     def _report(self) -> None:
+        """Update the totals. Called after each step, most of which launch and land nothing."""
         state, view, details = self.state, self.state.view, self.worker.details
+        counts = (view.launches, view.landings)
+        if counts == self._reported:
+            return
+        self._reported = counts
         details.update(parts=view.count, launches=view.launches, landings=view.landings)
         if not self.shared.blocking:
             details.update(

@@ -40,11 +40,12 @@ class BackgroundTasks:
 
     Attributes:
         refuse: Reason why no task can be added; empty if one can.
+        any: True if there is a task. Read several times in each step.
     """
 
     def __init__(self, team: Team, details: dict[str, Any], step: Callable[[], int]) -> None:
         self.team, self.details, self.step = team, details, step
-        self.refuse = ""
+        self.refuse, self.any = "", False
         self._tasks: list[BackgroundTask] = []
         self._closed = False
 
@@ -59,11 +60,7 @@ class BackgroundTasks:
         if self._closed:
             raise AttachError("this synchronizer is finished or detached: attach again first")
         self._tasks.append(task)
-
-    @property
-    def any(self) -> bool:
-        """True if there is a task."""
-        return bool(self._tasks)
+        self.any = True
 
     def set_blocking(self, blocking: bool) -> None:
         """Notify all tasks; see ``BackgroundTask``."""
@@ -92,5 +89,6 @@ class BackgroundTasks:
         for task in self._tasks:
             task.close()
         self._tasks.clear()
+        self.any = False
         taken = self.step()
         self.step = lambda: taken  # the old function may hold the synchronizer
