@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from offbeat.means.gradient_mean import gradient_buckets
-from offbeat.means.replica import BUCKET_BYTES, Replica, group_tensors
 from torch import Tensor, nn
 
+from offbeat.averaging.gradients import gradient_buckets
+from offbeat.averaging.replica import BUCKET_BYTES, Replica, group_tensors
 from offbeat.fabric.operation import Broadcast, Gather, Sum
 from offbeat.fabric.scaling import (
     BlankCoding,
