@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from offbeat.means.gradient_mean import gradient_buckets
+from offbeat.means.replica import BUCKET_BYTES, Replica, group_tensors
 from torch import Tensor, nn
 
 from offbeat.fabric.operation import Broadcast, Gather, Sum
@@ -15,8 +17,6 @@ from offbeat.fabric.scaling import (
     is_blank,
     kept_bytes,
 )
-from offbeat.means.gradient_mean import gradient_buckets
-from offbeat.means.replica import BUCKET_BYTES, Replica, group_tensors
 from offbeat.plan.phantom import Phantom, shapes_of
 
 
