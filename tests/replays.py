@@ -24,9 +24,9 @@ def logged(pipeline: Any) -> list[Event]:
         weight, _ = pipeline.parts[queued.part].weights()
         events.append(("launch", queued.part, weight))
 
-    def landed() -> None:
+    def landed(**options: Any) -> None:
         events.append(("land", pipeline.state.in_flight[0], 0.0))
-        land()
+        land(**options)
 
     pipeline._launch, pipeline.land = launched, landed
     return events

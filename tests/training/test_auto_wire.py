@@ -102,9 +102,9 @@ def test_the_most_exact_precision_that_keeps_waiting_short(text: str, place: int
     settled = results[0]["trace"][60:]
     assert settled.count(wanted) >= 0.5 * len(settled), settled
     if wanted == "float32":
-        assert results[0]["details"]["wire_reason"] == "it begins so"
+        assert results[0]["details"]["wire_reason"] == "initial precision"
     elif "async" not in text:
-        assert "the link keeps all waiting" in results[0]["details"]["wire_reason"]
+        assert "the link made workers wait" in results[0]["details"]["wire_reason"]
 
 
 def test_it_trains_to_the_mean() -> None:
@@ -144,10 +144,9 @@ def test_workers_that_end_early_follow(text: str) -> None:
 def test_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="offbeat"):
         on("10Mbit/s", "local:period=4", 60)
-    said = {record.getMessage() for record in caplog.records}
-    assert said == {
-        "means and gradients: the link keeps all waiting 80 % of the time in float32: "
-        "int8 from now on"
+    logged = {record.getMessage() for record in caplog.records}
+    assert logged == {
+        "means: int8 from now on, as the link made workers wait 80 % of the time in float32"
     }
 
 

@@ -244,8 +244,8 @@ def test_states_of_other_ranks_and_worlds_are_refused(text: str, wire: str) -> N
         ),
         (
             "streaming:parts=3,schedule=cyclic,staleness=4",
-            lambda s: s["view"]["state"]["rate"].update(precision="int3"),
-            "state.view.state.rate.precision must be one of .*, got 'int3'",
+            lambda s: s["view"]["state"]["rate"]["control"].update(precision="int3"),
+            "state.view.state.rate.control.precision must be one of .*, got 'int3'",
         ),
         ("bsp", lambda s: s.update(more=1), "state was saved with 'more', which there is not"),
     ],
