@@ -313,9 +313,9 @@ def test_all_is_every_public_name() -> None:
         if not name.startswith("_") and not isinstance(value, types.ModuleType)
     }
     submodules = {module.name for module in pkgutil.iter_modules(offbeat.__path__)}
-    assert submodules & set(offbeat.__all__) == {"attach", "data", "simulate"}
-    assert callable(offbeat.attach), "the function hides the module of the same name"
-    assert callable(offbeat.simulate), "the function hides the package of the same name"
+    assert submodules & set(offbeat.__all__) == {"attach", "data", "plan", "simulate"}
+    for function in (offbeat.attach, offbeat.plan, offbeat.simulate):
+        assert callable(function), "the function hides the module of the same name"
 
 
 @pytest.mark.parametrize(
@@ -324,6 +324,8 @@ def test_all_is_every_public_name() -> None:
         "import offbeat.simulate.run; offbeat.simulate.__name__; import offbeat.simulate.network; "
         "from offbeat import simulate; simulate.__name__; offbeat.simulate.__name__; "
         "import offbeat.attach; offbeat.attach.__wrapped__; from offbeat.attach import attach",
+        "import offbeat.plan.play; offbeat.plan.__name__; from offbeat.plan import plan, Plan; "
+        "assert offbeat.plan is plan; assert offbeat.Plan is Plan",
         *nightly(
             [
                 "from offbeat import *; simulate.__name__, data.SelDPSampler; "
@@ -379,7 +381,9 @@ def test_public_things_have_docstrings() -> None:
 def test_every_parameter_is_explained() -> None:
     """The docstring's Args name each parameter of a public function or class."""
     wrong = []
-    for name in sorted(set(PUBLIC) - {"Simulation", "Synchronizer", "Stats", "Strategy"}):
+    for name in sorted(
+        set(PUBLIC) - {"Forecast", "Plan", "Simulation", "Synchronizer", "Stats", "Strategy"}
+    ):
         thing, text = PUBLIC[name], inspect.getdoc(PUBLIC[name]) or ""
         if inspect.isclass(thing) and issubclass(thing, BaseException):
             continue

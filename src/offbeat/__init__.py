@@ -23,12 +23,14 @@ __all__ = [
     "DiLoCo",
     "Downpour",
     "FedAvg",
+    "Forecast",
     "JsonLines",
     "LinearScalingWarmup",
     "LocalSGD",
     "MismatchError",
     "Network",
     "OffbeatError",
+    "Plan",
     "SelSync",
     "Simulation",
     "Stats",
@@ -42,6 +44,7 @@ __all__ = [
     "join",
     "load",
     "parse_strategy",
+    "plan",
     "recalibrate_batchnorm",
     "save",
     "simulate",
@@ -61,6 +64,7 @@ if TYPE_CHECKING:
         OffbeatError,
     )
     from offbeat.fabric import join
+    from offbeat.plan import Forecast, Plan, plan
     from offbeat.registry import parse_strategy
     from offbeat.schedule import LinearScalingWarmup
     from offbeat.simulate import Compute, Network, Simulation, simulate
@@ -81,8 +85,8 @@ else:
         __name__,
         __all__,
         (
-            *("data", "batchnorm", "errors", "fabric", "schedule", "simulate", "strategies"),
-            *("baselines", "registry", "telemetry", "attach", "synchronizer"),
+            *("data", "batchnorm", "errors", "fabric", "plan", "schedule", "simulate"),
+            *("strategies", "baselines", "registry", "telemetry", "attach", "synchronizer"),
             "training.checkpoints",
         ),
     )
@@ -93,10 +97,10 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keeps ``attach`` and ``simulate`` functions when the modules of these names are imported."""
+    """Keeps ``attach``, ``plan`` and ``simulate`` functions: modules have these names, too."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name not in ("attach", "simulate") or not isinstance(value, ModuleType):
+        if name not in ("attach", "plan", "simulate") or not isinstance(value, ModuleType):
             super().__setattr__(name, value)
 
     def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:

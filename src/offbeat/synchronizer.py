@@ -278,9 +278,9 @@ class Synchronizer:
                 "follow() with min_workers, or with a model that fully_shard has divided: a worker "
                 "that joins would not get the modules, and no worker holds them whole"
             )
-        model = self._things[0]
+        self._consensus.followers.check(self._things[0], modules)
         with self._iteration.guard, self._team.account.paused():
-            self._consensus.followers.add(model, modules)
+            self._consensus.followers.add(modules)
 
     # -- all workers together ----------------------------------------------------------------
 

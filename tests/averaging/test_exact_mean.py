@@ -1,6 +1,5 @@
 """x ← mean(x) over the workers: every tensor, in its own dtype, in its place."""
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import offbeat
-from loops import attach, bits, close, error_of, everything
-from offbeat.fabric import Communicator, Handle, Team, Wire, open_communicator
-from offbeat.fabric.communicator import Wrapper
-from offbeat.fabric.operation import Operation
-from offbeat.averaging import ModelMean, Replica
+from loops import Recorded, attach, bits, close, everything
+from offbeat.averaging import Replica
+from offbeat.averaging.exact_mean import ExactMean
+from offbeat.averaging.snapshot_part import SnapshotPart
+from offbeat.fabric import Completed, Team, Wire
 from problems import OPTIMIZERS, Simulated, flat, loss_of, make_batch, train_step
 from worlds import run
 
@@ -128,6 +127,7 @@ def norm_steps(model: nn.Module, rank: int, step: int) -> None:
 BUFFERED = [
     (offbeat.LocalSGD(period=2), 2),
     (offbeat.SelSync(delta=0.0), 1),
+    (offbeat.DiLoCo(period=2, outer_lr=0.5, fragments=2), 2),
     (offbeat.BSP(), 100),  # at the end only
     (offbeat.SelSync(delta=float("inf")), 100),
     (offbeat.AsyncAveraging(staleness=100), 100),
@@ -140,40 +140,51 @@ def batch_norm(rank: int, size: int) -> Any:
         model = norm_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         sync = attach(model, optimizer, strategy)
+        trace = []
         for step in range(5):
             optimizer.zero_grad()
             norm_steps(model, rank, step)
             optimizer.step()
+            trace.append(everything(model[1])[2:])
         with sync.consensus():
             inside = everything(model[1])[2:]
         sync.finish()
-        ends.append((inside, everything(model[1])[2:], flat(model)))
+        ends.append((trace, inside, everything(model[1])[2:], flat(model)))
     return ends
 
 
 def test_batch_norm_buffers_are_averaged_and_counters_take_the_maximum() -> None:
-    """Pitfalls 7, 8 and 11: statistics are averaged, counters stay integers, also at rate 0."""
+    """Pitfalls 7, 8 and 11: statistics are averaged with the models, also at learning rate 0.
+
+    Counters stay integers, and are exchanged only where all models become the same.
+    """
     results = run(batch_norm, workers=2)
     for index, (_, period) in enumerate(BUFFERED):
         models = [norm_model() for _ in range(2)]
 
-        def average(models: list[nn.Sequential] = models) -> None:
+        def average(models: list[nn.Sequential] = models, *, final: bool = False) -> None:
             for same in zip(*(m[1].buffers() for m in models), strict=True):
-                integral = same[0].dtype == torch.int64
-                value = max(same) if integral else sum(same) / 2
-                value = value.clone()
-                for buffer in same:
-                    buffer.copy_(value)
+                if same[0].dtype == torch.int64:
+                    value = max(same) if final else None
+                else:
+                    value = sum(same) / 2
+                for buffer in [] if value is None else same:
+                    buffer.copy_(value.clone())
 
         for step in range(5):
             for rank, model in enumerate(models):
                 norm_steps(model, rank, step)
             if step % period == period - 1:
                 average()
-        average()
+            for rank, result in enumerate(results):
+                for got, want in zip(
+                    result[index][0][step], models[rank][1].buffers(), strict=True
+                ):
+                    close(got.double(), want.double())
+        average(final=True)
         mean, variance, count = models[0][1].buffers()
         for result in results:
-            inside, end, parameters = result[index]
+            _, inside, end, parameters = result[index]
             for got in (inside, end):
                 close(got[0], mean)
                 close(got[1], variance)
@@ -282,45 +293,42 @@ WEIGHTS = [0.5, 2.0, 0.0]
 
 
 class Begun:
-    """Workers who hold the same model, then each its own."""
+    """A worker that holds its own model, of workers that have begun with the same one."""
 
-    def __init__(self, rank: int, wire: Any, *, referenced: bool = True) -> None:
-        self.recorded = Remembering(open_communicator(None, 20, what="a test"))
-        team = Team(self.recorded)
+    def __init__(self, rank: int) -> None:
+        self.recorded = Recorded()
+        self.team = Team(self.recorded.make_communicator(20))
         self.model = Kinds(0)
         self.replica = Replica(self.model, self.model.parameters())
-        self.mean = ModelMean(team, self.replica, Wire(team, wire), referenced=referenced)
-        assign_all(self.model, Kinds(rank))
+        self.mean = ExactMean(self.team, self.replica)
+
+    def differ(self, rank: int) -> None:
+        with torch.no_grad():
+            for name, value in Kinds(rank).state_dict().items():
+                self.model.state_dict()[name].copy_(value)
 
 
-class Remembering(Wrapper):
-    """Knows which tensors were sent, without keeping them alive."""
-
-    def __init__(self, inner: Communicator) -> None:
-        super().__init__(inner)
-        self.sent: list[weakref.ref[Tensor]] = []
-
-    def start(self, operation: Operation[Any]) -> Handle[Any]:
-        self.sent.append(weakref.ref(operation.tensor))  # type: ignore[attr-defined]
-        return super().start(operation)
-
-
-def assign_all(model: nn.Module, other: nn.Module) -> None:
-    with torch.no_grad():
-        for name, value in model.state_dict().items():
-            value.copy_(other.state_dict()[name])
+def begun(rank: int) -> Begun:
+    worker = Begun(rank)
+    worker.differ(rank)
+    return worker
 
 
 def copy_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def expected(each: Sequence[dict[str, Tensor]], weights: Sequence[float]) -> dict[str, Tensor]:
+def is_number(value: Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+
+
+def expected(weights: Sequence[float]) -> dict[str, Tensor]:
     """The weighted mean in double precision; the largest integers; nothing of masks."""
+    each = [Kinds(rank).state_dict() for rank in range(len(weights))]
     mean: dict[str, Tensor] = {}
     for name, first in each[0].items():
         parts = [one[name] for one in each]
-        if first.is_floating_point() or first.is_complex():
+        if is_number(first):
             wide = torch.complex128 if first.is_complex() else torch.float64
             total = sum(w * part.to(wide) for w, part in zip(weights, parts, strict=True))
             mean[name] = total / sum(weights)  # type: ignore[assignment]
@@ -337,7 +345,7 @@ def assert_is(got: dict[str, Tensor], mean: dict[str, Tensor], wire: str = "floa
     """To one rounding of its dtype; over a lossy wire to that of the largest change."""
     for name, want in mean.items():
         value = got[name]
-        if not value.is_floating_point() and not value.is_complex():
+        if not is_number(value):
             assert torch.equal(value, want), name
             continue
         unit = ROUNDING[torch.float64 if value.is_complex() else value.dtype]
@@ -352,109 +360,93 @@ def assert_is(got: dict[str, Tensor], mean: dict[str, Tensor], wire: str = "floa
         assert ((value - want).abs() <= bound).all(), (name, (value - want).abs().max())
 
 
-def weighted(rank: int, size: int, wire: str) -> dict[str, Tensor]:
-    begun = Begun(rank, wire)
-    if WEIGHTS[rank] == 0:  # who has weight 0 cannot spoil anything
+def weighted(rank: int, size: int) -> dict[str, Tensor]:
+    worker = begun(rank)
+    if WEIGHTS[rank] == 0:  # a worker with weight 0 cannot spoil anything
         with torch.no_grad():
-            begun.model.weight32[3] = float("nan")
-    begun.mean.average(WEIGHTS[rank], sum(WEIGHTS), what="a test")
-    return copy_of(begun.model)
+            worker.model.weight32[3] = float("nan")
+    worker.mean.average(WEIGHTS[rank], sum(WEIGHTS), what="a test")
+    return copy_of(worker.model)
+
+
+def test_the_mean_is_weighted_and_in_the_dtype_of_each_tensor() -> None:
+    """Σ w·x / Σ w, half types summed in float32; integers' maximum; masks are left alone."""
+    mean = expected(WEIGHTS)
+    results = run(weighted, workers=3)
+    for rank, result in enumerate(results):
+        assert_is(result, mean)
+        assert torch.equal(result["mask"], Kinds(rank).state_dict()["mask"])
+        for name in mean:
+            assert torch.equal(bits(result[name]), bits(results[0][name])), name
+    assert torch.equal(results[0]["weight64"], mean["weight64"]), "two terms: in any order"
+
+
+def by_a_part(rank: int, size: int, wire: Any) -> dict[str, Tensor]:
+    """A blocking mean of training; rank 2 contributes nothing, because it is not finite."""
+    worker = Begun(rank)
+    part = SnapshotPart(
+        worker.team,
+        Wire(worker.team, wire),
+        lambda: [p for _, p in worker.replica.parameters],
+        name="all",
+        keeps_steps=False,
+        buffers=worker.replica.float_buffers,
+    )
+    worker.differ(rank)
+    if rank == 2:
+        with torch.no_grad():
+            worker.model.weight32[3] = float("nan")
+    part.launch(Completed(2.0), weight=float(rank != 2), step=1, what="a test")
+    part.land(1)
+    return copy_of(worker.model)
 
 
 @pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
-def test_the_mean_is_weighted_and_every_dtype_comes_home(wire: str) -> None:
-    """Σ w·x / Σ w in the dtype of each tensor, half types summed in float32; integers' maximum."""
-    each = [Kinds(rank).state_dict() for rank in range(3)]
-    mean = expected(each, WEIGHTS)
-    results = run(weighted, wire, workers=3)
+def test_a_blocking_mean_of_training_is_near_it_over_every_wire(wire: str) -> None:
+    """All dtypes, buffers exactly; integers are left alone; the same bits on all workers."""
+    mean = {name: value for name, value in expected([1, 1, 0]).items() if is_number(value)}
+    results = run(by_a_part, wire, workers=3)
     for rank, result in enumerate(results):
         assert_is(result, mean, wire)
-        assert torch.equal(result["mask"], each[rank]["mask"]), "masks stay everybody's own"
-        for name in mean:
-            assert torch.equal(bits(result[name]), bits(results[0][name])), name
+        for name, own in Kinds(rank).state_dict().items():
+            want = results[0][name] if name in mean else own
+            assert torch.equal(bits(result[name]), bits(want)), name
     exact = torch.equal(results[0]["weight64"], mean["weight64"])
-    assert exact or wire != "float32", "two terms, a sum and a division: the same in any order"
-    assert not exact or wire == "float32", "the wire is lossy"
+    assert exact == (wire == "float32")
 
 
-def contribute_only(rank: int, size: int, wire: str) -> Any:
-    begun = Begun(rank, wire)
-    before = copy_of(begun.model)
-    begun.mean.average(1.0, 3.0, take=rank != 1, what="a test")
-    first = copy_of(begun.model)
-    begun.mean.average(1.0, 3.0, what="a test")
-    return before, first, copy_of(begun.model), begun.mean.state_dict()
+def show(rank: int, size: int) -> Any:
+    worker = begun(rank)
+    worker.mean.show(WEIGHTS[rank], sum(WEIGHTS), what="a test")
+    sent = worker.recorded.tensors
+    kept = [flat for flat in (ref() for ref in sent) if flat is not None]
+    return copy_of(worker.model), len(sent), [flat.shape for flat in kept]
 
 
-@pytest.mark.parametrize("wire", ["float32", "int8"])
-def test_who_does_not_take_the_mean_keeps_every_bit_and_follows_the_references(wire: str) -> None:
-    """take=False: the others' mean has this worker in it, and the next one is right again."""
-    results = run(contribute_only, wire, workers=3)
-    mean = expected([before for before, *_ in results], [1.0] * 3)
-    for rank, (before, first, _, _) in enumerate(results):
-        for name, value in before.items():
-            assert rank != 1 or torch.equal(bits(first[name]), bits(value)), name
-        if rank != 1:
-            assert_is(first, mean, wire)
-    again = expected([first for _, first, *_ in results], [1.0] * 3)
-    for _, _, last, references in results:
-        assert_is(last, again, wire)
-        for name in again:
-            assert torch.equal(bits(last[name]), bits(results[0][2][name])), name
-        assert len(references) == (0 if wire == "float32" else 4)
-        for ours, theirs in zip(references, results[0][3], strict=True):
-            assert torch.equal(ours, theirs)
-
-
-def unreferenced(rank: int, size: int) -> Any:
-    begun = Begun(rank, "int8", referenced=False)
-    before = copy_of(begun.model)
-    error = error_of(lambda: begun.mean.average(1.0, size, what="mean of the model"))
-    same = all(torch.equal(value, before[name]) for name, value in copy_of(begun.model).items())
-    begun.mean.average(1.0, size, exact=True, what="a test")
-    return error, same, copy_of(begun.model)
-
-
-def test_a_lossy_mean_needs_references() -> None:
-    """Without them it is a ValueError that says what to declare; an exact one needs none."""
-    mean = expected([Kinds(rank).state_dict() for rank in range(2)], [1.0] * 2)
-    for (kinds, text), same, end in run(unreferenced, workers=2):
-        assert kinds[0] == "ValueError"
-        assert text.startswith("mean of the model over wire='int8': this strategy declares")
-        assert 'declare averages = "models"' in text
-        assert same
-        assert_is(end, mean)
-
-
-def look(rank: int, size: int, wire: str) -> Any:
-    begun = Begun(rank, wire)
-    begun.mean.look(WEIGHTS[rank], sum(WEIGHTS), what="a test")
-    kept = [flat for flat in (ref() for ref in begun.recorded.sent) if flat is not None]
-    return copy_of(begun.model), len(begun.recorded.sent), [flat.shape for flat in kept]
-
-
-@pytest.mark.parametrize("wire", ["float32", "int8"])
-def test_a_look_is_exact_and_leaves_no_staging_memory(wire: str) -> None:
-    """Whatever the wire; not one of the tensors that were sent is still there."""
-    mean = expected([Kinds(rank).state_dict() for rank in range(3)], WEIGHTS)
-    for state, sent, kept in run(look, wire, workers=3):
+def test_show_gives_the_mean_and_leaves_no_staging_memory() -> None:
+    """Not one of the tensors that were sent is still there."""
+    mean = expected(WEIGHTS)
+    for state, sent, kept in run(show, workers=3):
         assert_is(state, mean)
         assert sent == 4 + 1, "a bucket for each dtype, statistics among them, and the integers"
         assert kept == []
 
 
-def buffers_only(rank: int, size: int) -> dict[str, Tensor]:
-    begun = Begun(rank, "int8")
-    begun.mean.average_buffers(1.0, size, what="a test")
-    return copy_of(begun.model)
+def some_tensors(rank: int, size: int, method: str) -> dict[str, Tensor]:
+    worker = begun(rank)
+    if method == "average_buffers":
+        worker.mean.average_buffers(1.0, size, what="a test")
+    else:
+        worker.mean.average_integers(what="a test")
+    return copy_of(worker.model)
 
 
-def test_a_mean_of_buffers_leaves_the_parameters() -> None:
+@pytest.mark.parametrize("method", ["average_buffers", "average_integers"])
+def test_buffers_or_integers_alone_leave_the_rest(method: str) -> None:
     """Statistics take their mean, exactly, and counters their maximum; nothing else moves."""
-    each = [Kinds(rank).state_dict() for rank in range(2)]
-    mean = expected(each, [1.0] * 2)
-    for rank, result in enumerate(run(buffers_only, workers=2)):
-        buffers = {name: mean[name] for name in ("statistic", "count", "small")}
-        assert_is(result, buffers)
-        for name in result.keys() - buffers.keys():
-            assert torch.equal(result[name], each[rank][name]), name
+    names = {"count", "small"} | ({"statistic"} if method == "average_buffers" else set())
+    mean = expected([1.0] * 2)
+    for rank, result in enumerate(run(some_tensors, method, workers=2)):
+        assert_is(result, {name: mean[name] for name in names})
+        for name in result.keys() - names:
+            assert torch.equal(result[name], Kinds(rank).state_dict()[name]), name

@@ -1,4 +1,4 @@
-"""Tensors as one run: any stretch of it, whatever the tensors are made of."""
+"""Tensors as one flat view: any stretch of it, whatever the tensors are made of."""
 
 import itertools
 import random
@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from offbeat.averaging.flat_view import Difference, FlatView
 from offbeat.averaging.replica import as_real
-from offbeat.averaging.flat_view import Difference, Run
 
 
 def tensors(dtype: torch.dtype) -> list[Tensor]:
@@ -41,16 +41,16 @@ def cuts(elements: int) -> list[int]:
 
 @EVERY
 def test_a_difference_is_read_in_any_stretches(dtype: torch.dtype) -> None:
-    """In float32, as a codec asks for it, and in the run's own dtype."""
+    """In float32, as a codec asks for it, and in the view's own dtype."""
     some = tensors(dtype)
-    run = Run(some)
-    base = torch.linspace(-1, 1, run.elements, dtype=run.dtype)
+    view = FlatView(some)
+    base = torch.linspace(-1, 1, view.elements, dtype=view.dtype)
     expected = flat(some) - base.double()
-    difference = Difference(run, base)
+    difference = Difference(view, base)
     assert difference.elements == expected.numel()
-    for out in (torch.float32, run.dtype):
-        found = torch.empty(run.elements, dtype=out)
-        where = cuts(run.elements)
+    for out in (torch.float32, view.dtype):
+        found = torch.empty(view.elements, dtype=out)
+        where = cuts(view.elements)
         for start, stop in itertools.pairwise(where):
             difference.read(found[start:stop], start)
         torch.testing.assert_close(found.double(), expected, rtol=2e-7, atol=3e-7)
@@ -62,12 +62,12 @@ def test_tensors_are_moved_in_any_stretches(dtype: torch.dtype) -> None:
     """In place: half types are computed in float32 and rounded once."""
     some = tensors(dtype)
     before, memory = flat(some), [one.data_ptr() for one in some]
-    run = Run(some)
-    shift = torch.linspace(-1, 1, run.elements, dtype=run.dtype)
-    where = cuts(run.elements)
+    view = FlatView(some)
+    shift = torch.linspace(-1, 1, view.elements, dtype=view.dtype)
+    where = cuts(view.elements)
     for start, stop in itertools.pairwise(where):
-        run.add(shift[start:stop], start)
-    run.write_back()
+        view.add(shift[start:stop], start)
+    view.write_back()
     expected = before + shift.double()
     if dtype == torch.bfloat16:
         expected = (before.float() + shift).bfloat16().double()

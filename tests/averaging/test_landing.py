@@ -1,4 +1,4 @@
-"""All or nothing: whichever operation of a mean fails, and however much of it was there already."""
+"""All or nothing: whichever operation of a mean fails, and however much of it has arrived."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,16 +13,17 @@ import offbeat
 import worlds
 from cells import nightly
 from loops import Faulty, attach, bits
-from offbeat.fabric import Handle
+from offbeat.averaging import Replica, gradients, landing, replica, worker
+from offbeat.averaging.exact_mean import ExactMean
+from offbeat.averaging.gradients import gradient_buckets
+from offbeat.averaging.landing import Landing, bucket_landing, land
+from offbeat.averaging.model_flow import ModelFlow
+from offbeat.averaging.replica import Bucket
+from offbeat.fabric import Handle, Team
 from offbeat.fabric.communicator import Wrapper
 from offbeat.fabric.faults import Fault
 from offbeat.fabric.host import ThreadHost
 from offbeat.fabric.operation import Operation
-from offbeat.averaging import InFlight, gradient_mean, landing, replica
-from offbeat.averaging.gradients import gradient_buckets
-from offbeat.averaging.landing import Landing, bucket_landing, land
-from offbeat.averaging.replica import Bucket
-from offbeat.strategies import worker
 
 # -- by hand --------------------------------------------------------------------------------------
 
@@ -170,12 +171,10 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer, sync: Any) ->
         found |= {f"{k} of {name}": v for k, v in state if isinstance(v, Tensor)}
         if p.grad is not None:
             found[f"gradient {name}"] = p.grad
-    found |= {f"reference {i}": r for i, r in enumerate(sync._worker.models.state_dict())}
-    state = sync._worker.state
-    for part in getattr(state, "fragments", [getattr(state, "merge", None)]):
-        if isinstance(part, InFlight):
-            found |= {f"P {i}": p for i, p in enumerate(part.base)}
-            found |= {f"v {i}": v for i, v in enumerate(part.velocity)}
+    flow = None if sync is None else sync._iteration.flow
+    for part in flow.pipeline.parts if isinstance(flow, ModelFlow) else []:
+        found |= {f"P {i}": p for i, p in enumerate(part.base)}
+        found |= {f"v {i}": v for i, v in enumerate(part.velocity)}
     return {name: bits(tensor) for name, tensor in found.items()}
 
 
@@ -263,12 +262,11 @@ def every_operation(rank: int, size: int, text: str, options: dict[str, Any], ki
     return plain, seen, swaps[0]
 
 
-AVERAGE = {"optimizer_state": "average"}
 INT8 = {"wire": "int8"}
 MEANS = [
     ("local:period=1", {}),
-    ("local:period=1", AVERAGE),
-    ("local:period=1", {**AVERAGE, **INT8}),
+    ("local:period=1,optimizer_state=average", {}),
+    ("local:period=1,optimizer_state=average", INT8),
     ("fedavg:period=1,fraction=0.5", {}),
     ("bsp", {}),
     ("bsp", INT8),
@@ -291,13 +289,13 @@ def written(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         swap(*args)
 
     monkeypatch.setattr(replica, "swap", counted)
-    monkeypatch.setattr(gradient_mean, "swap", counted)
+    monkeypatch.setattr(gradients, "swap", counted)
     monkeypatch.setattr(worker, "gradient_buckets", partial(gradient_buckets, bucket_bytes=2048))
     return moment
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("written", ["in the end", "early"], indirect=True)
+@pytest.mark.parametrize("written", ["at the end", "early"], indirect=True)
 @pytest.mark.parametrize(("text", "options"), MEANS, ids=str)
 def test_a_mean_is_written_as_a_whole_or_not_at_all(
     text: str, options: dict[str, Any], written: str
@@ -305,9 +303,38 @@ def test_a_mean_is_written_as_a_whole_or_not_at_all(
     """Whichever operation of a step fails: every bit is what it was before the mean."""
     results = worlds.run(every_operation, text, options, "fail", workers=2)
     check(results, broken=1)
-    in_flight = text.startswith(("async", "diloco"))  # these write in the end, always
+    in_flight = text.startswith(("async", "diloco"))  # these always write at the end
     swapped = sum(count for _, _, count in results)
     assert (swapped > 0) == (written == "early" and not in_flight)
+
+
+def final_mean(rank: int, size: int, operation: int) -> tuple[str, bool, int]:
+    """Differing models, whose exact mean fails at this operation."""
+    model = Everything(rank)
+    faults = [Fault("fail", rank=one, operation=operation) for one in range(size)]
+    transport = Slow(faults)
+    communicator = transport.make_communicator(5)
+    mean = ExactMean(Team(communicator), Replica(model, model.parameters()))
+    before = [bits(tensor) for tensor in (*model.parameters(), *model.buffers())]
+    error = ""
+    try:
+        mean.average(1.0, size, what="a test")
+    except offbeat.CommunicationError as caught:
+        error = str(caught)
+    after = [bits(tensor) for tensor in (*model.parameters(), *model.buffers())]
+    return error, all(map(torch.equal, before, after)), transport.made.count
+
+
+@pytest.mark.usefixtures("written")
+@pytest.mark.parametrize("written", ["at the end", "early"], indirect=True)
+def test_the_exact_mean_is_written_as_a_whole_or_not_at_all() -> None:
+    """Of a consensus and of the end of training: three buckets and the counters."""
+    for error, unchanged, count in worlds.simulated(final_mean, 99, workers=2):
+        assert (error, unchanged, count) == ("", False, 4)
+    for operation in range(4):
+        for error, unchanged, _ in worlds.simulated(final_mean, operation, workers=2):
+            assert error
+            assert unchanged, operation
 
 
 def check(results: list[Any], broken: int) -> None:

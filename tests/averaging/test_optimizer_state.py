@@ -1,15 +1,14 @@
-"""``attach(..., optimizer_state="average")``: momentum and moments take the mean of the workers."""
+"""``optimizer_state="average"``: momentum and moments take the mean of the workers."""
 
 import copy
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import offbeat
-from offbeat import parse_strategy
+from loops import attach
 from problems import OPTIMIZERS, assign, flat, make_batch, make_model, train_step
 from worlds import run
 
@@ -20,12 +19,10 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, key: str) -> Te
     return torch.cat([optimizer.state[p][key].reshape(-1) for p in model.parameters()]).clone()
 
 
-def train(rank: int, size: int, text: str, kind: str, steps: int, choice: str) -> dict[str, Any]:
+def train(rank: int, size: int, text: str, kind: str, steps: int) -> dict[str, Any]:
     model = make_model(seed=rank)
     optimizer = OPTIMIZERS[kind](model.parameters())
-    sync = offbeat.attach(
-        model, optimizer, parse_strategy(text), optimizer_state=choice, timeout_seconds=20
-    )
+    sync = attach(model, optimizer, text)
     for step in range(steps):
         train_step(model, optimizer, make_batch(rank, step))
     states = {key: state_of(model, optimizer, key) for key in STATE[kind]}
@@ -60,31 +57,32 @@ def reference(workers: int, kind: str, period: int, steps: int) -> list[dict[str
 
 
 @pytest.mark.parametrize("kind", sorted(STATE))
-@pytest.mark.parametrize("text", ["local:period=3", "selsync:delta=inf"])
+@pytest.mark.parametrize(
+    "text",
+    ["local:period=3", "selsync:delta=inf,max_interval=3", "diloco:period=3,outer_lr=1.0"],
+)
 def test_state_is_averaged_with_the_models(kind: str, text: str) -> None:
-    """At every mean of models the state takes its mean, too; counters stay."""
-    if text.startswith("selsync"):
-        text = "selsync:delta=inf,max_interval=3"
-    found = run(train, text, kind, 8, "average", workers=3)
+    """At every mean of the models the state takes its mean, too; counters stay."""
+    text += ",outer_momentum=0.0" * text.startswith("diloco") + ",optimizer_state=average"
+    found = run(train, text, kind, 8, workers=3)
     for one, want in zip(found, reference(3, kind, 3, 8), strict=True):
         for key, value in want.items():
             torch.testing.assert_close(one[key], value, rtol=0, atol=1e-12)
         assert set(one["counts"]) <= {8.0}
 
 
-def test_diloco_averages_the_inner_state() -> None:
-    """DiLoCo(1, 0) is local SGD, with the state averaged as well."""
-    text = "diloco:period=3,outer_lr=1.0,outer_momentum=0.0"
-    found = run(train, text, "momentum", 8, "average", workers=3)
-    for one, want in zip(found, reference(3, "momentum", 3, 8), strict=True):
-        for key, value in want.items():
-            torch.testing.assert_close(one[key], value, rtol=0, atol=1e-12)
+def test_with_fragments_state_is_averaged_with_the_last_one() -> None:
+    """Once a period, all of it: after steps 2 and 4 of fragments that leave in every step."""
+    text = "diloco:period=2,fragments=2,optimizer_state=average"
+    for steps, equal in ((2, True), (3, False), (4, True)):
+        first, second = run(train, text, "momentum", steps, workers=2)
+        assert torch.equal(first["momentum_buffer"], second["momentum_buffer"]) == equal
 
 
 def test_local_is_the_default_and_costs_nothing() -> None:
     """Without it momentum differs between the workers right after a mean, and less is sent."""
-    local = run(train, "local:period=3", "momentum", 6, "local", workers=2)
-    averaged = run(train, "local:period=3", "momentum", 6, "average", workers=2)
+    local = run(train, "local:period=3", "momentum", 6, workers=2)
+    averaged = run(train, "local:period=3,optimizer_state=average", "momentum", 6, workers=2)
     assert torch.equal(local[0]["model"], local[1]["model"])
     assert not torch.equal(local[0]["momentum_buffer"], local[1]["momentum_buffer"])
     assert torch.equal(averaged[0]["momentum_buffer"], averaged[1]["momentum_buffer"])
@@ -98,13 +96,7 @@ def _uneven(rank: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]).double()
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9)
-    with offbeat.attach(
-        layers,
-        optimizer,
-        offbeat.LocalSGD(period=2),
-        optimizer_state="average",
-        timeout_seconds=20,
-    ):
+    with attach(layers, optimizer, "local:period=2,optimizer_state=average"):
         generator = torch.Generator().manual_seed(rank)
         for _ in range(2):
             optimizer.zero_grad()
@@ -125,47 +117,14 @@ def test_what_a_worker_lacks_stays_local() -> None:
     assert not torch.equal(first, second)
 
 
-def _refused(rank: int, size: int, text: str, choice: str) -> str:
-    model = make_model()
-    try:
-        offbeat.attach(
-            model,
-            OPTIMIZERS["sgd"](model.parameters()),
-            parse_strategy(text),
-            optimizer_state=choice,  # type: ignore[arg-type]
-        )
-    except ValueError as error:
-        return str(error)
-    return "accepted"
-
-
-@pytest.mark.parametrize(
-    ("text", "choice", "words"),
-    [
-        ("async:staleness=4", "average", "no moment at which all workers wait"),
-        ("diloco:overlap=2", "average", "no moment at which all workers wait"),
-        ("selsync:aggregate=gradients", "average", "no moment at which all workers wait"),
-        ("bsp", "mean", 'must be "local" or "average"'),
-        ("bsp", "average", "accepted"),
-    ],
-)
-def test_where_it_does_not_apply_it_is_an_error(text: str, choice: str, words: str) -> None:
-    """Nothing is ignored silently."""
-    result = offbeat.simulate(
-        lambda: _refused(dist.get_rank(), dist.get_world_size(), text, choice), workers=1
-    )
-    assert words in result.results[0]
-
-
 def _counted(rank: int, size: int) -> list[float]:
-    """Rank n's optimizer says that it has taken 10·n steps before."""
+    """The optimizer of rank n has taken 10·n steps before."""
     model = make_model(seed=rank)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     train_step(model, optimizer, make_batch(rank, 0))
     for state in optimizer.state.values():
         state["step"].fill_(10.0 * rank)
-    strategy = offbeat.LocalSGD(period=1)
-    with offbeat.attach(model, optimizer, strategy, optimizer_state="average", timeout_seconds=20):
+    with attach(model, optimizer, "local:period=1,optimizer_state=average"):
         train_step(model, optimizer, make_batch(rank, 1))
     return sorted({float(state["step"]) for state in optimizer.state.values()})
 
@@ -180,8 +139,7 @@ def _complex(rank: int, size: int) -> Tensor:
     weight = nn.Parameter(torch.zeros(2, dtype=torch.complex128))
     model = nn.ParameterList([weight])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=2.0)
-    strategy = offbeat.LocalSGD(period=2)
-    with offbeat.attach(model, optimizer, strategy, optimizer_state="average", timeout_seconds=20):
+    with attach(model, optimizer, "local:period=2,optimizer_state=average"):
         for _ in range(2):
             weight.grad = torch.full_like(weight, (rank + 1) * (1 + 1j))
             optimizer.step()
@@ -211,8 +169,7 @@ class Coded(torch.optim.SGD):
 def _coded(rank: int, size: int, kind: str) -> str:
     model = make_model(seed=rank)
     optimizer = Coded(model.parameters(), kind)
-    strategy = offbeat.LocalSGD(period=2)
-    sync = offbeat.attach(model, optimizer, strategy, optimizer_state="average", timeout_seconds=20)
+    sync = attach(model, optimizer, "local:period=2,optimizer_state=average")
     train_step(model, optimizer, make_batch(rank, 0))
     with pytest.raises(offbeat.AttachError) as caught:
         train_step(model, optimizer, make_batch(rank, 1))

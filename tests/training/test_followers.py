@@ -1,4 +1,4 @@
-"""What is averaged: trainable parameters alone, and modules beside the model where all meet."""
+"""What is averaged: trainable parameters alone, and follower modules in a consensus."""
 
 import copy
 from typing import Any
@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import offbeat
 from loops import attach, close, error_of, everything, sgd
-from problems import Simulated, flat, loss_of, make_batch, make_model, train_step
+from problems import Simulated, flat, make_batch, make_model, train_step
 from worlds import run
 
 STEPS = 5
@@ -54,7 +54,7 @@ def test_frozen_parameters_do_not_travel_although_the_optimizer_holds_them() -> 
         for ((bytes_held, model_held), (bytes_plain, model_plain)), late in of_rank:
             assert bytes_held == bytes_plain
             assert torch.equal(model_held, model_plain)
-            assert "frozen at attach() are not any more" in late[1]
+            assert "frozen at attach() no longer are, and would not be averaged" in late[1]
 
 
 def test_an_optimizer_of_frozen_parameters_is_refused() -> None:
@@ -71,7 +71,12 @@ def with_averages(rank: int, size: int, text: str) -> Any:
     model = make_model(rank)
     optimizer = sgd(model)
     ema, statistics = moving_average(model), nn.BatchNorm1d(3)
-    sync = attach(model, optimizer, text, companions=[ema, statistics])
+    sync = attach(model, optimizer, text)
+    if text != TEXTS[0]:
+        sync.follow(ema, statistics)
+    else:  # in turn
+        sync.follow(ema)
+        sync.follow(statistics)
     start = everything(ema)
     with torch.no_grad():
         statistics.running_mean += 1.0 + rank  # type: ignore[operator]
@@ -88,7 +93,7 @@ def with_averages(rank: int, size: int, text: str) -> Any:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_companions_are_the_mean_where_all_meet(text: str) -> None:
+def test_followers_are_the_mean_in_a_consensus(text: str) -> None:
     """In consensus and after finish, and each worker's own in between."""
     results = run(with_averages, text, workers=2)
     owns = [result[1] for result in results]
@@ -112,7 +117,8 @@ def local_average(rank: int, size: int) -> tuple[Tensor, Tensor]:
     model = make_model(rank)
     optimizer = sgd(model)
     ema = moving_average(model)
-    with attach(model, optimizer, "local:period=2", companions=[ema]):
+    with attach(model, optimizer, "local:period=2") as sync:
+        sync.follow(ema)
         for step in range(4):
             train_step(model, optimizer, make_batch(rank, step))
             ema.update_parameters(model)
@@ -136,25 +142,38 @@ def test_a_moving_average_is_that_of_the_reference() -> None:
         close(model, reference.flat()[0])
 
 
-def test_what_is_no_companion_is_refused() -> None:
-    model = make_model()
-    for wrong, kind, message in (
-        (model[0], TypeError, "must be a list of modules"),
-        ([flat(model)], TypeError, "must be a list of modules"),
-        ([model[0]], offbeat.AttachError, "the companion Linear shares tensors with the model"),
-    ):
-        with pytest.raises(kind, match=message):
-            offbeat.attach(model, sgd(model), offbeat.BSP(), companions=wrong)  # type: ignore[arg-type]
-    loss_of(model, make_batch(0, 0))
+def wrong_followers(rank: int, size: int) -> Any:
+    model, other = make_model(0), nn.Linear(2, 2)
+    sync = attach(model, sgd(model), "bsp")
+    sync.follow(other)
+    found = [
+        error_of(lambda: sync.follow([other])),  # type: ignore[list-item]
+        error_of(lambda: sync.follow(flat(model))),
+        error_of(lambda: sync.follow(model[0])),
+        error_of(lambda: sync.follow(other)),
+    ]
+    sync.finish()
+    found.append(error_of(lambda: sync.follow(nn.Linear(2, 2))))
+    sync = attach(model, sgd(model), "bsp")
+    found.append(error_of(lambda: sync.follow(nn.Linear(2, 2 + rank))))
+    sync.detach()
+    return found
 
 
-def other_companions(rank: int, size: int) -> Any:
-    model = make_model(0)
-    modules = [nn.Linear(2, 2 + rank)]
-    return error_of(lambda: attach(model, sgd(model), "bsp", companions=modules))
+def test_wrong_followers_are_refused() -> None:
+    """They must be modules with tensors of their own, the same on all workers.
 
-
-def test_companions_are_the_same_on_all_workers() -> None:
-    for kinds, message in run(other_companions, workers=2):
-        assert kinds[0] == "MismatchError"
-        assert "companion parameter '0.weight': shape (3, 2)" in message
+    Wrong arguments are found before anything is sent, so training continues.
+    """
+    expected = [
+        ("TypeError", "follow() takes modules, got"),
+        ("TypeError", "follow() takes modules, got"),
+        ("AttachError", "the follower Linear shares tensors with the model"),
+        ("AttachError", "the follower Linear shares tensors with the model"),
+        ("AttachError", "follow() after finish() or detach(): attach again first"),
+        ("MismatchError", "follower parameter '0.weight': shape (3, 2)"),
+    ]
+    for found in run(wrong_followers, workers=2):
+        for (kinds, text), (kind, words) in zip(found, expected, strict=True):
+            assert kinds[0] == kind, text
+            assert words in text

@@ -1,4 +1,4 @@
-"""``attach(..., wire=…)``: training over a lossy wire, under every strategy."""
+"""``attach(..., wire=…)``: training over a lossy wire, under one strategy of each kind."""
 
 import ctypes
 import multiprocessing
@@ -21,15 +21,11 @@ from worlds import run
 TEXTS = [
     "bsp",
     "local:period=3",
-    "selsync:delta=0.05,max_interval=4",
-    "selsync:delta=0.05,flags=deferred",
     "selsync:delta=0.05,aggregate=gradients",
     "async:staleness=4",
-    "async:staleness=4,outer_lr=0.7,outer_momentum=0.5",
-    "diloco:period=4,outer_momentum=0.3",
     "diloco:period=4,outer_momentum=0.3,fragments=2,overlap=1",
+    "streaming:schedule=cyclic,staleness=4,parts=2",
 ]
-
 LOSSY = ["bfloat16", "int8"]
 
 
@@ -38,7 +34,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(
-    rank: int, size: int, text: str, wire: str, steps: list[int], look: int = 0
+    rank: int, size: int, text: str, wire: str, steps: list[int], every: int = 0
 ) -> dict[str, Any]:
     model = make_wide(rank)
     optimizer = adamw(model)
@@ -50,7 +46,7 @@ def train(
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-        if look and step % look == look - 1:
+        if every and step % every == every - 1:
             with sync.consensus():
                 seen.append(flat(model))
     own = flat(model)
@@ -67,13 +63,13 @@ def train(
 
 
 def train_each(rank: int, size: int, wire: str) -> list[dict[str, Any]]:
-    return [train(rank, size, text, wire, [11, 13, 12], look=6) for text in TEXTS]
+    return [train(rank, size, text, wire, [11, 13, 12], every=6) for text in TEXTS]
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("wire", some(LOSSY, 1))
 def test_gloo_and_the_simulator_agree(wire: str) -> None:
-    """Models, looks at the consensus and bytes; all workers end with the same bits."""
+    """Models, consensus and bytes; all workers end with the same bits."""
     real = zip(*worlds.real(train_each, wire, workers=3), strict=True)
     simulated = zip(*worlds.simulated(train_each, wire, workers=3), strict=True)
     for text, *both in zip(TEXTS, real, simulated, strict=True):
@@ -110,17 +106,8 @@ def test_blocking_strategies_keep_all_workers_equal(text: str, wire: str) -> Non
         assert not torch.equal(trace[0], trace[1])
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize(
-    "text",
-    [
-        "bsp",
-        "local:period=3",
-        "async:staleness=4",
-        "async:staleness=6",
-    ],
-)
-def test_looking_does_not_change_training(text: str) -> None:
+@pytest.mark.parametrize("text", ["bsp", "local:period=3", "async:staleness=6"])
+def test_a_consensus_does_not_change_training(text: str) -> None:
     """consensus() leaves errors and references as they are."""
     looked = run(train, text, "int8", [12] * 3, 1, workers=3)
     plain = run(train, text, "int8", [12] * 3, workers=3)
@@ -129,14 +116,14 @@ def test_looking_does_not_change_training(text: str) -> None:
         assert torch.equal(a["end"], b["end"])
 
 
-def test_eager_merges_over_a_lossy_wire() -> None:
-    """No cadence, unequal numbers of steps: everyone comes home with the same bits."""
+def test_eager_schedules_over_a_lossy_wire() -> None:
+    """With unequal numbers of steps all workers end with the same bits."""
     results = run(train, "async:staleness=5,schedule=eager", "int8", [9, 31, 16], 5, workers=3)
     for result in results:
         assert torch.equal(result["end"], results[0]["end"])
 
 
-@pytest.mark.parametrize("text", ["bsp", "local:period=3", "async:staleness=4"])
+@pytest.mark.parametrize("text", ["bsp", "local:period=3", "async:staleness=4", "streaming"])
 def test_a_lone_worker_trains_as_without_a_wire(text: str) -> None:
     (lossy,) = run(train, text, "int8", [9], 4, workers=1)
     (exact,) = run(train, text, "float32", [9], 4, workers=1)
@@ -144,11 +131,7 @@ def test_a_lone_worker_trains_as_without_a_wire(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        *nightly(["bsp", "local:period=3", "async:staleness=4"]),
-        "diloco:period=4",
-    ],
+    "text", ["diloco:period=4", *nightly(["bsp", "local:period=3", "async:staleness=4"])]
 )
 def test_training_reaches_nearly_the_same_loss(text: str) -> None:
     """The consensus after 60 steps is as good as that over an exact wire, and much cheaper."""
@@ -223,7 +206,7 @@ def test_batch_statistics_travel_exactly(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["selsync:delta=inf", "async:staleness=40", "local:period=50"])
 def test_the_final_mean_is_exact(text: str) -> None:
-    """Training without a merge, then finish(): the mean of the models to float32 rounding."""
+    """Training without a mean, then finish(): the mean of the models to float32 rounding."""
     results = run(train, text, "int8", [9] * 3, workers=3)
     mean = sum(r["own"].double() for r in results) / 3
     for result in results:
@@ -231,7 +214,7 @@ def test_the_final_mean_is_exact(text: str) -> None:
 
 
 def test_payload_bytes_of_local_sgd() -> None:
-    """Per mean: five float64 of the roll, 1 + 1/N payloads of 516 bytes for each 512 numbers."""
+    """Per mean: seven float64 of the vote, 1 + 1/N payloads of 516 bytes for each 512 numbers."""
     results = run(train, "local:period=1", "int8", [6] * 3, workers=3)
     blocks = 6  # of each of 3 chunks: 8,705 / (3 · 512), rounded up
     assert [r["bytes"] for r in results] == [6 * (7 * 8 + (3 + 1) * blocks * 516)] * 3

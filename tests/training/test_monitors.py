@@ -1,4 +1,4 @@
-"""distance_every: how far apart the models are, under every strategy, at nobody's expense."""
+"""``sync.monitor``: the distance between the models, and SelSync's Δ, under every strategy."""
 
 import itertools
 import json
@@ -11,31 +11,42 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import offbeat
 import workers
 import worlds
 from loops import Sink, attach, error_of
 from offbeat.fabric import Communicator, open_communicator
 from offbeat.fabric.faults import Fault, Faults
-from offbeat.training import distance
-from problems import Simulated, flat, make_batch, make_model, make_wide, train_step, wide_loss
+from offbeat.training import monitors
+from problems import (
+    Simulated,
+    assign,
+    changes,
+    flat,
+    gradients,
+    loss_of,
+    make_batch,
+    make_model,
+    make_wide,
+    squared,
+    train_step,
+    wide_loss,
+)
 from worlds import run, simulated
 
 KEYS = ("distance", "distance_largest", "distance_step")
-UNTIMED = [
+IN_STEP = [
     "bsp",
     "local:period=4",
-    "fedavg:period=3,fraction=0.67",
     "selsync:delta=0.05",
-    "selsync:delta=0.05,flags=deferred",
     "selsync:delta=0.05,aggregate=gradients",
     "diloco:period=5,fragments=3,overlap=2",
+    "async:staleness=4",
+    "streaming:schedule=cyclic,staleness=4,parts=2",
 ]
 FREE = [
-    "async:staleness=4",
     "async:staleness=3,schedule=eager",
+    "streaming",
     "ssp:staleness=2",
-    "downpour",
     "easgd:period=2",
 ]
 
@@ -48,16 +59,22 @@ def apart(models: list[Tensor]) -> tuple[float, float]:
 
 
 def train(
-    rank: int, size: int, text: str, counts: list[int], looks: int | None = None, every: Any = 3
+    rank: int,
+    size: int,
+    text: str,
+    counts: list[int],
+    consensus_after: int | None = None,
+    every: Any = 3,
 ) -> dict[str, Any]:
-    """Own data, ``counts[rank]`` steps, a look at the consensus after so many of them."""
+    """Own data, ``counts[rank]`` steps, and a consensus after so many of them."""
     model, sink, after = make_model(seed=rank), Sink(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    sync = attach(model, optimizer, text, log=sink, distance_every=every)
+    sync = attach(model, optimizer, text, log=sink)
+    sync.monitor(distance_every=every)
     optimizer.register_step_post_hook(lambda *_: after.append(flat(model)))
     for step in range(counts[rank]):
         train_step(model, optimizer, make_batch(rank, step))
-        if step + 1 == looks:
+        if step + 1 == consensus_after:
             with sync.consensus():
                 pass
     bytes_so_far = sync.stats.payload_bytes
@@ -72,33 +89,58 @@ def train(
     }
 
 
-def test_what_is_measured_is_the_distance_before_the_mean() -> None:
-    """Of the models after every fifth own step, before LocalSGD averages those of the fourth."""
-    results = run(train, "local:period=4", [40] * 3, None, 5, workers=3)
-    sim = Simulated.start(3, "sgd")
-    want = {}
+def local_sgd() -> dict[int, tuple[float, float]]:
+    """Distances of three workers after each step, before the mean that comes every fourth step."""
+    sim, want = Simulated.start(3, "sgd"), {}
     for step in range(40):
         sim.step(step)
         want[step + 1] = apart(sim.flat())
         if (step + 1) % 4 == 0:
             sim.average()
+    return want
+
+
+def cyclic_averaging() -> dict[int, tuple[float, float]]:
+    """Likewise with τ = 4: a mean of snapshots is launched and landed every other step."""
+    sim, want, launched = Simulated.start(3, "sgd"), {}, None
+    for step in range(40):
+        sim.step(step)
+        want[step + 1] = apart(sim.flat())
+        if (step + 1) % 2 == 0:
+            if launched is not None:
+                mean = torch.stack(launched).mean(0)
+                for model, own in zip(sim.models, launched, strict=True):
+                    assign(model, flat(model) + mean - own)
+            launched = sim.flat()
+    return want
+
+
+@pytest.mark.parametrize(
+    ("text", "reference"), [("local:period=4", local_sgd), ("async:staleness=4", cyclic_averaging)]
+)
+def test_the_distance_is_that_of_the_models_before_the_mean(text: str, reference: Any) -> None:
+    """Of the models after every fifth step, before the strategy synchronizes them."""
+    results = run(train, text, [40] * 3, None, 5, workers=3)
+    want = reference()
+    # Where no worker waits a measurement may still run when the next one is due.
+    none_skipped = worlds.world == "simulated" and text.startswith("local")
     for result in results:
         steps = [one["distance_step"] for one in result["found"]]
-        if worlds.world == "simulated":  # else it depends on time which are left out
-            assert steps == [*range(5, 40, 5)]
         assert {*steps} <= {*range(5, 41, 5)}
+        assert len(steps) >= 4
         for one in result["found"]:
             mean, largest = want[one["distance_step"]]
             assert one["distance"] == pytest.approx(mean, rel=1e-9)
             assert one["distance_largest"] == pytest.approx(largest, rel=1e-9)
         assert result["found"] == results[0]["found"]
-        if worlds.world == "simulated":
-            assert result["own"]["distance_step"] == 40, "finish waits for what is under way"
+        if none_skipped:
+            assert steps == [*range(5, 40, 5)]
+            assert result["own"]["distance_step"] == 40, "finish waits for a running measurement"
             assert result["own"]["distances_measured"] == 8
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("text", UNTIMED)
+@pytest.mark.parametrize("text", IN_STEP)
 def test_measuring_changes_nothing_of_the_training(text: str) -> None:
     """The same bits at the end, and the same bytes, with and without."""
     measured = run(train, text, [20] * 3, 11, workers=3)
@@ -115,7 +157,7 @@ def test_measuring_changes_nothing_of_the_training(text: str) -> None:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("text", [*UNTIMED, *FREE])
+@pytest.mark.parametrize("text", [*IN_STEP, *FREE])
 def test_workers_may_take_different_numbers_of_steps(text: str) -> None:
     """Nobody hangs, and all find the same; a triangle bounds the one distance by the other."""
     results = run(train, text, [7, 26, 15], 5, workers=3)
@@ -128,7 +170,9 @@ def test_workers_may_take_different_numbers_of_steps(text: str) -> None:
             assert 0 <= one["distance"] <= one["distance_largest"] < math.inf
 
 
-@pytest.mark.parametrize("text", ["local:period=50", "async:staleness=8", "downpour"])
+@pytest.mark.parametrize(
+    "text", ["local:period=50", "async:staleness=8,schedule=eager", "downpour"]
+)
 def test_a_measurement_in_every_step_needs_no_more_than_one_copy(text: str) -> None:
     """If the one before is under way it is left out: over a slow link, some of 40 steps are."""
 
@@ -136,21 +180,22 @@ def test_a_measurement_in_every_step_needs_no_more_than_one_copy(text: str) -> N
         model = make_wide(rank)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         copies = []
-        kept = distance.Distance._copy
+        kept = monitors.Distance._copy
 
         def count(self: Any) -> list[Tensor]:
             copies.append(self._free)
             return kept(self)
 
-        distance.Distance._copy = count  # type: ignore[method-assign]
+        monitors.Distance._copy = count  # type: ignore[method-assign]
         try:
-            with attach(model, optimizer, text, distance_every=1) as sync:
+            with attach(model, optimizer, text) as sync:
+                sync.monitor(distance_every=1)
                 for step in range(40):
                     optimizer.zero_grad()
                     wide_loss(model, rank, step).backward()
                     optimizer.step()
         finally:
-            distance.Distance._copy = kept  # type: ignore[method-assign]
+            monitors.Distance._copy = kept  # type: ignore[method-assign]
         return all(copies), sync.stats.details["distances_measured"]
 
     results = simulated(worker, workers=2)
@@ -173,7 +218,8 @@ class Half(nn.Module):
 def mixed(rank: int, size: int) -> Any:
     model = Half()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    sync = attach(model, optimizer, "local:period=9", distance_every=1)
+    sync = attach(model, optimizer, "local:period=9")
+    sync.monitor(distance_every=1)
     model.a.grad = torch.full_like(model.a, -rank)
     model.b.grad = torch.full_like(model.b, 2j * rank)
     model.c.grad = torch.full_like(model.c, 3.0 * rank)
@@ -227,8 +273,8 @@ def test_a_measurement_that_fails_ends_the_measuring_alone(text: str, operation:
     def worker(rank: int, size: int, every: int | None) -> Any:
         model = make_model(seed=rank)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        options = {"distance_every": every, "group": Broken(operation)}
-        sync = attach(model, optimizer, text, **options)
+        sync = attach(model, optimizer, text, group=Broken(operation))
+        sync.monitor(distance_every=every)
         for step in range(12):
             train_step(model, optimizer, make_batch(rank, step))
             if step == 8:
@@ -245,7 +291,7 @@ def test_a_measurement_that_fails_ends_the_measuring_alone(text: str, operation:
         ends = simulated(worker, 3, workers=2)
     finally:
         logger.removeHandler(handler)
-    told = [line for line in told if "not measured any more" in line]
+    told = [line for line in told if "is no longer measured" in line]
     assert len(told) == 2
     assert any(line.startswith("rank 1: ") and "failed on purpose" in line for line in told)
     assert torch.equal(ends[0], ends[1])
@@ -253,34 +299,38 @@ def test_a_measurement_that_fails_ends_the_measuring_alone(text: str, operation:
         assert torch.equal(ends[0], simulated(worker, None, workers=2)[0])
 
 
-def disagree(rank: int, size: int) -> Any:
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return error_of(lambda: attach(model, optimizer, "bsp", distance_every=5 if rank else None))
+def test_wrong_monitors_are_refused() -> None:
+    """At the call, and without a trace."""
 
+    def worker(rank: int, size: int) -> Any:
+        model = make_model(seed=rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = attach(model, optimizer, "bsp")
+        found = [
+            error_of(lambda: sync.monitor(distance_every=0)),
+            error_of(lambda: sync.monitor(distance_every=1.5)),
+        ]
+        sync.monitor(distance_every=2)
+        found.append(error_of(lambda: sync.monitor(distance_every=2)))
+        sync.detach()
+        sync = attach(model, optimizer, "bsp")
+        train_step(model, optimizer, make_batch(rank, 0))
+        found.append(error_of(lambda: sync.monitor(distance_every=2)))
+        sync.finish()
+        found.append(error_of(lambda: sync.monitor(gradient_change=True)))
+        return found
 
-def test_workers_must_ask_alike() -> None:
-    """It is a collective: another number elsewhere is refused by all."""
-    for kinds, text in run(disagree, workers=2):
-        assert kinds[0] == "MismatchError"
-        assert "has distance_every 5; rank 0 has distance_every None" in text
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"distance_every": 0}, ValueError, "distance_every must be at least 1, got 0"),
-        ({"distance_every": 1.5}, TypeError, "distance_every must be an integer of at least 1"),
-        ({"gradient_change": 1}, TypeError, "gradient_change must be true or false, got 1"),
-    ],
-)
-def test_bad_options_are_refused(
-    options: dict[str, Any], error: type[Exception], words: str
-) -> None:
-    """At once, before anything is sent."""
-    model = make_model()
-    with pytest.raises(error, match=words):
-        offbeat.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), offbeat.BSP(), **options)
+    expected = [
+        ("ValueError", "distance_every must be at least 1, got 0"),
+        ("TypeError", "distance_every must be an integer of at least 1"),
+        ("AttachError", "monitor(distance_every=…): call it once, before the first step"),
+        ("AttachError", "monitor(distance_every=…): call it once, before the first step"),
+        ("AttachError", "monitor() after finish() or detach(): attach again first"),
+    ]
+    for found in simulated(worker, workers=2):
+        for (kinds, text), (kind, words) in zip(found, expected, strict=True):
+            assert kinds[0] == kind, text
+            assert words in text
 
 
 def test_records_are_json(tmp_path: Path) -> None:
@@ -290,9 +340,8 @@ def test_records_are_json(tmp_path: Path) -> None:
         model = make_model(seed=rank)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         log = str(tmp_path / "run.jsonl")
-        with attach(
-            model, optimizer, "local:period=3", log=log, distance_every=2, gradient_change=True
-        ):
+        with attach(model, optimizer, "local:period=3", log=log) as sync:
+            sync.monitor(distance_every=2, gradient_change=True)
             for step in range(8):
                 train_step(model, optimizer, make_batch(rank, step))
 
@@ -301,3 +350,120 @@ def test_records_are_json(tmp_path: Path) -> None:
     records = [json.loads(line) for line in lines]
     assert records[0]["relative_change"] == "inf"
     assert any(record.get("distance", 0) > 0 for record in records)
+
+
+# -- the change of the gradient --------------------------------------------------------------------
+
+
+def observed(
+    rank: int, size: int, text: str, wanted: bool, max_norm: float | None = None
+) -> dict[str, Any]:
+    """Records, and ‖g‖² of this worker's gradient at the model of each step."""
+    model, sink, norms = make_model(seed=rank), Sink(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    sync = attach(model, optimizer, text, log=sink)
+    sync.monitor(gradient_change=wanted)
+    for step in range(25):
+        batch = make_batch(rank, step)
+        norms.append(squared(gradients(model, batch)))
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        if max_norm is not None:
+            sync.clip_grad_norm_(max_norm)
+        optimizer.step()
+    sync.finish()
+    return {"records": sink.records, "norms": norms, "end": flat(model), "stats": sync.stats}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+@pytest.mark.parametrize(
+    "text", ["bsp", "local:period=3", "selsync:delta=0.05", "async:staleness=4", "ssp:staleness=0"]
+)
+def test_the_change_is_that_of_the_local_gradient(text: str, max_norm: float | None) -> None:
+    """Δ of ‖g‖² before averaging and clipping, from the definition; as SelSync's own."""
+    for result in run(observed, text, True, max_norm, workers=3):
+        found = [record["relative_change"] for record in result["records"]]
+        assert found == pytest.approx(changes(result["norms"], 0.03), rel=1e-8, abs=1e-12)
+        if text.startswith("selsync"):
+            assert found == [record["change"] for record in result["records"]]
+
+
+@pytest.mark.parametrize("text", ["bsp", "selsync:delta=0.05"])
+def test_measuring_the_change_changes_nothing(text: str) -> None:
+    """The same models and bytes; without being asked there is no such number."""
+    looked, plain = run(observed, text, True, workers=2), run(observed, text, False, workers=2)
+    for a, b in zip(looked, plain, strict=True):
+        assert torch.equal(a["end"], b["end"])
+        assert a["stats"].payload_bytes == b["stats"].payload_bytes
+        assert not any("relative_change" in record for record in b["records"])
+
+
+def several(rank: int, size: int) -> Any:
+    model, sink, norms = make_model(seed=rank), Sink(), []
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.05) for part in (model[0], model[2:])]
+    with attach(model, optimizers, "bsp", log=sink) as sync:
+        sync.monitor(gradient_change=True)
+        for step in range(10):
+            batch = make_batch(rank, step)
+            norms.append(squared(gradients(model, batch)))
+            model.zero_grad()
+            loss_of(model, batch).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    return [record["relative_change"] for record in sink.records], norms
+
+
+def test_the_change_is_over_all_optimizers() -> None:
+    """‖g‖² is over all parameters, whichever optimizer moves them."""
+    for found, norms in run(several, workers=2):
+        assert found == pytest.approx(changes(norms, 0.02), rel=1e-8)
+
+
+def scaled(rank: int, size: int, text: str) -> Any:
+    """A GradScaler whose scale changes on the way."""
+    model, sink, norms = make_model(rank, torch.float32), Sink(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+    with attach(model, optimizer, text, log=sink, scaler=scaler) as sync:
+        sync.monitor(gradient_change=True)
+        for step in range(10):
+            batch = make_batch(rank, step, dtype=torch.float32)
+            norms.append(squared(gradients(model, batch)))
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, batch)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert scaler.get_scale() > 8
+    return [record["relative_change"] for record in sink.records], norms
+
+
+@pytest.mark.parametrize("text", ["bsp", "local:period=2"])
+def test_the_scale_of_a_scaler_is_taken_out(text: str) -> None:
+    """BSP averages scaled gradients; Δ is that of the true ones, also when the scale grows."""
+    for found, norms in run(scaled, text, workers=2):
+        assert found == pytest.approx(changes(norms, 0.02), rel=1e-4, abs=1e-6)
+
+
+def test_the_change_of_an_overflow_is_0() -> None:
+    """A gradient that is not finite gives Δ = 0, as in SelSync."""
+
+    def worker(rank: int, size: int) -> list[float]:
+        model, sink = make_model(rank), Sink()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with attach(model, optimizer, "local:period=2", log=sink) as sync:
+            sync.monitor(gradient_change=True)
+            for step in range(4):
+                optimizer.zero_grad()
+                loss_of(model, make_batch(rank, step)).backward()
+                if step == 2:
+                    before = flat(model)
+                    model[0].weight.grad.fill_(float("inf"))
+                optimizer.step()
+                if step == 2:
+                    assign(model, before)  # 0·∞ is no number
+        return [record["relative_change"] for record in sink.records]
+
+    for found in run(worker, workers=1):
+        assert found[2] == 0.0
+        assert found[3] > 0

@@ -9,7 +9,9 @@ from torch import Tensor
 from offbeat.averaging.replica import as_real, staging_dtype
 
 
-def cut_by_tensors(tensors: Sequence[Tensor], parts: int) -> list[list[Tensor]]:
+def cut_by_tensors(
+    tensors: Sequence[Tensor], parts: int, sizes: Sequence[float] | None = None
+) -> list[list[Tensor]]:
     """Contiguous, non-empty parts of whole tensors, of about equal bytes.
 
     The cuts are those nearest to 1/P, 2/P, … of all bytes.
@@ -17,9 +19,11 @@ def cut_by_tensors(tensors: Sequence[Tensor], parts: int) -> list[list[Tensor]]:
     Args:
         tensors: In order.
         parts: P, at most the number of tensors.
+        sizes: Bytes of each tensor. None: as it is summed.
     """
-    sizes = [_bytes_of(tensor) for tensor in tensors]
-    before = [0, *itertools.accumulate(sizes)]
+    if sizes is None:
+        sizes = [summed_bytes(tensor) for tensor in tensors]
+    before: list[float] = [0, *itertools.accumulate(sizes)]
     cuts = [0]
     for part in range(1, parts):
         target = before[-1] * part / parts
@@ -42,7 +46,7 @@ def cut_by_bytes(tensors: Sequence[Tensor], parts: int) -> list[Callable[[], lis
         For each part a function that returns its tensors and views into tensors. It reads the
         tensors' memory anew, because a module may be moved.
     """
-    sizes = [_bytes_of(tensor) for tensor in tensors]
+    sizes = [summed_bytes(tensor) for tensor in tensors]
     whole, done = sum(sizes), 0
     found: list[list[_Slice]] = [[] for _ in range(parts)]
     for tensor, size in zip(tensors, sizes, strict=True):
@@ -62,7 +66,7 @@ def cut_by_bytes(tensors: Sequence[Tensor], parts: int) -> list[Callable[[], lis
     return [_views(slices) for slices in found if slices]
 
 
-def _bytes_of(tensor: Tensor) -> int:
+def summed_bytes(tensor: Tensor) -> int:
     """Bytes of a tensor as it is summed."""
     return as_real(tensor.detach()).numel() * staging_dtype(tensor).itemsize
 

@@ -102,6 +102,12 @@ class Flow(ABC):
     def optimizer_stepped(self, optimizer: AttachedOptimizer) -> None:  # noqa: B027
         """One optimizer has stepped. Its gradients still exist."""
 
+    def step_skipped(self) -> None:  # noqa: B027
+        """A GradScaler has skipped the steps of all optimizers, so the model has not changed.
+
+        Called before ``step_ended``.
+        """
+
     @abstractmethod
     def step_ended(self) -> bool:
         """All optimizers have stepped. Returns True if this synchronized the workers."""

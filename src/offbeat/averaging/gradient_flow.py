@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from typing_extensions import override
 
 from offbeat.averaging.carried_state import common_values, keep_local_values, load_common_values
@@ -216,13 +217,28 @@ class GradientFlow(Flow):
             return
         what = f"{'final mean' if final else 'consensus'} at step {worker.step}"
         if self.every_step:  # the parameters are equal
-            worker.exact_mean.average_buffers(1.0, worker.size, what=what)
+            own, total = self._buffer_weights()
+            worker.exact_mean.average_buffers(own, total, what=what)
         elif not weight:
             worker.exact_mean.average_integers(what=what)
         elif final:
             worker.exact_mean.average(last.own.weight, weight, what=what)
         else:
             worker.exact_mean.show(last.own.weight, weight, what=what)
+
+    def _buffer_weights(self) -> tuple[float, float]:
+        """Weight of this worker's buffers, and the sum over the workers.
+
+        NaN in the buffers of a worker that was excluded stays there, because buffers are not
+        averaged during training. It must not reach the others.
+        """
+        worker = self.worker
+        if not worker.excludes:
+            return 1.0, float(worker.size)
+        own = float(not any(bool(b.isnan().any()) for b in worker.replica.float_buffers()))
+        weights = torch.tensor([own], device=worker.team.fabric.control_device)
+        total = float(worker.team.fabric.sum(weights, what="workers with finite buffers").wait())
+        return (own, total) if total else (1.0, float(worker.size))
 
     @override
     def before_save(self, barrier: object) -> None:

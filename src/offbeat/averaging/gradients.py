@@ -26,16 +26,18 @@ _Layout = Literal["none", "dense", "sparse"]
 
 
 def gradient_buckets(
-    parameters: Sequence[nn.Parameter], bucket_bytes: int = BUCKET_BYTES
+    parameters: Sequence[nn.Parameter], bucket_bytes: float = BUCKET_BYTES, scale: float = 1.0
 ) -> list[list[nn.Parameter]]:
     """The parameters of one optimizer in buckets, in the order in which backward completes them.
 
     Args:
         parameters: In the model's order, the same on all workers.
         bucket_bytes: Size of a bucket; the first one is smaller.
+        scale: ``Host.scale``.
     """
     order = [p for p in reversed(parameters) if p.numel()]
-    groups = group_tensors(order, bucket_bytes, min(bucket_bytes, FIRST_BUCKET_BYTES))
+    first = min(bucket_bytes, FIRST_BUCKET_BYTES)
+    groups = group_tensors(order, bucket_bytes / scale, first / scale)
     # Backward completes first the bucket whose last parameter comes first in `order`.
     place = {id(p): i for i, p in enumerate(order)}
     groups.sort(key=lambda group: place[id(group[-1])])
@@ -190,7 +192,8 @@ class GradientMean:
         if self.overlap:
             bucket.remember()
         if bucket.tail.numel():
-            bucket.handle = self._team.fabric.sum(flat, what="mean of the gradients")
+            tail = bucket.tail.numel()
+            bucket.handle = self._team.fabric.sum(flat, what="mean of the gradients", tail=tail)
             return
         bucket.handle = self._wire.sum(
             flat,

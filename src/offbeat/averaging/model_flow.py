@@ -144,6 +144,10 @@ class ModelFlow(Flow):
             self._pending = self.vote(0, stepping=True)
         return False
 
+    @override
+    def step_skipped(self) -> None:
+        self.pipeline.step_skipped()
+
     def _due(self) -> bool:
         self._wanted = float(self.strategy.due(self._see(stepping=True)))
         return self._wanted > 0

@@ -2,7 +2,8 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +16,28 @@ from offbeat.errors import AttachError
 from offbeat.fabric import Team
 
 
-def forget_non_finite(optimizer: Optimizer) -> None:
-    """The state of each parameter that holds NaN or infinity begins anew at the next step."""
-    for parameter, state in [*optimizer.state.items()]:
-        tensors = [v for v in state.values() if isinstance(v, Tensor) and v.is_floating_point()]
-        if not math.isfinite(squared_norm(tensors)):
-            del optimizer.state[parameter]
+def forget_non_finite(optimizer: Optimizer, over_shards: Callable[..., list[float]]) -> None:
+    """The state of each parameter that holds NaN or infinity begins anew at the next step.
+
+    Args:
+        optimizer: The optimizer.
+        over_shards: Sums numbers over the shards of the parameters, so that all workers that hold
+            a shard of one parameter decide alike.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    squares = [squared_norm(_local_values(optimizer.state.get(p, {}))) for p in parameters]
+    for parameter, squared in zip(parameters, over_shards(*squares), strict=True):
+        if not math.isfinite(squared):
+            optimizer.state.pop(parameter, None)
+
+
+def _local_values(state: dict[str, Any]) -> list[Tensor]:
+    """The floating-point tensors of a state; the local shard of each DTensor.
+
+    Reading a DTensor itself would be a collective inside the node.
+    """
+    tensors = [v for v in state.values() if isinstance(v, Tensor) and v.is_floating_point()]
+    return [v.to_local() if hasattr(v, "to_local") else v for v in tensors]
 
 
 def _is_coded(value: Tensor) -> bool:

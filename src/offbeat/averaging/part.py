@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from offbeat.averaging.landing import Landing, land
 from offbeat.averaging.norm import squared_norm
 from offbeat.averaging.part_bucket import PartBucket
-from offbeat.averaging.replica import group_tensors, make_buckets, unpack
+from offbeat.averaging.replica import BUCKET_BYTES, group_tensors, make_buckets, unpack
 from offbeat.checkpoint import transient
 from offbeat.fabric import Completed, Handle, Team, Wire
 from offbeat.fabric.wire import Precision
@@ -42,6 +43,8 @@ class Part(ABC):
     Attributes:
         base: P, one flat tensor for each bucket of parameters; empty where P is not kept.
         velocity: v, likewise; empty without outer momentum.
+        buffer_base: The buffers at the last landing, one flat tensor for each bucket; empty where P
+            is not kept.
         sums: The sums, one flat tensor a bucket. Saved in checkpoints.
         own: What this worker has sent, likewise.
         in_flight: True from the launch to the landing.
@@ -58,6 +61,7 @@ class Part(ABC):
 
     base: list[Tensor]
     velocity: list[Tensor]
+    buffer_base: list[Tensor]
     sums: list[Tensor]
     own: list[Tensor]
     in_flight: bool
@@ -84,11 +88,13 @@ class Part(ABC):
         riding: bool = False,
     ) -> None:
         self._team, self._wire, self._name = team, wire, name
+        self._bucket_bytes = BUCKET_BYTES / team.host.scale
         self._outer = Outer() if outer is None else outer
         self._find_parameters, self._find_buffers = parameters, buffers
         self._riding: int | None = None  # the bucket of parameters that the buffers share
         self._make_buckets(may_ride=riding)
-        self.base, self.velocity, self.sums, self.own = [], [], [], []
+        self.base, self.velocity, self.buffer_base = [], [], []
+        self.sums, self.own = [], []
         self.keeps_base, self.sent_squared, self.mean_squared = False, 0.0, 0.0
         self.in_flight, self.weight = False, 0.0
         self.launched_step = self.synced_step = step
@@ -101,8 +107,9 @@ class Part(ABC):
     # -- tensors ---------------------------------------------------------------------------------
 
     def _make_buckets(self, *, may_ride: bool) -> None:
-        parameters = [[*b.tensors] for b in make_buckets(self._find_parameters())]
-        buffers = [[*b.tensors] for b in make_buckets(self._find_buffers())]
+        limit = self._bucket_bytes
+        parameters = [[*b.tensors] for b in make_buckets(self._find_parameters(), limit)]
+        buffers = [[*b.tensors] for b in make_buckets(self._find_buffers(), limit)]
         if may_ride and len(buffers) == 1:
             first = buffers[0][0]
             alike = [
@@ -122,8 +129,9 @@ class Part(ABC):
 
     def _refresh_tensors(self) -> None:
         """Find the tensors again, which may have been rebound or moved."""
-        parameters = group_tensors(t for t in self._find_parameters() if t.numel())
-        buffers = group_tensors(t for t in self._find_buffers() if t.numel())
+        limit = self._bucket_bytes
+        parameters = group_tensors((t for t in self._find_parameters() if t.numel()), limit)
+        buffers = group_tensors((t for t in self._find_buffers() if t.numel()), limit)
         shared = buffers.pop() if self._riding is not None else []
         for i, (bucket, group) in enumerate(
             zip(self.buckets, [*parameters, *buffers], strict=True)
@@ -152,6 +160,7 @@ class Part(ABC):
         weight: float,
         step: int,
         what: str,
+        buffer_weight: float | None = None,
         precision: Precision | None = None,
         outer_step: Handle[tuple[float, float]] | None = None,
     ) -> None:
@@ -162,6 +171,8 @@ class Part(ABC):
             weight: w of this worker. 0 sends zeros.
             step: Local steps so far.
             what: Names the operations in errors.
+            buffer_weight: w for the buffers. None: ``weight``. They are averaged, so a worker that
+                counts in ``total`` must send them, even if its update is 0.
             precision: Precision of the parameters. None: that of the wire. Requires error feedback.
             outer_step: μ and a of this launch. None: ``outer.momentum`` for both. Likewise.
         """
@@ -226,8 +237,8 @@ class Part(ABC):
     def restore(self, step: int) -> None:
         """x ← P. The local steps are lost, except those that were sent.
 
-        A launch in flight lands as if the worker had started from there. P of buffers is not kept:
-        NaN in a buffer becomes 0, and the next landing replaces it by the mean.
+        A launch in flight lands as if the worker had started from there. Buffers become those of
+        the last landing.
 
         Args:
             step: Local steps so far.
@@ -237,13 +248,29 @@ class Part(ABC):
         for i, base in enumerate(self.base):
             unpack(base, self.buckets[i].parameters)
             self._restored(i)
-        for bucket in self.buckets:
-            for buffer in bucket.buffers:
-                buffer.masked_fill_(buffer.isnan(), 0.0)  # ∞ may be intended, as in a mask
+        for i, buffers in enumerate(self.buffer_base):
+            unpack(buffers, self.buckets[i].buffers)
+            self._restored_buffers(i)
         self.synced_step = step
 
     def _restored(self, index: int) -> None:  # noqa: B027
         """x ← P was done for bucket ``index``."""
+
+    def _restored_buffers(self, index: int) -> None:  # noqa: B027
+        """The buffers of bucket ``index`` were restored."""
+
+    def _write_buffers(self, index: int, own: Tensor | None, *, show: bool) -> None:
+        """Replace the buffers of bucket ``index`` by their mean, or shift them by it.
+
+        Args:
+            index: The bucket.
+            own: What this worker has sent, if it has taken steps since; None if not.
+            show: Leave ``buffer_base`` as it is.
+        """
+        bucket = self.buckets[index]
+        bucket.write_buffers(own, self.weight)
+        if bucket.buffers and self.buffer_base and not show:
+            torch.div(bucket.buffer_values, self.weight, out=self.buffer_base[index])
 
     def before_save(self) -> None:
         """Wait for what is in flight, and hold it where a checkpoint finds it."""
@@ -253,7 +280,10 @@ class Part(ABC):
         """The fields were loaded from a checkpoint."""
 
     def release(self) -> None:
-        """Free the staging memory, if nothing is in flight."""
+        """Free the staging memory. Not while in flight, nor where it is the state of the part.
+
+        A part that keeps local steps has its sums in the staging memory, which a checkpoint holds.
+        """
         if not self.in_flight and not self.sums:
             for bucket in self.buckets:
                 bucket.release()

@@ -49,6 +49,11 @@ class PartBucket(Bucket):
         self.pack()
         return self.parameter_values.to(dtype or self.flat.dtype, copy=True)
 
+    def copy_buffers(self) -> Tensor:
+        """The buffers in a new flat tensor; empty if there are none."""
+        self.pack()
+        return self.buffer_values.clone()
+
     def write_buffers(self, own: Tensor | None, weight: float) -> None:
         """Replace the buffers by their mean, or shift them by it.
 

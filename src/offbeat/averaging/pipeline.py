@@ -107,6 +107,13 @@ class Pipeline:
                 return True
         return self._worker.touched
 
+    def step_skipped(self) -> None:
+        """The current local step has changed nothing, so it is not an unsynchronized step."""
+        step = self._worker.step
+        for part in self.parts:
+            if part.synced_step == step - 1:
+                part.synced_step = step
+
     def arrived(self) -> int:
         """Number of the oldest parts in flight that have arrived."""
         count = 0
@@ -155,9 +162,10 @@ class Pipeline:
         part, round = self.parts[queued.part], queued.round
         view.launches += 1
         began = worker.team.host.now()
-        weight = round.own.weight
-        if shared.eager and worker.guarded and not self.finite(part):
+        weight = buffer_weight = round.own.weight
+        if shared.eager and worker.guarded and worker.size > 1 and not self.finite(part):
             weight = 0.0  # it became non-finite after the vote: send an update of 0
+            buffer_weight = buffer_weight if worker.excludes else 0.0  # else they are not restored
             self._found_non_finite()
         outer_step = None
         if shared.error_feedback and shared.outer.momentum:
@@ -166,6 +174,7 @@ class Pipeline:
         part.launch(
             round.then(lambda sums: sums.weight),
             weight=weight,
+            buffer_weight=buffer_weight,
             step=worker.step,
             what=f"launch {view.launches} (part {queued.part}) at step {worker.step}",
             precision=queued.precision,

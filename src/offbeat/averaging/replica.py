@@ -162,8 +162,8 @@ class Bucket:
 
 def group_tensors(
     tensors: Iterable[Tensor],
-    bucket_bytes: int = BUCKET_BYTES,
-    first_bucket_bytes: int = 0,
+    bucket_bytes: float = BUCKET_BYTES,
+    first_bucket_bytes: float = 0,
 ) -> list[list[Tensor]]:
     """Tensors in order, grouped by (dtype, device) into lists of at most ``bucket_bytes``.
 
@@ -188,7 +188,7 @@ def group_tensors(
     return groups
 
 
-def make_buckets(tensors: Iterable[Tensor], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
+def make_buckets(tensors: Iterable[Tensor], bucket_bytes: float = BUCKET_BYTES) -> list[Bucket]:
     """Buckets over ``tensors``; empty tensors take no part."""
     return [Bucket(g) for g in group_tensors((t for t in tensors if t.numel()), bucket_bytes)]
 
@@ -199,13 +199,16 @@ class Replica:
     Args:
         model: The model.
         trainable: The parameters that are averaged, whether or not they have a gradient.
+        scale: ``Host.scale``.
 
     Attributes:
         parameters: Name and tensor of each averaged parameter, sorted by name, tied ones once.
     """
 
-    def __init__(self, model: nn.Module, trainable: Iterable[nn.Parameter]) -> None:
-        self._model = model
+    def __init__(
+        self, model: nn.Module, trainable: Iterable[nn.Parameter], scale: float = 1.0
+    ) -> None:
+        self._model, self._bucket_bytes = model, BUCKET_BYTES / scale
         chosen = {id(p) for p in trainable}
         self.parameters = sorted(
             ((name, p) for name, p in model.named_parameters() if id(p) in chosen),
@@ -273,7 +276,7 @@ class Replica:
             tensors += self.float_buffers()
         kept, buckets = self._buckets.get(kind, ([], []))
         if len(kept) != len(tensors) or any(a is not b for a, b in zip(kept, tensors, strict=True)):
-            buckets = make_buckets(tensors)
+            buckets = make_buckets(tensors, self._bucket_bytes)
             self._buckets[kind] = (tensors, buckets)
         return buckets
 

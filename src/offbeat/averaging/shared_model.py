@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from offbeat.averaging.cuts import cut_by_bytes, cut_by_tensors
+from offbeat.averaging.cuts import cut_by_bytes, cut_by_tensors, summed_bytes
 from offbeat.averaging.part import Part
 from offbeat.averaging.snapshot_part import SnapshotPart
 from offbeat.averaging.update_part import UpdatePart
@@ -19,34 +19,52 @@ def make_parts(worker: Worker, shared: SharedModel) -> list[Part]:
     """The parts of a model that all workers hold.
 
     In a node whose workers hold shards, each worker cuts its own shards, which its counterparts in
-    the other nodes hold, too. The number of parts must be the same on all workers of the node: the
-    largest shard decides, and a worker with fewer parts adds empty ones.
+    the other nodes hold, too. The number of parts must be the same on all workers of the node, and
+    a worker with fewer parts adds empty ones. Parts of whole tensors are those of the whole model,
+    so they hold the same parameters as without shards; parts of equal bytes are cut from the shards
+    of each worker, so that all workers of the node send equally much.
 
     Raises:
         ValueError: there are more parts than parameter tensors, which are not divided.
     """
-    tensors = [p for _, p in worker.replica.parameters if p.numel()]
-    team = worker.team
-    (largest,) = team.agree(sum(t.nbytes for t in tensors)) if team.sharded else [0.0]
-    size = int(largest) if team.sharded else sum(t.nbytes for t in tensors)
+    tensors, team = [p for _, p in worker.replica.parameters], worker.team
+    size = round(team.host.scale * sum(t.nbytes for t in tensors))
+    if team.sharded:
+        size = round(team.agree(size)[0])
     wanted = shared.parts(size) if callable(shared.parts) else shared.parts
     groups: list[Callable[[], Sequence[Tensor]]]
-    (most,) = team.agree(len(tensors)) if team.sharded else [float(len(tensors))]
-    if shared.error_feedback or not most:
-        groups = list(cut_by_bytes(tensors, wanted))
+    if shared.error_feedback:
+        groups = list(cut_by_bytes([t for t in tensors if t.numel()], wanted))
+        count = int(*team.agree(len(groups))) if team.sharded else len(groups)
+        groups += [_returns([])] * (max(1, count) - len(groups))
     else:
-        if wanted > most:
-            raise ValueError(
-                f"the number of parts must be at most {most:.0f}, the number of parameter tensors "
-                f"of this model, because a tensor is not divided; got {wanted}"
-            )
-        groups = [_returns(g) for g in cut_by_tensors(tensors, min(wanted, len(tensors)))]
-    (count,) = team.agree(len(groups)) if team.sharded else [float(len(groups))]
-    groups += [_returns([])] * (max(1, int(count)) - len(groups))
+        groups = _whole_tensors(tensors, team.over_shards(*map(summed_bytes, tensors)), wanted)
     return [
         _make_part(worker, shared, group, index, last=index == len(groups) - 1)
         for index, group in enumerate(groups)
     ]
+
+
+def _whole_tensors(
+    tensors: Sequence[Tensor], sizes: Sequence[float], parts: int
+) -> list[Callable[[], Sequence[Tensor]]]:
+    """Parts of whole tensors.
+
+    Args:
+        tensors: In order. A shard may be empty.
+        sizes: Bytes of each whole tensor.
+        parts: Their number.
+    """
+    kept = [(tensor, size) for tensor, size in zip(tensors, sizes, strict=True) if size]
+    if not kept:
+        return [_returns([])]
+    if parts > len(kept):
+        raise ValueError(
+            f"the number of parts must be at most {len(kept)}, the number of parameter tensors of "
+            f"this model, because a tensor is not divided; got {parts}"
+        )
+    cut = cut_by_tensors([tensor for tensor, _ in kept], parts, [size for _, size in kept])
+    return [_returns(group) for group in cut]
 
 
 def _returns(tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
@@ -80,8 +98,11 @@ def _make_part(
         worker.wire,
         tensors,
         name=name,
-        # A worker that is excluded, or that has nothing finite to send, continues from P.
-        anchored=not shared.blocking and (worker.excludes or (worker.guarded and shared.eager)),
+        # A worker that is excluded, or that has nothing finite to send, continues from P. Without
+        # peers it trains as if alone, to the last bit.
+        anchored=worker.size > 1
+        and not shared.blocking
+        and (worker.excludes or (worker.guarded and shared.eager)),
         keeps_steps=not shared.blocking,
         outer=shared.outer,
         buffers=buffers,

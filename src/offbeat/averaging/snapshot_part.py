@@ -70,6 +70,7 @@ class SnapshotPart(Part):
         self.keeps_base = anchored or not self._outer.plain or not wire.exact
         if self.keeps_base:
             self.base = [b.copy_parameters(dtype) for b in self.buckets[: self.parameter_buckets]]
+            self.buffer_base = [b.copy_buffers() for b in self.buckets]
         if self._outer.momentum:
             self.velocity = [torch.zeros_like(p) for p in self.base]
         if keeps_steps:
@@ -84,6 +85,7 @@ class SnapshotPart(Part):
         weight: float,
         step: int,
         what: str,
+        buffer_weight: float | None = None,
         precision: Precision | None = None,
         outer_step: Handle[tuple[float, float]] | None = None,
     ) -> None:
@@ -93,12 +95,15 @@ class SnapshotPart(Part):
             "a weighted mean of differences is not defined"
         )
         self._begin(total, weight, step)
+        shared = weight if buffer_weight is None else buffer_weight
         for i, bucket in enumerate(self.buckets):
-            flat = bucket.pack(weight if weight else 1.0)
+            flat = bucket.pack(weight or shared or 1.0)
             if self.own:
                 self.own[i].copy_(flat)
             if not weight:
-                flat.zero_()
+                bucket.parameter_values.zero_()
+            if not shared:
+                bucket.buffer_values.zero_()
             if i >= self.parameter_buckets:
                 self._handles.append(self._team.fabric.sum(flat, what=what))
                 continue
@@ -106,8 +111,9 @@ class SnapshotPart(Part):
                 values = bucket.parameter_values
                 torch.sub(values, self.base[i], out=values)
             stream = f"{self._name}, bucket {i}"
+            contribute = weight != 0 or (shared != 0 and bool(bucket.buffers))
             self._handles.append(
-                self._wire.sum(flat, stream=stream, what=what, contribute=weight != 0)
+                self._wire.sum(flat, stream=stream, what=what, contribute=contribute)
             )
 
     @override
@@ -148,7 +154,7 @@ class SnapshotPart(Part):
             own = self.own[i] if moved else None
             if i < self.parameter_buckets:
                 self._write_parameters(i, own, show)
-            bucket.write_buffers(None if own is None else bucket.buffers_of(own), self.weight)
+            self._write_buffers(i, None if own is None else bucket.buffers_of(own), show=show)
 
     def _write_parameters(self, i: int, own: Tensor | None, show: bool) -> None:
         bucket = self.buckets[i]
@@ -186,3 +192,8 @@ class SnapshotPart(Part):
     def _restored(self, index: int) -> None:
         if self.own:
             self.buckets[index].parameters_of(self.own[index]).copy_(self.base[index])
+
+    @override
+    def _restored_buffers(self, index: int) -> None:
+        if self.own:
+            self.buckets[index].buffers_of(self.own[index]).copy_(self.buffer_base[index])

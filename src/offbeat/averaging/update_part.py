@@ -71,6 +71,8 @@ class UpdatePart(Part):
         self.keeps_base = True
         for bucket in self.buckets[: self.parameter_buckets]:
             self.base.append(bucket.copy_parameters())
+        for bucket in self.buckets:
+            self.buffer_base.append(bucket.copy_buffers())
             bucket.release()
         if self._outer.momentum:
             self.velocity = [torch.zeros_like(p) for p in self.base]
@@ -88,6 +90,7 @@ class UpdatePart(Part):
         weight: float,
         step: int,
         what: str,
+        buffer_weight: float | None = None,
         precision: Precision | None = None,
         outer_step: Handle[tuple[float, float]] | None = None,
     ) -> None:
@@ -109,7 +112,7 @@ class UpdatePart(Part):
                 continue
             flat = bucket.pack()
             self._own_buffers.append(flat.clone())
-            if not weight:
+            if not (weight if buffer_weight is None else buffer_weight):
                 flat.zero_()
             self._handles.append(self._team.fabric.sum(flat, what=what))
 
@@ -136,7 +139,7 @@ class UpdatePart(Part):
                 self._write_bucket(i, show)
             else:
                 own = self._own_buffers[i - self.parameter_buckets]
-                bucket.write_buffers(own if moved else None, self.weight)
+                self._write_buffers(i, own if moved else None, show=show)
         if not show:
             self._updates, self._own_buffers = [], []
 
@@ -149,7 +152,8 @@ class UpdatePart(Part):
         squares, start = np.zeros(2), 0
         while start < base.numel():
             count = min(step, base.numel() - start)
-            loops = None if show else compiled(scratch, base, *self.velocity[i : i + 1])
+            compiles = not show and self._team.host.scale == 1
+            loops = compiled(scratch, base, *self.velocity[i : i + 1]) if compiles else None
             packed = None if loops is None else total.packed(start, count)
             sent = None if packed is None else update.sent.packed(start, packed.count)
             if loops is not None and packed is not None and sent is not None:
@@ -237,6 +241,11 @@ class UpdatePart(Part):
             view = FlatView(self.buckets[index].parameters)
             view.add(self._updates[index].sent.whole(), 0)
             view.write_back()
+
+    @override
+    def _restored_buffers(self, index: int) -> None:
+        if self.in_flight and index >= self.parameter_buckets:
+            self._own_buffers[index - self.parameter_buckets].copy_(self.buffer_base[index])
 
     # -- checkpoints -----------------------------------------------------------------------------
 

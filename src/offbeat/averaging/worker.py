@@ -27,16 +27,18 @@ class AttachedOptimizer:
         index: Position in the list of optimizers given to ``attach``.
         optimizer: The torch optimizer.
         parameters: The parameters it moves, in the model's order.
+        scale: ``Host.scale``; not 1 only for a phantom model.
     """
 
     index: int
     optimizer: torch.optim.Optimizer
     parameters: list[nn.Parameter]
+    scale: float = 1.0
 
     @cached_property
     def buckets(self) -> list[list[nn.Parameter]]:
         """The parameters in buckets, in the order in which backward completes them."""
-        return gradient_buckets(self.parameters)
+        return gradient_buckets(self.parameters, scale=self.scale)
 
     def gradients(self) -> list[Tensor]:
         """The gradients that exist now."""
@@ -137,9 +139,12 @@ class Worker:
         return math.isfinite(self.squared_norm(p.detach() for _, p in self.replica.parameters))
 
     def forget_non_finite(self) -> None:
-        """Reset the optimizer state of each parameter whose state is not finite."""
+        """Reset the optimizer state of each parameter whose state is not finite.
+
+        In a node whose workers hold shards all of them reset the same.
+        """
         for one in self.optimizers:
-            forget_non_finite(one.optimizer)
+            forget_non_finite(one.optimizer, self.team.over_shards)
 
     def barrier(self, what: str) -> None:
         """Wait until all workers have reached this point."""

@@ -49,7 +49,7 @@ class DataInjection:
 
     Without ``sync``, a worker at the end of its loader gives nothing until it is iterated again.
     Call ``close`` at the end, or use it as a context manager. Loaders of different lengths then
-    need ``away()``, a barrier and ``back()`` on all workers between epochs, or they drift apart.
+    need ``pause()``, a barrier and ``resume()`` on all workers between epochs, or they drift apart.
 
     With one worker the batches are the loader's.
 

@@ -72,7 +72,7 @@ class Accounting(Wrapper):
     @override
     def start(self, operation: Operation[T]) -> Handle[T]:
         handle = self.inner.start(operation)
-        self.account.sent(operation.sent_bytes(self.rank))
+        self.account.sent(operation.sent_bytes(self.rank, self.host.scale))
         return _Timed(handle, self, operation.collective)
 
     @override

@@ -201,7 +201,7 @@ class NodeCommunicator(Communicator):
 
     @override
     def twin(self) -> Communicator:
-        twin = NodeCommunicator(self._across.twin(), self._inside.twin())
+        twin = type(self)(self._across.twin(), self._inside.twin())
         self._twins.append(twin)
         return twin
 

@@ -55,14 +55,24 @@ class Backward:
             return
         self._missing[self._bucket_of[key]] -= 1
         while self._next < len(self._sizes) - 1 and self._missing[self._next] == 0:
-            before = self._passes - 1 + FORWARD_SHARE
-            now = before + (1 - FORWARD_SHARE) * self._shares[self._next]
-            self._host.computed(now / self._passes)
-            goes_on = self._ready(self._next)
-            self._next += 1
-            if not goes_on:
-                self.close()
+            if not self._complete():
                 return
+
+    def _complete(self) -> bool:
+        """Report the next bucket. Returns whether to report further ones."""
+        before = self._passes - 1 + FORWARD_SHARE
+        now = before + (1 - FORWARD_SHARE) * self._shares[self._next]
+        self._host.computed(now / self._passes)
+        goes_on = self._ready(self._next)
+        self._next += 1
+        if not goes_on:
+            self.close()
+        return goes_on
+
+    def play(self) -> None:
+        """Report all buckets but the last, as one backward pass would: for a model without one."""
+        while self._hooks and self._next < len(self._sizes) - 1:
+            self._complete()
 
     def end_step(self) -> None:
         """The gradients are used: the next backward belongs to another step."""

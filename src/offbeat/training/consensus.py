@@ -51,7 +51,7 @@ class Consensus:
         self.views: Views | None = None
         self.distance: Distance | None = None
         self.ended = False
-        self._versions: list[int] | None = None  # of the parameters after the last step
+        self._versions: list[int] = []  # of the parameters after the last step
 
     def _surely(self, function: Callable[[], T]) -> T:
         """Call ``function``, and again in the next view if a worker is lost meanwhile."""
@@ -71,15 +71,16 @@ class Consensus:
         self.note_parameters()
 
     def note_parameters(self) -> None:
-        """Note the versions of the parameters, unless the worker has unsynchronized steps."""
+        """Note the versions of the parameters."""
         self._worker.touched = False
-        unsynced = self._iteration.flow.unsynced
-        self._versions = None if unsynced else self._worker.replica.versions()
+        self._versions = self._worker.replica.versions()
 
     def check_parameters(self) -> None:
         """Find out whether something changed the parameters since the last step.
 
-        Schedule-free optimizers do so. Such a change must be averaged like a step.
+        Schedule-free optimizers do so. Such a change must be averaged like a step. The worker then
+        keeps its weight while it waits for the others: all of them may change their models in this
+        way, and each change counts as its share of the mean.
 
         Raises:
             AttachError: a parameter of the model was replaced by another one.
@@ -91,8 +92,7 @@ class Consensus:
                 f"parameter {replaced[0]!r} of the model was replaced after attach(), so it is no "
                 "longer synchronized: detach() and attach again"
             )
-        versions = self._versions
-        worker.touched = versions is not None and versions != worker.replica.versions()
+        worker.touched = self._versions != worker.replica.versions()
 
     # -- consensus -------------------------------------------------------------------------------
 

@@ -32,8 +32,8 @@ class Followers:
         self._replica = Replica(together, together.parameters())
         self._mean = ExactMean(self._team, self._replica)
 
-    def add(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
-        """Follow ``modules`` from now on; all workers get rank 0's. A collective.
+    def check(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
+        """Raise unless this worker can follow ``modules``. Sends nothing.
 
         Args:
             model: The attached model.
@@ -42,7 +42,6 @@ class Followers:
         Raises:
             TypeError: one is not a module.
             AttachError: one shares tensors with the model, or cannot be written in place.
-            MismatchError: another worker gave other modules.
         """
         if not all(isinstance(m, nn.Module) for m in modules):
             raise TypeError(f"follow() takes modules, got {modules!r}")
@@ -55,6 +54,13 @@ class Followers:
                     f"the follower {type(module).__name__} shares tensors with the model, which is "
                     "averaged already: give only modules with tensors of their own"
                 )
+
+    def add(self, modules: Sequence[nn.Module]) -> None:
+        """Follow ``modules`` from now on; all workers get rank 0's. A collective.
+
+        Raises:
+            MismatchError: another worker gave other modules.
+        """
         together = nn.ModuleList(modules)
         new = Replica(together, together.parameters())
         require_agreement(self._team.everyone, [f"follower {line}" for line in new.describe()])

@@ -162,16 +162,23 @@ class Iteration:
         self._stepped: set[int] = set()  # optimizers that have stepped in this iteration
         self._averaged: set[int] = set()  # optimizers whose gradients are the node's mean
         self._synced = False
+        self._skipped = True  # a GradScaler has skipped all steps of this iteration so far
         self._order: list[int] = []  # optimizers in the order of their gradients
         self._last_order = [one.index for one in worker.optimizers]
         self._groups = [_parameters_of(one.optimizer) for one in worker.optimizers]
         held = [p for groups in self._groups for group in groups for p in group]
         self._frozen = [p for p in held if not p.requires_grad]
         self._forbidden = ""
-        # Inside a node the strategy's gradients exist only after backward.
-        alone = node is None
-        worker.overlaps_backward = worker.size > 1 and len(worker.optimizers) == 1 and alone
         self._backward: Backward | None = None
+        self.choose_overlap()
+
+    def choose_overlap(self) -> None:
+        """Decide whether gradients may be averaged during backward, before a flow starts.
+
+        Not inside a node, where the strategy's gradients exist only after backward.
+        """
+        worker, alone = self._worker, self.node is None
+        worker.overlaps_backward = worker.size > 1 and len(worker.optimizers) == 1 and alone
 
     def watch_backward(self) -> None:
         """Report buckets to the flow, or to the node, while backward runs, if either wants them.
@@ -185,6 +192,11 @@ class Iteration:
         optimizer = self._worker.optimizers[0]
         if wants and len(optimizer.buckets) > 1:
             self._backward = Backward(optimizer, self._host, self._bucket_ready)
+
+    def play_backward(self) -> None:
+        """Do what the hooks do while backward runs, for a model without one; see ``Backward``."""
+        if self._backward is not None:
+            self._backward.play()
 
     def _bucket_ready(self, bucket: int) -> bool:
         if not self.active or self._lost is not None:
@@ -309,6 +321,7 @@ class Iteration:
         worker = self._worker
         with self._guarded_step:
             if not skipped:
+                self._skipped = False
                 self.flow.optimizer_stepped(worker.optimizers[index])
             self._prepared.discard(index)
             self._averaged.discard(index)
@@ -318,6 +331,9 @@ class Iteration:
             self._stepped.clear()
             self._last_order, self._order = self._order, []
             worker.norm_squared = None
+            if self._skipped:
+                self.flow.step_skipped()
+            self._skipped = True
             for measure in self.measures:
                 measure()
             try:

@@ -246,7 +246,7 @@ class Views:
         self._common, self._decided, self._unsynced = team.view, 0, False
         worker.open_view(open_wire(team, self._strategy, self._precision))
         worker.norm_squared = None
-        worker.overlaps_backward = worker.size > 1 and len(worker.optimizers) == 1
+        iteration.choose_overlap()
         flow = flow_of(self._strategy, worker)
         flow.start(reports[plan.source].carried)
         if not self._fresh:
