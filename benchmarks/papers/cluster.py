@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 import offbeat
 from offbeat import BSP, AsyncAveraging, Compute, Network, SelSync, Strategy, simulate
+from offbeat.averaging.votes import Vote
 from offbeat.costs import all_reduce_seconds
-from offbeat.strategies.roll import Ballot
 
 LATENCY = 1e-4
-ROLL_BYTES = 8 * Ballot.SLOTS
-TAIL_BYTES = 4 * (Ballot.SLOTS + 2)  # what the workers agree on with their gradients
+ROLL_BYTES = 8 * Vote.SLOTS
+TAIL_BYTES = 4 * (Vote.SLOTS + 2)  # what the workers agree on with their gradients
 NO_SPIKES: Mapping[int, int] = {}  # step → the worker whose gradient is twice as large
 
 

@@ -241,7 +241,7 @@ KEPT = [
 
 
 def half(rank: int, size: int, dtype: torch.dtype, outer_dtype: Any, moved: bool) -> Any:
-    """P's dtype; and of each round the snapshot, x before the landing, and x after it."""
+    """Of each round: the snapshot, x before the landing, x after it, and P."""
     worker = Worker(rank, dtype=dtype)
     worker.x = [torch.linspace(0.5, 2, 9).to(dtype)]
     part = worker.part("snapshot", outer=Outer(0.75, 0.9, outer_dtype), keeps_steps=moved)
@@ -255,8 +255,8 @@ def half(rank: int, size: int, dtype: torch.dtype, outer_dtype: Any, moved: bool
             worker.x[0].add_(torch.tensor(2.0**-7, dtype=dtype))
         before = worker.x[0].clone()
         part.land(worker.steps)
-        seen.append((snapshot, before, worker.x[0].clone()))
-    return part.base[0].dtype, seen
+        seen.append((snapshot, before, worker.x[0].clone(), part.base[0].clone()))
+    return seen
 
 
 @pytest.mark.parametrize("moved", [False, True])
@@ -270,16 +270,18 @@ def test_p_is_kept_in_its_own_precision(
     work = torch.promote_types(kept, sent)
     p = torch.linspace(0.5, 2, 9).to(dtype).to(kept)
     v = torch.zeros_like(p)
-    for rounds in zip(*(seen for _, seen in results), strict=True):
-        delta = sum((s.to(sent) - p).to(sent) for s, _, _ in rounds) / 2
+    for rounds in zip(*results, strict=True):
+        delta = (sum((s.to(sent) - p).to(sent) for s, *_ in rounds) / 2).to(work)
         new = 0.9 * v.to(work) + delta
         p = (p.to(work) + 0.75 * (delta + 0.9 * new)).to(kept)
         v = new.to(kept)
-        for snapshot, before, after in rounds:
+        for snapshot, before, after, base in rounds:
+            assert base.dtype == kept
+            eps = torch.finfo(kept).eps
+            torch.testing.assert_close(base, p, rtol=2 * eps, atol=0)
             want = (p.to(work) + (before.to(sent) - snapshot.to(sent))).to(dtype)
             eps = max(torch.finfo(dtype).eps, 1e-7)
             torch.testing.assert_close(after, want, rtol=2 * eps, atol=1e-7)
-    assert [found for found, _ in results] == [kept] * 2
 
 
 def stuck(rank: int, size: int, outer_dtype: Any) -> list[float]:

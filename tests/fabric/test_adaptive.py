@@ -120,7 +120,7 @@ def looked(wire: AdaptiveWire, team: Team, save: bool) -> list[Any]:
 
 
 def test_all_workers_follow_the_tallies_alike() -> None:
-    """After 16 steps, one round late; a tally from before a change does not count; and resumed."""
+    """After 16 steps, one round late. A tally from before the change does not count. Resumed."""
     (first, *others) = on_wire(lambda wire, team: looked(wire, team, False))
     assert all(other == first for other in others)
     kinds = [precision for precision, _ in first]

@@ -8,7 +8,7 @@ import torch
 from offbeat.fabric.scaling import blank
 from offbeat.plan.forecast import measure
 from offbeat.plan.memory import reachable_bytes
-from offbeat.strategies import parse_strategy
+from offbeat.registry import parse_strategy
 from plan_settings import ELEMENTS, FAST, TENSORS, setting
 
 MODEL = 4 * TENSORS * ELEMENTS

@@ -1,7 +1,7 @@
 """Runs of one worker against runs of all, and the cluster on which they run."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +13,9 @@ from offbeat.plan.mirror import DivergedError, MirrorCluster
 from offbeat.plan.play import Setting, mirrors, play, run
 from offbeat.plan.record import Record
 from offbeat.plan.steps import Steps
-from offbeat.strategies import Strategy, parse_strategy
-from offbeat.strategies.base import Rounds, Worker
+from offbeat.registry import parse_strategy
+from offbeat.strategies import Strategy
+from offbeat.strategies.base import SharedModel, WorkerView
 from offbeat.strategies.base import setting as argument
 from plan_settings import FAST, SLOW, network, setting
 
@@ -109,32 +110,38 @@ class Alike(Strategy):
     every: int = argument(3, least=1)
 
     @override
-    def due(self, worker: Worker) -> bool:
-        return worker.step % self.every == 0
+    def averages(self) -> SharedModel:
+        return SharedModel()
+
+    @override
+    def due(self, worker: WorkerView) -> float:
+        return float(worker.step % self.every == 0)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class FirstIsLate(Alike):
-    """Worker 0 waits before each mean, which the others learn only by waiting for it."""
-
-    rounds: ClassVar[Rounds] = "step"
+class SecondIsRare(Alike):
+    """Worker 1 wants a mean at every third step only, the others at each: all follow worker 1."""
 
     @override
-    def gradients(self, worker: Worker, part: Any) -> None:
-        if worker.rank == 1:
-            worker.team.host.sleep(0.02, "being late")
+    def averages(self) -> SharedModel:
+        return SharedModel(lands="arrived")
+
+    @override
+    def due(self, worker: WorkerView) -> float:
+        wants = worker.rank != 1 or worker.step % self.every == 0
+        return float(wants and worker.since_launch > 0 and worker.ready)
 
 
 def test_custom_strategies_are_compared_with_a_full_run() -> None:
     """One that treats the ranks alike is mirrored; one that does not is run with all workers."""
     where = setting(6, FAST)
     assert mirrors(Alike(), "float32", where)
-    assert not mirrors(FirstIsLate(), "float32", where)
+    assert not mirrors(SecondIsRare(), "float32", where)
     alike = play(Alike(), "float32", where, until(30))
-    late = play(FirstIsLate(), "float32", where, until(30))
-    assert (alike.running, late.running) == (1, 6)
-    slower = (late.steps[-1].clock - alike.steps[-1].clock) / 30
-    assert slower == pytest.approx(0.02, rel=0.01), "all wait for rank 1"
+    rare = play(SecondIsRare(), "float32", where, until(30))
+    assert (alike.running, rare.running) == (1, 6)
+    wrong = run(SecondIsRare(), "float32", where, [0], until(30))
+    assert rare.steps[-1].payload < 0.7 * wrong.steps[-1].payload
 
 
 def test_random_state_stays() -> None:

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from offbeat.averaging.gradients import gradient_buckets
+from offbeat.averaging.replica import BUCKET_BYTES, Replica, group_tensors
 from offbeat.fabric.operation import Broadcast, Gather, Sum
 from offbeat.fabric.scaling import (
     BlankCoding,
@@ -15,8 +17,6 @@ from offbeat.fabric.scaling import (
     is_blank,
     kept_bytes,
 )
-from offbeat.means.gradient_mean import gradient_buckets
-from offbeat.means.replica import BUCKET_BYTES, Replica, group_tensors
 from offbeat.plan.phantom import Phantom, shapes_of
 
 

@@ -108,7 +108,7 @@ def test_a_model_is_taken_with_its_tensors() -> None:
     assert result.parameters == 2000 * 4000 + 4000 + 40_000 + 10
     assert two.payload_bytes == pytest.approx(one.payload_bytes, rel=1e-3)
     assert two.step_seconds < one.step_seconds + 1e-3
-    with pytest.raises(ValueError, match="fragments must be at most 4"):
+    with pytest.raises(ValueError, match="at most 4, the number of parameter tensors"):
         plan(**case, strategies=["diloco:period=8,fragments=5"])
 
 
@@ -130,14 +130,17 @@ def test_a_large_tensor_is_a_large_fragment() -> None:
 
 OWN = """
 from dataclasses import dataclass
-from offbeat.strategies.base import Strategy, Worker, setting
+from offbeat.strategies.base import SharedModel, Strategy, WorkerView, setting
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Planned(Strategy):
     every: int = setting(5, least=1)
 
-    def due(self, worker: Worker) -> bool:
-        return worker.step % self.every == 0
+    def averages(self) -> SharedModel:
+        return SharedModel()
+
+    def due(self, worker: WorkerView) -> float:
+        return float(worker.step % self.every == 0)
 """
 
 
@@ -329,7 +332,7 @@ def test_the_slowest_worker_of_a_node_sets_its_pace() -> None:
     [
         ({"workers": 9}, "workers=9 do not fill nodes of workers_per_node=2"),
         ({"workers_per_node": 1}, "inside needs nodes"),
-        ({"wire": "auto", "strategies": ["bsp"]}, 'wire="auto" chooses'),
+        ({"wire": "auto", "strategies": ["bsp"]}, 'wire="auto" with node_group'),
     ],
 )
 def test_nodes_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:

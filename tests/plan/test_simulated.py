@@ -14,7 +14,7 @@ from cells import nightly, some
 from offbeat.plan.forecast import measure
 from offbeat.plan.phantom import Shapes
 from offbeat.plan.play import in_nodes, play
-from offbeat.strategies import parse_strategy
+from offbeat.registry import parse_strategy
 from plan_settings import ELEMENTS, FAST, SLOW, TENSORS, setting, shapes, train
 
 CASES = [

@@ -16,14 +16,12 @@ from torch import Tensor
 import offbeat
 import workers
 import worlds
-from loops import attach, close
+from loops import attach
 from offbeat import Compute, Network, simulate
 from offbeat.simulate import Join, Kill
 from pages import code_on
 from problems import (
     OPTIMIZERS,
-    Simulated,
-    assign,
     flat,
     make_batch,
     make_model,
@@ -58,37 +56,6 @@ def test_it_is_parsed_and_shown_by_its_module_and_settings() -> None:
     text = "strategies.own_strategy:GrowingPeriod:most=4"
     assert offbeat.parse_strategy(text) == OWN
     assert repr(OWN) == "GrowingPeriod(most=4)"
-
-
-def values(rank: int, size: int) -> tuple[list[Tensor], Tensor]:
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    trace = []
-    with attach(model, optimizer, OWN):
-        for step in range(STEPS):
-            train_step(model, optimizer, make_batch(rank, step))
-            trace.append(flat(model))
-    return trace, flat(model)
-
-
-def test_its_values_are_those_of_the_equations() -> None:
-    sim = Simulated.start(3, "momentum")
-    results, shared = run_of(values), sim.flat()[0]
-    for step in range(STEPS):
-        sim.step(step)
-        if step + 1 in (1, 3, 7, 11):
-            shared = shared + 0.75 * sum(x - shared for x in sim.flat()) / 3
-            for model in sim.models:
-                assign(model, shared.clone())
-        for (trace, _), want in zip(results, sim.flat(), strict=True):
-            close(trace[step], want, 1e-11)
-    sim.average()
-    for _, end in results:
-        close(end, sim.flat()[0], 1e-11)
-
-
-def run_of(function: Any) -> list[Any]:
-    return worlds.run(function, workers=3)
 
 
 def train(rank: int, size: int, wire: Any, **options: Any) -> dict[str, Any]:

@@ -39,10 +39,12 @@ def make_parts(worker: Worker, shared: SharedModel) -> list[Part]:
         groups += [_returns([])] * (max(1, count) - len(groups))
     else:
         groups = _whole_tensors(tensors, team.over_shards(*map(summed_bytes, tensors)), wanted)
-    return [
-        _make_part(worker, shared, group, index, last=index == len(groups) - 1)
-        for index, group in enumerate(groups)
-    ]
+    parts = []
+    for index, group in enumerate(groups):
+        parts.append(_make_part(worker, shared, group, index, last=index == len(groups) - 1))
+        if len(groups) > 1:  # P was copied from the staging memory, which they need one at a time
+            parts[-1].release()
+    return parts
 
 
 def _whole_tensors(

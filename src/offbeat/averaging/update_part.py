@@ -134,7 +134,7 @@ class UpdatePart(Part):
     def _write(self, *, moved: bool, show: bool) -> None:
         self.mean_squared = self.sent_squared = 0.0
         self._refresh_tensors()
-        for i, bucket in enumerate(self.buckets):
+        for i in range(len(self.buckets)):
             if i < self.parameter_buckets:
                 self._write_bucket(i, show)
             else:
