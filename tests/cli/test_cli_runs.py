@@ -189,7 +189,7 @@ def test_mistakes_in_a_simulation_are_one_line(
         ("--inside 1Gbit/s", "inside needs nodes of several workers: give workers_per_node"),
         (
             "--workers-per-node 2 -s async --wire auto",
-            "the workers of a node would get different .*",
+            'wire="auto" with node_group: .*',
         ),
     ],
 )

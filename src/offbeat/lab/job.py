@@ -244,6 +244,7 @@ class Job:
             ValueError, TypeError: it cannot, or there is none of that name.
             ImportError: its package is not installed.
         """
+        from offbeat.errors import AttachError
         from offbeat.lab.baselines import parse_method
         from offbeat.lab.method import Baseline
         from offbeat.training.compatibility import require_abilities
@@ -254,7 +255,10 @@ class Job:
             method.require()
             return
         wire = self.wire or method.default_wire
-        require_abilities(method, wire=wire, nodes=self.workers_per_node > 1)
+        try:
+            require_abilities(method, wire=wire, nodes=self.workers_per_node > 1)
+        except AttachError as error:  # here it is a mistake on the command line
+            raise ValueError(str(error)) from None
 
     def _refuse(self, method: "Baseline") -> None:
         """Raise ValueError for an option that ``method`` cannot honour."""
