@@ -90,9 +90,9 @@ launchers:  ## try torchrun on two machines, Slurm, Ray Train, Kubernetes' manif
 # click and pyparsing are those of the time: newer ones warn of the calls of these.
 LOWEST := torch==2.9.0 numpy==1.26.0 typing-extensions==4.10.0 typer==0.19.2 rich==13.0.0 \
   click==8.1.8 jinja2==3.1.0 matplotlib==3.8.0 pyparsing==3.1.0
-CORE := tests/cli/test_cli_lists.py tests/means tests/simulate \
-  tests/strategies/test_strategies_agree.py tests/training/test_attach.py \
-  tests/training/test_checkpoint.py tests/training/test_clipping.py tests/training/test_ddp.py \
+CORE := tests/cli/test_cli_lists.py tests/averaging tests/simulate \
+  tests/strategies/test_conformance.py tests/training/test_attach.py \
+  tests/training/test_checkpoints.py tests/training/test_clipping.py tests/training/test_ddp.py \
   tests/training/test_hooks.py tests/training/test_optimizers.py
 lowest:  ## the core of the tests with the lowest versions that pyproject.toml allows
 	test -x .venv-lowest/bin/python || $(PYTHON) -m venv .venv-lowest

@@ -14,7 +14,7 @@ from torch import nn
 import offbeat
 from benchmarks.harness import Result, interleave
 from benchmarks.processes import run
-from offbeat.strategies.base import Strategy, Worker
+from offbeat.strategies.base import SharedModel, Strategy, WorkerView
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -23,8 +23,11 @@ class Nothing(Strategy):
 
     name: ClassVar[str] = "nothing"
 
-    def due(self, worker: Worker) -> bool:
-        return False
+    def averages(self) -> SharedModel:
+        return SharedModel()
+
+    def due(self, worker: WorkerView) -> float:
+        return 0.0
 
 
 def measure(repetitions: int) -> dict[str, list[float]]:

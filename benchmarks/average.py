@@ -1,8 +1,9 @@
-"""A mean of models (``ModelMean``) against one bare all-reduce of as many bytes.
+"""Blocking means of models against one bare all-reduce of as many bytes.
 
-Both in the same processes, in turn, behind a barrier; the time of the slowest worker counts. The
-bare all-reduce sums one flat tensor in place: it neither collects the model's tensors nor divides
-nor puts anything back.
+Two means: the one that ``LocalSGD`` takes in training (a part of the shared model, launched and
+landed), and the exact mean of a consensus. All three run in the same processes, in turn, behind a
+barrier; the time of the slowest worker counts. The bare all-reduce sums one flat tensor in place:
+it does not collect the model's tensors, divide, or write anything back.
 """
 
 from typing import Any
@@ -13,8 +14,12 @@ from torch import nn
 
 from benchmarks.harness import Result, compare, interleave, slowest
 from benchmarks.processes import run
-from offbeat.fabric import Team, TorchCommunicator, Wire
-from offbeat.means import ModelMean, Replica
+from offbeat.averaging import Replica
+from offbeat.averaging.exact_mean import ExactMean
+from offbeat.averaging.snapshot_part import SnapshotPart
+from offbeat.fabric import Completed, Team, TorchCommunicator, Wire
+
+MEANS = {"training": "mean of", "exact": "exact mean of"}
 
 
 def make_model(millions: int) -> nn.Module:
@@ -26,16 +31,24 @@ def make_model(millions: int) -> nn.Module:
 
 
 def measure(millions: int, repetitions: int) -> dict[str, list[float]]:
-    """Runs on every worker: seconds of the mean and of the bare all-reduce."""
+    """Runs on every worker: seconds of both means and of the bare all-reduce."""
     torch.manual_seed(dist.get_rank())
     model = make_model(millions)
     team = Team(TorchCommunicator(None, timeout_seconds=60))
-    models = ModelMean(team, Replica(model, model.parameters()), Wire(team), referenced=False)
+    parameters = [*model.parameters()]
+    part = SnapshotPart(team, Wire(team), lambda: parameters, name="all", keeps_steps=False)
+    exact = ExactMean(team, Replica(model, parameters))
     flat = torch.zeros(sum(p.numel() for p in model.parameters()))
     expected = torch.stack([p.detach().double().mean() for p in model.parameters()])
     dist.all_reduce(expected)
+
+    def training() -> None:
+        part.launch(Completed(float(team.size)), weight=1.0, step=0, what="benchmark")
+        part.land(0)
+
     functions = {
-        "average": lambda: models.average(1.0, team.size, what="benchmark"),
+        "training": training,
+        "exact": lambda: exact.average(1.0, team.size, what="benchmark"),
         "bare": lambda: dist.all_reduce(flat),
     }
     seconds = interleave(functions, repetitions, between=dist.barrier)
@@ -44,28 +57,27 @@ def measure(millions: int, repetitions: int) -> dict[str, list[float]]:
     return seconds
 
 
-def result(millions: int, workers: int, bandwidth: str | None, repetitions: int) -> Result:
-    """One row."""
+def rows(millions: int, workers: int, bandwidth: str | None, repetitions: int) -> list[Result]:
+    """One row for each mean."""
     config: dict[str, Any] = {"millions": millions, "repetitions": repetitions}
     each = run(measure, workers=workers, bandwidth=bandwidth, **config)
     seconds = slowest(each)
-    ratio, details = compare(seconds["average"], seconds["bare"])
     link = bandwidth or "loopback"
-    return Result(
-        "average",
-        f"mean of {millions} M parameters / bare all_reduce, {workers} workers, {link}",
-        ratio,
-        1.05,
-        config={**config, "workers": workers, "link": link},
-        details=details,
-    )
+    found = []
+    for name, what in MEANS.items():
+        ratio, details = compare(seconds[name], seconds["bare"])
+        text = f"{what} {millions} M parameters / bare all_reduce, {workers} workers, {link}"
+        full = {**config, "workers": workers, "link": link}
+        found.append(Result("average", text, ratio, 1.05, config=full, details=details))
+    return found
 
 
 def results(*, quick: bool = False) -> list[Result]:
     """All figures of this benchmark."""
     return [
-        result(millions, workers, bandwidth, repetitions // 4 if quick else repetitions)
+        row
         for bandwidth, repetitions in ((None, 40), ("1Gbit/s", 12))
         for workers in (2, 4)
         for millions in ((10,) if quick else (10, 25))
+        for row in rows(millions, workers, bandwidth, repetitions // 4 if quick else repetitions)
     ]

@@ -14,11 +14,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from benchmarks.harness import Result, compare, interleave
+from offbeat.averaging.update_part import UpdatePart
 from offbeat.fabric import Completed, Handle, SingleCommunicator, Team, Wire
 from offbeat.fabric.codec import BLOCK, CODECS, Codec, piece_elements
 from offbeat.fabric.operation import Exchange, Gather, Operation
 from offbeat.fabric.wire import Precision
-from offbeat.means import InFlight
 
 MILLIONS = 8
 WORKERS = 4
@@ -48,14 +48,14 @@ class Flight:
 
     def __init__(self, x: Tensor, precision: Precision) -> None:
         team = Team(Echo())
-        self._part = InFlight(team, Wire(team, precision), [x], name="all", keeps_residual=True)
+        self._part = UpdatePart(team, Wire(team, precision), lambda: [x], name="all")
         x.add_(torch.randn(x.numel()), alpha=1e-3)
         self.stages: dict[str, list[float]] = {"launch": [], "second stage": [], "landing": []}
 
     def fly(self) -> None:
         """All that one worker does for one flight."""
         times = [time.perf_counter()]
-        self._part.launch(Completed(float(WORKERS)), contribute=True, step=0, what="benchmark")
+        self._part.launch(Completed(float(WORKERS)), weight=1.0, step=0, what="benchmark")
         times.append(time.perf_counter())
         self._part.arrived()
         times.append(time.perf_counter())

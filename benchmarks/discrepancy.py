@@ -3,8 +3,7 @@
 **Asynchronous averaging**: N workers set out from one model and take τ own steps; just before the
 reset that brings them together again, the mean over workers of ‖x_n − mean(x)‖. Under
 ``AsyncAveraging(staleness=τ)`` that is the end of every cycle but the first: x_n is then the merged
-model P and two cycles of τ/2 own steps. (Just *after* a reset only τ/2 own steps are left, which is
-what ``discrepancy_every`` reports.)
+model P and two cycles of τ/2 own steps. (Just *after* a reset only τ/2 own steps are left.)
 
 **Gradient delay at its worst**: worker k starts from a model k gradients newer than worker 0's, and
 each takes one gradient; the mean over workers of the distance to the newest.

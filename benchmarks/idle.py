@@ -66,7 +66,7 @@ def measure(batch: int, cycles: int, segments: int) -> dict[str, Any]:
             step()
         ours = (time.perf_counter() - start) / (cycles * BETA)
         idle.append(sync.stats.idle)
-        merge.append(sync.stats.details["merge_seconds"])
+        merge.append(sync.stats.details["landing_seconds"])
         sync.finish()
         dist.barrier()
         start = time.perf_counter()
@@ -100,9 +100,9 @@ def poll(steps: int) -> dict[str, float]:
     for _ in range(2 * steps):  # one cycle: the merge leaves with its last step
         optimizer.step()
     attached = cpu()
-    merges = sync.stats.details["merges"]
+    landings = sync.stats.details["landings"]
     sync.finish()
-    assert merges == 0, "the merge was meant to be in flight all the time"
+    assert landings == 0, "the mean must be in flight all the time"
     return {"attached": attached, "without": without}
 
 

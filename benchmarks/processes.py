@@ -57,7 +57,8 @@ def run(
                 **os.environ,
                 "GLOO_SOCKET_IFNAME": interface,
                 "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": str(ROOT),
+                # Measure this tree, even if another one is installed.
+                "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
             }
             processes.append(subprocess.Popen(argv, env=environment, start_new_session=True))
         codes = [process.wait(timeout=seconds) for process in processes]

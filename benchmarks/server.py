@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from benchmarks.harness import Result, compare, interleave, slowest
 from benchmarks.processes import run
+from offbeat.baselines.parameter_server import ParameterServer
 from offbeat.fabric import Team, TorchCommunicator
-from offbeat.fabric.parameter_server import ParameterServer
 
 
 def _bare(flat: torch.Tensor) -> None:
@@ -40,8 +40,9 @@ def measure(kilobytes: int, together: bool, repetitions: int) -> dict[str, list[
         nonlocal rounds
         rounds += 1
         if asks:
-            server.stage().fill_(1.0)
-            server.push_pull(clock=rounds, least=rounds if together else 0).wait()
+            values.fill_(1.0)
+            server.start("push_pull", clock=rounds, min_clock=rounds if together else 0)
+            server.take(wait=True)
 
     bare = (lambda: dist.all_reduce(flat)) if together else (lambda: _bare(flat))
     seconds = interleave({"server": push_pull, "bare": bare}, repetitions, between=dist.barrier)

@@ -45,7 +45,6 @@ class Case:
         group: Which rows stand together.
         strategy: Text form.
         optimizer: ``sgd`` (momentum 0.9) or ``adamw``.
-        optimizer_state: Of ``attach``.
         latency: Of the network.
         partition: Of the data; None: all workers read everything.
         schedule: ``cosine`` after a short warm-up; or, from a rate for one worker: ``one`` keeps
@@ -57,7 +56,6 @@ class Case:
     group: str
     strategy: str
     optimizer: Literal["sgd", "adamw"] = "sgd"
-    optimizer_state: Literal["local", "average"] = "local"
     latency: str = "100us"
     partition: str | None = None
     schedule: Literal["cosine", "one", "scaled", "at once"] = "cosine"
@@ -92,9 +90,9 @@ def _cases() -> tuple[Case, ...]:
         for outer in ("", ",outer_lr=0.5,outer_momentum=0.8")
     ]
     cases += [
-        Case("optimizer state", "local:period=8", optimizer=optimizer, optimizer_state=state)
+        Case("optimizer state", f"local:period=8{more}", optimizer=optimizer)
         for optimizer in ("sgd", "adamw")
-        for state in ("local", "average")
+        for more in ("", ",optimizer_state=average")
     ]
     cases += [
         Case("LinearScalingWarmup", strategy, schedule=schedule)
@@ -131,12 +129,7 @@ def _train(cell: Cell) -> Row:
     sampler = make_sampler(
         task, case.workers, rank, seed=cell.seed, kind="seldp", partition=case.partition
     )
-    sync = offbeat.attach(
-        task.model,
-        optimizer,
-        offbeat.parse_strategy(case.strategy),
-        optimizer_state=case.optimizer_state,
-    )
+    sync = offbeat.attach(task.model, optimizer, offbeat.parse_strategy(case.strategy))
     for batch in Batches(task, sampler):
         task.loss(task.model, batch).backward()
         optimizer.step()
@@ -209,7 +202,7 @@ def _with(case: Case) -> str:
     parts = [
         f"latency {case.latency}" if case.group == "deferred flags" else "",
         f"`--partition {case.partition}`" if case.partition else "",
-        f"{case.optimizer}, state {case.optimizer_state}" if "state" in case.group else "",
+        case.optimizer if "state" in case.group else "",
         {
             "cosine": "",
             "one": "the rate for one worker",

@@ -11,7 +11,8 @@ import statistics
 import torch
 
 from benchmarks.harness import Result, compare, interleave
-from offbeat.significance import RelativeChange, squared_norm
+from offbeat.averaging.norm import squared_norm
+from offbeat.strategies.trigger import RelativeChange
 
 
 def resnet50() -> list[tuple[int, ...]]:

@@ -1,5 +1,6 @@
-"""What tests of training have in common: attaching, meeting, sinks, and transports with faults."""
+"""What tests of training share: attaching, sinks, and transports that record or fail."""
 
+import weakref
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
@@ -9,8 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import offbeat
-from offbeat.fabric import Communicator, open_communicator
+from offbeat.fabric import Communicator, Handle, open_communicator
+from offbeat.fabric.communicator import Wrapper
 from offbeat.fabric.faults import Fault, Faults
+from offbeat.fabric.operation import Operation
 from offbeat.fabric.torch_distributed import TorchCommunicator
 from offbeat.strategies.base import Strategy
 from problems import flat, loss_of
@@ -46,7 +49,7 @@ def sgd(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
 
 def trained(sync: Any, model: nn.Module, batches: list[Any]) -> list[Tensor]:
     """The model after each step. A list of batches is one step on the mean of their losses."""
-    optimizer, trace = sync._worker.parts[0].optimizer, []
+    optimizer, trace = sync._worker.optimizers[0].optimizer, []
     for batch in batches:
         optimizer.zero_grad()
         several = batch if isinstance(batch, list) else [batch]
@@ -114,3 +117,40 @@ class Faulty:
             inner = open_communicator(None, timeout_seconds, what="a test")
         self.made = Faults(inner, self._faults)
         return self.made
+
+
+class Recorded:
+    """The world's own communicators, which record the operations that this worker starts.
+
+    Attributes:
+        operations: Kind, name and bytes of each operation, in order.
+        tensors: The tensors sent, which are not kept alive.
+    """
+
+    def __init__(self) -> None:
+        self.operations: list[tuple[str, str, int]] = []
+        self.tensors: list[weakref.ref[Tensor]] = []
+
+    def make_communicator(self, timeout_seconds: float) -> Communicator:
+        return _Recording(open_communicator(None, timeout_seconds, what="a test"), self)
+
+    def sums(self, name: str) -> list[int]:
+        """Bytes of the sums whose names begin with ``name``."""
+        return [b for kind, what, b in self.operations if kind == "Sum" and what.startswith(name)]
+
+
+class _Recording(Wrapper):
+    def __init__(self, inner: Communicator, record: Recorded) -> None:
+        super().__init__(inner)
+        self._record = record
+
+    def start(self, operation: Operation[Any]) -> Handle[Any]:
+        size = operation.sent_bytes(self.rank)
+        self._record.operations.append((type(operation).__name__, operation.what, size))
+        tensor = getattr(operation, "tensor", None)
+        if tensor is not None:
+            self._record.tensors.append(weakref.ref(tensor))
+        return super().start(operation)
+
+    def twin(self) -> Communicator:
+        return _Recording(self.inner.twin(), self._record)

@@ -174,7 +174,7 @@ def test_statistics_at_consensus_and_finish(strategy: offbeat.Strategy) -> None:
         for name in (*STATISTICS, "0.num_batches_tracked"):
             assert torch.equal(result["mean"][name], results[0]["mean"][name])
             assert torch.equal(result["end"][name], results[0]["end"][name])
-            # Eager, a merge of the others may land in a worker that waits for them.
+            # Eager: a mean of the others may land in a worker that waits for them.
             assert merged or torch.equal(result["after"][name], result["own"][name])
         assert result["mean"]["0.num_batches_tracked"] == max(steps)
         assert result["mean"]["0.num_batches_tracked"].dtype == torch.int64

@@ -90,7 +90,7 @@ def test_a_worker_without_them_trains_with_others(
             optimizer.zero_grad()
             wide_loss(model, rank, step).backward()
             optimizer.step()
-        parts = sync.state_dict()["state"]["parts"]
+        parts = sync.state_dict()["state"]["pipeline"]["parts"]
         bases: list[Tensor] = [base for part in parts for base in part["base"]]
         sync.finish()
         return {"P": torch.cat(bases), "end": flat(model)}

@@ -108,6 +108,6 @@ def test_a_synchronizer_says_who_it_is_and_what_it_did() -> None:
     for rank, shown in enumerate(simulated(states, workers=2)):
         captions = [ElementTree.fromstring(one).findtext(".//caption") for one in shown]
         who = f"worker {rank} of 2, {{}}: local:period=2"
-        assert captions == [who.format("at work")] * 4 + [who.format("finished")]
+        assert captions == [who.format("active")] * 4 + [who.format("finished")]
         steps = [ElementTree.fromstring(one).findall(".//tr")[1][1].text for one in shown]
         assert steps == ["1", "2", "3", "4", "4"]

@@ -5,12 +5,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
 
-from loops import attach, sgd
 from pages import DOCS
-from problems import flat, make_batch, make_model, train_step
-from worlds import simulated
 
 TESTS = Path(__file__).parent
 
@@ -53,7 +49,7 @@ ROWS = [
         "at once",
         "`CommunicationError: … rank 0, which died or was cut off`",
         "no copy of its shard; the last checkpoint",
-        "strategies/test_server.py::test_a_dead_worker_is_named_by_every_survivor",
+        "baselines/test_server_strategies.py::test_a_dead_worker_is_named_by_every_survivor",
     ),
     Row(
         "a client of a parameter server is killed, while the server's worker computes",
@@ -84,16 +80,16 @@ ROWS = [
         "fabric/test_failures.py::test_who_does_not_come_is_named",
     ),
     Row(
-        'a worker is killed, under `on_failure="continue"`',
+        "a worker is killed, with `min_workers=1`",
         "at once",
-        "they go on from what they have in common, with means over who is there",
+        "they continue from what they have in common, with means over the workers that are left",
         "all but the steps that the lost worker had not contributed",
-        "training/test_elastic_processes.py::test_training_goes_on",
+        "training/test_elastic_processes.py::test_training_continues",
     ),
     Row(
-        "a worker is stopped or cut off for too long, under the same",
+        "a worker is stopped or cut off for too long, with the same",
         "after `timeout_seconds`",
-        "they go on; it raises `CommunicationError: … left behind` when it comes back",
+        "they continue; it raises `CommunicationError: … left behind` when it comes back",
         "the same",
         "fabric/test_regroup.py::test_one_that_was_stopped_is_left_behind_and_disturbs_nobody",
     ),
@@ -106,24 +102,24 @@ ROWS = [
     ),
     Row(
         "NaN or infinity in one worker's model or gradients",
-        "at the next mean, or push; a warning names the rank",
-        "NaN from then on",
-        "the last checkpoint",
-        "test_survival.py::test_nan_of_one_worker_is_everyones",
-    ),
-    Row(
-        'the same with `non_finite="raise"`',
         "before the next mean, or push",
         "`OffbeatError: rank 1 would contribute NaN …`; or `… which gave up`, after others",
         LIVES,
-        "training/test_non_finite.py::test_raise_stops_all_workers_before_the_mean",
+        "training/test_non_finite.py::test_by_default_all_workers_raise_before_the_mean",
     ),
     Row(
-        'the same with `non_finite="leave_out"`',
+        'the same with `non_finite="warn"`',
+        "at the next mean, or push; a warning names the rank",
+        "NaN from then on",
+        "the last checkpoint",
+        "training/test_non_finite.py::test_a_warning_is_logged_once",
+    ),
+    Row(
+        'the same with `non_finite="exclude"`',
         "at the next mean; a warning names the rank",
         "the mean of the others; that worker, too",
-        "training goes on",
-        "training/test_non_finite.py::test_who_is_left_out_changes_no_mean",
+        "training continues",
+        "training/test_non_finite.py::test_an_excluded_worker_changes_no_mean",
     ),
     Row(
         "a worker is killed while checkpoints are written",
@@ -232,23 +228,3 @@ def test_the_page_has_the_table_of_this_list() -> None:
 def test_every_row_names_a_test_that_there_is(row: Row) -> None:
     path, _, name = row.test.partition("::")
     assert f"\ndef {name}(" in (TESTS / path).read_text(encoding="utf-8")
-
-
-def train_to_nan(rank: int, size: int, text: str) -> list[bool]:
-    model = make_model(seed=rank)
-    optimizer = sgd(model)
-    sync = attach(model, optimizer, text)
-    finite = []
-    for step in range(4):
-        x, y = make_batch(rank, step)
-        train_step(model, optimizer, (x * (torch.nan if (rank, step) == (1, 1) else 1), y))
-        finite.append(bool(flat(model).isfinite().all()))
-    sync.detach()
-    return finite
-
-
-@pytest.mark.parametrize("text", ["bsp", "local:period=1"])
-def test_nan_of_one_worker_is_everyones(text: str) -> None:
-    """By default nothing raises, and no worker is left out of a mean."""
-    for finite in simulated(train_to_nan, text, workers=3):
-        assert finite == [True, False, False, False]

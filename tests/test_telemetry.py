@@ -77,7 +77,7 @@ def test_stats_of_nothing_are_0() -> None:
 
 def test_stats_to_dict_has_all_numbers() -> None:
     """The fields and the derived numbers, ready for JSON."""
-    stats = Stats(steps=4, syncs=1, wait_seconds=1.0, compute_seconds=1.0, details={"merges": 2})
+    stats = Stats(steps=4, syncs=1, wait_seconds=1.0, compute_seconds=1.0, details={"landings": 2})
     shown = json.loads(json.dumps(stats.to_dict()))
     assert shown.keys() == {f.name for f in dataclasses.fields(Stats)} | {
         "flags",
@@ -86,7 +86,7 @@ def test_stats_to_dict_has_all_numbers() -> None:
         "idle",
     }
     assert (shown["local_steps"], shown["lssr"], shown["idle"]) == (3, 0.75, 0.5)
-    assert shown["details"] == {"merges": 2}
+    assert shown["details"] == {"landings": 2}
 
 
 def count(rank: int, size: int, steps: int) -> Any:
@@ -110,14 +110,14 @@ def count(rank: int, size: int, steps: int) -> Any:
 
 @pytest.mark.parametrize(("steps", "rest"), [(7, 1), (6, 0)])
 def test_payload_bytes_of_local_sgd_are_exact(steps: int, rest: int) -> None:
-    """A mean is 7 float64 of the roll and the model; attach and consensus do not count."""
+    """A mean is 7 float64 of the vote and the model; attach and consensus do not count."""
     mean = 8 * 7 + 8 * 40
     assert PARAMETERS == 40
     for start, each, running, stats, closed in run(count, steps, workers=2):
         assert start == 0
         assert each == [0, 0, mean, 0, 0, mean, 0][:steps]
         assert running == 2 * mean
-        # finish: a roll, and the model only if there were steps since the last mean
+        # finish: a vote, and the model only if there were steps since the last mean
         assert stats.payload_bytes == 2 * mean + 8 * 7 + rest * 8 * 40
         assert (stats.steps, stats.syncs, stats.flags) == (steps, 2, 0)
         assert stats.lssr == (steps - 2) / steps
@@ -194,7 +194,7 @@ def test_one_line_a_step_with_what_was_decided(tmp_path: Path) -> None:
         read(tmp_path / "run.rank0.jsonl"), read(tmp_path / "run.rank1.jsonl"), *flags, strict=True
     ):
         assert line0["decision"] == line1["decision"] == ("sync" if any(asked) else "local")
-        assert line0["payload_bytes"] == 8 * 7 + any(asked) * 8 * 40
+        assert line0["payload_bytes"] == 8 * 9 + any(asked) * 8 * 40
     assert any(not any(asked) for asked in zip(*flags, strict=True)), "some steps are local"
 
 

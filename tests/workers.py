@@ -7,6 +7,7 @@ call it outside of one, and the store is kept by a process that nobody kills; it
 """
 
 import faulthandler
+import gc
 import os
 import signal
 import socket
@@ -22,13 +23,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from offbeat import attach  # noqa: F401 - with all modules of the package
 from offbeat.kernels import kernels
 
 # torch asks for the name of every loopback connection, and a name server that is out of reach keeps
 # it waiting for 5 s: nobody is asked.
 os.environ["RES_OPTIONS"] = "attempts:0"
-torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports, once, what every child needs
-kernels()  # likewise, for a lossy wire
+# What every child needs is imported and compiled once, here.
+torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports more of torch when it is made
+kernels()
 
 
 class WorkerFailedError(AssertionError):
@@ -48,6 +51,7 @@ def _main(
     listener: socket.socket,
     kept: bool,
 ) -> None:
+    gc.freeze()  # the objects of the parent: collecting them would copy their memory to each child
     faulthandler.enable()
     torch.set_num_threads(1)
     host, port = listener.getsockname()

@@ -2,12 +2,11 @@
 
 Models are dummies, smaller than the real ones by a factor of 1000 (SelSync's) or 100 (GoogLeNet),
 on links slower by the same factor; latencies stay. So means take as long as the real ones in one
-bucket, and the 56 bytes of a roll a little longer; the strategies' forecasts with the real sizes
-say by how little. A dummy is one tensor, so BSP does not overlap with backward, as in SelSync's
+bucket, and the 56 bytes of a roll a little longer; formulas with the real sizes say by how little.
+A dummy is one tensor, so BSP does not overlap with backward, as in SelSync's
 published code.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -16,11 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import offbeat
-from offbeat import Compute, Network, Strategy, simulate
+from offbeat import BSP, AsyncAveraging, Compute, Network, SelSync, Strategy, simulate
+from offbeat.averaging.votes import Vote
 from offbeat.costs import all_reduce_seconds
-from offbeat.strategies.forecast import ROLL_BYTES, Costs, Forecast
 
 LATENCY = 1e-4
+ROLL_BYTES = 8 * Vote.SLOTS
+TAIL_BYTES = 4 * (Vote.SLOTS + 2)  # what the workers agree on with their gradients
 NO_SPIKES: Mapping[int, int] = {}  # step → the worker whose gradient is twice as large
 
 
@@ -88,26 +89,28 @@ class Setting:
         slowest: dict[str, float] = max(result.results, key=lambda one: one["step_seconds"])
         return slowest
 
-    def plan(
-        self,
-        parameters: int,
-        step: float,
-        strategies: Iterable[Strategy],
-        lssr: float = 0.5,
-        workers: int | None = None,
-    ) -> list[Forecast]:
-        """The formulas, with the real sizes in one bucket."""
-        costs = Costs(
-            workers=self.workers if workers is None else workers,
-            step_seconds=step,
-            bytes_per_second=self.bandwidth / 8,
-            latency_seconds=LATENCY,
-            model_bytes=4.0 * parameters,
-            lssr=lssr,
-            bucket_bytes=math.inf,
-            first_bucket_bytes=math.inf,
-        )
-        return [strategy.forecast(costs) for strategy in strategies]
+    def step_seconds(
+        self, strategy: Strategy, parameters: int, step: float, lssr: float = 0.5
+    ) -> float:
+        """By formula, with the real sizes in one bucket, for steps of so many seconds alone.
+
+            BSP               t + A(gradients, and what the workers agree on)
+            SelSync           t + r + (1 − LSSR)·m
+            cyclic averaging  max(β·t, r + m)/β
+
+        A is a ring all-reduce, m that of the model, r that of a roll, β half of the staleness.
+        """
+        size = 4.0 * parameters
+        mean, roll = self.mean_seconds(size), self.roll_seconds
+        match strategy:
+            case BSP():
+                return step + self.mean_seconds(size + TAIL_BYTES)
+            case SelSync():
+                return step + roll + (1 - lssr) * mean
+            case AsyncAveraging(staleness=staleness, schedule="cyclic"):
+                cycle = staleness // 2
+                return max(cycle * step, roll + mean) / cycle
+        raise ValueError(f"no formula for {strategy}")
 
     def mean_seconds(self, size_bytes: float) -> float:
         return all_reduce_seconds(size_bytes, self.workers, self.bandwidth / 8, LATENCY)
@@ -121,9 +124,8 @@ CLUSTER = Setting(16, 5e9, 1000)
 FOUR = Setting(4, 1e9, 100)
 
 
-def off_plan(found: Iterable[Mapping[str, float]], planned: Iterable[Forecast]) -> float:
+def off_formula(found: Iterable[Mapping[str, float]], expected: Iterable[float]) -> float:
     """The largest relative difference of a step's seconds from the formulas."""
     return max(
-        abs(one["step_seconds"] / forecast.step_seconds - 1)
-        for one, forecast in zip(found, planned, strict=True)
+        abs(one["step_seconds"] / seconds - 1) for one, seconds in zip(found, expected, strict=True)
     )

@@ -6,7 +6,7 @@ or 13.0 M with the two auxiliary classifiers, which take part in training.
 
 from typing import Any
 
-from benchmarks.papers.cluster import FOUR, off_plan
+from benchmarks.papers.cluster import FOUR, off_formula
 from offbeat import BSP, AsyncAveraging
 
 GOOGLENET = {"GoogLeNet": 6_624_904, "GoogLeNet + auxiliary": 13_004_888}
@@ -25,7 +25,7 @@ def _size(parameters: int, step_seconds: tuple[float, ...]) -> dict[str, Any]:
         common = {"parameters": parameters, "step_seconds": step}
         alone = FOUR.run(BSP(), **common, steps=2, workers=1)["step_seconds"]
         strategies = [AsyncAveraging(staleness=staleness) for staleness in STALENESS]
-        planned = FOUR.plan(parameters, step, [BSP(), *strategies])
+        expected = [FOUR.step_seconds(one, parameters, step) for one in (BSP(), *strategies)]
         found = {"bsp": FOUR.run(BSP(), **common, steps=2)}
         for strategy in strategies:
             cycle = strategy.staleness // 2
@@ -39,7 +39,7 @@ def _size(parameters: int, step_seconds: tuple[float, ...]) -> dict[str, Any]:
                     key: FOUR.workers * alone / one["step_seconds"] for key, one in found.items()
                 },
                 "idle": {key: one["idle"] for key, one in found.items()},
-                "off_plan": off_plan(found.values(), planned),
+                "off_plan": off_formula(found.values(), expected),
             }
         )
     merge = FOUR.mean_seconds(4 * parameters) + FOUR.roll_seconds

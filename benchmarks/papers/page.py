@@ -88,8 +88,8 @@ smaller. There is no jitter here and nobody else on the network, so these zeros 
 **Not modelled.** Overlap of BSP with backward, input, the optimizer, copies between GPU and host,
 means in several buckets (each pays 3 ms of latency with 16 workers). The iterations are the
 paper's; that SelSync needs as many here was not tried. All simulated step times of ring and merges
-are within {off_plan:.2f} % of the strategies' own forecasts with the real sizes; what remains is
-the roll, whose 56 bytes travel on the slower link.
+are within {off_plan:.2f} % of formulas with the real sizes; what remains is the roll, whose 56
+bytes travel on the slower link.
 """
 
 

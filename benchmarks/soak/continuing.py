@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from benchmarks.soak.model import RATE
 from benchmarks.soak.perform import Outcome
-from benchmarks.soak.plan import EAGER, JOINING, SERVERS, Case
+from benchmarks.soak.plan import EAGER, JOINING, Case
 from benchmarks.soak.policy import SLACK_SECONDS, Policy, finished
 from benchmarks.soak.worker import FIRST_STEP, Report
 
@@ -18,10 +18,8 @@ _STORE_SECONDS = 2.0
 _EXACT = 1e-5  # of a step
 _COUNTED = (
     *("bsp", "local:period=2", "selsync:delta=0.3", "selsync:delta=0.3,aggregate=gradients"),
-    *("fedavg:period=2,fraction=0.5", "fedavg:period=3,fraction=0.5,unselected=restart"),
     *("diloco:period=3,outer_lr=1,outer_momentum=0", "async:staleness=4"),
     *("async:staleness=4,schedule=eager", "streaming:parts=3,staleness=4,outer_gain=1"),
-    *("ssp:staleness=2", "ssp:staleness=2,servers=0/", "downpour", "downpour:servers=0/"),
 )
 
 
@@ -139,29 +137,20 @@ def _members(case: Case, outcome: Outcome) -> Iterator[str]:
 def _steps(case: Case, outcome: Outcome) -> Iterator[str]:
     """No step of those who are there is lost, or counts twice: each moves ``steps`` by the rate.
 
-    Only over an exact wire; and not where there is an outer step or a centre.
+    Only over an exact wire; and not where there is an outer step.
     """
     if not case.counts or case.strategy not in _COUNTED:
         return
     done = [(rank, r) for rank, r in _left(case, outcome) if r.outcome == "finished"]
-    least, most = _moved(case, outcome, [report for _, report in done])
+    least, most = _moved(case, [report for _, report in done])
     for rank, report in done:
         moved = -float.fromhex(report.values[-1]) / RATE
         if not least - _EXACT < moved < most + _EXACT:
             yield f"rank {rank} has the model of {moved:.4f} steps, not {least:g} to {most:g}"
 
 
-def _moved(case: Case, outcome: Outcome, done: list[Report]) -> tuple[float, float]:
+def _moved(case: Case, done: list[Report]) -> tuple[float, float]:
     """How many steps the model may have gone."""
-    if case.strategy in SERVERS:  # where the last number of the model is with the last server
-        moved = sum(report.shares for report in done)
-        last = 0 if "servers=0/" in case.strategy else case.workers - 1
-        lost = [outcome.reached[rank] - FIRST_STEP + 1 for rank in case.victims]
-        more = sum(steps for steps in lost if steps > 0) / max(1, case.workers - 1)
-        if last in case.victims or case.kind == "kill newcomer":
-            # What is not with a server counts as in the mean of the workers' models.
-            return moved - case.steps, max(moved, case.steps) + more
-        return moved, moved + more
     # Those who have gone apart are averaged when a view changes, and each goes on from its own
     # step. Who has come to its last one then takes part in further means with weight 0; and of one
     # that is lost later the mean has had fewer steps, or more.

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.soak.plan import Case
+from offbeat.averaging.model_flow import ModelFlow
+from offbeat.baselines.server_strategy import ServerFlow
 
 RATE = 1 / 64  # of learning
 
@@ -37,27 +39,26 @@ class Constant(nn.Module):
 
 def regions(sync: Any) -> list[list[Tensor]]:
     """Tensors whose numbers are all the same at any time, because they are exchanged together."""
-    state = sync._worker.state
+    flow = sync._iteration.flow
     named = [(name, p.detach()) for name, p in sync._worker.replica.parameters]
     apart = {p.data_ptr() for name, p in named if name == "steps"}
-    for name in ("parts", "fragments"):
-        if flights := getattr(state, name, None):
-            return [
-                [
-                    t
-                    for b in flight.buckets[: flight.parameter_buckets]
-                    for t in b.tensors
-                    if t.data_ptr() not in apart
-                ]
-                for flight in flights
+    if isinstance(flow, ModelFlow):
+        return [
+            [
+                t
+                for b in part.buckets[: part.parameter_buckets]
+                for t in b.parameters
+                if t.data_ptr() not in apart
             ]
-    server = getattr(state, "server", None)
-    if server is None:
+            for part in flow.pipeline.parts
+        ]
+    if not isinstance(flow, ServerFlow):
         return [[p for name, p in named if name != "steps"]]
-    pieces: list[list[Tensor]] = [[] for _ in server._places]
+    places = [*flow.server._slices.values()]
+    pieces: list[list[Tensor]] = [[] for _ in places]
     start = 0
     for name, tensor in named:
-        for i, place in enumerate(server._places):
+        for i, place in enumerate(places):
             low, high = max(place.start, start), min(place.stop, start + tensor.numel())
             if low < high and name != "steps":
                 pieces[i].append(tensor[low - start : high - start])

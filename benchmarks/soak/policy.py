@@ -10,8 +10,7 @@ from typing_extensions import override
 
 from benchmarks.soak.perform import Outcome
 from benchmarks.soak.plan import BY_ITSELF, EAGER, SAVING, SERVERS, Case
-from benchmarks.soak.worker import FINISHED, FIRST_STEP, Report, non_finite_of
-from offbeat import parse_strategy
+from benchmarks.soak.worker import FINISHED, FIRST_STEP, Report
 
 # Of ``Report.spread``: over an exact wire, and over another, where numbers that differ in the last
 # bit may be rounded to different ones.
@@ -193,10 +192,7 @@ def _whole(case: Case, outcomes: list[Outcome]) -> Iterator[str]:
                 yield f"{name}: the model of rank {rank} is not finite"
             # A Ctrl-C may come between two parameters of the optimizer's own step.
             steps = case.kind == "interrupt" and rank == case.victim and outcome.run.breaks
-            # Shards are cut anew where others serve, across what was never exchanged together.
-            moved = "servers=0/" not in case.strategy or 0 in dead
-            cut = case.strategy in SERVERS and moved and report.view > 0
-            if report.spread > limit and not steps and not cut:
+            if report.spread > limit and not steps:
                 yield (
                     f"{name}: the model of rank {rank} is no whole: numbers that must be equal are "
                     f"{report.spread:.2g} apart"
@@ -219,15 +215,13 @@ def _excused(case: Case, outcome: Outcome, rank: int) -> bool:
     unanswered = case.own_store and 0 in case.victims and (case.kind == "stop" or case.continues)
     if unanswered or (case.kind == "unplug" and rank == case.victim and report.descriptors <= 0):
         return True
-    # A server's thread that has received half of a message; in each view.
-    servers = case.strategy in SERVERS
-    if servers and report.left - report.at > _HALF_SECONDS:
+    # A thread of a parameter server that has received half of a message.
+    if case.strategy in SERVERS and report.left - report.at > _HALF_SECONDS:
         return True
-    halves = len(case.victims) if servers and case.continues else 0
     # While gloo connects it may wait for ever for one that dies then, connected to the others.
     failed = max((r.view - r.changes for r in outcome.reports if r is not None), default=0)
-    most = 6 * halves + (4 + 2 * (case.workers + case.newcomers)) * failed
-    return report.descriptors <= most and report.threads <= 2 * (halves + failed)
+    most = (4 + 2 * (case.workers + case.newcomers)) * failed
+    return report.descriptors <= most and report.threads <= 2 * failed
 
 
 def finished(case: Case, outcome: Outcome, expected: list[str] | None) -> Iterator[str]:
@@ -251,7 +245,7 @@ def finished(case: Case, outcome: Outcome, expected: list[str] | None) -> Iterat
 
 def _not_finite(case: Case, outcome: Outcome) -> Iterator[str]:
     """As ``non_finite`` says."""
-    asked = non_finite_of(case, parse_strategy(case.strategy))
+    asked = case.non_finite
     serves = case.strategy in SERVERS
     told = f"rank {case.victim} would {'push' if serves else 'contribute'} NaN or infinity"
     reports = [report for report in outcome.reports if report is not None]
@@ -270,7 +264,7 @@ def _not_finite(case: Case, outcome: Outcome) -> Iterator[str]:
             continue
         if report.outcome != "finished":
             yield f"rank {rank} has not finished: {_of(report)}"
-        if asked == "leave_out" and not report.finite:
+        if asked == "exclude" and not report.finite:
             yield f"rank {rank} is not finite"
         # Eager ones may have sent it on before they are told.
         wanted = "NaN or infinity" if case.strategy in EAGER else told

@@ -26,7 +26,6 @@ from torch import nn
 import offbeat
 from benchmarks.soak.model import RATE, Constant, gradient, spread_of
 from benchmarks.soak.plan import BY_ITSELF, Case
-from offbeat.strategies.base import Strategy
 
 CONNECTED, ASKING = 1, 2  # what a worker has reached before its first step
 FIRST_STEP = 10
@@ -273,9 +272,8 @@ def _train(
             strategy,
             group=group,
             wire=case.wire,
-            non_finite=non_finite_of(case, strategy),
-            on_failure="continue" if case.continues else "raise",
-            min_workers=case.min_workers,
+            non_finite=case.non_finite,
+            min_workers=case.min_workers if case.continues else None,
             timeout_seconds=case.timeout_seconds,
         )
         report.begun = sync.step
@@ -307,11 +305,6 @@ def _asked(rank: int, place: Place, progress: Progress) -> Any:
         time.sleep(0.005)
     progress.write(rank, ASKING)
     return offbeat.join(place.address)
-
-
-def non_finite_of(case: Case, strategy: Strategy) -> Any:
-    """What the case asks for, if this strategy can do it."""
-    return case.non_finite if case.non_finite in strategy.non_finite else "warn"
 
 
 def _settle(report: Report, before: tuple[int, int], seconds: float) -> None:

@@ -23,12 +23,14 @@ __all__ = [
     "DiLoCo",
     "Downpour",
     "FedAvg",
+    "Forecast",
     "JsonLines",
     "LinearScalingWarmup",
     "LocalSGD",
     "MismatchError",
     "Network",
     "OffbeatError",
+    "Plan",
     "SelSync",
     "Simulation",
     "Stats",
@@ -42,6 +44,7 @@ __all__ = [
     "join",
     "load",
     "parse_strategy",
+    "plan",
     "recalibrate_batchnorm",
     "save",
     "simulate",
@@ -49,6 +52,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from offbeat import data
+    from offbeat.attach import attach
+    from offbeat.baselines import EASGD, SSP, Downpour, FedAvg
     from offbeat.batchnorm import recalibrate_batchnorm
     from offbeat.errors import (
         AttachError,
@@ -59,33 +64,30 @@ if TYPE_CHECKING:
         OffbeatError,
     )
     from offbeat.fabric import join
+    from offbeat.plan import Forecast, Plan, plan
+    from offbeat.registry import parse_strategy
     from offbeat.schedule import LinearScalingWarmup
     from offbeat.simulate import Compute, Network, Simulation, simulate
     from offbeat.strategies import (
         BSP,
-        EASGD,
-        SSP,
         AsyncAveraging,
         DiLoCo,
-        Downpour,
-        FedAvg,
         LocalSGD,
         SelSync,
         Strategy,
         StreamingAveraging,
-        parse_strategy,
     )
+    from offbeat.synchronizer import Synchronizer
     from offbeat.telemetry import JsonLines, Stats, TensorBoard, WandB
-    from offbeat.training.attach import attach
     from offbeat.training.checkpoints import load, save
-    from offbeat.training.synchronizer import Synchronizer
 else:
     __getattr__ = late(
         __name__,
         __all__,
         (
-            *("data", "batchnorm", "errors", "fabric", "schedule", "simulate", "strategies"),
-            *("telemetry", "training.attach", "training.checkpoints", "training.synchronizer"),
+            *("data", "batchnorm", "errors", "fabric", "plan", "schedule", "simulate"),
+            *("strategies", "baselines", "registry", "telemetry", "attach", "synchronizer"),
+            "training.checkpoints",
         ),
     )
 
@@ -95,10 +97,10 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keeps ``simulate`` the function, whenever the package of that name is imported."""
+    """Keeps ``attach``, ``plan`` and ``simulate`` functions: modules have these names, too."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name != "simulate" or not isinstance(value, ModuleType):
+        if name not in ("attach", "plan", "simulate") or not isinstance(value, ModuleType):
             super().__setattr__(name, value)
 
     def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:

@@ -10,7 +10,7 @@ from offbeat.arguments import range_of
 from offbeat.cli import view
 from offbeat.lab.baselines import BASELINES
 from offbeat.lab.recipes import RECIPES
-from offbeat.strategies import STRATEGIES
+from offbeat.registry import STRATEGIES
 
 
 def test_recipes_are_listed(call: Call) -> None:

@@ -20,7 +20,7 @@ from offbeat.cli import network
 from offbeat.lab import probe as probing
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.probe import Pair
-from offbeat.strategies import parse_strategy
+from offbeat.registry import parse_strategy
 
 NETWORKED = shlex.split("plan --parameters 25M --step-time 120ms --workers 16 --bandwidth 5gbit")
 SUGGESTED = {
@@ -156,9 +156,9 @@ def test_plan_as_json(call: Call) -> None:
 
 def test_plan_of_strategies_over_a_wire(call: Call) -> None:
     """-s forecasts what is asked for, --wire how it would travel."""
-    argv = (*NETWORKED, "--json", "-s", "fedavg:period=8", "-s", "local:period=8")
+    argv = (*NETWORKED, "--json", "-s", "diloco:period=8", "-s", "local:period=8")
     exact, lossy = (json.loads(call(*argv, *wire)[1]) for wire in ((), ("--wire", "int8")))
-    assert [row["strategy"] for row in exact["rows"]] == ["fedavg:period=8", "local:period=8"]
+    assert [row["strategy"] for row in exact["rows"]] == ["diloco:period=8", "local:period=8"]
     assert 0.25 < lossy["rows"][0]["payload_bytes"] / exact["rows"][0]["payload_bytes"] < 0.28
     assert lossy["recommendation"]["strategy"] == "local:period=8"
     code, out, err = call(*NETWORKED, "--wire", "int3", "-s", "easgd")

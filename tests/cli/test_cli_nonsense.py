@@ -129,7 +129,7 @@ def write_mnist(
             ".*/words/test.txt: a text must have more than 35 words, got 2",
         ),
         # plan and probe
-        (f"{NET} -n {HUGE}", f"workers must be at most 1,000,000, got {HUGE}"),
+        (f"{NET} -n {HUGE}", f"workers must be at most 10,000, got {HUGE}"),
         (f"{NET} --parameters 1e300", "'1e300' is not a count; .*"),
         (f"{NET} --parameters=", "'' is not a count; .*"),
         (f"{NET} --step-time=", "'' is not a duration; .*"),

@@ -36,7 +36,7 @@ from offbeat.lab.events import Evaluation, Event
 from offbeat.lab.job import Job
 from offbeat.lab.recipes import RECIPES, Setup, Task
 from offbeat.lab.report import SHARE_MEANS
-from offbeat.strategies import STRATEGIES
+from offbeat.registry import STRATEGIES
 from offbeat.units import parse_seconds
 from pages import code_on
 
@@ -130,13 +130,13 @@ def test_mistakes_in_a_job_are_one_line(
         ("compare digits -s bsp --seeds 0", "seeds must be at least 1, got 0"),
         ("train digits --evaluations 0", "evaluations must be at least 1, got 0"),
         (
-            "train digits -s downpour --optimizer-state average",
-            'optimizer_state="average" with downpour: .*',
+            "train digits -s downpour --wire int8",
+            "wire='int8' with downpour: .*",
         ),
         ("train nope.py", "looked for the recipe nope.py in nope.py, which does not exist"),
         (
-            "compare digits -s bsp -s easgd --optimizer-state average",
-            'optimizer_state="average" with easgd: .*; an option for some strategies only goes '
+            "compare digits -s bsp -s easgd --wire int8",
+            "wire='int8' with easgd: .*; an option for some strategies only goes "
             "with them, as in -s 'local:period=8 --wire int8'",
         ),
         ("compare digits -s bsp -s nope --wire int8", NO_STRATEGY),
@@ -189,7 +189,7 @@ def test_mistakes_in_a_simulation_are_one_line(
         ("--inside 1Gbit/s", "inside needs nodes of several workers: give workers_per_node"),
         (
             "--workers-per-node 2 -s async --wire auto",
-            "the workers of a node would get different .*",
+            'wire="auto" with node_group: .*',
         ),
     ],
 )

@@ -45,7 +45,7 @@ def test_ceil_alpha_n_different_workers_send(alpha: str, n: int, seed: int, step
 
 
 def test_every_worker_sends_about_equally_often() -> None:
-    """Over 4000 steps within 4 standard deviations; another seed or meeting draws otherwise."""
+    """Over 4000 steps within 4 standard deviations; another seed or consensus draws otherwise."""
     n, steps, alpha = 8, 4000, 0.3  # 3 of 8
     drawn = [draw_senders(0, (0, step), n, alpha) for step in range(steps)]
     counts = [sum(rank in senders for senders in drawn) for rank in range(n)]
@@ -476,10 +476,10 @@ def alone(rank: int, size: int, lengths: list[int], end: str) -> Any:
     with DataInjection(loader, 0.5, 0.5, seed=3, timeout_seconds=20) as injection:
         for _ in range(2):
             epochs.append([y.tolist() for _, y in injection])
-            if end == "meet":
-                injection.away()
+            if end == "barrier":
+                injection.pause()
                 dist.barrier()
-                injection.back()
+                injection.resume()
     with pytest.raises(offbeat.OffbeatError, match="has left the others"):
         iter(injection)
     injection.close()
@@ -492,8 +492,8 @@ def test_without_a_synchronizer() -> None:
 
 
 def test_without_a_synchronizer_epochs_may_differ() -> None:
-    """One at the end of its loader gives nothing; after a meeting steps are counted anew."""
-    results = run(alone, [3, 6, 9], "meet", workers=3)
+    """One at the end of its loader gives nothing; after a barrier steps are counted anew."""
+    results = run(alone, [3, 6, 9], "barrier", workers=3)
     for rank, result in enumerate(results):
         assert [len(epoch) for epoch in result["epochs"]] == [3 * (rank + 1)] * 2
         assert any(len(labels) > 4 for labels in result["epochs"][1][:3])

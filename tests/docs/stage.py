@@ -76,8 +76,7 @@ def _train(steps: int) -> Callable[[], None]:
         own: Space = {}
         model, optimizer = get(own, "model"), get(own, "optimizer")
         inputs, labels = get(own, "dataset").tensors
-        elastic = {"on_failure": "continue", "min_workers": 2}
-        with offbeat.attach(model, optimizer, **elastic) as sync:
+        with offbeat.attach(model, optimizer, min_workers=2) as sync:
             for _ in range(sync.step, steps):
                 nn.functional.cross_entropy(model(inputs), labels).backward()
                 optimizer.step()

@@ -56,6 +56,12 @@ def compiled(block: Block) -> CodeType:
     return compile("\n" * (block.line - 1) + block.code, str(ROOT / block.page), "exec")
 
 
+def run_tests(space: Space) -> None:
+    """Run the tests that a block has defined."""
+    for name in [one for one in space if one.startswith("test_")]:
+        space.pop(name)()
+
+
 def run_on_worker(rank: int, size: int, blocks: Sequence[Block]) -> None:
     """One worker's way down a page. Where a block only attaches, two steps are trained after it."""
     torch.manual_seed(rank)
@@ -71,6 +77,7 @@ def run_on_worker(rank: int, size: int, blocks: Sequence[Block]) -> None:
             get(space, name)
         dist.barrier()  # a block may read what others have written in the one before
         exec(compiled(block), space)
+        run_tests(space)
         if attaches and ".step()" not in block.code and not space["sync"].stats.steps:
             for x, y in list(get(space, "loader"))[:2]:
                 get(space, "loss_fn")(space["model"](x), y).backward()
@@ -106,8 +113,7 @@ def run_once(blocks: Sequence[Block]) -> None:
             assert FIGURE.sub("#", printed) == FIGURE.sub("#", shown.code)
             got, want = ([float(x) for x in FIGURE.findall(one)] for one in (printed, shown.code))
             assert got == pytest.approx(want, rel=0.01)
-        for name in [one for one in space if one.startswith("test_")]:
-            space.pop(name)()
+        run_tests(space)
 
 
 def run_page(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *ways: str | None) -> None:

@@ -1,6 +1,7 @@
 """A wire whose precision changes: nothing that rounding took away is lost."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ from torch import Tensor
 from fabric import communicators
 from offbeat.fabric import Communicator, Completed, Team
 from offbeat.fabric.adaptive import AdaptiveWire
-from offbeat.fabric.choice import Choice
 from offbeat.fabric.wire import Precision
+from offbeat.quantization.precision import PrecisionControl
 
 ELEMENTS, SIZE = 5_003, 3
+CONTROL = PrecisionControl("bfloat16", 3, 64, -1, True, "int8", 0.25, True)
 ORDER: list[Precision] = ["int8", "bfloat16", "int8", "int8", "float32", "bfloat16", "float32"]
 
 
@@ -38,7 +40,7 @@ def exactly(step: int) -> Tensor:
 def add_up(wire: AdaptiveWire, team: Team) -> list[Tensor]:
     results = []
     for step, precision in enumerate(ORDER):
-        wire.choice.precision = precision
+        wire.control.precision = precision
         results.append(wire.sum(inputs(team.rank, step), stream="a", what="test").wait())
     return results
 
@@ -57,9 +59,9 @@ def test_errors_outlive_a_change_of_precision() -> None:
 
 
 def abstain(wire: AdaptiveWire, team: Team) -> tuple[Tensor, Tensor]:
-    wire.choice.precision = "int8"
+    wire.control.precision = "int8"
     first = wire.sum(inputs(team.rank, 0), stream="a", what="test").wait().clone()
-    wire.choice.precision = "float32"
+    wire.control.precision = "float32"
     x = inputs(team.rank, 1)
     second = wire.sum(x, stream="a", what="test", contribute=team.rank != 1).wait().clone()
     third = wire.sum(torch.zeros(ELEMENTS), stream="a", what="test").wait()
@@ -75,11 +77,11 @@ def test_who_contributes_nothing_keeps_its_errors() -> None:
 
 
 def take_back(wire: AdaptiveWire, team: Team, kinds: list[Precision]) -> list[Tensor]:
-    wire.choice.precision = "int8"
+    wire.control.precision = "int8"
     first = wire.sum(inputs(team.rank, 0), stream="a", what="test", tentative=True).wait().clone()
     results = [first]
     for precision in kinds:
-        wire.choice.precision = precision
+        wire.control.precision = precision
         for step in (7, 1):  # the first one is not meant
             handle = wire.sum(inputs(team.rank, step), stream="a", what="test", tentative=True)
             result = handle.wait().clone()
@@ -113,29 +115,27 @@ def looked(wire: AdaptiveWire, team: Team, save: bool) -> list[Any]:
         else:
             told = (2.0, 2.0 * 1.0, waits[0], waits[1], float("inf"))
         wire.acted(Completed(told))
-        trace.append((wire.choice.precision, wire.reason))
+        trace.append((wire.control.precision, wire.reason))
     return trace
 
 
-def test_all_follow_the_rolls_alike() -> None:
-    """After 16 steps, one round late; a roll of before the change does not count; and resumed."""
+def test_all_workers_follow_the_tallies_alike() -> None:
+    """After 16 steps, one round late. A tally from before the change does not count. Resumed."""
     (first, *others) = on_wire(lambda wire, team: looked(wire, team, False))
     assert all(other == first for other in others)
     kinds = [precision for precision, _ in first]
-    # 17 rolls have been acted on when the 16th is looked at. Then 1 is stale, 16 more, in vain: a
+    # 17 rounds are decided when the 16th tally is looked at. Then 1 is stale, 16 more, in vain: a
     # step still takes 1 s. Until the next look, float32; the next try comes 4 looks later.
     assert kinds[:16] == ["float32"] * 16
     assert kinds[16:33] == ["int8"] * 17
     assert kinds[33:] == ["float32"] * 27
-    assert first[20][1] == (
-        "the link keeps all waiting 30 % of the time in float32: int8 from now on"
-    )
+    assert first[20][1] == ("the link made workers wait 30 % of the time in float32")
     (again, *_) = on_wire(lambda wire, team: looked(wire, team, True))
     assert [precision for precision, _ in again] == kinds
 
 
 def saved(wire: AdaptiveWire, team: Team) -> Any:
-    wire.choice = Choice("bfloat16", 2, 0.25, -1, 3, 64)
+    wire.control = replace(CONTROL)
     wire.measured(5, stepping=True)
     team.host.sleep(2.0, "test")
     for told in ((3.0, 3.0, 0.1, 0.2, 0.3), (4.0, 4.0, 0.3, 0.2, 0.1)):
@@ -145,16 +145,16 @@ def saved(wire: AdaptiveWire, team: Team) -> Any:
     other.load_state_dict(state)
     team.host.sleep(1.0, "test")
     states = (state, other.state_dict())
-    return other.choice, other.measured(9, stepping=True), states
+    return other.control, other.measured(9, stepping=True), states
 
 
 def test_a_state_holds_all_of_it() -> None:
     """The choice, the look at hand, and where this worker's own clock stood."""
-    for choice, told, (state, again) in on_wire(saved):
-        assert choice == Choice("bfloat16", 2, 0.25, -1, 3, 64)
+    for control, told, (state, again) in on_wire(saved):
+        assert control == CONTROL
         assert told == (4.0, pytest.approx(3.0), 0.0, 0.0, 0.0)
         ((name, one),), ((_, two),) = state.items(), again.items()
         assert name == "the choice of a precision"
         assert torch.equal(one["summed"], two["summed"])
-        # All but the seconds since the last roll, of which one more has passed.
+        # All but the seconds since the last vote, of which one more has passed.
         assert torch.equal(one["sent"][:-2], two["sent"][:-2])

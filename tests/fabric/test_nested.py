@@ -11,8 +11,9 @@ from torch import Tensor
 import offbeat
 from fabric.operations import classes
 from offbeat.errors import CommunicationError
-from offbeat.fabric import Communicator, Team, Wire
+from offbeat.fabric import Communicator, SingleCommunicator, Team, Wire
 from offbeat.fabric.nested import NodeCommunicator
+from offbeat.fabric.nodes import Node
 from offbeat.fabric.numbers import Plain
 from offbeat.fabric.operation import Await, Exchange, Operation, Receive, Send
 from offbeat.fabric.recording import Recording
@@ -236,27 +237,21 @@ def test_a_lossy_wire_gives_the_bits_of_one_worker_in_each_node(precision: Any) 
             assert torch.equal(one, other)
 
 
-def test_what_has_ended_is_what_the_node_has_agreed_on() -> None:
-    """Or what has been waited for; before the first agreement, whatever has ended."""
+def test_a_node_agrees_on_the_largest_of_each_number() -> None:
+    """Workers of other nodes do not count; the time counts as waiting."""
 
     def work(fabric: NodeCommunicator, place: int, across: Recording) -> Any:
-        twin, x = fabric.twin(), torch.ones(2)
-        first = fabric.sum(x.clone(), what="a")
-        at_once = first.done()
-        fabric.host.sleep(1.0, "until it has ended")
-        found = [at_once, first.done(), fabric.ended()]
-        more = [fabric.sum(x.clone(), what="b"), twin.sum(x.clone(), what="c")]
-        third = fabric.sum(x.clone(), what="d")
-        fabric.host.sleep(1.0, "until they have ended")
-        found += [fabric.ended()]
-        for agreed in ([0, 0], [2, 0], [1, 1]):  # what was done once stays so
-            fabric.agree(iter(agreed))
-            found.append([one.done() for one in (first, *more, third)])
-        third.wait()
-        return [*found, [one.done() for one in (first, *more, third)]]
+        team = Team(fabric, node=Node(fabric, fabric._inside, across))
+        rank = dist.get_rank()
+        fabric.host.sleep(0.5 * place, "some workers come later")
+        agreed = team.agree(float(rank), -float(rank), 3.0)
+        return [*agreed, round(team.account.wait_seconds, 1)]
 
-    for found in between(2, 2, work):
-        assert found == [
-            *(False, True, [1, 0], [3, 1]),
-            *([False] * 4, [True, True, False, False], [True, True, True, False], [True] * 4),
-        ]
+    assert between(2, 2, work) == [
+        *([1.0, 0.0, 3.0, 0.5], [1.0, 0.0, 3.0, 0.0]),
+        *([3.0, -2.0, 3.0, 0.5], [3.0, -2.0, 3.0, 0.0]),
+    ]
+
+
+def test_without_a_node_a_worker_agrees_with_itself() -> None:
+    assert Team(SingleCommunicator()).agree(2.0, -1.0) == [2.0, -1.0]

@@ -13,7 +13,7 @@ from fabric.communicators import simulated
 from fabric.operations import classes
 from offbeat.fabric import Communicator, SingleCommunicator, open_communicator
 from offbeat.fabric.recording import Recording, Started
-from offbeat.strategies import parse_strategy
+from offbeat.registry import parse_strategy
 from problems import make_batch, make_model, train_step
 from worlds import run
 

@@ -16,7 +16,6 @@ from fabric.rounding import largest, most, values
 from offbeat.fabric import Communicator, SingleCommunicator, Team, Wire
 from offbeat.fabric.codec import BLOCK, CODECS
 from offbeat.fabric.coding import gathers, update_bits
-from offbeat.fabric.control_only import ControlOnly
 from offbeat.fabric.numbers import Plain
 
 Function = Callable[[Wire, Team], Any]
@@ -528,49 +527,3 @@ def test_an_exact_wire_refuses_a_lossy_sum() -> None:
         return ""
 
     assert all("over a wire of 'float32'" in text for text in simulated(work, "float32"))
-
-
-# -- past the wire --------------------------------------------------------------------------------
-
-
-OPERATIONS: dict[str, Callable[[Communicator, Tensor], Any]] = {
-    "sum": lambda fabric, x: fabric.sum(x, what="my own mean"),
-    "maximum": lambda fabric, x: fabric.maximum(x, what="my own mean"),
-    "gather": lambda fabric, x: fabric.gather(x, what="my own mean"),
-    "broadcast": lambda fabric, x: fabric.broadcast(x, what="my own mean"),
-    "exchange": lambda fabric, x: fabric.exchange(x, what="my own mean"),
-    "of a twin": lambda fabric, x: fabric.twin().sum(x, what="my own mean"),
-}
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_models_are_not_sent_past_a_lossy_wire(name: str) -> None:
-    """Pitfall 31: more numbers than decisions have are refused, in every operation and dtype."""
-    fabric = ControlOnly(SingleCommunicator(), "int8")
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
-        with pytest.raises(ValueError, match=r"my own mean: 2049 numbers sent past wire='int8'"):
-            OPERATIONS[name](fabric, torch.zeros(2049, dtype=dtype))
-
-
-@pytest.mark.parametrize("name", ["send", "receive"])
-def test_models_are_not_sent_past_a_lossy_wire_in_messages(name: str) -> None:
-    fabric = ControlOnly(SingleCommunicator(), "bfloat16")
-    at = {"destination": 1} if name == "send" else {"source": 1}
-    with pytest.raises(ValueError, match="past wire='bfloat16'"):
-        getattr(fabric, name)(torch.zeros(2049), what="my own mean", **at)
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_decisions_pass_a_lossy_wire(name: str) -> None:
-    """A few numbers, and integers and bytes in any number; promises, too."""
-    fabric = ControlOnly(SingleCommunicator(), "int8")
-    for tensor in (
-        torch.ones(2048),
-        torch.ones(10**5, dtype=torch.int64),
-        torch.ones(10**5, dtype=torch.uint8),
-    ):
-        result = OPERATIONS[name](fabric, tensor).wait()
-        assert torch.equal(result[0] if name == "gather" else result, tensor)
-    promise = fabric.host.promise()
-    promise.fulfil(3)
-    assert fabric.fulfilment(promise, what="test").wait() == 3

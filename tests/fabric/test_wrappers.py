@@ -18,7 +18,6 @@ from offbeat.fabric import (
     Team,
     Wrapper,
 )
-from offbeat.fabric.control_only import ControlOnly
 from offbeat.fabric.faults import Faults
 from offbeat.fabric.operation import Operation
 from offbeat.fabric.recording import Recording
@@ -43,7 +42,6 @@ WRAPPERS: dict[str, Callable[[Communicator], Communicator]] = {
     "Accounting": Accounting,
     "Recording": Recording,
     "Faults": lambda inner: Faults(inner, []),
-    "ControlOnly": lambda inner: ControlOnly(inner, "int8"),
     "all": lambda inner: Accounting(Recording(Faults(inner, []))),
 }
 

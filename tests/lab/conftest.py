@@ -1,10 +1,11 @@
-"""One thread for the models here: they are small, and another test process may run beside."""
+"""Set-up of the tests of recipes: one thread per test process, and no models kept between tests."""
 
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from lab import tiny
 from offbeat.lab.recipes import plain_cnns, resnet
 from offbeat.lab.recipes.resnet import ResNet
 
@@ -15,6 +16,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def no_task_is_kept() -> Iterator[None]:
+    """A run that fails leaves its model attached, and the next test would find it."""
+    yield
+    tiny.built.clear()
 
 
 @pytest.fixture

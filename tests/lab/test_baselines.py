@@ -249,10 +249,6 @@ def test_a_result_knows_what_it_does_not(monkeypatch: pytest.MonkeyPatch) -> Non
         ("ideal,period=8", "ideal has no setting 'period'; it has no settings"),
         ("torch:ddp --wire int8", "--wire int8: torch:ddp cannot honour it, leave it out"),
         ("torch:ddp --injection 0.5,0.5", "--injection 0.5,0.5: torch:ddp cannot honour it, .*"),
-        (
-            "torch:postlocal,period=8 --optimizer-state average",
-            "--optimizer-state average: torch:postlocal cannot honour it, leave it out",
-        ),
         ("ideal --wire int8", "--wire int8: ideal cannot honour it, leave it out"),
         ("ideal --injection 0.5,0.5", "--injection 0.5,0.5: ideal cannot honour it, leave it out"),
     ],

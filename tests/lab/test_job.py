@@ -15,7 +15,8 @@ JOB = Job("digits", "bsp", 2)
         "bsp",
         "local:period=8 --wire int8",
         "local:period=8 --lr-scale 0.25 --sampler distributed --injection 0.5,0.25",
-        "fedavg:period=8,weights=1/2 --lr-scale 1e-05 --optimizer-state average",
+        "fedavg:period=8,weights=1/2 --lr-scale 1e-05",
+        "local:period=8,optimizer_state=average --wire int8",
     ],
 )
 def test_a_label_is_what_was_typed(text: str) -> None:
@@ -51,7 +52,7 @@ def test_options_of_the_whole_comparison_stay() -> None:
     ("text", "message"),
     [
         ("bsp --workers 4", "in 'bsp --workers 4': --workers cannot be given to one strategy; .*"),
-        ("bsp --epochs 4", ".*; --lr-scale, --sampler, --injection, --wire, --optimizer-state can"),
+        ("bsp --epochs 4", ".*; --lr-scale, --sampler, --injection, --wire can"),
         ("bsp wire=int8", "in 'bsp wire=int8': wire cannot be given to one strategy; .*"),
         ("bsp --wire", "in 'bsp --wire': --wire needs a value"),
         ("bsp --wire=", "in 'bsp --wire=': --wire needs a value"),
@@ -73,9 +74,12 @@ def test_mistakes_behind_a_strategy_are_one_line(text: str, message: str) -> Non
         ("bsp --lr-scale nan", "lr-scale must be positive and finite, got nan"),
         ("bsp --sampler all", "sampler must be seldp, defdp or distributed, got 'all'"),
         ("bsp --injection 2", "injection must be .*"),
-        ("bsp --optimizer-state mean", "optimizer_state must be .*, got 'mean'"),
-        ("async --optimizer-state average", 'optimizer_state="average" with async: .*'),
-        ("ssp:staleness=1 --optimizer-state average", 'optimizer_state="average" with ssp.*'),
+        ("local:period=8,optimizer_state=mean", "optimizer_state must be .*, got .mean."),
+        ("async:optimizer_state=average", "async has no setting 'optimizer_state'; .*"),
+        (
+            "local:period=8 --optimizer-state average",
+            ".*: --optimizer-state cannot be given to one strategy; .*",
+        ),
         ("nope --wire int8", "unknown strategy 'nope'; .*"),
         ("", "unknown strategy ''; .*"),
     ],
@@ -86,6 +90,12 @@ def test_options_of_a_strategy_are_honoured_or_refused(text: str, message: str) 
     assert re.fullmatch(message, str(caught.value))
 
 
-def test_the_optimizer_s_state_is_averaged() -> None:
-    """A strategy that can do so is given it."""
-    JOB.under("local:period=4 --optimizer-state average").check()
+def test_a_baseline_is_refused_what_attach_refuses() -> None:
+    with pytest.raises(ValueError, match=r"wire='int8' with ssp:staleness=1: baselines .* exact"):
+        JOB.under("ssp:staleness=1 --wire int8").check()
+    with pytest.raises(ValueError, match="node_group with easgd: baselines"):
+        Job("digits", "easgd", 4, workers_per_node=2).check()
+
+
+def test_the_optimizers_state_is_a_setting_of_the_strategy() -> None:
+    JOB.under("local:period=4,optimizer_state=average").check()

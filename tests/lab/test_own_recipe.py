@@ -19,6 +19,7 @@ from offbeat.lab.places import Loopback, VirtualCluster
 from offbeat.lab.recipes import Setup, find_recipe
 from offbeat.lab.recipes.base import HeldOut
 from offbeat.lab.results import read_results
+from offbeat.plan.phantom import shapes_of
 from pages import code_on
 
 CODE = code_on("your-own-model", "def spirals")
@@ -89,9 +90,9 @@ def test_processes_and_simulator_agree(spirals: Path) -> None:
 
 
 def test_it_is_measured(spirals: Path) -> None:
-    """For ``plan --model``: its numbers, and the time of a step."""
-    count, seconds = measure_recipe("spirals.py", steps=5, warmup_steps=1)
-    assert count == 3 * 64 + 65 * 64 + 65 * 3
+    """For ``plan --model``: its tensors, and the time of a step."""
+    model, seconds = measure_recipe("spirals.py", steps=5, warmup_steps=1)
+    assert shapes_of(model).count == 3 * 64 + 65 * 64 + 65 * 3
     assert 0 < seconds < 1
 
 

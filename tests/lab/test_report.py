@@ -101,14 +101,20 @@ def test_columns_are_means_over_the_workers() -> None:
         ("local:period=2", "0.50"),
         ("selsync:delta=0.3 --wire int8", "0.50"),
         ("own.module:Strategy", "0.50"),
+        ("async:staleness=4 --wire int8", "0.50"),
+        ("fedavg:period=2", "0.50"),
+        ("selsync:aggregate=gradients", "0.50"),
         ("ssp:staleness=3", "-"),
         ("downpour", "-"),
         ("easgd:period=2", "-"),
-        ("async:staleness=4 --wire int8", "-"),
+        ("async:staleness=4,schedule=eager --wire int8", "-"),
+        ("streaming", "-"),
+        ("streaming:schedule=cyclic", "0.50"),
     ],
 )
-def test_lssr_is_shown_where_workers_meet(strategy: str, shown: str) -> None:
-    """Where no step is either local or a synchronization, the share of local steps is none."""
+def test_lssr_is_shown_where_workers_synchronize_in_the_same_steps(
+    strategy: str, shown: str
+) -> None:
     assert cell([make(strategy, [(1, 0.9)])], "LSSR") == shown
 
 

@@ -20,7 +20,7 @@ Intel(R) Xeon(R) Processor @ 2.10GHz, 2 cores, 1 seed, --injection 0.5,0.5
 | strategy | time to target | speed-up | final | training time | LSSR | sent per worker | idle |
 |---|---|---|---|---|---|---|---|
 | `bsp` | not reached | - | 0.2972 | 0.1 s | 0.00 | 3.6 MB | 19 % |
-| `async:staleness=4` | not reached | - | 0.2139 | 0.1 s | - | 1.8 MB | 12 % |
+| `async:staleness=4` | not reached | - | 0.2139 | 0.1 s | 0.80 | 1.8 MB | 12 % |
 """
 
 
@@ -53,6 +53,21 @@ def test_jobs_of_other_versions_are_read() -> None:
     values["job"]["colour"] = "blue"
     values["stats"][0]["colour"] = "blue"
     assert Result.from_dict(values) == read_results(OLD)[0]
+
+
+def test_the_optimizer_state_of_an_old_job_is_a_setting_of_its_strategy() -> None:
+    """It was an option of its own; runs with and without it stay apart in the report."""
+    values = json.loads(OLD.read_text(encoding="utf-8").splitlines()[0])
+    for strategy, state, found in (
+        ("local:period=8", "average", "local:period=8,optimizer_state=average"),
+        ("diloco", "average", "diloco:optimizer_state=average"),
+        ("local:period=8", "local", "local:period=8"),
+    ):
+        values["job"].update(strategy=strategy, optimizer_state=state)
+        one = Result.from_dict(values)
+        assert one.strategy == found
+        assert one.label == f"{found} --injection 0.5,0.5"
+        assert Result.from_dict(json.loads(json.dumps(one.to_dict()))) == one
 
 
 def test_flags_of_an_old_file_are_kept() -> None:

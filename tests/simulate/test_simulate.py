@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 import offbeat
 from offbeat import AsyncAveraging, Compute, LocalSGD, Network, SelSync, simulate
+from offbeat.registry import STRATEGIES, parse_strategy
 from offbeat.simulate import DeadlockError, Straggler
-from offbeat.strategies import STRATEGIES, Strategy, parse_strategy
+from offbeat.strategies import Strategy
 from problems import OPTIMIZERS, bsp_reference, flat, loss_of, make_batch, make_model, train_step
 
 STEP = 0.05
@@ -65,7 +66,7 @@ def training(
     return worker
 
 
-ROLL = 7 * 8  # the seven numbers of a roll, in float64
+VOTE = 7 * 8  # the seven numbers of a vote, in float64
 
 
 def test_a_bsp_step_is_compute_and_all_reduce() -> None:
@@ -73,7 +74,7 @@ def test_a_bsp_step_is_compute_and_all_reduce() -> None:
     result = simulate(
         training(offbeat.BSP(), 10), workers=4, network=NETWORK, compute=Compute(STEP)
     )
-    # one bucket: the gradient, the roll (7), 2 numbers of the bucket, 1 of the parameter, float32
+    # one bucket: the gradient, the vote (7), 2 numbers of the bucket, 1 of the parameter, float32
     step = STEP + ring(4 * (25_000 + 7 + 2 + 1), 4)
     for one in result.results:
         assert one["times"] == pytest.approx([step * (i + 1) for i in range(10)], rel=1e-12)
@@ -140,7 +141,7 @@ def test_local_sgd_pays_once_a_period() -> None:
     result = simulate(
         training(LocalSGD(period=4), 12), workers=4, network=NETWORK, compute=Compute(STEP)
     )
-    period = 4 * STEP + ring(ROLL, 4) + ring(100_000, 4)
+    period = 4 * STEP + ring(VOTE, 4) + ring(100_000, 4)
     for one in result.results:
         assert one["times"][3::4] == pytest.approx([period * (i + 1) for i in range(3)], rel=1e-12)
         assert one["times"][0] == pytest.approx(STEP, rel=1e-12)
@@ -148,19 +149,19 @@ def test_local_sgd_pays_once_a_period() -> None:
 
 @pytest.mark.parametrize("elements", [25_000, 100_000])
 def test_cyclic_async_waits_for_what_a_merge_exceeds_the_cycle(elements: int) -> None:
-    """A worker waits max(0, merge − β·step) a cycle, and the rest is free."""
+    """A worker waits max(0, mean − β·step) a cycle, and the rest is free."""
     strategy = AsyncAveraging(staleness=8)
     result = simulate(
         training(strategy, 40, elements), workers=4, network=NETWORK, compute=Compute(STEP)
     )
-    merge = ring(ROLL, 4) + ring(4 * elements, 4)  # the roll goes first over the same cards
-    cycle = max(4 * STEP, merge)
-    assert (merge > 4 * STEP) == (elements == 100_000)
+    mean = ring(VOTE, 4) + ring(4 * elements, 4)  # the vote goes first over the same cards
+    cycle = max(4 * STEP, mean)
+    assert (mean > 4 * STEP) == (elements == 100_000)
     for one in result.results:
         ends = one["times"][3::4]
         assert ends[0] == pytest.approx(4 * STEP, rel=1e-12)
         assert np.diff(ends) == pytest.approx([cycle] * 9, rel=1e-9)
-        waited = 9 * max(0.0, merge - 4 * STEP)
+        waited = 9 * max(0.0, mean - 4 * STEP)
         assert one["stats"]["wait_seconds"] == pytest.approx(waited, abs=1e-9)
 
 
@@ -181,7 +182,7 @@ def test_a_permanent_straggler_sets_the_pace() -> None:
 
 
 def test_a_short_straggler_costs_the_cyclic_schedule_nothing() -> None:
-    """One that is late by less than a cycle, less the merge, is made up for; BSP pays it all."""
+    """One that is late by less than a cycle, less the mean, is made up for; BSP pays it all."""
     late = Compute(STEP, stragglers=(Straggler(1, first_step=9, steps=1, factor=2.5),))
 
     def end(strategy: Strategy, compute: Compute, rank: int) -> float:
@@ -413,7 +414,7 @@ def test_the_account_is_complete(tmp_path: Path) -> None:
         stats = result.stats[rank]
         assert stats is not None
         assert stats.compute_seconds == pytest.approx(5 * STEP, rel=1e-12)
-    payload = 5 * (100_000 + ROLL)
+    payload = 5 * (100_000 + VOTE)
     ring_share = 4 / 3  # 2(N−1)/N
     assert result.sent_bytes[0] >= payload * ring_share
     assert 0 < result.idle < 1

@@ -1,94 +1,217 @@
-"""A strategy of the user's own: the one of the page, wherever a strategy of the package works."""
+"""A strategy of a name and two methods: wherever a strategy of the package works.
 
-import ast
-import sys
+Nothing in it says anything of wires, nodes, checkpoints or changes of membership.
+"""
+
+import io
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import offbeat
-from offbeat.plan import plan
-from offbeat.strategies import Strategy
+import workers
+import worlds
+from loops import attach
+from offbeat import Compute, Network, simulate
+from offbeat.simulate import Join, Kill
 from pages import code_on
-from problems import flat, make_wide, wide_loss
-from workers import run as on_processes
+from problems import (
+    OPTIMIZERS,
+    flat,
+    make_batch,
+    make_model,
+    make_wide,
+    train_step,
+    wide_loss,
+)
+from strategies import own_strategy
+from strategies.decisions import Workers
+from strategies.own_strategy import GrowingPeriod
 from worlds import simulated
 
-STEPS = 7  # means after 1, 3 and 7, if the period may grow to 4
-CODE = code_on("writing-a-strategy", "class GrowingPeriod")
+STEPS = 12  # means after 1, 3, 7 and 11 steps, if the period may grow to 4
+OWN = GrowingPeriod(most=4)
+WIRES: list[Any] = ["float32", "bfloat16", "int8", "int4", "int2", "auto"]
 
 
-@pytest.fixture
-def growing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module of the page."""
-    (tmp_path / "growing_period.py").write_text(CODE)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "growing_period", raising=False)
-    import growing_period  # type: ignore[import-not-found]
-
-    yield growing_period
-    sys.modules.pop("growing_period")
+def test_it_is_short_and_has_three_members_of_its_own() -> None:
+    lines = Path(own_strategy.__file__).read_text().splitlines()
+    assert len([line for line in lines if line.strip()]) <= 40
+    written = {name for name in vars(GrowingPeriod) if not name.startswith("_")}
+    assert written - {"most", "outer_lr"} == {"name", "averages", "due"}
 
 
-def train(
-    rank: int, size: int, strategy: Strategy, wire: Any
-) -> tuple[Tensor, int, dict[str, Any]]:
+def test_when_it_is_due() -> None:
+    """Without torch: plain views of a worker are enough."""
+    assert Workers(OWN, 3).launch_steps(20) == [1, 3, 7, 11, 15, 19]
+    assert Workers(GrowingPeriod(most=1), 3).launch_steps(4) == [1, 2, 3, 4]
+
+
+def test_it_is_parsed_and_shown_by_its_module_and_settings() -> None:
+    text = "strategies.own_strategy:GrowingPeriod:most=4"
+    assert offbeat.parse_strategy(text) == OWN
+    assert repr(OWN) == "GrowingPeriod(most=4)"
+
+
+def train(rank: int, size: int, wire: Any, **options: Any) -> dict[str, Any]:
     """Uneven steps: rank 0 takes one less."""
     model = make_wide(seed=rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with offbeat.attach(model, optimizer, strategy, wire=wire, timeout_seconds=20) as sync:
+    with attach(model, optimizer, OWN, wire=wire, **options) as sync:
         for step in range(STEPS - (rank == 0)):
             optimizer.zero_grad()
             wide_loss(model, rank, step).backward()
             optimizer.step()
-    return flat(model), sync.stats.payload_bytes, sync.stats.details
+    sent, details = sync.stats.payload_bytes, sync.stats.details
+    return {"model": flat(model), "sent": sent, "launches": details["launches"]}
 
 
-def test_it_is_short() -> None:
-    """Forty lines, with imports, docstrings and the forecast."""
-    assert len([line for line in CODE.splitlines() if line.strip()]) <= 40
-    ast.parse(CODE)
+def trained_exactly() -> list[dict[str, Any]]:
+    return simulated(train, "float32", workers=3)
 
 
-@pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
-def test_processes_and_simulator_agree(growing: Any, wire: str) -> None:
-    """Over every wire: the same models, the same bytes, the same details."""
-    strategy = growing.GrowingPeriod(most=4)
-    real = on_processes(train, strategy, wire, workers=2)
-    virtual = simulated(train, strategy, wire, workers=2)
-    for (model, sent, details), (want, want_sent, want_details) in zip(real, virtual, strict=True):
-        torch.testing.assert_close(model, want, rtol=1e-6, atol=1e-7)
-        assert (sent, details) == (want_sent, want_details)
-        assert details["period"] == 4
-    assert torch.equal(real[0][0], real[1][0])
+@pytest.mark.parametrize("wire", WIRES)
+def test_processes_and_the_simulator_agree_over_every_wire(wire: Any) -> None:
+    """The same models and bytes; "auto" follows the time that workers wait, which differs."""
+    real, virtual = (run(train, wire, workers=3) for run in (workers.run, simulated))
+    for one, other, exact in zip(real, virtual, trained_exactly(), strict=True):
+        assert torch.equal(one["model"], real[0]["model"])
+        assert torch.equal(other["model"], virtual[0]["model"])
+        assert one["launches"] == other["launches"] == 4
+        if wire != "auto":
+            torch.testing.assert_close(one["model"], other["model"], rtol=1e-6, atol=1e-6)
+            assert one["sent"] == other["sent"]
+        moved = (exact["model"] - flat(make_wide(0))).norm()
+        assert (other["model"] - exact["model"]).norm() < 0.5 * moved
 
 
-def test_a_lossy_wire_is_honoured(growing: Any) -> None:
-    """Three means, in about a half and a quarter of the bytes; rolls are small against them."""
-    strategy = growing.GrowingPeriod(most=4)
-    sent = {
-        wire: simulated(train, strategy, wire, workers=2)[0][1]
-        for wire in ("float32", "bfloat16", "int8")
-    }
-    assert 0.49 < sent["bfloat16"] / sent["float32"] < 0.8
-    assert 0.24 < sent["int8"] / sent["float32"] < sent["bfloat16"] / sent["float32"] - 0.1
+def test_fewer_bits_are_fewer_bytes() -> None:
+    """Votes are small against the means."""
+    sent = [simulated(train, wire, workers=3)[0]["sent"] for wire in WIRES[:4]]
+    for more, fewer in itertools.pairwise(sent):
+        assert fewer < 0.8 * more
 
 
-def test_it_is_planned(growing: Any) -> None:
-    """As local SGD with the longest period, with every wire."""
-    case: dict[str, Any] = {"parameters": 25e6, "step_time": 0.1, "workers": 4, "bandwidth": 1e9}
-    for wire in ("float32", "bfloat16", "int8"):
-        own, local = plan(
-            **case, wire=wire, strategies=[growing.GrowingPeriod(most=8), "local:period=8"]
-        ).rows
-        assert own.step_seconds == local.step_seconds
-        assert own.strategy == "growing_period:GrowingPeriod:most=8"
+def in_nodes(rank: int, size: int, wire: str) -> tuple[Tensor, int]:
+    """Two nodes of two workers; each node is one worker to the strategy."""
+    model = make_wide(seed=rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with attach(model, optimizer, OWN, wire=wire, node_group="auto") as sync:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            wide_loss(model, rank, step).backward()
+            optimizer.step()
+    return flat(model), sync.stats.details["launches"]
 
 
-def test_the_page_s_own_test_passes(growing: Any) -> None:
+@pytest.mark.parametrize("wire", ["float32", "int4"])
+def test_it_trains_inside_nodes(wire: str) -> None:
+    results = worlds.simulated(in_nodes, wire, workers=4, workers_per_node=2)
+    for model, launches in results:
+        assert torch.equal(model, results[0][0])
+        assert launches == 4
+    assert not torch.equal(results[0][0], flat(make_wide(0)))
+
+
+def elastic() -> dict[str, Any]:
+    rank = dist.get_rank()
+    model = make_model(rank)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    sync = attach(model, optimizer, OWN, min_workers=2, timeout_seconds=2.0)
+    begun = sync.step
+    for step in range(begun, STEPS):
+        train_step(model, optimizer, make_batch(rank, step))
+    sync.finish()
+    return {"model": flat(model), "begun": begun, "details": sync.stats.details}
+
+
+def test_it_continues_when_a_worker_is_lost_and_one_joins() -> None:
+    results = simulate(
+        elastic,
+        workers=3,
+        network=Network("1Mbit/s", latency="1ms"),
+        compute=Compute("10ms", jitter=0.2),
+        faults=[Kill(worker=1, at=0.061), Join(at=0.07)],
+    ).results
+    assert results[1] is None
+    left = [one for one in results if one is not None]
+    assert len(left) == 3
+    assert 0 < left[-1]["begun"] < STEPS
+    for one in left:
+        assert torch.equal(one["model"], left[0]["model"])
+        assert one["model"].isfinite().all()
+        assert one["details"]["members"] == [0, 2, 3]
+
+
+def resumed(rank: int, size: int, wire: str, at: int) -> Tensor:
+    """In one script, or in two, of which the second continues from a file."""
+    model = make_wide(seed=rank, norm=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    sync = attach(model, optimizer, OWN, wire=wire)
+    for step in range(STEPS):
+        if step == at:
+            file = io.BytesIO()
+            torch.save([sync.state_dict(), model.state_dict(), optimizer.state_dict()], file)
+            sync.detach()
+            loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+            model = make_wide(seed=99, norm=True)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+            sync = attach(model, optimizer, OWN, wire=wire)
+            model.load_state_dict(loaded[1])
+            optimizer.load_state_dict(loaded[2])
+            sync.load_state_dict(loaded[0])
+        optimizer.zero_grad()
+        wide_loss(model, rank, step).backward()
+        optimizer.step()
+    sync.finish()
+    return flat(model)
+
+
+@pytest.mark.parametrize("wire", ["float32", "int2", "auto"])
+def test_it_resumes_from_a_checkpoint_bit_for_bit(wire: str) -> None:
+    whole = simulated(resumed, wire, -1, workers=3)
+    for at in (2, 9):
+        for got, want in zip(simulated(resumed, wire, at, workers=3), whole, strict=True):
+            assert torch.equal(got, want)
+
+
+# -- the page -------------------------------------------------------------------------------------
+
+
+def test_the_strategy_of_the_page_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its reader writes it to a file, in at most 40 lines; and the page's own test passes."""
+    code = code_on("writing-a-strategy", "class GrowingPeriod")
+    assert len([line for line in code.splitlines() if line.strip()]) <= 40
+    (tmp_path / "growing_period.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    strategy = offbeat.parse_strategy("growing_period:GrowingPeriod:most=4")
+
+    def train(rank: int, size: int) -> Tensor:
+        model = make_model(seed=rank)
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        with attach(model, optimizer, strategy) as sync:
+            for step in range(7):
+                train_step(model, optimizer, make_batch(rank, step))
+        assert sync.stats.syncs == 3, "after 1, 3 and 7 steps"
+        return flat(model)
+
+    first, second = simulated(train, workers=2)
+    assert torch.equal(first, second)
     space: dict[str, Any] = {}
     exec(code_on("writing-a-strategy", "def test_growing_period_of_one_is_bsp"), space)
     space["test_growing_period_of_one_is_bsp"]()
+
+
+def test_it_is_planned() -> None:
+    """Without a line of its own: as local SGD with the longest period, over every wire."""
+    case: dict[str, Any] = {"parameters": 25e6, "step_time": 0.1, "workers": 4, "bandwidth": 1e9}
+    for wire in ("float32", "bfloat16", "int8"):
+        plain = GrowingPeriod(most=8, outer_lr=1.0)
+        own, local = offbeat.plan(**case, wire=wire, strategies=[plain, "local:period=8"]).rows
+        assert own.step_seconds == pytest.approx(local.step_seconds, rel=1e-9)
+        assert own.strategy == str(plain)

@@ -21,12 +21,13 @@ from offbeat import (
     StreamingAveraging,
     parse_strategy,
 )
-from offbeat.strategies import STRATEGIES, Strategy
+from offbeat.registry import STRATEGIES
+from offbeat.strategies import Strategy
 
 positive = st.floats(1e-9, 1e9)
 some = st.none() | st.integers(1, 10**6)
 unit = st.floats(0.001, 0.999)
-ranks = st.none() | st.lists(st.integers(0, 99), min_size=1, unique=True).map(tuple)
+states = st.sampled_from(["local", "average"])
 
 
 def build(kind: type[Strategy], **options: st.SearchStrategy[Any]) -> st.SearchStrategy[Strategy]:
@@ -35,7 +36,12 @@ def build(kind: type[Strategy], **options: st.SearchStrategy[Any]) -> st.SearchS
 
 MADE: dict[str, st.SearchStrategy[Strategy]] = {
     "bsp": build(BSP),
-    "local": build(LocalSGD, period=st.integers(1, 10**6), warmup_steps=st.integers(0, 10**6)),
+    "local": build(
+        LocalSGD,
+        period=st.integers(1, 10**6),
+        warmup_steps=st.integers(0, 10**6),
+        optimizer_state=states,
+    ),
     "selsync": build(
         SelSync,
         delta=positive | st.sampled_from([0, 0.0, 1, math.inf]),
@@ -46,20 +52,18 @@ MADE: dict[str, st.SearchStrategy[Strategy]] = {
         warmup_steps=st.integers(0, 10**6),
         flags=st.sampled_from(["blocking", "deferred"]),
     )
-    | build(SelSync, target_lssr=unit, window=some, max_interval=some),
+    | build(SelSync, target_lssr=unit, window=some, max_interval=some, optimizer_state=states),
     "async": build(
         AsyncAveraging,
         staleness=st.integers(1, 500).map(lambda half: 2 * half),
         schedule=st.sampled_from(["cyclic", "eager"]),
         outer_lr=positive,
         outer_momentum=st.just(0.0) | unit,
-        discrepancy_every=some,
     ),
     "ssp": build(
         SSP,
         staleness=st.integers(0, 10**6),
         refresh=st.sampled_from(["ahead", "lazy"]),
-        servers=ranks,
     ),
     "downpour": build(
         Downpour,
@@ -68,7 +72,6 @@ MADE: dict[str, st.SearchStrategy[Strategy]] = {
         server_optimizer=st.sampled_from(["sgd", "adagrad"]),
         server_lr=positive,
         warmup_steps=st.integers(0, 10**6),
-        servers=ranks,
     ),
     "easgd": build(
         EASGD,
@@ -76,7 +79,6 @@ MADE: dict[str, st.SearchStrategy[Strategy]] = {
         alpha=st.none() | unit,
         synchronous=st.booleans(),
         difference=st.sampled_from(["before_step", "after_step"]),
-        servers=ranks,
     ),
     "fedavg": build(
         FedAvg,
@@ -212,21 +214,15 @@ def test_only_what_differs_from_the_defaults_is_shown(
         ("local:8", ValueError, "in 'local:8': '8' is not of the form setting=value"),
         ("local:period=", ValueError, "'period=' is not of the form setting=value"),
         ("local:period=4,period=4", ValueError, "period is given twice"),
-        ("local:period=0", ValueError, "period must be at least 1, got 0"),
         ("local:period=eight", TypeError, "period must be an integer of at least 1, got 'eight'"),
         ("local:period=none", TypeError, "period must be an integer of at least 1, got None"),
         ("local:period=true", TypeError, "period must be an integer of at least 1, got True"),
-        ("selsync:delta=-1", ValueError, "delta must be at least 0"),
         ("selsync:delta=nan", ValueError, "delta must be at least 0"),
         ("selsync:flags=none", ValueError, 'flags must be "blocking" or "deferred", got None'),
-        ("selsync:delta=0.3,target_lssr=0.9", ValueError, "give delta or target_lssr, not both"),
-        ("selsync:delta=1,target_lssr=0.9", ValueError, "give delta or target_lssr, not both"),
         ("fedavg:period=8,weights=a/b", TypeError, "weights must be a tuple, one number for each"),
         ("fedavg:period=8,weights=1//2", TypeError, "got '1//2'"),
         ("fedavg:period=8,weights=/", TypeError, "got '/'"),
         ("fedavg", ValueError, "give either period or rounds_per_epoch"),
-        ("diloco:overlap=100", ValueError, "overlap must be less than period"),
-        ("async:schedule=x", ValueError, 'schedule must be "cyclic" or "eager", got \'x\''),
     ],
 )
 def test_errors_say_what_is_allowed(text: str, error: type[Exception], words: str) -> None:

@@ -1,6 +1,7 @@
 """What attach() refuses, before anything is sent."""
 
 import importlib
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,26 +12,27 @@ from torch import nn
 import offbeat
 import workers
 from loops import sgd
-from offbeat.strategies.base import Strategy, Worker
-from offbeat.training.usable import require_usable
+from offbeat.errors import AttachError
+from offbeat.strategies.base import CustomFlow, Strategy
+from offbeat.training.compatibility import require_usable
 from problems import make_model
 
 
 def test_attach_needs_a_process_group() -> None:
     """Without init_process_group the error says how to get one."""
     model = make_model()
-    with pytest.raises(offbeat.AttachError, match=r"init_process_group\(\).*torchrun"):
+    with pytest.raises(AttachError, match=r"init_process_group\(\).*torchrun"):
         offbeat.attach(model, sgd(model), offbeat.BSP())
 
 
 def test_attach_needs_an_optimizer_with_this_models_parameters() -> None:
     """An optimizer of another model, or none at all, is refused."""
     model = make_model()
-    with pytest.raises(offbeat.AttachError, match="SGD holds no parameter of this model"):
+    with pytest.raises(AttachError, match="SGD holds no parameter of this model"):
         offbeat.attach(model, sgd(make_model()), offbeat.BSP())
-    with pytest.raises(offbeat.AttachError, match="at least one optimizer"):
+    with pytest.raises(AttachError, match="at least one optimizer"):
         offbeat.attach(model, [], offbeat.BSP())
-    with pytest.raises(offbeat.AttachError, match="SGD holds no parameter"):
+    with pytest.raises(AttachError, match="SGD holds no parameter"):
         offbeat.attach(model, [sgd(model[0]), sgd(make_model())], offbeat.BSP())
 
 
@@ -38,21 +40,21 @@ def test_attach_refuses_foreign_parameters() -> None:
     """An optimizer that moves other tensors as well would leave those unsynchronized."""
     model = make_model()
     both = [*model.parameters(), *nn.Linear(2, 2).parameters()]
-    with pytest.raises(offbeat.AttachError, match=r"also moves 2 tensor\(s\) that are not"):
+    with pytest.raises(AttachError, match=r"also moves 2 tensor\(s\) that are not"):
         offbeat.attach(model, torch.optim.SGD(both, lr=0.1), offbeat.BSP())
 
 
 def test_attach_refuses_two_optimizers_on_one_parameter() -> None:
     """Each parameter belongs to one optimizer."""
     model = make_model()
-    with pytest.raises(offbeat.AttachError, match=r"two optimizers both move parameter '\d\."):
+    with pytest.raises(AttachError, match=r"two optimizers both move parameter '\d\."):
         offbeat.attach(model, [sgd(model), sgd(model[0])], offbeat.BSP())
 
 
 def test_attach_refuses_lbfgs() -> None:
     """LBFGS takes many steps in one step()."""
     model = make_model()
-    with pytest.raises(offbeat.AttachError, match=r"LBFGS.*SGD or AdamW"):
+    with pytest.raises(AttachError, match=r"LBFGS.*SGD or AdamW"):
         offbeat.attach(model, torch.optim.LBFGS(model.parameters()), offbeat.BSP())
 
 
@@ -121,7 +123,7 @@ def of_inference() -> torch.Tensor:
 def test_tensors_that_cannot_be_written_are_refused(tensor: torch.Tensor, why: str) -> None:
     """By name, with the reason and what to do; frozen ones, too, for they are copied at first."""
     model = Holds(tensor)
-    with pytest.raises(offbeat.AttachError, match=why):
+    with pytest.raises(AttachError, match=why):
         offbeat.attach(model, sgd(model.layer), offbeat.BSP())
 
 
@@ -148,31 +150,100 @@ def test_other_strides_are_no_reason_to_refuse(tensor: torch.Tensor) -> None:
 def test_attach_inside_of_inference_mode_is_refused() -> None:
     """Everything that attach makes there could never be written again."""
     model = make_model()
-    inside = pytest.raises(offbeat.AttachError, match=r"inside torch\.inference_mode")
+    inside = pytest.raises(AttachError, match=r"inside torch\.inference_mode")
     with inside, torch.inference_mode():
         offbeat.attach(model, sgd(model), offbeat.BSP())
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Pushes(Strategy):
-    """A strategy that exchanges in a way of its own."""
+class Gossip(Strategy):
+    """A strategy with a flow of its own, like the baselines'."""
 
-    name = "pushes"
-    averages = "nothing"
-
-    def due(self, worker: Worker) -> bool:
-        return False
+    def averages(self) -> CustomFlow:
+        return CustomFlow(lambda strategy, worker: pytest.fail("it must not be made"))
 
 
-def test_bad_wires_are_refused() -> None:
-    """An unknown precision; any but float32 with a strategy that averages nothing."""
+ABILITIES: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("bsp", {"wire": "float16"}, ValueError, 'wire must be "float32", "bfloat16", "int8", "int4"'),
+    ("bsp", {"non_finite": "skip"}, ValueError, 'non_finite must be "raise", "warn" or "exclude"'),
+    ("bsp", {"min_workers": 0}, ValueError, "min_workers must be at least 1, got 0"),
+    ("bsp", {"min_workers": 1.5}, TypeError, "min_workers must be an integer"),
+    ("bsp", {"min_workers": 1, "node_group": "auto"}, AttachError, "min_workers with node_group"),
+    (
+        "streaming:schedule=cyclic",
+        {"wire": "auto"},
+        ValueError,
+        r'wire="auto" with streaming.*a fixed schedule gives the same bits in every run',
+    ),
+    (
+        "local:period=2",
+        {"wire": "auto", "node_group": "auto"},
+        AttachError,
+        'wire="auto" with node_group: the precision follows from the time that each worker waits',
+    ),
+    (
+        "selsync:aggregate=gradients",
+        {"non_finite": "exclude"},
+        ValueError,
+        'non_finite="exclude" with selsync.*average the parameters',
+    ),
+    ("gossip", {"wire": "int8"}, AttachError, "wire='int8' with .*Gossip: baselines"),
+    ("gossip", {"wire": "auto"}, AttachError, "wire='auto' with .*Gossip: baselines"),
+    ("gossip", {"non_finite": "exclude"}, AttachError, 'non_finite="exclude" with .*Gossip: '),
+    ("gossip", {"node_group": "auto"}, AttachError, "node_group with .*Gossip: baselines"),
+    ("gossip", {"min_workers": 1}, AttachError, "min_workers with .*Gossip: baselines"),
+]
+
+
+@pytest.mark.parametrize(("text", "options", "error", "why"), ABILITIES)
+def test_what_cannot_be_combined_is_refused(
+    text: str, options: dict[str, Any], error: type[Exception], why: str
+) -> None:
+    """Before anything is sent: there is no process group here."""
+    strategy = Gossip() if text == "gossip" else offbeat.parse_strategy(text)
     model = make_model()
-    with pytest.raises(
-        ValueError, match='wire must be "float32", "bfloat16", "int8", "int4", "int2" or "auto"'
-    ):
-        offbeat.attach(model, sgd(model), offbeat.BSP(), wire="float16")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match='Pushes declares averages = "nothing"'):
-        offbeat.attach(model, sgd(model), Pushes(), wire="int8")
+    with pytest.raises(error, match=why):
+        offbeat.attach(model, sgd(model), strategy, **options)
+
+
+def test_several_optimizers_exclude_elastic_means_of_gradients() -> None:
+    """The gradients are averaged one optimizer after the other."""
+    model = make_model()
+    optimizers = [sgd(model[0]), sgd(model[2:])]
+    with pytest.raises(AttachError, match="min_workers with bsp and several optimizers"):
+        offbeat.attach(model, optimizers, offbeat.BSP(), min_workers=1)
+
+
+def test_attach_has_eleven_arguments() -> None:
+    assert list(inspect.signature(offbeat.attach).parameters) == [
+        *("model", "optimizer", "strategy", "group", "node_group", "scaler"),
+        *("wire", "non_finite", "min_workers", "log", "timeout_seconds"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "replacement"),
+    [
+        ("optimizer_state", r'LocalSGD\(period=8, optimizer_state="average"\)'),
+        ("distance_every", r"sync\.monitor\(distance_every="),
+        ("gradient_change", r"sync\.monitor\(gradient_change=True\)"),
+        ("max_grad_norm", r"sync\.clip_grad_norm_"),
+        ("companions", r"sync\.follow\("),
+        ("on_failure", "min_workers=1"),
+    ],
+)
+def test_an_argument_of_an_earlier_version_names_its_replacement(
+    name: str, replacement: str
+) -> None:
+    model = make_model()
+    with pytest.raises(TypeError, match=rf"attach\(\) no longer takes {name}: .*{replacement}"):
+        offbeat.attach(model, sgd(model), offbeat.BSP(), **{name: None})
+
+
+def test_the_earlier_name_of_excluding_is_named() -> None:
+    model = make_model()
+    with pytest.raises(ValueError, match=r'"leave_out" is now called non_finite="exclude"'):
+        offbeat.attach(model, sgd(model), offbeat.BSP(), non_finite="leave_out")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +259,7 @@ def test_parameters_that_share_memory_are_not_moved_twice(text: str, refused: bo
         offbeat.attach(model, optimizer, offbeat.parse_strategy(text)).detach()
 
     if refused:
-        with pytest.raises(offbeat.AttachError, match=r"'a\.weight' and 'b\.weight' share memory"):
+        with pytest.raises(AttachError, match=r"'a\.weight' and 'b\.weight' share memory"):
             offbeat.simulate(work, workers=2)
     else:
         offbeat.simulate(work, workers=2)
@@ -202,7 +273,7 @@ def sharded(rank: int, size: int) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
         offbeat.attach(model, optimizer, offbeat.BSP())
-    except offbeat.AttachError as error:
+    except AttachError as error:
         return str(error)
     return "nothing was raised"
 

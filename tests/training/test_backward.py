@@ -12,12 +12,14 @@ from torch import nn
 import offbeat
 from loops import attach
 from offbeat import Compute, Network, simulate
+from offbeat.averaging import AttachedOptimizer, worker
+from offbeat.averaging.flow import Flow
+from offbeat.averaging.gradient_flow import GradientFlow
+from offbeat.averaging.gradients import gradient_buckets
 from offbeat.fabric import Communicator, open_communicator
 from offbeat.fabric.communicator import Wrapper
 from offbeat.fabric.host import ThreadHost
-from offbeat.means.gradient_mean import gradient_buckets
-from offbeat.strategies import worker
-from offbeat.strategies.base import Part, Strategy
+from offbeat.strategies.base import Strategy
 from offbeat.training.backward import Backward
 from problems import flat, gradients, loss_of, make_batch, make_model
 from worlds import run
@@ -51,9 +53,9 @@ class Watched:
         self.told: list[tuple[int, int]] = []
         self.passes, self.until = 0, until
         parameters = list(self.layers.parameters())
-        self.part = Part(0, torch.optim.SGD(parameters, lr=0.1), parameters)
-        self.backward = Backward(self.part, self.host, self.ready)
-        assert [[id(p) for p in b] for b in self.part.buckets] == [
+        self.optimizer = AttachedOptimizer(0, torch.optim.SGD(parameters, lr=0.1), parameters)
+        self.backward = Backward(self.optimizer, self.host, self.ready)
+        assert [[id(p) for p in b] for b in self.optimizer.buckets] == [
             [id(p)] for p in parameters[::-1]
         ]
 
@@ -65,7 +67,7 @@ class Watched:
     def step(self, *orders: str) -> list[tuple[int, int]]:
         """Backward passes through layers in the given orders; what was told of in them."""
         self.told.clear()
-        for p in self.part.parameters:
+        for p in self.optimizer.parameters:
             p.grad = None
         for self.passes, order in enumerate(orders, start=1):
             x = torch.ones(1, 5)
@@ -90,12 +92,12 @@ def test_a_bucket_is_told_of_when_it_is_complete(monkeypatch: pytest.MonkeyPatch
     seen = []
 
     def ready(bucket: int) -> bool:
-        there = [all(p.grad is not None for p in b) for b in watched.part.buckets]
+        there = [all(p.grad is not None for p in b) for b in watched.optimizer.buckets]
         seen.append((bucket, there))
         return True
 
     watched.backward.close()
-    watched.backward = Backward(watched.part, watched.host, ready)
+    watched.backward = Backward(watched.optimizer, watched.host, ready)
     watched.step("0123")
     assert seen == [
         (0, [True, False, False, False]),
@@ -238,7 +240,7 @@ def test_buckets_travel_while_backward_runs_in_virtual_time(
         with monkeypatch.context() as patch:
             patch.setattr(worker, "gradient_buckets", small_buckets)
             if not overlap:  # nobody is told
-                patch.setattr(offbeat.BSP, "bucket_ready", Strategy.bucket_ready)
+                patch.setattr(GradientFlow, "bucket_ready", Flow.bucket_ready)
             return simulate(train, workers=2, network=network, compute=Compute(seconds))
 
     results = {overlap: timeline(overlap) for overlap in (True, False)}

@@ -1,4 +1,4 @@
-"""Strategies that go by what has arrived, inside nodes of several workers: these agree on it."""
+"""Eager schedules inside nodes of several workers, which agree on what has arrived."""
 
 import os
 import time
@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import offbeat
 from loops import attach, bits, close, sgd, trained
 from offbeat import Compute, Network
-from problems import flat, make_batch, make_model, make_wide, train_step
+from problems import flat, loss_of, make_batch, make_model, make_wide, train_step
+from replays import LR, logged, part_of_each_number, replay
 from workers import run
 from worlds import simulated
 
@@ -21,53 +22,52 @@ ROWS = [
     ("async:schedule=eager,staleness=2,outer_momentum=0.5", "int8"),
     ("streaming", None),
     ("streaming", "auto"),
-    ("streaming:outer_gain=1,staleness=2", None),
     ("streaming:parts=3,outer_gain=1,staleness=3", "float32"),
 ]
+REPLAYED = {"async:schedule=eager,staleness=4": 1, "streaming:parts=3,outer_gain=1,staleness=3": 3}
+"""With an exact wire: the number of parts."""
 STEPS = 12
-LR = 0.05
-
-
-class Slope(nn.Module):
-    """A loss whose gradient is the same everywhere."""
-
-    def __init__(self, elements: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(elements, dtype=torch.float64))
-
-    def forward(self, slope: Tensor) -> Tensor:
-        return (self.weight * slope).sum()
-
-
-def slope_of(rank: int, elements: int = 500) -> Tensor:
-    """Another one on each rank."""
-    return torch.randn(elements, generator=torch.Generator().manual_seed(rank)).double()
 
 
 def eager(rank: int, size: int) -> Any:
-    """Of each row: the model's bits after every step and at the end; that of slopes; landings."""
+    """Of each row: the model's bits after every step and at the end; landings. And all events."""
     found = []
     for text, wire in ROWS:
-        model, slope = make_wide(rank), Slope(500)
+        model = make_wide(rank)
         optimizer, trace = sgd(model), []
         sync = attach(model, optimizer, text, wire=wire, node_group="auto")
         for step in range(STEPS):
             time.sleep(0.002 * ((rank + step) % 3))  # messages come at other times for each
             train_step(model, optimizer, make_batch(rank, step, 8, torch.float32))
             trace.append(bits(flat(model)))
-        details = dict(sync.stats.details)
+        landings = sync.stats.details["landings"]
         sync.finish()
-        optimizer = sgd(slope, LR)
-        with attach(slope, optimizer, text, wire=wire, node_group="auto") as sync:
-            for _ in range(STEPS):
-                optimizer.zero_grad()
-                slope(slope_of(rank)).backward()
-                optimizer.step()
-            with sync.consensus():  # in which all count, whoever came first
-                shown = slope.weight.detach().clone()
-        landings = details.get("landings", 0) + details.get("merges", 0)
-        found.append((trace, bits(flat(model)), shown, landings))
-    return found
+        found.append((trace, bits(flat(model)), landings))
+    return found, [with_events(rank, text) for text in REPLAYED]
+
+
+def with_events(rank: int, text: str) -> Any:
+    """The model before each step but the first and after the last landing; events; consensus."""
+    model = make_model(rank)
+    optimizer, trace = sgd(model, LR), []
+    sync = attach(model, optimizer, text, wire="float32", node_group="auto")
+    pipeline = sync._iteration.flow.pipeline
+    events = logged(pipeline)
+    for step in range(STEPS - rank // 2):  # the second node waits for the first one
+        if step:
+            trace.append(flat(model))
+        time.sleep(0.002 * ((rank + step) % 3))
+        loss = loss_of(model, make_batch(rank, step))
+        optimizer.zero_grad()
+        loss.backward()
+        events.append(("step", 0, 0.0))
+        optimizer.step()
+    with sync.consensus():
+        shown = flat(model)
+    pipeline.settle()
+    trace.append(flat(model))
+    sync.detach()
+    return trace, events, shown
 
 
 def in_environment(rank: int, size: int) -> Any:
@@ -77,21 +77,25 @@ def in_environment(rank: int, size: int) -> Any:
 
 
 def holds(results: list[Any]) -> None:
-    """The same bits in a node after every step; the mean of all models is that of all steps."""
-    slopes = torch.stack([slope_of(rank) for rank in range(4)])
-    expected = -LR * STEPS * slopes.mean(0)
-    for i, (text, wire) in enumerate(ROWS):
-        for rank, of_rank in enumerate(results):
-            trace, final, of_slope, landings = of_rank[i]
-            twin = results[rank ^ 1][i]
-            assert all(map(torch.equal, trace, twin[0])), (text, wire)
-            assert torch.equal(final, results[0][i][1]), (text, wire)
-            assert torch.equal(of_slope, results[0][i][2]), (text, wire)
-            assert landings == twin[3] > 1, "they have decided alike, and not only at the end"
-        traces = results[0][i][0], results[2][i][0]
+    """The same bits in a node after every step, and the models that follow from the events."""
+    for i, row in enumerate(ROWS):
+        for rank, (of_rank, _) in enumerate(results):
+            trace, final, landings = of_rank[i]
+            twin = results[rank ^ 1][0][i]
+            assert all(map(torch.equal, trace, twin[0])), row
+            assert torch.equal(final, results[0][0][i][1]), row
+            assert landings == twin[2] > 0, "they have decided alike, and not only at the end"
+        traces = results[0][0][i][0], results[2][0][i][0]
         assert not all(map(torch.equal, *traces)), "nodes are apart"
-        if "outer_gain=1" in text or (wire is None and "async" in text):
-            close(results[0][i][2], expected, 1e-12 if wire or "async" in text else 1e-6)
+    for i, (text, parts) in enumerate(REPLAYED.items()):
+        of_ranks = [replayed[i] for _, replayed in results]
+        events = [events for _, events, _ in of_ranks]
+        assert events[0] == events[1], text
+        assert events[2] == events[3], text
+        expected = replay(part_of_each_number(parts, shards=False), [events[0], events[2]])
+        for rank, (trace, _, shown) in enumerate(of_ranks):
+            close(torch.stack(trace), torch.stack(expected[rank // 2]))
+            assert torch.equal(shown, of_ranks[0][2]), text
 
 
 def test_a_node_stays_one_whatever_arrives_when() -> None:

@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import offbeat
 from cells import nightly, some
 from loops import Quick, attach, error_of, meet, sgd
-from offbeat.fabric import open_communicator
-from offbeat.fabric.recording import Recording
 from offbeat.strategies.base import Strategy
-from problems import OPTIMIZERS, flat, make_batch, make_model, make_wide, train_step, wide_loss
+from problems import flat, make_batch, make_model, make_wide, train_step, wide_loss
 from workers import run
 
 KINDS = [
@@ -26,6 +23,8 @@ KINDS = [
     offbeat.AsyncAveraging(staleness=2),
     offbeat.AsyncAveraging(staleness=2, schedule="eager"),
 ]
+
+OPERATION = r"votes at step|mean of the|launch \d+ \(part 0\) at step"
 
 # -- workers that die or get stuck ----------------------------------------------------------------
 
@@ -51,7 +50,7 @@ def die(rank: int, size: int, strategy: Strategy, folder: str) -> Any:
     return kinds, text, seconds, steps, bool(after.isfinite().all())
 
 
-@pytest.mark.parametrize("strategy", some(KINDS, 0, 2, 4), ids=str)
+@pytest.mark.parametrize("strategy", [KINDS[0], KINDS[4]], ids=str)
 def test_a_dead_worker_is_named_by_every_survivor_within_seconds(
     strategy: Strategy, tmp_path: Path
 ) -> None:
@@ -62,7 +61,7 @@ def test_a_dead_worker_is_named_by_every_survivor_within_seconds(
         kinds, text, seconds, steps, finite = results[rank]
         assert kinds[0] == "CommunicationError", text
         assert re.match(rf"rank {rank}: .+ failed after \d+\.\d s: ", text), text
-        assert re.search(r"flag exchange at step|mean of the|merge \d+ of the models", text), text
+        assert re.search(OPERATION, text), text
         assert "lost the connection to rank 1, which" in text
         assert seconds < 10, "far below timeout_seconds=15"
         assert 2 <= steps <= 6
@@ -148,7 +147,7 @@ def test_no_step_succeeds_after_a_failure(tmp_path: Path) -> None:
     for strategy, steps in seen.items():
         failed = ["CommunicationError" in kinds for kinds, _ in steps]
         first = failed.index(True)
-        # the asynchronous merge in flight is noticed when it is needed; from then on all fail
+        # what is in flight is noticed when it is needed; from then on all steps fail
         assert first <= 2, (strategy, failed)
         assert all(failed[first:]), (strategy, failed)
         assert {text for _, text in steps[first:]} == {steps[first][1]}, "the same error"
@@ -183,7 +182,7 @@ def test_a_stuck_worker_is_named_after_the_time_out(strategy: Strategy, tmp_path
             rf"rank {rank}: (.+) failed after (\d+\.\d) s: no answer from rank 1,", text
         )
         assert found, text
-        assert re.match(r"flag exchange at step|mean of the|merge \d+ of", found[1]), text
+        assert re.match(OPERATION, found[1]), text
         assert 1.4 <= float(found[2]) <= 6, text
         assert "timeout_seconds=1.5: raise it in attach(..., timeout_seconds=...)" in text
     kinds, text = results[1]
@@ -222,51 +221,3 @@ def test_a_stopped_worker_is_named_after_the_time_out(strategy: Strategy, tmp_pa
         assert 1.4 <= seconds < 1.5 + 3
         assert finite
     assert "CommunicationError" in results[1][0][0]
-
-
-# -- exceptions -----------------------------------------------------------------------------------
-
-
-class Recorded:
-    """The world's communicator, which remembers what it started."""
-
-    def make_communicator(self, timeout_seconds: float) -> Recording:
-        self.made = Recording(open_communicator(None, timeout_seconds, what="a test"))
-        return self.made
-
-
-def raise_on_one(rank: int, size: int, strategy: Strategy, folder: str) -> Any:
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    transport = Recorded()
-    error, moment, own, started = "", 0.0, flat(model), 0
-    try:
-        with attach(model, optimizer, strategy, group=transport):
-            for step in range(40):
-                train_step(model, optimizer, make_batch(rank, step))
-                if rank == 1 and step == 2:
-                    own = flat(model)
-                    started = len(transport.made.started)
-                    moment = time.perf_counter()
-                    raise ZeroDivisionError("of the user's own")
-    except Exception as caught:
-        error = f"{type(caught).__name__}: {caught}"
-    seconds = time.perf_counter() - moment
-    later = transport.made.started[started:]
-    meet(folder, rank, range(size))
-    return error, seconds, later, torch.equal(flat(model), own)
-
-
-@pytest.mark.parametrize("strategy", [KINDS[0], KINDS[3]], ids=str)
-def test_an_exception_on_one_rank_detaches_without_a_collective(
-    strategy: Strategy, tmp_path: Path
-) -> None:
-    """Pitfall 13: its own exception leaves at once; the other gets an error with the rank."""
-    results = run(raise_on_one, strategy, str(tmp_path), workers=2)
-    error, seconds, later, untouched = results[1]
-    assert error == "ZeroDivisionError: of the user's own"
-    assert later == []
-    assert seconds < 1
-    assert untouched, "the model stays as it was when the exception was raised"
-    assert results[0][0].startswith("CommunicationError"), results[0][0]
-    assert "rank 1" in results[0][0]

@@ -203,6 +203,35 @@ DETACHED = [
 ]
 
 
+def skipped_last(rank: int, size: int, text: str) -> tuple[Tensor, Tensor, Tensor]:
+    """A mean after the second step; rank 1 overflows in the third. Models before and at the end."""
+    model = make_model(seed=rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    trace = []
+    with attach(model, optimizer, text, scaler=scaler) as sync:
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = loss_of(model, make_batch(rank, step))
+            scaler.scale(loss * (float("inf") if (rank, step) == (1, 2) else 1)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            trace.append(flat(model))
+        assert sync.step == 3
+    return trace[1], trace[2], flat(model)
+
+
+@pytest.mark.parametrize("text", ["local:period=2", "diloco:period=2,outer_momentum=0,outer_lr=1"])
+def test_a_skipped_step_is_no_step_for_the_others_to_receive(text: str) -> None:
+    """The final mean is over the workers with steps that no other has: rank 0 alone."""
+    (shared, first, end), (same, second, other) = run(skipped_last, text, workers=2)
+    assert torch.equal(shared, same)
+    assert torch.equal(second, shared), "the step was skipped"
+    assert not torch.equal(first, shared)
+    assert torch.equal(end, first)
+    assert torch.equal(other, first)
+
+
 def detach_and_again(rank: int, size: int) -> Any:
     results = {}
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)

@@ -220,7 +220,7 @@ def alone(rank: int, size: int) -> Any:
 
 
 def test_a_single_worker_trains_as_without_offbeat() -> None:
-    """Group size 1 equals plain training, bit for bit, looks at the consensus included."""
+    """Group size 1 equals plain training, bit for bit, a consensus included."""
     (results,) = run(alone, workers=1)
     assert len(results) == 3 * 3
     assert all(results.values()), results

@@ -1,7 +1,14 @@
-"""Models that ``fully_shard`` divides inside nodes, on real processes: values of whole models."""
+"""Models that ``fully_shard`` divides inside nodes: two nodes of two real processes.
+
+Rows of a Linear layer are divided in turn among the workers of a node, so the shards of the models
+here differ in size and some are empty.
+"""
 
 import importlib
+import math
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,25 +16,34 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
 
 import offbeat
+from cells import some
 from loops import attach, close, error_of
 from pages import code_on
 from problems import loss_of, make_batch, make_model, train_step
+from replays import LR, Event, logged, part_of_each_number, replay
 from workers import run
 from worlds import simulated
 
 STEPS = 9
-TEXTS = [
+FIXED = [
     "local:period=2",
-    "async:schedule=cyclic,staleness=4",
-    "selsync:delta=0.05",
+    "diloco:period=4,fragments=3,overlap=1",
     "bsp",
-    "diloco:period=4,overlap=1",
+    "selsync:delta=0.05",
+    "async:schedule=cyclic,staleness=4",
     "streaming:schedule=cyclic,staleness=4,parts=1",
     "selsync:target_lssr=0.5,aggregate=gradients",
-    "fedavg:period=3,fraction=0.5",
+    "diloco:period=4,fragments=2,outer_momentum=0",
 ]
+"""Strategies whose schedule does not depend on time, and whose parts are whole tensors."""
+
+
+def in_environment(rank: int) -> None:
+    """As torchrun starts two workers on each of two nodes."""
+    os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
 
 
 def divided(
@@ -38,7 +54,7 @@ def divided(
     shape = dist.get_world_size() // workers, workers
     mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("across", "inside"))["inside"]
     for layer in model.children():
-        if not isinstance(layer, nn.Tanh):
+        if list(layer.parameters()):
             fully_shard(layer, mesh=mesh, reshard_after_forward=reshards, **options)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshards, **options)
     return model
@@ -47,7 +63,15 @@ def divided(
 def whole(tensors: Any) -> Tensor:
     """All numbers, gathered where they are divided."""
     full = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
-    return torch.cat([t.detach().reshape(-1) for t in full]).clone()
+    return torch.cat([t.detach().reshape(-1).double() for t in full]).clone()
+
+
+def model_of(model: nn.Module) -> Tensor:
+    """Parameters and buffers, gathered."""
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+    return whole([*model.parameters(), *model.buffers()])
 
 
 def with_statistics(seed: int) -> nn.Sequential:
@@ -55,38 +79,32 @@ def with_statistics(seed: int) -> nn.Sequential:
 
 
 def trained(rank: int, text: str, *, shards: bool) -> Any:
-    """Each model, what a look at the consensus shows, and what was counted."""
+    """Each model, what a consensus shows, the end, and the number of synchronized steps."""
     model: nn.Module = with_statistics(rank // 2)  # a node divides one model
     model = divided(model, reshards=False) if shards else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    sync = attach(model, optimizer, text, max_grad_norm=0.5, node_group="auto")
-    trace, shown = [], []
+    sync = attach(model, optimizer, text, node_group="auto")
+    trace = []
     for step in range(STEPS - rank // 2):  # nodes may take different numbers of steps
         optimizer.zero_grad()
         loss_of(model, make_batch(rank, step)).backward()
         if step % 3 == 1:
             nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+        elif step % 3 == 2:
+            sync.clip_grad_norm_(0.3)
         optimizer.step()
         trace.append(whole(model.parameters()))
         if step == 4:
             with sync.consensus(), torch.no_grad():
-                shown.append(model.eval()(make_batch(0, 99)[0]))  # leaves gathered parameters
-                if shards:
-                    shown.append(whole([p for p in optimizer.param_groups[0]["params"]]))
-                else:
-                    shown.append(whole(model.parameters()))
+                trace.append(model.eval()(make_batch(0, 99)[0]))  # leaves gathered parameters
+                trace.append(whole(model.parameters()))
             model.train()
     sync.finish()
-    if shards:
-        for module in model.modules():
-            if hasattr(module, "reshard"):
-                module.reshard()
-    end = torch.cat([whole(model.parameters()), whole(b.double() for b in model.buffers())])
-    return trace, shown, end, sync.stats.payload_bytes, sync.stats.syncs
+    return [*trace, model_of(model)], sync.stats.syncs
 
 
 def shard_by_shard(rank: int, size: int, texts: list[str]) -> Any:
-    os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
+    in_environment(rank)
     return [trained(rank, text, shards=True) for text in texts]
 
 
@@ -94,23 +112,308 @@ def all_on_each(rank: int, size: int, texts: list[str]) -> Any:
     return [trained(rank, text, shards=False) for text in texts]
 
 
-@pytest.mark.parametrize("texts", [TEXTS[:2], pytest.param(TEXTS[2:], marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("texts", some([FIXED[:4], FIXED[4:]], 0))
 def test_shards_train_as_whole_models_do(texts: list[str]) -> None:
-    """Every step, the consensus, the end and the decisions are those of nodes of whole models.
+    """Each step, the consensus, the end and the decisions are those of nodes of whole models.
 
-    With clips of the norm over all shards, statistics, and an evaluation in between, after which
+    With clipping by the norm over all shards, statistics, and an evaluation in between, after which
     modules hold gathered parameters.
     """
     found = run(shard_by_shard, texts, workers=4)
     expected = simulated(all_on_each, texts, workers=4, workers_per_node=2)
     for shards, wholes in zip(found, expected, strict=True):
-        for text, one, other in zip(texts, shards, wholes, strict=True):
-            for a, b in zip(
-                [*one[0], *one[1], one[2]], [*other[0], *other[1], other[2]], strict=True
-            ):
-                close(a, b, 1e-9)
-            assert one[4] == other[4], text
-            assert torch.equal(one[2], found[0][texts.index(text)][2])
+        for i, ((one, synced), (other, expect)) in enumerate(zip(shards, wholes, strict=True)):
+            for a, b in zip(one, other, strict=True):
+                close(a.double(), b.double(), 1e-9)
+            assert synced == expect, texts[i]
+            assert torch.equal(one[-1], found[0][i][0][-1])
+
+
+# -- parts of equal bytes --------------------------------------------------------------------------
+
+
+def cyclic_events(parts: int, cycle: int, steps: int) -> list[Event]:
+    """What a node does under the cyclic schedule of streaming averaging.
+
+    Each round launches ``parts / min(parts, cycle)`` parts, rounded up, in turn. A part lands
+    ``cycle`` steps later, or before it is launched again.
+    """
+    events: list[Event] = []
+    flying: list[tuple[int, int]] = []  # part and step of the launch
+    period, number = max(1, cycle // parts), -(-parts // min(parts, cycle))
+    next_part, launched = 0, 0
+
+    def land() -> None:
+        events.append(("land", flying.pop(0)[0], 0.0))
+
+    for step in range(1, steps + 1):
+        events.append(("step", 0, 0.0))
+        while flying and step - flying[0][1] >= cycle:
+            land()
+        if step - launched >= period:
+            launched = step
+            for _ in range(number):
+                while any(part == next_part for part, _ in flying):
+                    land()
+                flying.append((next_part, step))
+                events.append(("launch", next_part, 1.0))
+                next_part = (next_part + 1) % parts
+    while flying:
+        land()
+    return events
+
+
+def in_parts(rank: int, size: int, texts: list[str], sleeps: bool) -> Any:
+    """The model before each step but the first and after the last landing; and the events."""
+    in_environment(rank)
+    found = []
+    for text in texts:
+        model = divided(make_model(rank // 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        sync = attach(model, optimizer, text, node_group="auto")
+        trace, events = [], logged(sync._iteration.flow.pipeline)
+        for step in range(STEPS if not sleeps else 3 * STEPS - rank // 2):
+            if step:
+                trace.append(whole(model.parameters()))
+            if sleeps:
+                time.sleep(0.002 * ((rank + step) % 3))
+            loss = loss_of(model, make_batch(rank, step))
+            optimizer.zero_grad()
+            loss.backward()
+            events.append(("step", 0, 0.0))
+            optimizer.step()
+        with sync.consensus():
+            shown = whole(model.parameters())
+        sync._iteration.flow.pipeline.settle()
+        trace.append(whole(model.parameters()))
+        sync.detach()
+        found.append((trace, events, shown))
+    return found
+
+
+def test_parts_of_shards_are_launched_and_landed_by_the_schedule() -> None:
+    """The workers of a node hold 24 and 16 numbers: of 24 parts one of them has 8 empty ones."""
+    counts = [(2, 4), (3, 4), (24, 4), (5, 12)]
+    text = "streaming:schedule=cyclic,outer_gain=1,parts={},staleness={}"
+    results = run(in_parts, [text.format(*one) for one in counts], False, workers=4)
+    assert part_of_each_number(24, shards=True).bincount().tolist() == [2] * 16 + [1] * 8
+    for i, (parts, staleness) in enumerate(counts):
+        events = cyclic_events(parts, staleness // 2, STEPS)
+        expected = replay(part_of_each_number(parts, shards=True), [events, events])
+        shown = (expected[0][-1] + expected[1][-1]) / 2
+        for rank, found in enumerate(results):
+            trace, same, consensus = found[i]
+            assert same == events
+            close(torch.stack(trace), torch.stack(expected[rank // 2]))
+            close(consensus, shown)
+
+
+def test_eager_parts_of_shards_land_as_they_arrive() -> None:
+    """The models follow from the launches and landings, which a node decides together.
+
+    Steps take different times, one node takes a step less, and it waits for the other one.
+    """
+    rows = {
+        "streaming:outer_gain=1,parts=3,staleness=6": 3,
+        "streaming:outer_gain=1,parts=24": 24,
+        "async:schedule=eager,staleness=4": 1,
+    }
+    results = run(in_parts, list(rows), True, workers=4)
+    for i, (text, parts) in enumerate(rows.items()):
+        events = [results[rank][i][1] for rank in range(4)]
+        assert events[0] == events[1], text
+        assert events[2] == events[3], text
+        assert sum(kind == "land" for kind, *_ in events[0]) > 2, text
+        expected = replay(part_of_each_number(parts, shards=True), [events[0], events[2]])
+        for rank, found in enumerate(results):
+            close(torch.stack(found[i][0]), torch.stack(expected[rank // 2]))
+            assert torch.equal(found[i][2], results[0][i][2])
+
+
+# -- every strategy over every wire ----------------------------------------------------------------
+
+WIRES = ["float32", "int8", "int2"]
+EVERY = [
+    "streaming",
+    "streaming:parts=3,staleness=6",
+    "streaming:parts=24",
+    "streaming:schedule=cyclic,staleness=4,parts=3",
+    "streaming:schedule=cyclic,staleness=4,parts=24",
+    "async:schedule=eager,staleness=4",
+    "async:schedule=eager,staleness=3,outer_momentum=0.5",
+    "async:schedule=cyclic,staleness=4",
+    "diloco:period=4,fragments=3,overlap=1",
+    "diloco:period=4,fragments=2",
+    "local:period=2",
+    "selsync:delta=0.05",
+    "selsync:target_lssr=0.5,flags=deferred",
+    "selsync:delta=0.05,aggregate=gradients",
+    "bsp",
+]
+GRID = [(text, wire) for text in EVERY for wire in WIRES] + [("streaming:parts=3", "auto")]
+# Each strategy once, over one wire after the other.
+DAILY = [(text, WIRES[i % 3]) for i, text in enumerate(EVERY)] + GRID[-1:]
+
+
+def uneven(seed: int) -> nn.Module:
+    """Enough numbers for quantization to pay, and numbers of rows that are odd."""
+    torch.manual_seed(seed)
+    hidden = nn.Linear(4, 63), nn.Tanh(), nn.Linear(63, 67), nn.Tanh()
+    return nn.Sequential(nn.BatchNorm1d(4), *hidden, nn.Linear(67, 1))
+
+
+def lopsided(seed: int) -> nn.Module:
+    """The first worker of a node has 11 of 14 numbers."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 3), nn.Linear(3, 1))
+
+
+def one_row(seed: int) -> nn.Module:
+    """The second worker of a node has nothing but the buffers."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.Linear(4, 1, bias=False))
+
+
+MODELS: dict[str, Callable[[int], nn.Module]] = {
+    "uneven": uneven,
+    "lopsided": lopsided,
+    "one row": one_row,
+}
+
+
+def all_alike(rank: int, size: int, kind: str, rows: list[tuple[str, Any]]) -> Any:
+    """Of each row: a consensus, the end, and what was decided. Steps take different times."""
+    in_environment(rank)
+    found = []
+    for text, wire in rows:
+        model = divided(MODELS[kind](rank // 2))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        sync = attach(model, optimizer, text, wire=wire, node_group="auto")
+        for step in range(14 - rank // 2):
+            time.sleep(0.002 * ((rank + step) % 3))
+            train_step(model, optimizer, make_batch(rank, step, 8, torch.float32))
+            if step == 8:
+                with sync.consensus():
+                    shown = model_of(model)
+        details, syncs = dict(sync.stats.details), sync.stats.syncs
+        details.pop("landing_seconds", None)
+        sync.finish()
+        found.append((shown, model_of(model), details, syncs))
+    return found
+
+
+def require_alike(rows: list[tuple[str, Any]], results: list[Any]) -> None:
+    for i, row in enumerate(rows):
+        shown, end, _, syncs = results[0][i]
+        assert shown.isfinite().all(), row
+        assert end.isfinite().all(), row
+        assert not torch.equal(shown, end), row
+        assert syncs > 0, row
+        for rank, of_rank in enumerate(results):
+            assert torch.equal(of_rank[i][0], shown), (row, "consensus")
+            assert torch.equal(of_rank[i][1], end), (row, "end")
+            assert of_rank[i][2:] == results[rank ^ 1][i][2:], (row, "decisions of a node")
+
+
+@pytest.mark.parametrize("kind", some(["uneven", "lopsided"], 0))
+@pytest.mark.parametrize("rows", some([DAILY, [row for row in GRID if row not in DAILY]], 0))
+def test_all_workers_get_the_same_bits_and_nodes_decide_alike(
+    kind: str, rows: list[tuple[str, Any]]
+) -> None:
+    """In a consensus and at the end, whatever arrives when."""
+    require_alike(rows, run(all_alike, kind, rows, workers=4, seconds=110))
+
+
+def test_a_worker_may_hold_none_of_the_numbers() -> None:
+    rows = [
+        (text, "float32")
+        for text in ("streaming:parts=3", "async:schedule=cyclic,staleness=4", "bsp")
+    ]
+    rows += [("selsync:delta=0,aggregate=gradients", "float32"), ("diloco:period=4", "int8")]
+    require_alike(rows, run(all_alike, "one row", rows, workers=4))
+
+
+# -- non-finite values -----------------------------------------------------------------------------
+
+EXCLUDING = [
+    "local:period=2",
+    "diloco:period=3,fragments=2,overlap=1",
+    "async:schedule=cyclic,staleness=4",
+    "streaming:schedule=cyclic,staleness=4,parts=1",
+    "bsp",
+]
+
+
+def excluding(rank: int, size: int, *, shards: bool) -> Any:
+    """One row of one gradient of the first node is NaN in one step; one worker holds that row."""
+    found = []
+    for text in EXCLUDING:
+        model = make_model(rank // 2)
+        model = divided(model) if shards else model
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        sync = attach(model, optimizer, text, node_group="auto", non_finite="exclude")
+        trace = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, make_batch(rank, step)).backward()
+            if (rank, step) == (0, 4):
+                gradient: Any = model[0].weight.grad
+                (gradient.to_local() if shards else gradient)[0] = math.nan
+            optimizer.step()
+            trace.append(whole(model.parameters()))
+        details = sync.stats.details
+        counts = details.get("non_finite", 0), details["non_finite_excluded"]
+        sync.finish()
+        found.append(([*trace, whole(model.parameters())], counts))
+    return found
+
+
+def excluding_shards(rank: int, size: int) -> Any:
+    in_environment(rank)
+    return excluding(rank, size, shards=True)
+
+
+def excluding_wholes(rank: int, size: int) -> Any:
+    return excluding(rank, size, shards=False)
+
+
+def test_a_node_is_excluded_if_one_of_its_shards_is_not_finite() -> None:
+    """Step by step as nodes of whole models; the state of the optimizer begins anew alike."""
+    found = run(excluding_shards, workers=4)
+    expected = simulated(excluding_wholes, workers=4, workers_per_node=2)
+    for rank, (shards, wholes) in enumerate(zip(found, expected, strict=True)):
+        for (one, counts), (other, same), text in zip(shards, wholes, EXCLUDING, strict=True):
+            assert counts == same == (int(rank < 2), 1), text
+            for a, b in zip(one, other, strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-9, equal_nan=True)
+            assert one[-1].isfinite().all(), text
+
+
+def forgotten(rank: int, size: int) -> Any:
+    """One shard of a state is NaN: which parameters have one afterwards, and messages of torch."""
+    in_environment(rank)
+    model = divided(make_model(rank // 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    sync = attach(model, optimizer, "local:period=4", node_group="auto", non_finite="exclude")
+    train_step(model, optimizer, make_batch(rank, 0))
+    if rank == 1:
+        optimizer.state[model[0].bias]["exp_avg"].to_local()[-1] = math.inf
+    with CommDebugMode() as messages:
+        sync._worker.forget_non_finite()
+    sync.detach()
+    names = [name for name, p in model.named_parameters() if p in optimizer.state]
+    return names, messages.get_total_counts()
+
+
+def test_the_workers_of_a_node_forget_the_same_state() -> None:
+    """And read only their own shards: a norm of a DTensor would be a collective."""
+    names = [name for name, _ in make_model().named_parameters()]
+    for rank, (kept, messages) in enumerate(run(forgotten, workers=4)):
+        assert kept == [name for name in names if rank > 1 or name != "0.bias"]
+        assert messages == 0
+
+
+# -- the rest of the front door ------------------------------------------------------------------
 
 
 def in_turn(rank: int, size: int) -> Any:
@@ -157,14 +460,15 @@ def test_any_number_of_workers_may_share_a_model() -> None:
 class Scaled:
     """A worker with a GradScaler and a schedule, whose gradients overflow once."""
 
-    def __init__(self, rank: int, text: str, *, shards: bool) -> None:
+    def __init__(self, rank: int, text: str, wire: Any = None, *, shards: bool) -> None:
         self.rank = rank
         model: nn.Module = with_statistics(rank // 2)
         self.model = divided(model) if shards else model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.7)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
-        self.sync = attach(self.model, self.optimizer, text, scaler=self.scaler, node_group="auto")
+        options = {"scaler": self.scaler, "wire": wire, "node_group": "auto"}
+        self.sync = attach(self.model, self.optimizer, text, **options)
         self.states = {"scheduler": self.scheduler, "scaler": self.scaler}
 
     def steps(self, first: int, end: int) -> list[Tensor]:
@@ -187,47 +491,65 @@ class Scaled:
         return torch.cat([whole(self.model.parameters()), torch.tensor(counted).double()])
 
 
-def scaled(rank: int, size: int, text: str) -> Any:
-    training = Scaled(rank, text, shards=False)
-    trace = training.steps(0, STEPS)
-    return [*trace, training.end()[:-1]]  # the bytes of shards are others
+def scaled(rank: int, size: int, texts: list[str]) -> Any:
+    found = []
+    for text in texts:
+        training = Scaled(rank, text, shards=False)
+        # The bytes of shards are others.
+        found.append([*training.steps(0, STEPS), training.end()[:-1]])
+    return found
 
 
-def resumed(rank: int, size: int, text: str, folder: str) -> Any:
-    os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
-    training = Scaled(rank, text, shards=True)
-    trace = [*training.steps(0, STEPS), training.end()]
-    training = Scaled(rank, text, shards=True)
-    again = training.steps(0, 5)
-    path = offbeat.save(folder, training.sync, **training.states)
-    saved = torch.load(path, weights_only=True)
-    training.sync.detach()
-    training = Scaled(rank, text, shards=True)
-    found = offbeat.load(folder, training.sync, **training.states)
-    assert found is not None
-    again += [*training.steps(found.step, STEPS), training.end()]
-    return trace, again, sum(t.numel() for t in saved["model"].values() if t.dim() == 2)
+def resumed(rank: int, size: int, rows: list[tuple[str, Any]], folder: str) -> Any:
+    """An uninterrupted training, the same saved and resumed, and the numbers in a file."""
+    in_environment(rank)
+    found = []
+    for i, row in enumerate(rows):
+        training = Scaled(rank, *row, shards=True)
+        trace = [*training.steps(0, STEPS), training.end()]
+        training = Scaled(rank, *row, shards=True)
+        again = training.steps(0, 5)
+        path = offbeat.save(f"{folder}/{i}", training.sync, **training.states)
+        saved = torch.load(path, weights_only=True)
+        training.sync.detach()
+        training = Scaled(rank, *row, shards=True)
+        loaded = offbeat.load(f"{folder}/{i}", training.sync, **training.states)
+        assert loaded is not None
+        again += [*training.steps(loaded.step, STEPS), training.end()]
+        found.append(
+            (trace, again, sum(t.numel() for t in saved["model"].values() if t.dim() == 2))
+        )
+    return found
+
+
+SAVED = [(FIXED[0], None), (FIXED[1], None), ("streaming:schedule=cyclic,parts=3", "int8")]
 
 
 @pytest.mark.parametrize(
-    "text", ["local:period=2", *(pytest.param(t, marks=pytest.mark.nightly) for t in TEXTS[1:])]
+    "rows", some([SAVED, [(t, w) for t in FIXED[2:] for w in (None, "int8")]], 0)
 )
-def test_shards_are_scaled_and_resumed(text: str, tmp_path: Path) -> None:
-    """The node whose one worker overflows skips the step; a file holds a worker's own shards."""
-    results = run(resumed, text, str(tmp_path), workers=4)
-    expected = simulated(scaled, text, workers=4, workers_per_node=2)
+def test_a_saved_training_goes_on_bit_for_bit(rows: list[tuple[str, Any]], tmp_path: Path) -> None:
+    """A file holds a worker's own shards. The node whose one worker overflows skips the step.
+
+    With an exact wire each step is that of nodes of whole models.
+    """
+    exact = [i for i, (text, wire) in enumerate(rows) if wire is None and text in FIXED]
+    results = run(resumed, rows, str(tmp_path), workers=4)
+    expected = simulated(scaled, [rows[i][0] for i in exact], workers=4, workers_per_node=2)
     matrices = sum(p.numel() for p in make_model().parameters() if p.dim() == 2)
-    assert [results[0][2] + results[1][2], results[2][2] + results[3][2]] == [matrices] * 2
-    for (trace, again, _), other in zip(results, expected, strict=True):
-        for one, same_again in zip(trace, again, strict=True):
-            assert torch.equal(one, same_again)
-        for one, of_whole in zip(trace[:-1], other[:-1], strict=True):
-            close(one, of_whole, 1e-9)
-        close(trace[-1][:-1], other[-1], 1e-9)
-    assert results[0][0][2][-1] == 4.0  # it was halved
+    for rank, found in enumerate(results):
+        for i, (trace, again, numbers) in enumerate(found):
+            assert numbers + results[rank ^ 1][i][2] == matrices
+            for one, same in zip(trace, again, strict=True):
+                assert torch.equal(one, same), rows[i]
+            assert results[0][i][0][2][-1] == 4.0, "the scale was halved"
+        for i, wholes in zip(exact, expected[rank], strict=True):
+            trace = found[i][0]
+            for one, other in zip([*trace[:-1], trace[-1][:-1]], wholes, strict=True):
+                close(one, other, 1e-9)
 
 
-# -- errors ---------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 def meshes(case: str) -> nn.Module:
@@ -257,26 +579,30 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("two", {}, "its mesh has 2 dimensions"),
     ("some", {}, "'2.weight' cannot be trained between nodes: it is no DTensor, and others are"),
     ("tensors", {}, "not given to fully_shard (tensor parallelism)"),
-    ("", {"non_finite": "raise"}, "non_finite with a model that fully_shard has divided"),
-    ("", {"companions": [nn.Linear(1, 1)]}, "companions with a model that fully_shard"),
-    ("", {"optimizer_state": "average"}, 'optimizer_state="average" with a model that fully'),
-    ("", {"strategy": "diloco:period=4,fragments=2"}, "cuts the model into parts"),
-    ("", {"strategy": "streaming:schedule=cyclic,parts=2"}, "cuts the model into parts"),
-    ("", {"strategy": "ssp:staleness=2"}, "its parameter server keeps slices of the whole model"),
-    ("", {"strategy": "streaming:parts=1"}, "it depends on when messages arrive"),
-    ("", {"strategy": "async:schedule=eager"}, "it depends on when messages arrive"),
+    ("", {"strategy": "local:period=2,optimizer_state=average"}, "state cannot be averaged there"),
+    ("", {"min_workers": 1}, "min_workers with node_group"),
+    ("", {"wire": "auto"}, 'wire="auto" with node_group'),
 ]
 
 
 def refused(rank: int, size: int) -> Any:
-    """What rank 0 alone is told; then what all are of a checkpoint, as the page has it."""
-    os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
+    """Errors of rank 0, which attaches alone; then of all; then the documented example trains."""
+    in_environment(rank)
     found = []
     for case, options, _ in REFUSED:
         model, given = meshes(case), {"strategy": "local:period=2", "node_group": "auto", **options}
         if rank == 0:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             found.append(error_of(lambda m=model, o=optimizer, g=given: attach(m, o, **g)))
+    model = divided(make_model(0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    together = [
+        error_of(lambda: attach(model, optimizer, "diloco:period=9,fragments=7", node_group="auto"))
+    ]
+    sync = attach(model, optimizer, "local:period=2", node_group="auto")
+    together.append(error_of(lambda: sync.follow(nn.Linear(1, 1))))
+    together.append(error_of(lambda: sync.monitor(distance_every=2)))
+    sync.detach()
     model = make_model(0)
     model.layers = list(model)[:1]  # as the page calls them
     fsdp = importlib.import_module("torch.distributed.fsdp")
@@ -286,18 +612,21 @@ def refused(rank: int, size: int) -> Any:
     optimizer, sync = names["optimizer"], names["sync"]
     train_step(model, optimizer, make_batch(rank, 0))
     with sync.consensus():
-        kinds, text = error_of(lambda: offbeat.save("never", sync))
+        together.append(error_of(lambda: offbeat.save("never", sync)))
     sync.finish()
-    return found, kinds, text, whole(model.parameters())
+    return found, together, whole(model.parameters())
 
 
-def test_what_shards_cannot_do_is_refused_before_anything_is_sent() -> None:
-    """By one worker that attaches alone, too."""
+def test_what_shards_cannot_do_is_refused() -> None:
+    """What depends on the arguments alone by one worker, before anything is sent."""
     results = run(refused, workers=4)
     for (kinds, text), (_, _, part) in zip(results[0][0], REFUSED, strict=True):
         assert "AttachError" in kinds, text
         assert part in text
-    for _, kinds, text, end in results:
-        assert "AttachError" in kinds
-        assert "torch.distributed.checkpoint" in text
-        assert torch.equal(end, results[0][3])
+    for _, (fragments, followers, distance, saved), end in results:
+        assert "ValueError" in fragments[0]
+        assert "at most 6, the number of parameter tensors" in fragments[1]
+        assert "follow() with min_workers, or with a model that fully_shard" in followers[1]
+        assert "monitor(distance_every=…) with node_group" in distance[1]
+        assert "torch.distributed.checkpoint" in saved[1]
+        assert torch.equal(end, results[0][2])

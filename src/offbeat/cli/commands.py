@@ -253,7 +253,7 @@ def plan(
 
     offbeat plan --model digits --workers 4 --bandwidth 100Mbit/s -s bsp -s diloco:period=50
 
-    offbeat plan --parameters 1B --step-time 1s --workers 32 --workers-per-node 8 --bandwidth 5gbit
+    offbeat plan --parameters 100M --step-time 200ms -n 32 --workers-per-node 8 --bandwidth 5gbit
 
     torchrun --nproc-per-node 2 -m offbeat.cli plan --model digits --probe
     """

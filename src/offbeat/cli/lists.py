@@ -11,7 +11,7 @@ from offbeat.arguments import range_of, types_of
 from offbeat.cli.view import console, show
 from offbeat.lab.baselines import BASELINES
 from offbeat.lab.recipes import RECIPES
-from offbeat.strategies import STRATEGIES
+from offbeat.registry import STRATEGIES
 from offbeat.table import Table
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from offbeat import plan as planning
 from offbeat.arguments import POSITIVE, require_number
 from offbeat.cli.options import USUAL_LATENCY, USUAL_WORKERS
 from offbeat.cli.view import console, show
@@ -18,9 +17,11 @@ from offbeat.lab import probe as probing
 from offbeat.lab.baselines import is_baseline
 from offbeat.lab.measure import measure_recipe
 from offbeat.lab.probe import tables
+from offbeat.plan import plan as make_plan
+from offbeat.plan.question import Question
 from offbeat.table import Table
 
-_MOST_WORKERS = 10**6
+_MOST_WORKERS = 10_000
 
 
 def plan(
@@ -78,17 +79,17 @@ def plan(
             inside_latency=inside_latency,
         )
         told["workers"] = _launched(workers_per_node) or USUAL_WORKERS
-    planning.plan(**told)  # mistakes show before anything is measured
+    Question(**told)  # mistakes show before anything is measured
     if probe:
         found = _measure_network()
         told |= {"workers": len(found.ranks), **links(found.pairs, workers_per_node)}
         if int(os.environ["RANK"]) != 0:
             return
     if model is not None:
-        count, seconds = measure_recipe(model, data=data)
-        told["parameters"] = count if parameters is None else parameters
+        measured, seconds = measure_recipe(model, data=data)
+        told["parameters"] = measured if parameters is None else parameters
         told["step_time"] = seconds if step_time is None else step_time
-    answer = planning.plan(**told)
+    answer = make_plan(**told)
     if as_json:
         console.print_json(json.dumps(answer.to_dict()))
         return

@@ -14,8 +14,8 @@ from offbeat.data.samples import Parcel, count_samples, join, take
 from offbeat.data.senders import draw_samples, draw_senders, require_fraction
 from offbeat.errors import MismatchError, OffbeatError
 from offbeat.fabric import Handle, Team, explained, open_communicator
-from offbeat.training.requirements import require_timeout
-from offbeat.training.synchronizer import Synchronizer, companions_of
+from offbeat.synchronizer import Synchronizer, background_tasks_of
+from offbeat.training.compatibility import require_timeout
 
 
 @dataclass
@@ -49,7 +49,7 @@ class DataInjection:
 
     Without ``sync``, a worker at the end of its loader gives nothing until it is iterated again.
     Call ``close`` at the end, or use it as a context manager. Loaders of different lengths then
-    need ``away()``, a barrier and ``back()`` on all workers between epochs, or they drift apart.
+    need ``pause()``, a barrier and ``resume()`` on all workers between epochs, or they drift apart.
 
     With one worker the batches are the loader's.
 
@@ -132,10 +132,10 @@ class DataInjection:
         else:
             if group is not None:
                 raise ValueError("give sync or group, not both: the synchronizer has a group")
-            companions = companions_of(sync)
-            companions.add(self)
-            self._team, self._details = companions.team.twin(), companions.details
-            self._steps_taken = companions.step
+            tasks = background_tasks_of(sync)
+            tasks.add(self)
+            self._team, self._details = tasks.team.twin(), tasks.details
+            self._steps_taken = tasks.step
         steps = self._agree()
         if self._team.size > 1:
             self._exchange = Exchange(self._team)
@@ -264,27 +264,27 @@ class DataInjection:
 
     # -- where this worker is ----------------------------------------------------------------
 
-    def busy(self, busy: bool) -> None:
-        """Whether the strategy is at work and may wait for others. ``sync`` calls it."""
+    def set_blocking(self, blocking: bool) -> None:
+        """The strategy may block from now on, or no longer. Called by ``sync``."""
         if self._exchange is not None:
-            self._exchange.busy(busy)
+            self._exchange.busy(blocking)
 
-    def away(self) -> None:
-        """This worker loads nothing until all have met. ``consensus()`` of ``sync`` calls it."""
+    def pause(self) -> None:
+        """This worker loads nothing until all workers are at a barrier. Called by ``sync``."""
         if self._exchange is not None:
             self._exchange.away(self._steps_taken())
 
-    def back(self) -> None:
-        """All workers have met; steps count from 0 again. All workers call it equally often."""
+    def resume(self) -> None:
+        """The barrier has ended; steps count from 0 again. All workers call it equally often."""
         if self._exchange is not None:
             self._exchange.back()
             self._step = 0
 
-    def leave(self) -> None:
-        """End: tell all others, and wait until they know. Calling it again does nothing.
+    def finish(self) -> None:
+        """End: notify all other workers and wait for their answers. Calling it again does nothing.
 
-        Others get nothing from this worker from now on, and go on. ``finish()`` of ``sync`` calls
-        it.
+        The other workers continue and receive nothing from this one any more. ``sync.finish()``
+        calls it.
 
         Raises:
             CommunicationError: another worker is lost.
@@ -297,9 +297,9 @@ class DataInjection:
             self._team.close()
 
     def close(self) -> None:
-        """``leave``, whatever state the others are in."""
+        """``finish``, whatever state the other workers are in. Never raises."""
         with contextlib.suppress(OffbeatError):
-            self.leave()
+            self.finish()
 
     def __enter__(self) -> "DataInjection":
         return self

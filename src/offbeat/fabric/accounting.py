@@ -58,30 +58,6 @@ class Account:
         if not self._paused:
             self.wait_seconds += seconds
 
-    def own(self) -> "Account":
-        """The same account for tensors that this worker alone hands over, and carries whole."""
-        return _Own(self)
-
-
-class _Own(Account):
-    def __init__(self, of: Account) -> None:
-        super().__init__()
-        self._of, self.before_waiting = of, of.before_waiting
-
-    @contextmanager
-    @override
-    def paused(self) -> Iterator[None]:
-        with self._of.paused():
-            yield
-
-    @override
-    def sent(self, payload_bytes: int) -> None:
-        self._of.sent(payload_bytes * self._of._carriers)
-
-    @override
-    def waited(self, seconds: float) -> None:
-        self._of.waited(seconds)
-
 
 class Accounting(Wrapper):
     """A communicator that counts on an ``account``, its own unless one is given.
@@ -96,7 +72,7 @@ class Accounting(Wrapper):
     @override
     def start(self, operation: Operation[T]) -> Handle[T]:
         handle = self.inner.start(operation)
-        self.account.sent(operation.sent_bytes(self.rank))
+        self.account.sent(operation.sent_bytes(self.rank, self.host.scale))
         return _Timed(handle, self, operation.collective)
 
     @override

@@ -1,4 +1,4 @@
-"""A wire that chooses its precision by how long the workers wait, the same on all of them."""
+"""A wire whose precision is chosen during training, for means that workers wait for."""
 
 import logging
 import math
@@ -8,75 +8,81 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.fabric.choice import PRECISIONS, Choice
-from offbeat.fabric.coding import Coding
+from offbeat.fabric.coding import Coding, sum_bits
 from offbeat.fabric.handle import Completed, Handle
 from offbeat.fabric.numbers import Numbers, Plain
 from offbeat.fabric.team import Team
 from offbeat.fabric.wire import Precision, Wire, _Stream
+from offbeat.quantization.precision import PRECISIONS, PrecisionControl
 
 logger = logging.getLogger("offbeat")
 
-_LEAST_STEPS = 16  # own steps, before a look at what was measured
-_LEAST_MEANS = 4  # and sums of the same stream
-_KEY = "the choice of a precision"  # among the streams of a checkpoint
+MOST_WAITING = 0.1
+"""Largest share of the time that may be spent waiting for the link."""
+CHOICES: tuple[Precision, ...] = ("float32", "bfloat16", "int8")
+"""Fewer bits suit parts with error feedback in the model only: fed back from a memory, their
+quantization error grows large."""
+_BITS: dict[str, float] = {one: sum_bits(one) for one in CHOICES}
+_MARGIN = 0.5  # more bits are tried if they should use half of the allowed waiting; else they flap
+_LEAST_STEPS = 16  # local steps between two looks at the measurements
+_LEAST_SUMS = 4  # sums of the same stream between two looks
+_KEY = "the choice of a precision"  # a stream of this name holds it in checkpoints
 _Sums = tuple[float, ...]
 
 
 class AdaptiveWire(Wire):
-    """Sums over the workers at a precision that they choose together; see ``Choice``.
+    """Sums over the workers at a precision that they choose together.
 
-    Each round every worker puts into the roll what it has ``measured``, and tells the wire of the
-    roll when it has ``acted`` on the round. The roll before that one has come in by then, on all
-    workers: what follows from it holds for all sums from the next round on. So every sum has to be
-    started in a round, or before its roll is called.
+    The load of ``PrecisionControl`` is the time that the link makes the workers wait, relative to
+    ``MOST_WAITING``. Of the waiting between two rounds that of the worker counts that waited least:
+    it was the last to arrive, so only the link kept it waiting.
 
-    Of the seconds that the workers have waited since the roll before, those of the one that has
-    waited least count: it came last, so nobody but the link kept it waiting.
+    Every worker adds its measurements to its vote. When a round is decided, the tally of the round
+    before has arrived on all workers, and a choice that follows from it holds for all sums that are
+    started from then on. So all sums of a round must be started on the same side of that moment on
+    all workers.
 
-    Errors that are kept when the precision changes are fed back in the next sum, whatever its own.
+    If an exact sum follows a quantized one of the same stream, it carries the quantization errors.
 
     Args:
         team: The workers.
 
     Attributes:
-        choice: What is sent now.
-        reason: Why, in words.
+        control: Chooses the precision.
+        reason: Why the precision was chosen, for ``Stats.details``.
     """
 
     def __init__(self, team: Team) -> None:
         super().__init__(team, "auto")
-        self.choice = Choice()
-        self.reason = "it begins so"
-        self._before: Handle[_Sums] | None = None  # what the roll before has told
-        self._stale = 0  # rolls to come that were called before the last change
-        self._steps = self._seconds = self._waited = 0.0  # of all workers, in those rolls
+        self.control = PrecisionControl()
+        self.reason = "initial precision"
+        self._before: Handle[_Sums] | None = None  # tally of the round before
+        self._stale = 0  # tallies to come whose measurements preceded the last change
+        self._steps = self._seconds = self._waited = 0.0  # of all workers, since the last look
         self._sums: dict[str, int] = {}  # by stream, since the last look
-        self._since: tuple[int, float, float] | None = None  # step, clock, waited at the last roll
-        self._exactly: set[str] = set()  # streams whose last sum was exact
-        self._fed: dict[str, _Stream] = {}  # what such a tentative sum has fed back
+        self._since: tuple[int, float, float] | None = None  # step, clock, waited at the last vote
+        self._exact_streams: set[str] = set()  # streams whose last sum was exact
+        self._fed: dict[str, _Stream] = {}  # errors that a tentative exact sum has carried
 
     @property
     @override
     def chosen(self) -> bool:
-        """Whether the strategy chooses: it does not."""
         return False
 
-    # -- what is measured, and what follows ------------------------------------------------------
+    # -- measurements and choice -----------------------------------------------------------------
 
     @property
     @override
     def slots(self) -> int:
-        """How many numbers ``measured`` gives."""
         return 2 + self._team.size
 
     @override
     def measured(self, step: int, *, stepping: bool) -> _Sums:
-        """Since the last roll: steps, seconds, and in the place of this rank those waited.
+        """Steps and seconds since the last vote, and at the place of this rank seconds waited.
 
         Args:
-            step: The own one in which the roll is called.
-            stepping: False gives nothing: others have waited while this worker did not compute.
+            step: Local steps so far.
+            stepping: False gives no measurement: this worker did not compute.
         """
         waits = [0.0] * self._team.size
         waits[self._team.rank] = math.inf
@@ -90,40 +96,46 @@ class AdaptiveWire(Wire):
 
     @override
     def acted(self, sums: Handle[_Sums]) -> None:
-        """A round has been acted on: look at what the roll before it has told.
+        """A round is decided: look at the tally of the round before.
 
         Args:
-            sums: What all workers have put into its roll, ``measured`` last.
+            sums: Sums of ``measured`` over the workers.
         """
         before, self._before = self._before, sums
         if before is None or self._team.size == 1:
             return
-        steps, seconds, *waits = before.wait()[-self.slots :]
+        steps, seconds, *waits = before.wait()
         if self._stale:
             self._stale -= 1
             return
         known = [one for one in waits if one != math.inf]
         self._steps, self._seconds = self._steps + steps, self._seconds + seconds
         self._waited += min(known, default=0.0) * len(known)
-        means = max(self._sums.values(), default=0)
-        if self._steps < _LEAST_STEPS * self._team.size or means < _LEAST_MEANS:
-            return
-        waited = self._waited / self._steps
-        reason = self.choice.look(self._seconds / self._steps - waited, waited)
+        most = max(self._sums.values(), default=0)
+        if self._steps >= _LEAST_STEPS * self._team.size and most >= _LEAST_SUMS:
+            self._look()
+
+    def _look(self) -> None:
+        """Choose by the measurements since the last look."""
+        step, waited = self._seconds / self._steps, self._waited / self._steps
+        allowed = (step - waited) * MOST_WAITING / (1 - MOST_WAITING)
+        load = waited / allowed if allowed > 0 else math.inf if waited > 0 else 0.0
+        before = self.control.precision
         self._steps = self._seconds = self._waited = 0.0
         self._sums.clear()
-        if reason:
-            self.reason, self._stale = reason, 1
-            logger.info("means and gradients: %s", reason)
+        if self.control.update(load, _BITS, choices=CHOICES, margin=_MARGIN, seconds=step):
+            share = 100 * waited / step if step else 0.0
+            self.reason = f"the link made workers wait {share:.0f} % of the time in {before}"
+            self._stale = 1
+            logger.info("means: %s from now on, as %s", self.control.precision, self.reason)
 
     @override
     def interrupted(self) -> None:
-        """All workers have met, and something else than training may follow."""
         self._since = None
 
     @override
     def told(self) -> dict[str, str]:
-        return {"wire": self.choice.precision, "wire_reason": self.reason}
+        return {"wire": self.control.precision, "wire_reason": self.reason}
 
     # -- sums ------------------------------------------------------------------------------------
 
@@ -139,9 +151,9 @@ class AdaptiveWire(Wire):
     ) -> Handle[Tensor]:
         self._sums[stream] = self._sums.get(stream, 0) + 1
         self._fed.pop(stream, None)
-        self._exactly.discard(stream)
+        self._exact_streams.discard(stream)
         if self._coding(Plain(tensor), "auto") is None:
-            self._exactly.add(stream)
+            self._exact_streams.add(stream)
             if contribute and stream in self._streams:
                 self._feed_back(tensor, stream, tentative=tentative)
         return super().sum(
@@ -149,7 +161,7 @@ class AdaptiveWire(Wire):
         )
 
     def _feed_back(self, tensor: Tensor, stream: str, *, tentative: bool) -> None:
-        """Add the errors of both stages to an exact contribution; then there are none."""
+        """Add the errors of both stages to an exact contribution; none are left."""
         errors = self._streams.pop(stream)
         tensor.add_(errors.sent.reshape(-1)[: tensor.numel()])
         chunk = errors.summed.numel()
@@ -160,31 +172,34 @@ class AdaptiveWire(Wire):
 
     @override
     def take_back(self, stream: str) -> None:
-        if stream not in self._exactly:
+        if stream not in self._exact_streams:
             super().take_back(stream)
         elif stream in self._fed:
             self._streams[stream] = self._fed.pop(stream)
 
     @override
     def _coding(self, like: Numbers, precision: Precision) -> Coding | None:
-        return super()._coding(like, self.choice.precision if precision == "auto" else precision)
+        return super()._coding(like, self.control.precision if precision == "auto" else precision)
 
     # -- checkpoints -----------------------------------------------------------------------------
 
     @override
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """The errors, and the choice in the form of one more stream."""
-        precision, *numbers = astuple(self.choice)
+        """The errors, and choice and measurements in the form of one more stream."""
+        control = [
+            float(PRECISIONS.index(one)) if isinstance(one, str) else float(one)
+            for one in astuple(self.control)
+        ]
         now, account = self._team.host.now(), self._team.account.wait_seconds
         step, clock, waited = (0, now, account) if self._since is None else self._since
-        kept = [PRECISIONS.index(precision), *numbers, self._stale]
-        kept += [self._steps, self._seconds, self._waited, max(self._sums.values(), default=0)]
-        kept += [self._since is not None, step, now - clock, account - waited]
+        measured = [self._steps, self._seconds, self._waited, max(self._sums.values(), default=0)]
+        since = [self._since is not None, step, now - clock, account - waited]
         before = () if self._before is None else self._before.wait()
+        numbers = [*control, self._stale, *measured, *since]
         return {
             **super().state_dict(),
             _KEY: {
-                "sent": torch.tensor(kept, dtype=torch.float64),
+                "sent": torch.tensor(numbers, dtype=torch.float64),
                 "summed": torch.tensor(before, dtype=torch.float64),
             },
         }
@@ -192,13 +207,15 @@ class AdaptiveWire(Wire):
     @override
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
         super().load_state_dict({name: one for name, one in state.items() if name != _KEY})
-        kept, before = (state[_KEY][name].tolist() for name in ("sent", "summed"))
-        place, change, step_seconds, *counts, stale = kept[: len(fields(Choice)) + 1]
-        kept = kept[len(fields(Choice)) + 1 :]
-        self.choice = Choice(PRECISIONS[int(place)], int(change), step_seconds, *map(int, counts))
+        numbers, before = (state[_KEY][name].tolist() for name in ("sent", "summed"))
+        for one in fields(PrecisionControl):
+            value, present = numbers.pop(0), getattr(self.control, one.name)
+            whole = PRECISIONS[int(value)] if isinstance(present, str) else type(present)(value)
+            setattr(self.control, one.name, whole)
         self._before = Completed(tuple(before)) if before else None
-        self._steps, self._seconds, self._waited, means, running, step, seconds, waited = kept
-        self._stale, self._sums = int(stale), {_KEY: int(means)}
+        stale, self._steps, self._seconds, self._waited, most, running, *since = numbers
+        self._stale, self._sums = int(stale), {_KEY: int(most)}
+        step, seconds, waited = since
         now, account = self._team.host.now(), self._team.account.wait_seconds
         self._since = (int(step), now - seconds, account - waited) if running else None
-        self.reason = "as it was saved"
+        self.reason = "loaded from a checkpoint"

@@ -4,6 +4,8 @@ A tensor is cut into one chunk for each worker, all of the same number of whole 
 ones may lack numbers. Work goes a piece at a time, so that it stays in the processor's cache.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -109,10 +111,28 @@ class Coding:
 
     def payload(self, elements: int, device: torch.device) -> Tensor:
         """Memory for so many numbers on the first stage."""
-        size = elements // BLOCK * self.first.block_bytes
-        return torch.empty(size, dtype=torch.uint8, device=device)
+        return self.memory(elements // BLOCK * self.first.block_bytes, device)
 
     def summed(self, errors: Tensor) -> Tensor:
         """Memory for as many numbers on the second stage."""
-        size = errors.numel() // BLOCK * self.second.block_bytes
-        return torch.empty(size, dtype=torch.uint8, device=errors.device)
+        return self.memory(errors.numel() // BLOCK * self.second.block_bytes, errors.device)
+
+    def memory(self, size: int, device: torch.device) -> Tensor:
+        """A payload of ``size`` bytes, not initialised."""
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+    def chunks(self, payload: Tensor, workers: int) -> Sequence[Tensor]:
+        """Equal chunks of ``payload``, one for each worker."""
+        return payload.chunk(workers)
+
+    def zeros(self, payload: Tensor) -> Tensor:
+        """``payload``, which then decodes to zeros."""
+        return payload.zero_()
+
+    def errors(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Quantization errors of 0."""
+        return torch.zeros(*shape, device=device)
+
+    def copy(self, errors: Tensor, before: Tensor | None) -> Tensor:
+        """A copy of ``errors``, in the memory of an earlier one if there is one."""
+        return errors.clone() if before is None else before.copy_(errors)

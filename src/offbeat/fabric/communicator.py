@@ -78,9 +78,12 @@ class Communicator(ABC):
         """
 
     @final
-    def sum(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
-        """Start replacing ``tensor`` by its sum over the workers; ``what`` names it in errors."""
-        return self.start(Sum(what=what, tensor=tensor))
+    def sum(self, tensor: Tensor, *, what: str, tail: int = 0) -> Handle[Tensor]:
+        """Start replacing ``tensor`` by its sum over the workers; ``what`` names it in errors.
+
+        ``tail``: see ``Host.scale``; the last numbers of ``tensor`` that are no model data.
+        """
+        return self.start(Sum(what=what, tensor=tensor, tail=tail))
 
     @final
     def maximum(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:

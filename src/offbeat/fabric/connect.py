@@ -39,8 +39,8 @@ def open_communicator(
     if regroups and membership_of(made) is None:
         made.close()
         raise AttachError(
-            f'{what} with on_failure="continue": a {type(made).__name__} has no membership, so the '
-            'workers cannot agree on who goes on; use on_failure="raise"'
+            f"{what} with min_workers: a {type(made).__name__} has no membership, so the workers "
+            "cannot agree on who continues; leave min_workers out"
         )
     return made
 

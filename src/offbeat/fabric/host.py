@@ -34,7 +34,14 @@ class Promise(ABC, Generic[T]):
 
 
 class Host(ABC):
-    """A worker's clock and activities."""
+    """A worker's clock and activities.
+
+    Attributes:
+        scale: How many numbers one number of the model stands for; see ``offbeat.fabric.scaling``.
+            1 unless a simulation exchanges a model that it does not hold.
+    """
+
+    scale: float = 1.0
 
     @abstractmethod
     def now(self) -> float:

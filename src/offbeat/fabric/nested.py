@@ -5,16 +5,15 @@ counterparts in the other nodes, and the parts of the result are gathered inside
 node sends what a single worker would, and all of its workers get the same bits, because each part
 of a result has come to one of them alone.
 
-What happens inside follows in the background, in the order in which the operations were started:
-when those across end differs between the workers of a node, and none of them may wait for another
-one that is busy with something else.
+The gathering inside the node runs in the background, in the order in which the operations were
+started: the operations across end at different times on the workers of a node, and none of these
+may wait for another one that is busy with something else.
 
-So whether an operation is ``done`` differs, too. Where something is decided by that the workers of
-a node agree, at a moment of their own, on how many operations have ended on all of them; between
-two such moments ``done`` answers alike.
+Whether an operation is ``done`` therefore differs between the workers of a node, too. A flow that
+decides by it agrees inside the node first, with ``Team.agree``.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -83,13 +82,6 @@ class _Job:
     next: Promise["_Job | None"]
 
 
-@dataclass(eq=False)
-class _Count:
-    """How many jobs have ended; only the activity that works on them counts."""
-
-    number: int = 0
-
-
 class NodeCommunicator(Communicator):
     """Operations between nodes, started alike by all workers of each node.
 
@@ -108,8 +100,6 @@ class NodeCommunicator(Communicator):
         self._next: Promise[_Job | None] = self.host.promise()
         self._works = self._closed = False
         self._twins: list[NodeCommunicator] = []
-        self._started, self._ended = 0, _Count()
-        self._agreed: int | None = None  # so many have ended on all of the node; None: never asked
         self._device = inside.control_device  # asked here, for each thread has a GPU of its own
 
     @property
@@ -200,42 +190,18 @@ class NodeCommunicator(Communicator):
             raise CommunicationError(f"{what} after this worker has left: attach again")
         if not self._works:
             self._works = True
-            self.host.spawn(
-                partial(_work, self._across, self._next, self._ended), what="stages inside the node"
-            )
+            self.host.spawn(partial(_work, self._across, self._next), what="stages inside the node")
         stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
         job = _Job(first, stream, second, self.host.promise(), self.host.promise())
         self._next.fulfil(job)
         self._next = job.next
-        self._started += 1
         # Patient, for both stages have time-outs of their own, whose errors say more.
         ended = self._across.fulfilment(job.ended, what=what, patient=True)
-        return _Following(self, self._started, ended)
-
-    # -- what has ended --------------------------------------------------------------------------
-
-    def ended(self) -> list[int]:
-        """How many operations have ended on this worker: its own, and those of its twins."""
-        return [self._ended.number, *(count for twin in self._twins for count in twin.ended())]
-
-    def agree(self, ended: Iterator[int]) -> None:
-        """Let so many of each, as in ``ended``, be ``done`` and no others, until told again."""
-        self._agreed = max(next(ended), self._agreed or 0)
-        for twin in self._twins:
-            twin.agree(ended)
-
-    def done(self, number: int, ended: Handle[Any]) -> bool:
-        """Whether the operation of this number has ended, as far as all of the node know."""
-        return ended.done() if self._agreed is None else number <= self._agreed
-
-    def waited(self, number: int) -> None:
-        """All workers of this node have waited for the operation of this number."""
-        if self._agreed is not None:
-            self._agreed = max(self._agreed, number)
+        return _Following(self, ended)
 
     @override
     def twin(self) -> Communicator:
-        twin = NodeCommunicator(self._across.twin(), self._inside.twin())
+        twin = type(self)(self._across.twin(), self._inside.twin())
         self._twins.append(twin)
         return twin
 
@@ -257,12 +223,12 @@ class NodeCommunicator(Communicator):
 class _Following(Handle[Any]):
     """Both stages of an operation."""
 
-    def __init__(self, of: NodeCommunicator, number: int, ended: Handle[Any]) -> None:
-        self._of, self._number, self._ended = of, number, ended
+    def __init__(self, of: NodeCommunicator, ended: Handle[Any]) -> None:
+        self._of, self._ended = of, ended
 
     @override
     def done(self) -> bool:
-        return self._of.done(self._number, self._ended)
+        return self._ended.done()
 
     @override
     def wait(self) -> Any:
@@ -271,14 +237,13 @@ class _Following(Handle[Any]):
             if isinstance(result, Exception):
                 raise explained(result)
         except CommunicationError:
-            # Who waits for this worker, in its node or elsewhere, learns of it by this.
+            # Closing tells the workers that wait for this one, in its node or elsewhere.
             self._of.close()
             raise
-        self._of.waited(self._number)
         return result
 
 
-def _work(across: Communicator, coming: Promise[_Job | None], ended: _Count) -> None:
+def _work(across: Communicator, coming: Promise[_Job | None]) -> None:
     """Take one job after the other through its second stage, until the communicator is closed."""
     failure: Exception | None = None
     while True:
@@ -296,7 +261,6 @@ def _work(across: Communicator, coming: Promise[_Job | None], ended: _Count) -> 
                 error.__traceback__ = None  # it would keep what was being sent
                 outcome = failure = error
         job.ended.fulfil(outcome)
-        ended.number += 1
         coming = job.next
         del job, outcome  # they may be large, and the next one may be long in coming
 

@@ -27,14 +27,12 @@ class Node:
     Attributes:
         everyone: All workers of all nodes, for what each process has of its own.
         inside: Those of this node.
-        across: This one and its counterparts in the other nodes. Its rank is the node's.
         sharded: Whether each of them holds a part of the model, and trains it with its counterparts
             in the other nodes; else all hold the same.
     """
 
     everyone: Communicator
     inside: Communicator
-    across: Communicator
     sharded: bool = False
 
     def close(self, *, together: bool) -> None:
@@ -121,8 +119,8 @@ def _nested(ends: NodeEnds, *, sharded: bool = False) -> tuple[Communicator, Nod
     inside = Located(ends.inside, "inside the node")
     between = Located(ends.across, "between nodes")
     if sharded:
-        return between, Node(ends.everyone, inside, between, sharded=True)
-    return NodeCommunicator(between, inside.twin()), Node(ends.everyone, inside, between)
+        return between, Node(ends.everyone, inside, sharded=True)
+    return NodeCommunicator(between, inside.twin()), Node(ends.everyone, inside)
 
 
 def _open(

@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from offbeat.fabric.host import Promise
+from offbeat.fabric.scaling import bytes_of
 
 R = TypeVar("R")
 
@@ -28,18 +29,26 @@ class Operation(Generic[R]):
     collective: ClassVar[bool] = True
     """Whether all workers start it, in the same order; else two of them, or one."""
 
-    def sent_bytes(self, rank: int) -> int:
-        """Bytes of the tensors that worker ``rank`` hands over."""
+    def sent_bytes(self, rank: int, scale: float = 1.0) -> int:
+        """Bytes of the tensors that worker ``rank`` hands over, at ``Host.scale``."""
         return 0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _OnTensor(Operation[R]):
+    """An operation on one tensor.
+
+    Attributes:
+        tensor: The tensor that the worker hands over.
+        tail: Numbers at its end that stand for themselves, whatever ``Host.scale``.
+    """
+
     tensor: Tensor
+    tail: int = 0
 
     @override
-    def sent_bytes(self, rank: int) -> int:
-        return self.tensor.nbytes
+    def sent_bytes(self, rank: int, scale: float = 1.0) -> int:
+        return bytes_of(self.tensor, scale, self.tail)
 
 
 class Sum(_OnTensor[Tensor]):
@@ -68,8 +77,8 @@ class Broadcast(_OnTensor[Tensor]):
     source: int = 0
 
     @override
-    def sent_bytes(self, rank: int) -> int:
-        return self.tensor.nbytes if rank == self.source else 0
+    def sent_bytes(self, rank: int, scale: float = 1.0) -> int:
+        return super().sent_bytes(rank, scale) if rank == self.source else 0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -95,7 +104,7 @@ class Receive(_OnTensor[Tensor]):
     patient: bool = False
 
     @override
-    def sent_bytes(self, rank: int) -> int:
+    def sent_bytes(self, rank: int, scale: float = 1.0) -> int:
         return 0
 
 

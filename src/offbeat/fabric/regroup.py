@@ -379,7 +379,7 @@ def open_elastic(
     backend = str(dist.get_backend(group))
     if backend != "gloo":
         raise AttachError(
-            f'on_failure="continue" needs a process group of gloo, got {backend}: its groups '
+            f"min_workers needs a process group of gloo, got {backend}: its groups "
             "cannot be opened without all that began (gloo takes tensors on a GPU, too)"
         )
     factory = GroupFactory.of(group)

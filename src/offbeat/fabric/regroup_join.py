@@ -25,7 +25,7 @@ _ATTEMPTS = 2  # each ends a view of the members
 def join(address: str | None = None) -> Transport:
     """What a new worker gives to ``attach(..., group=...)``, to join a training that goes on.
 
-    That training was attached with ``on_failure="continue"``. The new process calls no
+    That training was attached with ``min_workers``. The new process calls no
     ``init_process_group``. Its ``attach`` waits until the others take it in, at the end of a step
     of theirs, at most ``timeout_seconds``. If several trainings use the store, that which began
     last is joined.
@@ -168,7 +168,7 @@ class Newcomer(Transport):
                 return str(value)
             time.sleep(_LOOK_SECONDS)
         raise CommunicationTimeout(
-            f'joining failed: no training with on_failure="continue" has begun at '
+            f"joining failed: no training with min_workers has begun at "
             f"{self._address} within timeout_seconds={timeout_seconds:g}"
         )
 

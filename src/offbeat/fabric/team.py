@@ -6,7 +6,6 @@ from offbeat.fabric.accounting import Account, Accounting
 from offbeat.fabric.communicator import Communicator
 from offbeat.fabric.host import Host
 from offbeat.fabric.membership import Membership, View, membership_of
-from offbeat.fabric.nested import NodeCommunicator
 from offbeat.fabric.nodes import Node
 
 
@@ -103,35 +102,20 @@ class Team:
         return sums
 
     def agree(self, *values: float) -> list[float]:
-        """The maximum of each number over the workers of this node, who call this alike.
+        """The maximum of each number over the workers of this node.
 
-        From then until the next time operations are ``done`` that have ended on all of them, and no
-        others: what a strategy decides by that it decides alike. Without a node the values
-        themselves. Blocks; waiting counts as that for other nodes.
+        All of them call it alike. Without a node it returns the values. Blocks; the time counts as
+        waiting.
         """
         if self.node is None:
             return list(values)
-        nodes, inside = self.uncounted, self.node.inside
-        told = list(values)
-        if isinstance(nodes, NodeCommunicator):
-            told += [-count for count in nodes.ended()]  # of which the least
-        own = torch.tensor(told, dtype=torch.float64, device=inside.control_device)
+        inside = self.node.inside
+        own = torch.tensor(values, dtype=torch.float64, device=inside.control_device)
         started = self.host.now()
-        # For NCCL it is in tolist() that one waits.
-        most: list[float] = inside.maximum(own, what="agreement of a node").wait().tolist()
+        # With NCCL it is tolist() that blocks.
+        largest: list[float] = inside.maximum(own, what="agreement of a node").wait().tolist()
         self.account.waited(self.host.now() - started)
-        if isinstance(nodes, NodeCommunicator):
-            nodes.agree(-int(count) for count in most[len(values) :])
-        return most[: len(values)]
-
-    def across(self) -> "Team":
-        """This worker and its counterparts in the other nodes, as a team of their own.
-
-        For messages, which nodes do not have. The ranks are those of the nodes; bytes and waits
-        count in this team's account.
-        """
-        assert self.node is not None, "there are no nodes"
-        return Team(self.node.across, account=self.account.own())
+        return largest
 
     @property
     def uncounted(self) -> Communicator:

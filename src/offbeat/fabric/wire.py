@@ -16,11 +16,11 @@ that waited for one of a later sum would hold up the others in an earlier one.
 The file is long because that order is kept between all kinds of sums in it.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -30,6 +30,7 @@ from offbeat.fabric.accounting import Account
 from offbeat.fabric.coding import Coding, gathers
 from offbeat.fabric.handle import Handle
 from offbeat.fabric.numbers import Coded, Numbers, Plain, Summed, Update
+from offbeat.fabric.scaling import BlankCoding
 from offbeat.fabric.team import Team
 from offbeat.kernels import BLOCK, kernels
 
@@ -53,13 +54,10 @@ class _Stream:
         self.sent, self.summed = sent, summed
         self._before: dict[str, Tensor] = {}
 
-    def remember(self, name: Literal["sent", "summed"]) -> None:
+    def remember(self, name: Literal["sent", "summed"], coding: Coding) -> None:
         """Note the errors on one stage, for ``take_back``."""
         errors: Tensor = getattr(self, name)
-        if name in self._before:
-            self._before[name].copy_(errors)
-        else:
-            self._before[name] = errors.clone()
+        self._before[name] = coding.copy(errors, self._before.get(name))
 
     def take_back(self) -> None:
         """Put back what was remembered."""
@@ -159,7 +157,12 @@ class _Stages:
             self.wait_for(None)
 
     def wait_for(self, one: _Sum | None) -> list[Tensor]:
-        """The second stage's result; with None only start those that are due."""
+        """Wait for a sum and return its payloads. All sums before it get their second stage first.
+
+        Args:
+            one: The sum. None: wait for the first stage of every queued sum, start its second
+                stage, and return nothing.
+        """
         self._waiting = True
         try:
             while self.queue and (one is None or one.second is None):
@@ -197,8 +200,10 @@ class Wire:
         self._streams: dict[str, _Stream] = {}
         self._stages = _Stages.of(team.account)
         self._codings: dict[str, Coding] = {}
+        self._scale = team.host.scale
         if not self.exact:
-            kernels()  # compiled now, not in the first step
+            if self._scale == 1:
+                kernels()  # compiled now, not in the first step
             self._twin = team.fabric.twin()
 
     @property
@@ -270,16 +275,16 @@ class Wire:
         coding = self._coding(numbers, self.precision)
         if coding is None:
             return self._team.fabric.sum(tensor, what=what)
-        state = self._stream(stream, numbers)
+        state = self._stream(stream, numbers, coding)
         if tentative:
-            state.remember("sent")
+            state.remember("sent", coding)
         else:
             state.forget()
         one = _Sum(self, coding, state, numbers, contribute, tentative, what)
         if contribute:
             payload = coding.encode(tensor, state.sent)
         else:
-            payload = coding.payload(state.sent.numel(), tensor.device).zero_()
+            payload = coding.zeros(coding.payload(state.sent.numel(), tensor.device))
         self._start(one, payload)
         return _Decoded(one, tensor)
 
@@ -318,25 +323,25 @@ class Wire:
             return Update(self._team.fabric.sum(total, what=what).then(Plain), sent)
         if gathers(coding.precision, self._team.size):
             return self._gather_updates(update, coding, contribute, what)
-        state = self._stream(stream, update, only_second=True)
+        state = self._stream(stream, update, coding, only_second=True)
         one = _Sum(self, coding, state, update, contribute, False, what)
         size, chunk = self._team.size, state.summed.numel()
         if contribute:
             payload = coding.round(update, size, chunk)
         else:
-            payload = coding.payload(size * chunk, update.device).zero_()
+            payload = coding.zeros(coding.payload(size * chunk, update.device))
         self._start(one, payload)
-        return Update(one, Coded(coding.first, payload.chunk(size), chunk, update))
+        return Update(one, Coded(coding.first, coding.chunks(payload, size), chunk, update))
 
     def _gather_updates(
         self, update: Numbers, coding: Coding, contribute: bool, what: str
     ) -> Update:
         """In one stage: everyone adds up what everyone has sent, in the order of the ranks."""
-        chunk = -(-update.elements // BLOCK) * BLOCK
+        chunk = -(-self._elements(update) // BLOCK) * BLOCK
         if contribute:
             payload = coding.round(update, 1, chunk)
         else:
-            payload = coding.payload(chunk, update.device).zero_()
+            payload = coding.zeros(coding.payload(chunk, update.device))
         gathering = self._team.fabric.gather(payload, what=what)
         total: Handle[Numbers] = gathering.then(
             lambda payloads: Summed(coding.first, payloads, update)
@@ -354,10 +359,11 @@ class Wire:
                 "make the wire of a lossy precision"
             )
         assert precision != "auto", "each sum has to say its own"
-        coding = self._codings.get(precision) or Coding(precision)
+        kind = Coding if self._scale == 1 else BlankCoding
+        coding = self._codings.get(precision) or kind(precision)
         self._codings[precision] = coding
         blocks = self._team.size * self._chunk_blocks(like)
-        return coding if blocks * coding.most_block_bytes < like.nbytes else None
+        return coding if blocks * coding.most_block_bytes < like.nbytes * self._scale else None
 
     def _start(self, one: _Sum, payload: Tensor) -> None:
         blocks = one.stream.summed.numel() // BLOCK
@@ -376,15 +382,21 @@ class Wire:
 
     def _chunk_blocks(self, like: Numbers) -> int:
         """Blocks of each worker's chunk."""
-        return -(-like.elements // (BLOCK * self._team.size))
+        return -(-self._elements(like) // (BLOCK * self._team.size))
 
-    def _stream(self, name: str, like: Numbers, *, only_second: bool = False) -> _Stream:
+    def _elements(self, like: Numbers) -> int:
+        """How many numbers ``like`` stands for."""
+        return math.ceil(like.elements * self._scale)
+
+    def _stream(
+        self, name: str, like: Numbers, coding: Coding, *, only_second: bool = False
+    ) -> _Stream:
         rows, columns = self._team.size, self._chunk_blocks(like) * BLOCK
         shape = (0 if only_second else rows, columns)
         state, device = self._streams.get(name), like.device
         if state is None:
-            sent = torch.zeros(shape, device=device)
-            state = self._streams[name] = _Stream(sent, torch.zeros(columns, device=device))
+            sent, summed = coding.errors(shape, device), coding.errors((columns,), device)
+            state = self._streams[name] = _Stream(sent, summed)
         elif state.sent.device != device:  # loaded from a checkpoint
             state.sent, state.summed = state.sent.to(device), state.summed.to(device)
         if state.sent.shape != shape:
@@ -408,11 +420,11 @@ class Wire:
         received, errors, coding = _first(one).wait(), one.stream.summed, one.coding
         one.first = None  # frees the payloads
         if one.tentative:
-            one.stream.remember("summed")
+            one.stream.remember("summed", coding)
         if one.contribute or bool(received.any()):
             payload = coding.add_up(received, self._team.size, errors)
         else:  # nobody contributes: the sum is zero, and the errors wait for another one
-            payload = coding.summed(errors).zero_()
+            payload = coding.zeros(coding.summed(errors))
         with self._team.account.paused():  # counted when the sum was started
             one.second = self._twin.gather(payload, what=one.what)
 

@@ -3,8 +3,8 @@
 from offbeat.lab.ideal import IDEAL, Ideal
 from offbeat.lab.method import Baseline
 from offbeat.lab.peers import PEERS, PREFIXES
-from offbeat.strategies import Strategy, parse_strategy
-from offbeat.strategies.parse import read_settings
+from offbeat.registry import parse_strategy, read_settings
+from offbeat.strategies import Strategy
 
 _ALL: tuple[type[Baseline], ...] = (Ideal, *PEERS)
 BASELINES: dict[str, type[Baseline]] = {one.name: one for one in _ALL}

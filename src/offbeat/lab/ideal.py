@@ -21,8 +21,8 @@ from offbeat.lab.method import SAVING, Attached, Baseline, Method
 from offbeat.lab.recipes import Task
 from offbeat.lab.recipes.base import device_of
 from offbeat.strategies import BSP, Strategy
+from offbeat.synchronizer import Synchronizer
 from offbeat.telemetry import Stats
-from offbeat.training.synchronizer import Synchronizer
 
 IDEAL = "ideal"
 WARMUP_STEPS = 5

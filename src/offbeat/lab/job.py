@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from offbeat.arguments import Precision, check_settings, setting, types_of
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 MOST_WORKERS = 1000
 MOST_SEED = 4_000_000  # each worker has a thousandfold one of its own, of 32 bits
-OptimizerStates = Literal["local", "average"]
 
 
 @dataclass(frozen=True)
@@ -159,11 +158,6 @@ class Job:
         unset="float32; streaming chooses",
         of_method=True,
     )
-    optimizer_state: OptimizerStates = option(
-        "local",
-        help="Whether the optimizer's state stays local, or is averaged with the models.",
-        of_method=True,
-    )
 
     def setup(self) -> "Setup":
         """The recipe's part of it."""
@@ -229,7 +223,7 @@ class Job:
     def _check_bounds(self) -> None:
         """Raise ValueError for numbers that no run has a use for."""
         from offbeat.lab.uneven import parse_slow
-        from offbeat.training.requirements import require_timeout
+        from offbeat.training.compatibility import require_timeout
 
         parse_slow(self.slow, self.workers)
         if self.workers % self.workers_per_node:
@@ -250,13 +244,10 @@ class Job:
             ValueError, TypeError: it cannot, or there is none of that name.
             ImportError: its package is not installed.
         """
+        from offbeat.errors import AttachError
         from offbeat.lab.baselines import parse_method
         from offbeat.lab.method import Baseline
-        from offbeat.training.requirements import (
-            require_nodes,
-            require_optimizer_state,
-            require_wire,
-        )
+        from offbeat.training.compatibility import require_abilities
 
         method = parse_method(self.strategy)
         if isinstance(method, Baseline):
@@ -264,10 +255,10 @@ class Job:
             method.require()
             return
         wire = self.wire or method.default_wire
-        require_wire(wire, method)
-        if self.workers_per_node > 1:
-            require_nodes(method, wire, None, continues=False)
-        require_optimizer_state(self.optimizer_state, method)
+        try:
+            require_abilities(method, wire=wire, nodes=self.workers_per_node > 1)
+        except AttachError as error:  # here it is a mistake on the command line
+            raise ValueError(str(error)) from None
 
     def _refuse(self, method: "Baseline") -> None:
         """Raise ValueError for an option that ``method`` cannot honour."""
@@ -309,7 +300,7 @@ class Job:
         """This job under a strategy and options for it alone.
 
         ``job.under("local:period=8 --wire int8 --lr-scale 2")``. Options are those of the method:
-        learning rate, sampler, injection, wire, optimizer state.
+        learning rate, sampler, injection, wire.
 
         Raises:
             ValueError: another option, or one without a value.

@@ -1,4 +1,4 @@
-"""How large a recipe's model is and how long one of its steps takes on this machine."""
+"""The model of a recipe, and how long one of its steps takes on this machine."""
 
 import statistics
 import time
@@ -10,12 +10,11 @@ import torch
 from offbeat.lab.recipes import Setup, find_recipe
 from offbeat.lab.recipes.own import try_out
 from offbeat.lab.samplers import Batches, make_sampler
-from offbeat.means import Replica
 
 
 def measure_recipe(
     name: str, *, data: Path | None = None, steps: int = 15, warmup_steps: int = 5
-) -> tuple[int, float]:
+) -> tuple[torch.nn.Module, float]:
     """Train a few steps alone, with as many threads as torch uses now.
 
     Args:
@@ -25,8 +24,8 @@ def measure_recipe(
         warmup_steps: How many come before them.
 
     Returns:
-        How many numbers a mean of models replaces (parameters and floating-point buffers), and the
-        median of the seconds of a step: reading the batch, forward, backward, the optimizer.
+        The model, and the median of the seconds of a step: reading the batch, forward, backward,
+        the optimizer.
 
     Raises:
         ValueError: no such recipe, a mistake in one's own, or too few steps.
@@ -39,7 +38,6 @@ def measure_recipe(
         task = recipe.build(Setup(workers=1, epochs=recipe.epochs, data=data))
         if recipe.file is not None:
             try_out(recipe, task)
-        count = sum(t.numel() for t in Replica(task.model, _trainable(task.model)).averaged())
         again = chain.from_iterable(
             Batches(task, make_sampler(task, 1, 0, seed=0)) for _ in repeat(None)
         )
@@ -53,8 +51,4 @@ def measure_recipe(
             task.advance()
             begin, before = time.perf_counter(), begin
             seconds.append(begin - before)
-    return count, statistics.median(seconds[warmup_steps:])
-
-
-def _trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
+    return task.model, statistics.median(seconds[warmup_steps:])

@@ -9,8 +9,8 @@ from typing_extensions import override
 
 from offbeat.lab.recipes import Task
 from offbeat.strategies import Strategy
+from offbeat.synchronizer import Synchronizer
 from offbeat.telemetry import Stats
-from offbeat.training.synchronizer import Synchronizer
 
 
 class Method(ABC):

@@ -165,14 +165,13 @@ class Result:
         Raises:
             ValueError, KeyError, TypeError: it is none.
         """
-        known = {one.name for one in fields(Job)}
         later = {"model_bytes", "links", "turns", "lr_scales", "command"}  # 0.1.0 wrote none
         kept = {
             one.name: values[one.name]
             for one in fields(cls)
             if one.name in values or one.name not in later
         }
-        kept["job"] = Job(**{k: v for k, v in values["job"].items() if k in known})
+        kept["job"] = _job_of(values["job"])
         kept["points"] = tuple(Evaluation(**point) for point in values["points"])
         kept["stats"] = tuple(stats_of(one) for one in values["stats"])
         kept["links"] = tuple(Measured(**one) for one in kept.get("links", ()))
@@ -181,6 +180,14 @@ class Result:
         if not (kept["points"] and kept["stats"]):
             raise ValueError("a result needs an evaluation and the totals of a worker")
         return cls(**kept)
+
+
+def _job_of(values: Mapping[str, Any]) -> Job:
+    """The job of a saved result, also of a version whose jobs had other fields."""
+    known, strategy = {one.name for one in fields(Job)}, values["strategy"]
+    if values.get("optimizer_state") == "average":  # an option of earlier versions, now a setting
+        strategy += ("," if ":" in strategy else ":") + "optimizer_state=average"
+    return Job(**{k: v for k, v in values.items() if k in known} | {"strategy": strategy})
 
 
 def public_job(job: Job) -> dict[str, Any]:

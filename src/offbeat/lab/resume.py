@@ -14,8 +14,8 @@ from offbeat.lab.job import Job
 from offbeat.lab.leaving import Leaving
 from offbeat.lab.method import Attached, Method
 from offbeat.lab.recipes import Task
+from offbeat.synchronizer import Synchronizer
 from offbeat.training.checkpoints import load, save
-from offbeat.training.synchronizer import Synchronizer
 
 _FREE = {"checkpoints", "save_every", "resume", "log", "timeout_seconds", "evaluations", "data"}
 

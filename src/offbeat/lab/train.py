@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from offbeat.attach import attach
 from offbeat.data import DataInjection, injected_batch_size
 from offbeat.errors import OffbeatError
 from offbeat.lab.baselines import is_ideal, parse_method
@@ -46,8 +47,7 @@ from offbeat.lab.samplers import Batches, parse_injection
 from offbeat.lab.turns import take_turn
 from offbeat.lab.uneven import Uneven, parse_slow
 from offbeat.strategies import Strategy
-from offbeat.training.attach import attach
-from offbeat.training.synchronizer import Synchronizer
+from offbeat.synchronizer import Synchronizer
 
 
 def choose_backend() -> str:
@@ -139,7 +139,6 @@ def _begin(job: Job, task: Task, device: torch.device) -> Method:
             task.optimizer,
             strategy,
             node_group="auto" if job.workers_per_node > 1 else None,
-            optimizer_state=job.optimizer_state,
             wire=job.wire,
             log=job.log,
             timeout_seconds=job.timeout_seconds,

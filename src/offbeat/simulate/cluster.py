@@ -12,6 +12,7 @@ from torch import Tensor
 
 from offbeat.costs import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, broadcast_bytes
 from offbeat.errors import CommunicationError, CommunicationTimeout, OffbeatError
+from offbeat.fabric.scaling import bytes_of
 from offbeat.simulate.compute import Compute
 from offbeat.simulate.kernel import Signal
 from offbeat.simulate.network import Network
@@ -104,6 +105,7 @@ class SimulatedCluster:
 
     Attributes:
         faulty: Whether workers may be lost: then operations have time-outs.
+        scale: ``Host.scale``.
     """
 
     workers: Workers
@@ -112,6 +114,7 @@ class SimulatedCluster:
     seed: int
     faulty: bool = False
     spans: list[Span] = field(default_factory=list)
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
         self.size = len(self.workers.all)  # that begin together
@@ -282,7 +285,8 @@ class SimulatedCluster:
         It leaves when what was sent before has left, whether or not the receiver's link is busy:
         the switch keeps it until it is its turn there.
         """
-        kernel, size = self.workers.kernel, float(tensor.nbytes)
+        kernel, size_bytes = self.workers.kernel, bytes_of(tensor, self.scale)
+        size = float(size_bytes)
         inside = not self.network.crosses((source, destination))
         up, down = (
             [self._inside[rank]] if inside else self._link(rank) for rank in (source, destination)
@@ -291,7 +295,7 @@ class SimulatedCluster:
         latency = 0.0 if source == destination else latency
         start = max(kernel.now, *(nic.up for nic in up))
         network = self.network.at(start)
-        leaving, coming = network.link_seconds(tensor.nbytes, source, destination)
+        leaving, coming = network.link_seconds(size_bytes, source, destination)
         for nic in up:
             nic.up = start + leaving
         left = start + leaving

@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -91,19 +91,19 @@ class SimulatedCommunicator(Communicator):
                 signal = self.cluster.send(
                     self.line, self._group, self.member, there, tag, tensor, what
                 )
-                return _SimulatedHandle(self, signal, tensor, what)
+                return SimulatedHandle(self, signal, tensor, what)
             case Receive(tensor=tensor, source=source, tag=tag, what=what, patient=patient):
                 there = self.line.members[source]
                 signal = self.cluster.receive(
                     self.line, self._group, there, self.member, tag, tensor
                 )
-                return _SimulatedHandle(self, signal, tensor, what, patient=patient)
+                return SimulatedHandle(self, signal, tensor, what, patient=patient)
             case Await(promise=promise, what=what, patient=patient):
                 assert isinstance(promise, SimulatedPromise)
                 signal = promise.signal
                 if self.cluster.faulty:  # a time-out is no fulfilment
                     promise.signal.then((signal := Signal()).fire)
-                handle = _SimulatedHandle(self, signal, None, what, patient=patient)
+                handle = SimulatedHandle(self, signal, None, what, patient=patient)
                 return handle.then(lambda _: promise.result)
         raise TypeError(f"there is no simulated {type(operation).__name__}")
 
@@ -133,17 +133,17 @@ class SimulatedCommunicator(Communicator):
         signal = self.cluster.join(
             self.line, self._group, self.member, kind, tensor, what, combine, place
         )
-        return _SimulatedHandle(self, signal, tensor if result is None else result, what)
+        return SimulatedHandle(self, signal, tensor if result is None else result, what)
 
     @override
     def twin(self) -> Communicator:
         number = self.cluster.number(self._group, self._twins)
         self._twins += 1
-        return SimulatedCommunicator(
+        return type(self)(
             self.cluster, self.member, self.line, number, self.host, self.timeout_seconds
         )
 
-    def part(self, ranks: Sequence[int], *, sharing: int = 1) -> "SimulatedCommunicator":
+    def part(self, ranks: Sequence[int], *, sharing: int = 1) -> Self:
         """A communicator of some of these workers, of whom this is one.
 
         Args:
@@ -153,9 +153,7 @@ class SimulatedCommunicator(Communicator):
         members = tuple(self.line.members[rank] for rank in ranks)
         line = self.cluster.part(self._group, members, sharing)
         number = self.cluster.number(self._group, members)
-        return SimulatedCommunicator(
-            self.cluster, self.member, line, number, self.host, self.timeout_seconds
-        )
+        return type(self)(self.cluster, self.member, line, number, self.host, self.timeout_seconds)
 
     @override
     def close(self, *, together: bool = False) -> None:
@@ -164,7 +162,9 @@ class SimulatedCommunicator(Communicator):
             self.cluster.leave(self.line, self.member)
 
 
-class _SimulatedHandle(Handle[Any]):
+class SimulatedHandle(Handle[Any]):
+    """An operation of the simulated cluster."""
+
     def __init__(
         self,
         fabric: SimulatedCommunicator,

@@ -54,7 +54,7 @@ class SimulatedHost(Host):
     """
 
     def __init__(self, cluster: SimulatedCluster, rank: int) -> None:
-        self._cluster, self._rank = cluster, rank
+        self._cluster, self._rank, self.scale = cluster, rank, cluster.scale
         self.totals: list[Callable[[], object]] = []
         self._polls, self._asked_seconds, self._nap = 0, 0.0, _SHORTEST_NAP_SECONDS
 

@@ -8,17 +8,10 @@ import heapq
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-
-@dataclass(order=True)
-class _Event:
-    seconds: float
-    tie: float
-    number: int
-    action: Callable[[], None] = field(compare=False)
-    label: str = field(compare=False)
+_Event = tuple[float, float, int, Callable[[], None], str]
+"""Seconds, what breaks ties, a number that no other one has; the action and its label."""
 
 
 class Kernel:
@@ -45,16 +38,15 @@ class Kernel:
         assert seconds >= self.now, f"{label} at {seconds} s, but it is {self.now} s already"
         self._number += 1
         tie = 0.0 if self._ties is None else self._ties.random()
-        heapq.heappush(self._heap, _Event(seconds, tie, self._number, action, label))
+        heapq.heappush(self._heap, (seconds, tie, self._number, action, label))
 
     def step(self) -> bool:
         """Let the next event happen; False if there is none."""
         if not self._heap:
             return False
-        event = heapq.heappop(self._heap)
-        self.now = event.seconds
-        self.recent.append((event.seconds, event.label))
-        event.action()
+        self.now, _, _, action, label = heapq.heappop(self._heap)
+        self.recent.append((self.now, label))
+        action()
         return True
 
 

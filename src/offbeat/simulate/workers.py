@@ -128,11 +128,7 @@ class Workers:
 
     def _let_run(self, worker: SimulatedWorker) -> None:
         if self._loaded is not worker and not worker.background:
-            if self._loaded is not None and self._loaded.random is not None:
-                self._loaded.random.save()
-            assert worker.random is not None
-            worker.random.load()
-            self._loaded = worker
+            self._load_random(worker)
         self._current = worker
         assert worker.thread is not None
         if worker.thread.ident is None:
@@ -141,6 +137,14 @@ class Workers:
             worker.turn.release()
         self._back.acquire()
         self._current = None
+
+    def _load_random(self, worker: SimulatedWorker) -> None:
+        """The random state of the process becomes that of ``worker``."""
+        if self._loaded is not None and self._loaded.random is not None:
+            self._loaded.random.save()
+        assert worker.random is not None
+        worker.random.load()
+        self._loaded = worker
 
     def kill(self, rank: int) -> bool:
         """End a worker and its activities where they are; false if it has ended already."""

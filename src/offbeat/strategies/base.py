@@ -1,319 +1,356 @@
-"""The contract of a strategy: when a round is due, what a worker contributes, what comes of it.
+"""The contract of a strategy: what is averaged, when a round is due, and what the round decides.
 
-A strategy is a frozen set of hyper-parameters and these methods, which the front door calls:
+A strategy is a frozen dataclass of hyper-parameters with up to seven methods. It holds no tensor,
+sends no message and never waits. A *flow* (``offbeat.averaging``) calls it on every worker and does
+the rest: rounds, means, landings, consensus, checkpoints, changes of membership.
 
-    start(worker)         once; returns the mutable state, kept in ``worker.state``
-    due(worker)           whether the step at hand ends with a round
-    vote(worker, part)    what this worker contributes to the decision of the round
-    act(worker, round)    what to do with the outcome; by default x ← mean(x)
+    averages()             what is averaged, and when it takes effect
+    due(worker)            0, or how many parts this worker would launch after the current step
+    state(worker)          a dataclass for whatever the strategy remembers
+    vote(worker)           this worker's numbers, to be summed over all workers
+    decide(worker, tally)  what is launched, from those sums: the same on all workers
+    outer_step(...)        momentum and outer gain of a launch
+    after_step(worker)     measurements at the end of a step
 
-A round is run alike on workers that step and on workers that do not (they have finished, or look at
-the consensus, while others still step): the front door calls ``vote`` and ``act`` on all of them,
-so a worker that is out of data takes part without a line of the strategy's.
-
-The *moments* are for algorithms that do more than rounds: ``gradients``, ``bucket_ready``,
-``stepped``, ``iterated``, ``meet``, ``catch_up``, ``consensus``, ``before_save``, ``after_load``.
-By default nothing happens at them. ``forecast`` says what a step costs.
+An ordinary strategy defines ``name``, ``averages`` and ``due``. ``LocalSGD`` is the shortest
+example, and docs/writing-a-strategy.md explains the order of the calls.
 """
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple
 
-from offbeat.arguments import check_settings, setting
+from offbeat.arguments import Precision, check_settings, setting
 from offbeat.checkpoint import transient
-from offbeat.fabric import Handle
-from offbeat.fabric.wire import Precision
-from offbeat.strategies.forecast import Costs, Forecast
-from offbeat.strategies.roll import Ballot, Roll, Round, Vote
-from offbeat.strategies.worker import Part, Worker
 
 __all__ = [
-    "Averages",
-    "Ballot",
-    "Costs",
-    "Forecast",
-    "Handle",
-    "NonFinite",
-    "Part",
-    "Roll",
-    "Round",
-    "Rounds",
+    "CustomFlow",
+    "Gradients",
+    "Launch",
+    "Outer",
+    "Precision",
+    "SharedModel",
     "Strategy",
-    "Vote",
-    "Worker",
+    "Tally",
+    "WorkerView",
+    "common",
+    "local",
     "setting",
     "transient",
 ]
 
-Averages = Literal["models", "gradients", "updates", "pushes", "nothing"]
-Rounds = Literal["gradients", "step", "boundary"]
-NonFinite = Literal["warn", "raise", "leave_out"]
+
+# -- what is averaged ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outer:
+    """A Nesterov step of the shared model P along the mean update D.
+
+        v ← μ·v + D
+        P ← P + η·(D + μ·v)
+
+    Attributes:
+        lr: η > 0.
+        momentum: μ in [0, 1). With 0 no v is kept.
+        dtype: Dtype in which P and v are kept, such as "bfloat16". None: the dtype in which the
+            parameters are summed.
+    """
+
+    lr: float = 1.0
+    momentum: float = 0.0
+    dtype: str | None = None
+
+    @property
+    def plain(self) -> bool:
+        """True if the step is P ← P + D."""
+        return (self.lr, self.momentum) == (1.0, 0.0)
+
+
+@dataclass(frozen=True)
+class SharedModel:
+    """The workers average models. P is the shared model, the same bits on all workers.
+
+    P is cut into parts. A worker *launches* a part: the mean D of the workers' updates of that part
+    starts to travel. It *lands* later: P moves by an outer step along D, and the worker's model
+    moves by the same difference, so the local steps since the launch are kept.
+
+    Attributes:
+        parts: Number of parts (≥ 1), or a function that computes it from the bytes of the model.
+            Under ``fully_shard`` the function gets the bytes of the largest shard.
+        lands: When a part lands. 0: before the next step, so workers wait. k > 0: k local steps
+            after the launch, at the latest before the same part is launched again. "arrived": at
+            the first step boundary after its arrival.
+        bound: With "arrived": a worker waits once its last landed launch is this many local steps
+            old.
+        outer: The step of P.
+        error_feedback: The quantization error of an update stays in the local model, as part of
+            x − P, and is sent again with the next launch. Parts are then cut by bytes, through
+            tensors if need be; otherwise they consist of whole tensors. With outer momentum the
+            flow asks ``outer_step`` for μ and the gain of each launch.
+        optimizer_state: Average the optimizers' state whenever the last part lands. Requires
+            ``lands=0``.
+    """
+
+    parts: int | Callable[[int], int] = 1
+    lands: int | Literal["arrived"] = 0
+    bound: float = math.inf
+    outer: Outer = Outer()
+    error_feedback: bool = False
+    optimizer_state: bool = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.parts) and self.parts < 1:
+            raise ValueError(f"parts must be at least 1, got {self.parts}")
+        if self.lands != "arrived" and self.lands < 0:
+            raise ValueError(f'lands must be at least 0, or "arrived"; got {self.lands!r}')
+        if self.optimizer_state and not self.blocking:
+            raise ValueError(f"optimizer_state requires lands=0, got lands={self.lands!r}")
+
+    @property
+    def blocking(self) -> bool:
+        """True if workers wait for each mean before their next step."""
+        return self.lands == 0
+
+    @property
+    def eager(self) -> bool:
+        """True if parts land when they have arrived, so results depend on the network's timing."""
+        return self.lands == "arrived"
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The workers average gradients before the optimizer's step.
+
+    Attributes:
+        every_step: Gradients are averaged in every step. Buckets then leave during backward, and
+            the vote travels in the last one. Otherwise votes are exchanged first, and ``decide``
+            says whether the gradients are averaged.
+    """
+
+    every_step: bool = True
+
+
+@dataclass(frozen=True)
+class CustomFlow:
+    """An algorithm that is neither of the two, such as a parameter server or gossip.
+
+    It brings a flow of its own, and with it no quantization, nodes, ``fully_shard``, elastic
+    membership or exclusion of non-finite workers; ``attach`` refuses these.
+
+    Attributes:
+        make: Called with the strategy and the ``offbeat.averaging.Worker``; returns the flow.
+    """
+
+    make: Callable[[Any, Any], Any]
+
+
+# -- rounds ----------------------------------------------------------------------------------------
+
+
+class Launch(NamedTuple):
+    """What a round has decided.
+
+    Attributes:
+        parts: Number of parts to launch, the next ones in turn. ``inf``: all parts. 0: none.
+        precision: Precision of these parts. None: the ``wire`` given to ``attach``.
+    """
+
+    parts: float = math.inf
+    precision: Precision | None = None
+
+
+class Tally:
+    """The sums over all workers of a round. Reading an attribute blocks until they have arrived.
+
+    A strategy with a fixed schedule never reads them in ``decide``, so that no worker waits.
+
+    Attributes:
+        stepping: Number of workers that take a step in this round.
+        wanted: Sum of ``due`` over the workers that take a step.
+        votes: Sums of the numbers that the workers voted, in their order.
+    """
+
+    def __init__(self, read: Callable[[], tuple[int, float, tuple[float, ...]]]) -> None:
+        self._read = read
+
+    @property
+    def stepping(self) -> int:  # noqa: D102
+        return self._read()[0]
+
+    @property
+    def wanted(self) -> float:  # noqa: D102
+        return self._read()[1]
+
+    @property
+    def votes(self) -> tuple[float, ...]:  # noqa: D102
+        return self._read()[2]
+
+
+# -- what a strategy remembers and sees ------------------------------------------------------------
+
+
+def common(**options: Any) -> Any:
+    """A field of ``state()`` that is equal on all workers.
+
+    A new view copies it from the most advanced worker. ``options`` are those of
+    ``dataclasses.field``.
+    """
+    return field(metadata={"common": True}, **options)
+
+
+def local(**options: Any) -> Any:
+    """A field of ``state()`` that belongs to one worker, which keeps it in a new view.
+
+    Fields without a mark are saved in checkpoints and start again in a new view. ``transient()``
+    fields are not saved either.
+    """
+    return field(metadata={"local": True}, **options)
+
+
+@dataclass(kw_only=True)
+class WorkerView:
+    """What a strategy sees of the worker it runs on. The flow keeps it up to date.
+
+    Values marked *common* are equal on all workers of a view, provided that the workers take
+    equally many steps; ``decide`` must not depend on any other.
+
+    Attributes:
+        rank: Number of this worker.
+        size: Number of workers (common).
+        step: Local steps, the current one included.
+        start_step: Step at which the current view began (common).
+        stepping: True if this worker takes a step in the current round. False once it has run out
+            of data or waits in a consensus.
+        state: The value that ``state()`` returned.
+        count: Number of parts (common).
+        launches: Parts launched in this view.
+        landings: Parts landed in this view.
+        rounds: Rounds decided since the last one that launched something (common).
+        launch_step: Local step of the last launch.
+        in_flight_steps: Local step at the launch of each part in flight, the oldest first.
+        ready: True if the next part in turn is not in flight.
+        gradient_norm_squared: ‖g‖² of the current step before clipping, summed over the optimizers
+            that a vote covers. Measured if the strategy sets ``gradient_norm``.
+        sent_squared: ‖u‖² of the updates that landed, exponentially smoothed over five passes of
+            the model. Maintained with error feedback, as is the next.
+        mean_squared: ‖D‖², smoothed alike.
+        clock: Seconds on this worker's clock at the current step boundary; equal inside a node.
+            Maintained for ``lands="arrived"``, as is the next.
+        spent: Seconds spent on each launch and landing since the last step boundary, waiting
+            excluded.
+        precision: Precision of the wire (common). None: ``decide`` chooses it for each launch.
+        bits: Bits that each number of an update costs at each precision (common).
+        two_stages: Precisions at which a sum takes a second message (common).
+        record: Values for the telemetry record of this step.
+        details: Totals for ``Stats.details``.
+    """
+
+    rank: int = transient(default=0)
+    size: int = transient(default=1)
+    step: int = transient(default=0)
+    start_step: int = 0
+    stepping: bool = transient(default=True)
+    state: Any = None
+    count: int = transient(default=1)
+    launches: int = 0
+    landings: int = 0
+    rounds: int = 0
+    launch_step: int = 0
+    in_flight_steps: list[int] = field(default_factory=list)
+    ready: bool = transient(default=True)
+    gradient_norm_squared: float = transient(default=0.0)
+    sent_squared: float = 0.0
+    mean_squared: float = 0.0
+    clock: float = transient(default=0.0)
+    spent: list[float] = transient(default_factory=list)
+    precision: Precision | None = transient(default="float32")
+    bits: Mapping[str, float] = transient(default_factory=dict)
+    two_stages: frozenset[str] = transient(default=frozenset())
+    record: dict[str, Any] = transient(default_factory=dict)
+    details: dict[str, Any] = transient(default_factory=dict)
+
+    @property
+    def since_launch(self) -> int:
+        """Local steps since the last launch. Not common."""
+        return self.step - self.launch_step
+
+    @property
+    def ages(self) -> list[int]:
+        """Local steps since the launch of each part in flight, the oldest first."""
+        return [self.step - launched for launched in self.in_flight_steps]
+
+
+# -- the contract ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Strategy(ABC):
-    """When workers synchronize, and whether anyone waits."""
+    """When workers synchronize, and whether any worker waits."""
 
     name: ClassVar[str] = ""
-    """Of the text form, for the strategies of this package; others go by module and class."""
+    """Short name in the text form. Custom strategies are named by module and class."""
 
-    averages: ClassVar[Averages] = "models"
-    """What travels over the wire: whole models (``worker.average``), gradients, updates, or what is
-    pushed to a parameter server and pulled from it.
-
-    "nothing" refuses a lossy ``wire`` and is for strategies that exchange in a way of their own.
-    """
+    gradient_norm: ClassVar[bool] = False
+    """Measure ‖g‖² in every step, before gradients are clipped."""
 
     @property
     def default_wire(self) -> Precision:
-        """The ``wire`` of ``attach`` where none is given."""
+        """The ``wire`` of ``attach`` if none is given."""
         return "float32"
 
     @property
-    def chooses(self) -> bool:
-        """Whether with ``wire="auto"`` it says itself how exactly each sum travels."""
-        return False
-
-    adapts: ClassVar[bool] = False
-    """Whether ``wire="auto"`` may change the precision between two rounds, by what is waited.
-
-    It may where every sum over the wire is started in ``call``, ``act`` or ``bucket_ready``, and
-    those of one stream one after the other.
-    """
-
-    rounds: ClassVar[Rounds] = "step"
-    """When a round begins and ends.
-
-    "gradients": once for each optimizer, between its gradients and its step.
-    "step": it begins when all gradients are there, so that the roll travels while the optimizers
-    step, and ends after the step.
-    "boundary": it begins after the step, and may end at a later one.
-    """
-
-    needs_unscaled: ClassVar[bool] = True
-    """Whether ``gradients`` must see them after a GradScaler has unscaled them."""
-
-    meets: ClassVar[bool] = True
-    """Whether a step is either local or a synchronization of all workers, so that LSSR is defined.
-
-    Where what others have done comes in at any time, no step is either.
-    """
-
-    @property
-    def repeatable(self) -> bool:
-        """Whether the same gradients give the same models, however long messages take.
-
-        By default where every round ends in the step that has begun it, and nothing is pushed.
-        """
-        return self.rounds != "boundary" and self.averages != "pushes"
-
-    @property
-    def keeps_nodes(self) -> bool:
-        """Whether the workers of a node get the same models, whatever arrives when at which one.
-
-        Else ``attach(..., node_group=…)`` refuses it. By default it does if it is ``repeatable``;
-        one that is not may agree inside the node on what has arrived: ``worker.team.agree``.
-        """
-        return self.repeatable
-
-    divides: ClassVar[bool] = False
-    """Whether it cuts the model into parts by how much of it a worker holds.
-
-    Then the workers of a node cannot hold a part each, as they do under ``fully_shard``.
-    """
-
-    averages_state: ClassVar[bool] = False
-    """Whether ``optimizer_state="average"`` applies: all wait while models are averaged."""
-
-    continues: ClassVar[bool] = False
-    """Whether training may go on without a worker that is lost, and with one that joins.
-
-    Then ``start`` may be called again at any ``worker.step``, and with another number of workers;
-    see ``attach(..., on_failure="continue")``.
-    """
-
-    replicates: ClassVar[bool] = False
-    """Whether all workers that have stepped hold the same parameters and optimizer state between
-    two rounds, so that those of one worker are those of all."""
-
-    non_finite: ClassVar[tuple[NonFinite, ...]] = ("warn", "raise")
-    """What ``attach(..., non_finite=…)`` may ask for.
-
-    "leave_out" is for those in whose rounds weight 0 leaves a worker out, which then takes the mean
-    of the others; or that can ``restore`` it to what all hold in common.
-    """
+    def tally_delay(self) -> int:
+        """With 1, ``decide`` gets the tally of the round before, so that no worker waits for it."""
+        return 0
 
     def __post_init__(self) -> None:
         check_settings(self)
 
-    # -- rounds ----------------------------------------------------------------------------------
+    @abstractmethod
+    def averages(self) -> SharedModel | Gradients | CustomFlow:
+        """What is averaged, and when the mean takes effect. Holds no resources."""
 
-    def start(self, worker: Worker) -> Any:
-        """Prepare; all workers hold the same model. Returns the mutable state, a dataclass.
+    def due(self, worker: WorkerView) -> float:
+        """0: no round after this step. Otherwise the number of parts this worker would launch.
 
-        Called again when training begins anew from a consensus: before the first step, from a
-        checkpoint; or, if the strategy ``continues``, at any ``worker.step``, of which only later
-        steps count. ``worker.state`` is then what was returned before, or None on a newcomer.
+        With ``lands="arrived"`` every worker starts a round when it likes, and the round is decided
+        once all have; the next one starts after its parts were launched. Otherwise the workers that
+        step must agree, as a fixed schedule does.
+        """
+        return 1.0
+
+    def state(self, worker: WorkerView) -> object | None:
+        """The mutable state: a dataclass whose fields are plain values. None: there is none.
+
+        Called when a view begins. Mark its fields with ``common``, ``local`` or ``transient``.
         """
         return None
 
-    def kept(self, worker: Worker) -> dict[str, Any]:
-        """What stays in the next view of the team, alike on all workers: plain values for JSON.
+    def vote(self, worker: WorkerView) -> tuple[float, ...]:
+        """Numbers that are summed over the workers in a round; always equally many.
 
-        For counters and choices that all have in common; those of one worker are taken by all.
+        Called once a round on every worker, also where ``worker.stepping`` is False.
         """
-        return {}
+        return ()
 
-    def reunite(
-        self,
-        worker: Worker,
-        kept: Sequence[dict[str, Any] | None],
-        mean: Callable[[], None],
-    ) -> None:
-        """A view begins: make one model of those of its workers; by default ``mean()``.
+    def decide(self, worker: WorkerView, tally: Tally) -> Launch:
+        """What the round launches. Must give the same on all workers: depend on common values."""
+        return Launch()
 
-        A collective, in which all that is under way is over. Nothing may be written before all has
-        arrived; it may be called again if it fails.
+    def outer_step(self, worker: WorkerView, part: int, tally: Tally) -> tuple[float, float]:
+        """μ and a of the launch of ``part``, for v ← μ·v + D and P ← P + η·(D + a·v).
 
-        Args:
-            worker: This worker.
-            kept: Of each rank what it has kept; None of those that contribute nothing.
-            mean: x ← mean(x) over those that do.
+        Called once for each launch when it is about to land, with the tally of its round. Only with
+        ``error_feedback`` and outer momentum. Must give the same on all workers.
         """
-        mean()
+        raise NotImplementedError
 
-    def take_up(self, worker: Worker, kept: dict[str, Any]) -> None:  # noqa: B027
-        """Go on from what was ``kept``; ``start`` has been called."""
-
-    @abstractmethod
-    def due(self, worker: Worker) -> bool:
-        """Whether the step at hand ends with a round; the same on all workers that step.
-
-        Asked for each optimizer with ``rounds="gradients"``; with "boundary" while no round is
-        under way.
-        """
-
-    def vote(self, worker: Worker, part: int, *, stepping: bool, finishing: bool) -> Vote:
-        """What this worker contributes to the decision of a round. Called once a round.
-
-        Args:
-            worker: This worker.
-            part: Index of the optimizer with ``rounds="gradients"``, else 0.
-            stepping: Whether it takes a step in this round.
-            finishing: Whether it is inside ``finish``.
-        """
-        return Vote()
-
-    def finite(self, worker: Worker, part: int, *, stepping: bool) -> bool:
-        """Whether what this worker contributes to the round is finite, as far as is known by now.
-
-        Asked just before ``vote``, of a worker that has something to contribute. By default of the
-        gradients, of the model after steps whose gradients were not looked at, or of both.
-        """
-        if self.rounds == "gradients":
-            return not stepping or worker.finite_gradients([worker.parts[part]])
-        if self.rounds == "step" and stepping:
-            alone = worker.steps_since_sync > 1  # the model was everyone's before this step
-            return worker.finite_gradients(worker.parts) and (not alone or worker.finite_model())
-        return worker.finite_model()
-
-    def restore(self, worker: Worker) -> None:  # noqa: B027
-        """This worker is left out: put its model back to what all workers hold in common.
-
-        For those whose workers keep that. Called before the vote of a round in which it takes no
-        step, or whose ``rounds`` are "boundary"; others take the next mean whole.
-        """
-
-    @staticmethod
-    def nobody(roll: Roll) -> bool:
-        """Whether all that a round is about were left out of it, if any was."""
-        return roll.weight == 0
-
-    def call(self, worker: Worker, part: int, ballot: Ballot) -> Handle[Roll]:
-        """Send the ballot. For algorithms that let it ride on something else that they send."""
-        return worker.call(ballot)
-
-    def act(self, worker: Worker, round: Round) -> bool | None:
-        """Do what the round has decided; by default x ← mean(x).
-
-        Not called where nobody steps any more. What all workers must agree on changes here, or it
-        is computed from what they have in common.
-
-        Returns:
-            Whether this iteration synchronized; None with ``rounds="boundary"``: it is not decided
-            yet, ask again after the next step.
-        """
-        worker.average(round.wait())
-        return True
-
-    # -- moments ---------------------------------------------------------------------------------
-
-    def gradients(self, worker: Worker, part: Part) -> None:  # noqa: B027
-        """The gradients of one optimizer are ready; it has not stepped yet."""
-
-    def bucket_ready(self, worker: Worker, part: Part, bucket: int) -> bool:
-        """Backward, still running, has completed the gradients of ``part.buckets[bucket]``.
-
-        Called in order, on training with one optimizer, for all buckets but the last, which
-        ``gradients`` announces.
-
-        Returns:
-            Whether to be told of further ones.
-        """
-        return False
-
-    def stepped(self, worker: Worker, part: Part) -> None:  # noqa: B027
-        """One optimizer has stepped; its gradients are still there."""
-
-    def iterated(self, worker: Worker) -> bool:
-        """All optimizers have stepped, and no round has been acted on yet.
-
-        Returns:
-            Whether this iteration synchronized by what happened here.
-        """
-        return False
-
-    def meet(self, worker: Worker, *, finishing: bool) -> None:  # noqa: B027
-        """This worker stops stepping until all have come. For those whose workers do not meet."""
-
-    def catch_up(self, worker: Worker, roll: Roll) -> None:  # noqa: B027
-        """All have come: put right what this worker has missed, and may not miss later on."""
-
-    def consensus(self, worker: Worker, roll: Roll, *, final: bool) -> None:
-        """All have come: put the mean of all models into the model.
-
-        Args:
-            worker: This worker.
-            roll: The last one, in which nobody stepped.
-            final: Training is over: settle what is in flight, and leave all models equal. Else the
-                front door puts the worker's own model back afterwards.
-        """
-        worker.average_all(roll.own.weight, roll.weight, final=final)
-
-    def before_save(self, worker: Worker, meet: Callable[[], object]) -> None:  # noqa: B027
-        """The state is about to be saved, or replaced: let what is in flight arrive.
-
-        ``meet`` waits until all workers are about to save.
-        """
-
-    def after_load(self, worker: Worker) -> None:  # noqa: B027
-        """The state was loaded."""
-
-    # -- what it would cost ----------------------------------------------------------------------
-
-    def forecast(self, costs: Costs) -> Forecast:
-        """How long a step takes on a given cluster, and what is sent: ``costs.forecast(…)``.
-
-        Raises:
-            ValueError: this strategy does not say so.
-        """
-        raise ValueError(
-            f"there is no forecast for {self}: a strategy of one's own is planned once it defines "
-            "forecast(costs), as LocalSGD does"
-        )
+    def after_step(self, worker: WorkerView) -> None:  # noqa: B027
+        """A local step has ended, and the parts that were due have landed."""
 
     # -- text ------------------------------------------------------------------------------------
 
@@ -330,14 +367,14 @@ class Strategy(ABC):
 
     def _settings(self) -> dict[str, Any]:
         return {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) != field.default
+            one.name: getattr(self, one.name)
+            for one in dataclasses.fields(self)
+            if getattr(self, one.name) != one.default
         }
 
 
 def _as_text(value: object) -> str:
-    """A setting as ``parse_strategy`` reads it: a tuple as ``a/b/c``, of one number as ``a/``."""
+    """A setting as ``parse_strategy`` reads it: a tuple as ``a/b/c``, a tuple of one as ``a/``."""
     if not isinstance(value, tuple):
         return str(value)
     return "/".join(map(str, value)) + ("/" if len(value) == 1 else "")

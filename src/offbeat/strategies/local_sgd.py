@@ -1,17 +1,16 @@
 """Local SGD: average the models every ``period`` steps."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from typing_extensions import override
 
-from offbeat.strategies.base import Costs, Forecast, NonFinite, Strategy, Worker, setting
-from offbeat.strategies.forecast import ROLL_BYTES
+from offbeat.strategies.base import SharedModel, Strategy, WorkerView, setting
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class LocalSGD(Strategy):
-    """Each worker takes ``period`` steps by itself, then all take the mean of the models.
+    """Each worker takes ``period`` steps alone, then all take the mean of the models.
 
     **Update**:
 
@@ -22,40 +21,24 @@ class LocalSGD(Strategy):
 
     Args:
         period: H, steps between two means (≥ 1).
-        warmup_steps: How many steps at the start are averaged each (≥ 0).
+        warmup_steps: Number of steps at the start that are each followed by a mean (≥ 0).
+        optimizer_state: "average" also averages the optimizers' state at each mean.
 
     *Communication*: one mean of the model every ``period`` steps; blocking. *Memory*: one flat
-    copy of the model. *State*: the steps since the last mean. A partial last period is averaged by
-    ``finish``.
+    copy of the model. *State*: the steps since the last mean. ``finish`` averages a partial last
+    period.
     """
 
     name: ClassVar[str] = "local"
-    averages_state: ClassVar[bool] = True
-    non_finite: ClassVar[tuple[NonFinite, ...]] = ("warn", "raise", "leave_out")
-    adapts: ClassVar[bool] = True
-    continues: ClassVar[bool] = True
     period: int = setting(least=1)
     warmup_steps: int = setting(0, least=0)
+    optimizer_state: Literal["local", "average"] = "local"
 
     @override
-    def due(self, worker: Worker) -> bool:
+    def averages(self) -> SharedModel:
+        return SharedModel(optimizer_state=self.optimizer_state == "average")
+
+    @override
+    def due(self, worker: WorkerView) -> float:
         period = 1 if worker.step <= self.warmup_steps else self.period
-        return worker.steps_since_sync >= period
-
-    @override
-    def forecast(self, costs: Costs) -> Forecast:
-        """Past the first steps: every H steps all wait for the slowest, the roll and the mean.
-
-            step = (W(H) + r + m)/H
-
-        The letters are those of ``Costs``.
-        """
-        period, mean = self.period, costs.mean_seconds(costs.model_bytes)
-        return costs.forecast(
-            self,
-            step=(costs.slowest(period) + costs.roll_seconds + mean) / period,
-            apart=period,
-            payload=(ROLL_BYTES + costs.mean_bytes(costs.model_bytes)) / period,
-            copies=costs.mean_copies,
-            note=f"spreads a mean of {costs.in_steps(mean)} over {period}",
-        )
+        return float(worker.since_launch >= period)

@@ -1,32 +1,24 @@
-"""SelSync: synchronize when the gradient changes, go on locally when it does not."""
+"""SelSync: synchronize when the gradient changes, continue locally when it does not."""
 
 import logging
 import math
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from typing_extensions import override
 
-from offbeat.fabric import Completed, Handle
-from offbeat.means import GradientMean
-from offbeat.significance import RelativeChange, ThresholdController
 from offbeat.strategies.base import (
-    Averages,
-    Costs,
-    Forecast,
-    NonFinite,
-    Part,
-    Roll,
-    Round,
-    Rounds,
+    Gradients,
+    Launch,
+    SharedModel,
     Strategy,
-    Vote,
-    Worker,
+    Tally,
+    WorkerView,
+    common,
+    local,
     setting,
-    transient,
 )
-from offbeat.strategies.forecast import ROLL_BYTES, percent
-from offbeat.units import show_seconds
+from offbeat.strategies.trigger import RelativeChange, ThresholdController
 
 logger = logging.getLogger("offbeat")
 _TARGET_LSSR = 0.9
@@ -35,69 +27,67 @@ _PAPER_WINDOW = 25  # steps
 
 @dataclass
 class SelSyncState:
-    """The trigger; lists have one entry an optimizer with ``aggregate="gradients"``, else one."""
+    """The trigger of one worker and the threshold that all workers share.
 
-    changes: list[RelativeChange]
-    rounds: list[int]  # since the last synchronization; the same on all workers
-    decided: list[int]  # in all; the same on all workers
-    controller: ThresholdController | None
-    means: list[GradientMean] = transient()  # with aggregate="gradients"
-    squared: list[float] = transient()  # ‖g‖² of this iteration so far
-    # With deferred flags the rolls of the round before; `late` once checkpointed.
-    before: dict[int, Handle[tuple[float, float]]] = transient(default_factory=dict)
-    late: dict[int, list[float]] = field(default_factory=dict)
+    Attributes:
+        change: Smoothed gradient norm of this worker.
+        controller: Adjusts δ; None with a fixed ``delta``.
+        decided: Number of rounds decided so far.
+    """
+
+    change: RelativeChange = local()
+    controller: ThresholdController | None = common(default=None)
+    decided: int = common(default=0)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SelSync(Strategy):
     """Selective synchronization by the relative change of the gradient.
 
-    **Update**, on each worker, N workers:
+    **Update**, on each of N workers:
 
         s = ‖g‖²                                    before clipping, after AMP unscaling
         m_i = (1 − a)·m_{i−1} + a·s,  m_0 = s       a = N/100 unless ``smoothing`` is given
         Δ = |m_i − m_{i−1}| / m_{i−1}               ∞ at the first step, 0/0 = 0
-        flag = Δ ≥ δ                                one number from each worker, every step
+        flag = Δ ≥ δ                                each worker votes its flag in every step
         aggregate="parameters":  x ← T(x, g);  if any flag: x ← mean(x)
         aggregate="gradients":   if any flag: g ← mean(g);  x ← T(x, g)
 
     Args:
         delta: A fixed δ ≥ 0. 0 synchronizes every step (BSP), ``inf`` never. Not portable between
             models, batch sizes, smoothings and numbers of workers.
-        target_lssr: Instead of ``delta``, the wanted share of local steps in (0, 1); 0.9 if neither
-            is given. δ is then set to the workers' mean Δ as soon as one is known, and follows what
-            their triggers say from there, the same on all workers.
-        aggregate: What a synchronization averages. The paper found parameters better: gradients
+        target_lssr: Instead of ``delta``, the wanted share of steps at which no trigger fires, in
+            (0, 1); 0.9 if neither is given. δ starts at the workers' first mean Δ and follows their
+            triggers from there.
+        aggregate: What a synchronization averages. The paper found parameters better; gradients
             leave the workers' models apart.
-        smoothing: a in (0, 1]; None is N/100, at most 1.
-        window: Smooth over this many last steps only, instead of all (the paper uses 25).
-        max_interval: Synchronize at the latest this many steps after the last time (≥ 1).
-        warmup_steps: Synchronize at each of the first steps (≥ 0).
-        flags: "blocking" waits for the others' flags, exchanged while the optimizer steps;
-            "deferred" acts one step later on flags that have had a whole step to arrive; its first
-            step never synchronizes.
+        smoothing: a in (0, 1]. None: N/100, at most 1.
+        window: Smooth over this many last steps instead of all. The paper uses 25.
+        max_interval: The most steps between two synchronizations (≥ 1).
+        warmup_steps: Number of steps at the start that all synchronize (≥ 0).
+        flags: "blocking" exchanges the flags while the optimizer steps and waits for them.
+            "deferred" acts on the flags of the previous step, which have had a whole step to
+            arrive; the first step never synchronizes.
+        optimizer_state: "average" also averages the optimizers' state at each mean of the
+            parameters.
 
-    A norm that is not finite asks for nothing and leaves m alone. After more than two in a row the
-    next finite one counts as the first of all: m begins anew, and Δ = ∞ brings the workers
-    together. ``Stats.details`` count ``norms_not_finite``, and the first one is logged.
+    A non-finite norm sets no flag and leaves m unchanged (see ``RelativeChange``).
+    ``Stats.details`` counts ``norms_not_finite``, and the first one is logged. Synchronizations
+    forced by ``warmup_steps`` and ``max_interval`` come on top of those that ``target_lssr`` aims
+    at.
 
-    What ``warmup_steps`` and ``max_interval`` force does not move δ. So ``target_lssr`` is the
-    share of steps at which no trigger fires, and forced synchronizations come on top of the others.
-
-    *Communication*: seven numbers a step, and the model (or gradient) when any worker's flag is
-    set; 1/(1 − LSSR) times less than BSP. *Memory*: one flat copy of the model. *State*: m, the
-    threshold, the steps since the last synchronization; kept in checkpoints.
+    *Communication*: nine numbers a step, and the model (or the gradients) if any flag is set;
+    1/(1 − LSSR) times less than BSP. *Memory*: one flat copy of the model. *State*: m, δ, counters.
 
     *Differs from the paper*: ``target_lssr``, ``max_interval``, ``warmup_steps`` and deferred flags
-    are ours. From its published code, where that contradicts the paper, in all of it: the local
-    update comes first, norms are squared and smoothed once, Δ is taken before clipping.
+    are ours. The paper's published code contradicts the paper; here the local update comes first,
+    norms are squared and smoothed once, and Δ is measured before clipping.
 
     Source: Tyagi & Swany, arXiv 2307.07950, Algorithm 1 and Equations 1-2.
     """
 
     name: ClassVar[str] = "selsync"
-    adapts: ClassVar[bool] = True
-    continues: ClassVar[bool] = True
+    gradient_norm: ClassVar[bool] = True
     delta: float | None = setting(None, least=0, finite=False, hint="0 is BSP, inf never syncs")
     target_lssr: float | None = setting(None, above=0, below=1)
     aggregate: Literal["parameters", "gradients"] = "parameters"
@@ -106,6 +96,7 @@ class SelSync(Strategy):
     max_interval: int | None = setting(None, least=1)
     warmup_steps: int = setting(0, least=0)
     flags: Literal["blocking", "deferred"] = "blocking"
+    optimizer_state: Literal["local", "average"] = "local"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,6 +106,11 @@ class SelSync(Strategy):
             )
         if self.target_lssr is None and self.delta is None:
             object.__setattr__(self, "target_lssr", _TARGET_LSSR)
+        if self.aggregate == "gradients" and self.optimizer_state == "average":
+            raise ValueError(
+                'optimizer_state="average" requires aggregate="parameters": a mean of gradients '
+                "comes before the optimizer's step and leaves its state apart"
+            )
 
     @classmethod
     def paper(cls, delta: float = 0.3) -> "SelSync":
@@ -126,210 +122,61 @@ class SelSync(Strategy):
         return cls(delta=delta, window=_PAPER_WINDOW)
 
     @property
-    def averages(self) -> Averages:  # type: ignore[override]
-        """What a synchronization averages."""
-        return "models" if self.aggregate == "parameters" else "gradients"
-
-    @property
-    def rounds(self) -> Rounds:  # type: ignore[override]
-        """A mean of gradients comes before the step, one of models after it."""
-        return "step" if self.aggregate == "parameters" else "gradients"
-
-    @property
-    def non_finite(self) -> tuple[NonFinite, ...]:  # type: ignore[override]
-        """A gradient that is not finite is left out of a mean of gradients anyway."""
-        return ("warn", "raise", "leave_out") if self.aggregate == "parameters" else ("warn",)
-
-    @property
-    def averages_state(self) -> bool:  # type: ignore[override]
-        """At every mean of the parameters."""
-        return self.aggregate == "parameters"
+    @override
+    def tally_delay(self) -> int:
+        return int(self.flags == "deferred")
 
     @override
-    def start(self, worker: Worker) -> SelSyncState:
-        """In a later view this worker's own m goes on."""
-        before: SelSyncState | None = worker.state
-        averaged = worker.parts if self.aggregate == "gradients" else []
-        target, count = self.target_lssr, len(averaged) or 1
-        return SelSyncState(
-            changes=(
-                [RelativeChange(self.window) for _ in range(count)]
-                if before is None
-                else before.changes
-            ),
-            rounds=[int(self.flags == "deferred")] * count,  # its first step acts on no round
-            decided=[0] * count,
-            controller=None if target is None else ThresholdController(target),
-            means=[
-                GradientMean(
-                    worker.team,
-                    worker.wire,
-                    part.buckets,
-                    name=f"gradients of optimizer {part.index}, bucket",
-                )
-                for part in averaged
-            ],
-            squared=[0.0] * count,
-        )
-
-    @override
-    def kept(self, worker: Worker) -> dict[str, Any]:
-        """The threshold, and how many rounds there were."""
-        controller = worker.state.controller
-        threshold = None if controller is None else [controller.delta, controller.steps]
-        return {"decided": worker.state.decided, "threshold": threshold}
-
-    @override
-    def take_up(self, worker: Worker, kept: dict[str, Any]) -> None:
-        state: SelSyncState = worker.state
-        state.decided = kept["decided"]
-        if state.controller is not None:
-            state.controller.delta, state.controller.steps = kept["threshold"]
-
-    @override
-    def gradients(self, worker: Worker, part: Part) -> None:
-        """s ← ‖g‖², before anything clips it."""
-        squared: list[float] = worker.state.squared
-        squared[part.index % len(squared)] += worker.squared_norm(part.gradients())
-
-    @override
-    def due(self, worker: Worker) -> bool:
-        return True  # flags are exchanged every step
-
-    @override
-    def finite(self, worker: Worker, part: int, *, stepping: bool) -> bool:
-        """Its norm is measured in every step, so a mean of models needs no further look."""
+    def averages(self) -> SharedModel | Gradients:
         if self.aggregate == "gradients":
-            return True  # see ``act``
-        if not stepping:
-            return worker.finite_model()
-        return worker.scaled or math.isfinite(sum(worker.state.squared))
+            return Gradients(every_step=False)
+        return SharedModel(optimizer_state=self.optimizer_state == "average")
 
     @override
-    def vote(self, worker: Worker, part: int, *, stepping: bool, finishing: bool) -> Vote:
-        """Δ, and whether it asks for a synchronization."""
-        if not stepping:
-            return Vote()
+    def state(self, worker: WorkerView) -> SelSyncState:
+        target = self.target_lssr
+        controller = None if target is None else ThresholdController(target)
+        return SelSyncState(RelativeChange(self.window), controller)
+
+    @override
+    def vote(self, worker: WorkerView) -> tuple[float, ...]:
+        """This worker's flag and its Δ."""
+        if not worker.stepping:
+            return (0.0, 0.0)
         state: SelSyncState = worker.state
-        squared, state.squared[part] = state.squared[part], 0.0
-        if self.aggregate == "parameters":
-            worker.norm_squared = squared  # clip_grad_norm_ needs it, too
-        if not math.isfinite(squared):
-            self._tell(worker)
+        if not math.isfinite(worker.gradient_norm_squared):
+            _count_not_finite(worker)
         smoothing = min(1.0, worker.size / 100) if self.smoothing is None else self.smoothing
-        change = state.changes[part].update(squared, smoothing)
+        change = state.change.update(worker.gradient_norm_squared, smoothing)
         delta = (self.delta or 0.0) if state.controller is None else state.controller.delta
-        # Δ is ∞ at the first step, and ∞ ≥ ∞: a threshold that nothing reaches must stay so.
+        # Δ is ∞ at the first step, and ∞ ≥ ∞; δ = ∞ must never synchronize.
         flag = change >= delta and delta != math.inf
         worker.record.update(change=change, threshold=delta, flag=flag)
         worker.details["flags"] = worker.details.get("flags", 0) + flag
-        return Vote(flag=flag, measure=change if math.isfinite(change) else 0.0)
+        return float(flag), change if math.isfinite(change) else 0.0
 
     @override
-    def act(self, worker: Worker, round: Round) -> bool:
-        """If any flag is set: x ← mean(x), or g ← mean(g) over those whose gradient is finite."""
+    def decide(self, worker: WorkerView, tally: Tally) -> Launch:
+        """Synchronize if any flag is set, or if it is forced."""
         state: SelSyncState = worker.state
-        if not self._decides(state, round):
-            return False
-        if self.aggregate == "parameters":
-            # Weighted as in this round: deferred flags are a step old, and since then a worker that
-            # has finished may have been averaged, and must not count again.
-            worker.average(round.wait())
-        else:
-            finite = state.changes[round.part].not_finite == 0
-            state.means[round.part].reduce([], contribute=round.own.stepping and finite)
-            worker.steps_since_sync = 0
-        return True
-
-    def _decides(self, state: SelSyncState, round: Round) -> bool:
-        """Whether to synchronize. Every worker takes part in every round, so all decide alike."""
-        part, result = round.part, round.then(_decision)
-        if self.flags == "deferred":
-            before = state.before.get(part)
-            state.before[part] = result
-            if before is None:
-                return False
-            result = before
-        flags, mean_change = result.wait()
+        flags, changes = tally.votes
         if state.controller is not None:
-            state.controller.update(flags > 0, mean_change)
-        state.rounds[part] += 1
-        state.decided[part] += 1
-        overdue = self.max_interval is not None and state.rounds[part] >= self.max_interval
-        synchronizes = flags > 0 or overdue or state.decided[part] <= self.warmup_steps
-        if synchronizes:
-            state.rounds[part] = 0
-        return synchronizes
+            state.controller.update(flags > 0, changes / max(1, tally.stepping))
+        state.decided += 1
+        overdue = self.max_interval is not None and worker.rounds >= self.max_interval
+        if flags or overdue or state.decided <= self.warmup_steps:
+            return Launch()
+        return Launch(parts=0)
 
-    @override
-    def before_save(self, worker: Worker, meet: object) -> None:
-        """Keep the deferred rolls, which the next step will act on."""
-        state: SelSyncState = worker.state
-        state.late = {part: list(result.wait()) for part, result in state.before.items()}
 
-    @override
-    def after_load(self, worker: Worker) -> None:
-        state: SelSyncState = worker.state
-        state.before = {part: Completed((late[0], late[1])) for part, late in state.late.items()}
-
-    @override
-    def forecast(self, costs: Costs) -> Forecast:
-        """Flags at each step, a mean of models or gradients at a share q of them.
-
-            q = p/(1 − (1 − p)^max_interval),  p = 1 − LSSR
-            blocking:  step = W(1) + r + q·m
-            deferred:  step = max(C(1, r), q·W(1/q)) + q·(min(r, t) + m)
-
-        LSSR is that of ``costs`` where there is no target; q is one over the mean of the intervals
-        to the next flag, if it rises with probability p in each step, or ``max_interval``. Deferred
-        flags have a whole step to arrive; but a mean waits for those of its own step, and for the
-        slowest since the last one.
-        """
-        lssr = costs.lssr if self.target_lssr is None else self.target_lssr
-        if self.target_lssr is None and self.delta in (0, math.inf):
-            lssr = float(self.delta == math.inf)
-        share = _share(1 - lssr, self.max_interval)
-        roll, numbers = costs.roll_seconds, 2
-        if self.aggregate == "parameters":
-            mean, sent = (f(costs.model_bytes) for f in (costs.mean_seconds, costs.mean_bytes))
-            copies = costs.mean_copies
-        else:
-            mean = costs.gradients_seconds(0.0, numbers, overlap=False)
-            sent, copies = costs.gradients_bytes(numbers), costs.gradient_copies(overlap=False)
-        step = costs.slowest(1) + roll + share * mean
-        if self.flags == "deferred":
-            drift = share * costs.slowest(1 / share) if share else 0.0
-            step = max(costs.pipelined(1, roll), drift)
-            step += share * (min(roll, costs.step_seconds) + mean)
-        return costs.forecast(
-            self,
-            step=step,
-            apart=1 / share if share else math.inf,
-            payload=ROLL_BYTES + share * sent,
-            copies=copies,
-            note=f"a mean at {percent(share)} of the steps, flags of {show_seconds(roll)} at each",
+def _count_not_finite(worker: WorkerView) -> None:
+    """Count a step whose gradient norm is not finite, and log the first."""
+    count = worker.details["norms_not_finite"] = worker.details.get("norms_not_finite", 0) + 1
+    if count == 1:
+        logger.warning(
+            "rank %d: the gradient is not finite at step %d, so SelSync sets no flag there. "
+            "Stats.details counts such steps; a model that has become NaN stays so until a "
+            "checkpoint is loaded",
+            worker.rank,
+            worker.step,
         )
-
-    def _tell(self, worker: Worker) -> None:
-        """Count a norm that is not finite; the first one is logged."""
-        count = worker.details["norms_not_finite"] = worker.details.get("norms_not_finite", 0) + 1
-        if count == 1:
-            logger.warning(
-                "rank %d: the gradient is not finite at step %d, so SelSync asks for nothing there "
-                "(Stats.details count such steps; a worker whose model has become NaN stays so "
-                "until a checkpoint is loaded)",
-                worker.rank,
-                worker.step,
-            )
-
-
-def _share(flags: float, max_interval: int | None) -> float:
-    """Of the steps that synchronize, where a share ``flags`` of them asks for it."""
-    if max_interval is None:
-        return flags
-    return flags / (1 - (1 - flags) ** max_interval) if flags else 1 / max_interval
-
-
-def _decision(roll: Roll) -> tuple[float, float]:
-    """Of a roll: how many ask for a synchronization, and the mean Δ of those that step."""
-    return float(roll.flag), roll.measure / max(1, roll.stepping)

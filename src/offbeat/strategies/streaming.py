@@ -1,164 +1,111 @@
-"""Streaming averaging: the model travels in parts, always, and nobody waits for it.
-
-In one file although it is long: what is launched, landed and forecast are one algorithm. What is
-measured and chosen besides is in ``pace``.
-"""
+"""Streaming averaging: parts of the model are always in flight, and no worker waits for them."""
 
 import logging
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 from typing_extensions import override
 
-from offbeat.checkpoint import transient
-from offbeat.fabric import Completed
-from offbeat.fabric.wire import Precision
-from offbeat.means import InFlight, Outer
-from offbeat.means.parts import cut_evenly
 from offbeat.strategies.base import (
-    Averages,
-    Costs,
-    Forecast,
-    NonFinite,
-    Part,
-    Roll,
-    Round,
-    Rounds,
+    Launch,
+    Outer,
+    Precision,
+    SharedModel,
     Strategy,
-    Vote,
-    Worker,
+    Tally,
+    WorkerView,
+    common,
     setting,
 )
-from offbeat.strategies.forecast import ROLL_BYTES, number
-from offbeat.strategies.pace import FEW, PRECISIONS, Pace
+from offbeat.strategies.rate_control import RateControl
 
 logger = logging.getLogger("offbeat")
 
-# Where the number of parts is chosen. Each costs operations, which take as long as rounding and
-# adding some MB; but of two, one can be on the link while the other one's arrival is noticed.
+# Automatic number of parts. Each part costs operations that take as long as rounding and adding a
+# few MB. But with two parts, one can be on the link while the arrival of the other is noticed.
 _PART_BYTES = 2**22
-_LEAST_BYTES = 2**16  # of each of two
-_MOST_PARTS = 4
-_PARTS_LIMIT = 1024
-_MEMORY_STEPS = 50.0  # own steps in which the outer momentum fades to 1/e
-_MORE_BYTES = 8 * 4  # of a vote
-_AGREED = ("precision", "tried", "counts", "patience")  # of ``Pace``
-_MERGES = 5  # over so many passes of the model coherence is smoothed
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A part that all have agreed to launch next.
-
-    Attributes:
-        part: Its index.
-        round: Which decided that.
-        precision: None is that of the wire.
-    """
-
-    part: int
-    round: Round
-    precision: Precision | None
+_LEAST_PART_BYTES = 2**16  # of each of two parts
+_MOST_AUTO_PARTS = 4
+_MOST_PARTS = 1024
+_MOMENTUM_STEPS = 50.0  # local steps in which the outer momentum decays to 1/e
 
 
 @dataclass
 class StreamingState:
-    """The parts, and where the worker stands in the stream of them."""
+    """Rate control and outer gain.
 
-    parts: list[InFlight]
-    next: int = 0  # the part whose turn it is
-    pace: Pace = field(default_factory=Pace)
-    launched: list[float] = field(default_factory=list)  # mean own step of each part's last launch
-    sent_squared: float = 0.0  # ‖u‖² of a landing, smoothed
-    mean_squared: float = 0.0  # ‖D‖², likewise
-    gain: float = 1.0  # G
-    pass_steps: float = 0.0  # own steps in which the model passes, when that was last counted
-    round_step: int = 0  # own step of the last round
-    unsent: int = 0  # parts that have to go once more, for all own steps to have been sent
-    fresh_step: int = 0  # own step of the last launch that has landed
-    landings: int = 0
-    launches: int = 0
-    landing_seconds: float = 0.0
-    staleness: dict[int, int] = field(default_factory=dict)  # own steps past that: how often
-    flying: list[int] = field(default_factory=list)  # parts under way, in order
-    queue: list[Launch] = transient(default_factory=list)  # agreed, and not launched yet
-    pausing: bool = transient(default=False)  # not stepping until all have come
+    Attributes:
+        rate: Window, CPU budget and precision of this worker.
+        launch_steps: Mean local step of the workers at the last launch of each part.
+        gain: G of the last landing.
+        pass_steps: Local steps of the last counted pass of the model; 0 before the first.
+    """
+
+    rate: RateControl
+    launch_steps: list[float]
+    gain: float = common(default=1.0)
+    pass_steps: float = field(default=0.0)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class StreamingAveraging(Strategy):
-    """The model travels in parts, of which some are always under way; nobody waits for them.
+    """The model is averaged in parts; some are always in flight, and no worker waits for them.
 
-    **Update**. P is the shared model, the same on all workers, x a worker's own, f a part of it,
-    C what the ``wire`` rounds to:
+    **Update**. P is the shared model, x the model of a worker, f a part, C the quantization of the
+    ``wire``, k the local steps since the last launch of f:
 
         launch:   u = C(x_f − P_f)
         landing:  D = Σ w·u / Σ w
                   v_f ← e^(−k/50)·v_f + D
-                  Δ = D + (G − 1)·(1 − e^(−k/50))·v_f     k steps after f was launched before
+                  Δ = D + (G − 1)·(1 − e^(−k/50))·v_f
                   P_f ← P_f + Δ
                   x_f ← x_f + Δ − u
 
-    What C takes away is still in x_f − P_f after a landing. That is the error feedback: it needs no
-    memory, and the next gradient is taken at a point that contains it.
+    The quantization error stays in x_f − P_f (error feedback). It needs no memory, and the next
+    gradient is computed at a point that contains it.
 
-    D is short where the workers' updates differ by noise. G follows it further, as far as a worker
-    goes alone: ‖G·D‖ is the root of the mean square of ‖u‖. A momentum or Adam of the mean gradient
-    would see less noise, too, and go further.
+    D is shorter than the workers' updates where these differ by noise. The outer gain G lengthens
+    it to what one worker would move alone, ‖G·D‖² = mean‖u‖²:
 
-        G = √(mean‖u‖² / ‖D‖²), at least 1, at most √N, smoothed over five passes
+        G = √(mean‖u‖² / ‖D‖²), at least 1, at most √N, smoothed over five passes of the model
 
-    ``schedule="eager"``: parts are launched in turn, so many that the link never runs dry (the
-    workers agree on how many as they go), and land at the first step boundary after they have
-    arrived. The default ``wire`` is "int2"; with "auto" they are sent as exactly as lets the model
-    pass in a few steps, see ``Pace``. ``schedule="cyclic"``: parts are launched in turn, the whole
-    model in at most β = τ/2 own steps; each lands just before it is launched again, and is waited
-    for if need be: the same bits in every run.
+    ``schedule="eager"``: parts are launched in turn, as many as keep the link busy, and land at the
+    first step boundary after their arrival. The default ``wire`` is "int2"; with "auto" the rate
+    control chooses the precision so that the model passes in a few steps. ``schedule="cyclic"``:
+    parts are launched in turn, the whole model in at most β = τ/2 local steps. Each lands just
+    before it is launched again and is waited for if need be, so every run gives the same bits.
 
     Args:
-        parts: How many, of equal bytes (1 to 1024). "auto": as many as have 4 MiB, at most 4;
-            two where these have 64 KiB.
-        staleness: τ: a worker waits when the last part that has landed is so many own steps old
-            (cyclic: even, ≥ 2; eager ≥ 1).
+        parts: Number of parts of equal bytes (1 to 1024). "auto": one for each 4 MiB, at most 4;
+            at least two if these have 64 KiB each.
+        staleness: τ. A worker waits once its last landed launch is τ local steps old (cyclic: even,
+            ≥ 2; eager: ≥ 1).
         schedule: "eager" or "cyclic".
-        outer_gain: G (≥ 1). "auto": see above. With 1 there is no v.
+        outer_gain: G ≥ 1. "auto": as above. With 1 there is no v.
 
-    *Communication*: one part a launch, and eleven numbers a round, which may launch several;
-    overlapped with computing. *Memory*: P, v and, of the parts under way, the payloads; over an
-    exact wire u and the sum. *State*: P, v, what the second stage of a lossy wire has rounded away
-    (an N-th of a copy), what is under way, counters and choices.
+    *Communication*: one part a launch and eleven numbers a round, which may launch several parts;
+    overlapped with computing. *Memory*: P, v, and the payloads of the parts in flight; over an
+    exact wire u and the sum. *State*: P, v, the quantization errors of the second stage (an N-th of
+    a copy), what is in flight, counters.
 
     ``parts=1`` with ``outer_gain=1`` over an exact wire is ``AsyncAveraging``. *Differs from* CSER
-    (Xie et al., 2020) and the delta rule of hivemind, whose residual is in the model, too: parts
-    that overlap. *From* Streaming DiLoCo (Douillard et al., 2025): no period and no outer optimizer
-    to tune. G is near the rule of FedExP (Jhunjhunwala, Wang & Joshi, 2023), mean‖u‖²/(2·‖D‖²).
+    (Xie et al., 2020) and the delta rule of hivemind, which also keep the residual in the model:
+    here parts overlap. *Differs from* Streaming DiLoCo (Douillard et al., 2025): no period and no
+    outer optimizer to tune. G is close to the rule of FedExP (Jhunjhunwala, Wang & Joshi, 2023),
+    mean‖u‖²/(2·‖D‖²).
     """
 
     name: ClassVar[str] = "streaming"
-    averages: ClassVar[Averages] = "updates"
-    rounds: ClassVar[Rounds] = "boundary"
-    meets: ClassVar[bool] = False
-    continues: ClassVar[bool] = True
-    non_finite: ClassVar[tuple[NonFinite, ...]] = ("warn", "raise", "leave_out")
     parts: int | Literal["auto"] = setting("auto", least=1)
     staleness: int = setting(64, least=1)
     schedule: Literal["eager", "cyclic"] = "eager"
     outer_gain: float | Literal["auto"] = setting("auto", least=1)
 
-    keeps_nodes = True
-
-    @property
-    @override
-    def repeatable(self) -> bool:
-        return self.schedule == "cyclic"
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.parts != "auto" and self.parts > _PARTS_LIMIT:
-            raise ValueError(f"parts must be at most {_PARTS_LIMIT}, got {self.parts}")
+        if self.parts != "auto" and self.parts > _MOST_PARTS:
+            raise ValueError(f"parts must be at most {_MOST_PARTS}, got {self.parts}")
         if self.schedule == "cyclic" and (self.staleness < 2 or self.staleness % 2):
             raise ValueError(
                 "staleness must be even and at least 2 with the cyclic schedule, whose cycles are "
@@ -168,405 +115,119 @@ class StreamingAveraging(Strategy):
     @property
     @override
     def default_wire(self) -> Precision:
-        # Where seeds were repeated few bits were as good as many or better: docs/streaming.md.
+        # Over repeated seeds few bits were as good as many or better: docs/streaming.md.
         return "int2" if self.schedule == "eager" else "float32"
 
-    @property
     @override
-    def chooses(self) -> bool:
-        return self.schedule == "eager"  # else every run would not be the same
-
-    @property
-    def divides(self) -> bool:  # type: ignore[override]
-        """Into parts, unless there is one."""
-        return self.parts != 1
-
-    @override
-    def start(self, worker: Worker) -> StreamingState:
-        """Every worker holds P."""
-        tensors = [p for _, p in worker.replica.parameters]
-        cuts = cut_evenly(tensors, self._count(sum(t.nbytes for t in tensors)))
-        fades = worker.size > 1 and self.outer_gain != 1
-        return StreamingState(
-            [
-                InFlight(
-                    worker.team,
-                    worker.wire,
-                    tensors,
-                    name=f"part {i}",
-                    outer=Outer(momentum=float(fades)),  # each launch says how much
-                    keeps_residual=True,
-                    # They are few: the last part takes them along.
-                    buffers=worker.replica.float_buffers if i == len(cuts) - 1 else tuple,
-                    step=worker.step,
-                )
-                for i, tensors in enumerate(cuts)
-            ],
-            launched=[0.0] * len(cuts),
-            round_step=worker.step,
-            fresh_step=worker.step,
-            pace=Pace(began=worker.step, landed=-len(cuts)),
+    def averages(self) -> SharedModel:
+        return SharedModel(
+            parts=self._auto_parts if self.parts == "auto" else self.parts,
+            lands="arrived" if self.schedule == "eager" else self.staleness // 2,
+            bound=self.staleness,
+            outer=Outer(momentum=float(self.outer_gain != 1)),  # each launch says how much
+            error_feedback=True,
         )
 
-    @override
-    def kept(self, worker: Worker) -> dict[str, Any]:
-        """The choices, and from where the outer momentum fades."""
-        state: StreamingState = worker.state
-        pace = {name: getattr(state.pace, name) for name in _AGREED}
-        return {"step": worker.step, "gain": state.gain, "pace": pace}
-
-    @override
-    def take_up(self, worker: Worker, kept: dict[str, Any]) -> None:
-        state: StreamingState = worker.state
-        state.launched = [float(kept["step"])] * len(state.parts)
-        state.gain, state.pace = kept["gain"], replace(state.pace, **kept["pace"])
-
-    def _count(self, model_bytes: float) -> int:
-        if self.parts != "auto":
-            return self.parts
-        least = min(2, max(1, int(model_bytes / _LEAST_BYTES)))
-        return max(least, min(_MOST_PARTS, int(model_bytes / _PART_BYTES)))
-
-    # -- rounds ----------------------------------------------------------------------------------
-
-    @override
-    def iterated(self, worker: Worker) -> bool:
-        """Eager: land what has arrived, and wait only at the bound; launch what had to wait."""
-        state: StreamingState = worker.state
-        pace, state.unsent, state.pausing = state.pace, len(state.parts), False
-        past = worker.step - state.fresh_step
-        state.staleness[past] = state.staleness.get(past, 0) + 1
-        worker.record["staleness"] = past
-        landed = False
-        if self.schedule == "eager":
-            now, *spent = worker.team.agree(worker.team.host.now(), *pace.spent)
-            pace.spent.clear()
-            while state.flying and (
-                state.parts[state.flying[0]].arrived() or self._at_bound(worker)
-            ):
-                landed = self._land(worker)
-            pace.step(now, spent, len(state.parts))
-            ages = [worker.step - state.parts[part].launched_step for part in state.flying]
-            # Workers are half a step apart, and a second stage starts at a boundary.
-            stages = 1 + worker.wire.second_stage(pace.precision)
-            pace.resize(ages, len(state.parts), prompt=1 + stages)
-            self._launch(worker, wait=False)
-        self._report(worker)
-        return landed
-
-    def _at_bound(self, worker: Worker) -> bool:
-        past: int = worker.step - worker.state.fresh_step
-        return past >= self.staleness
-
-    @override
-    def due(self, worker: Worker) -> bool:
-        """Eager: whenever little is under way. Cyclic: when a part's turn has come."""
-        state: StreamingState = worker.state
-        if worker.size == 1:
-            return False
-        if self.schedule == "cyclic":
-            return worker.step - state.round_step >= self._cycle(len(state.parts))[0]
-        return not state.queue and self._room(state) >= 1
-
     @staticmethod
-    def _room(state: StreamingState) -> float:
-        return min(state.pace.window - len(state.flying), state.pace.allowance)
+    def _auto_parts(model_bytes: int) -> int:
+        least = min(2, max(1, model_bytes // _LEAST_PART_BYTES))
+        return max(least, min(_MOST_AUTO_PARTS, model_bytes // _PART_BYTES))
 
     def _cycle(self, parts: int) -> tuple[int, int]:
-        """Cyclic: own steps between two rounds, and parts that each of them launches."""
+        """Cyclic: local steps between two rounds, and parts that each of them launches."""
         steps = self.staleness // 2
         return max(1, steps // parts), -(-parts // min(parts, steps))
 
     @override
-    def finite(self, worker: Worker, part: int, *, stepping: bool) -> bool:
-        """Of the part whose turn it is; a launch looks at further ones. At rest, of all."""
-        state: StreamingState = worker.state
-        parts = [state.parts[state.next]] if stepping else state.parts
-        return all(part.finite() for part in parts)
+    def state(self, worker: WorkerView) -> StreamingState:
+        rate = RateControl(start_step=worker.step, landed=-worker.count)
+        return StreamingState(rate, [float(worker.start_step)] * worker.count)
 
     @override
-    def restore(self, worker: Worker) -> None:
-        """x ← P, all of it: other parts may not be finite either."""
-        for part in worker.state.parts:
-            part.restore()
-        worker.forget_not_finite()
+    def due(self, worker: WorkerView) -> float:
+        if worker.size == 1:
+            return 0.0
+        if self.schedule == "cyclic":
+            return float(worker.since_launch >= self._cycle(worker.count)[0])
+        room = self._room(worker)
+        return room if room >= 1 else 0.0
+
+    @staticmethod
+    def _room(worker: WorkerView) -> float:
+        """Number of parts that window and CPU budget still allow."""
+        rate = _counted(worker)
+        return min(rate.window - len(worker.in_flight_steps), rate.budget)
 
     @override
-    def vote(self, worker: Worker, part: int, *, stepping: bool, finishing: bool) -> Vote:
-        """How many parts this worker would launch, and what it has measured."""
-        state: StreamingState = worker.state
-        weighs = stepping or not finishing or state.unsent > 0
-        count, chosen = len(state.parts), worker.wire.chosen
-        passes = state.pace.passes(worker.step, count, chooses=chosen) if stepping else None
-        return Vote(
-            weight=float(weighs),
-            flag=passes is not None,
-            measure=self._room(state) if stepping else 0.0,
-            more=(
-                passes or 0.0,
-                float(worker.step if stepping else 0),
-                state.sent_squared,
-                state.mean_squared,
-            ),
-        )
+    def vote(self, worker: WorkerView) -> tuple[float, ...]:
+        """Steps of a pass (∞ if unknown), local step, ‖u‖² and ‖D‖²."""
+        if not worker.stepping:
+            return 0.0, 0.0, worker.sent_squared, worker.mean_squared
+        chooses = worker.precision is None
+        passes = _counted(worker).pass_steps(worker.step, worker.count, chooses=chooses)
+        known = math.inf if passes is None else passes
+        return known, float(worker.step), worker.sent_squared, worker.mean_squared
 
     @override
-    def act(self, worker: Worker, round: Round) -> bool | None:
-        """Launch what is due, once all have called the roll."""
+    def decide(self, worker: WorkerView, tally: Tally) -> Launch:
+        if self.schedule == "cyclic":
+            return Launch(parts=self._cycle(worker.count)[1])
+        stepping = max(1, tally.stepping)
+        passes = tally.votes[0] / stepping
+        if math.isfinite(passes):
+            self._passed(worker, passes)
+        # The mean, rounded to nearest, so that all workers compute the same. At least one: every
+        # worker had room for one when it started the round.
+        number = max(1, int(tally.wanted / stepping + 0.5))
+        return Launch(number, worker.state.rate.precision if worker.precision is None else None)
+
+    def _passed(self, worker: WorkerView, steps: float) -> None:
+        """All workers know how many local ``steps`` a pass of the model takes: choose by it."""
         state: StreamingState = worker.state
-        eager = self.schedule == "eager"
-        if eager and not round.done() and not self._at_bound(worker):
-            return None
-        count = len(state.parts)
-        if eager:
-            roll = round.wait()
-            stepping = max(1, roll.stepping)
-            # The nearest integer to the mean, computed alike on all; never none, or nobody would
-            # have called the round.
-            number = max(1, int(roll.measure / stepping + 0.5))
-            if roll.flag == roll.stepping:
-                self._measured(worker, roll.more[0] / stepping)
+        rate, first, changed = _counted(worker), not state.pass_steps, False
+        if worker.precision is None:
+            changed = rate.choose(steps, worker.step, worker.bits, worker.count)
         else:
-            number = self._cycle(count)[1]
-        state.round_step = worker.step
-        precision = state.pace.precision if worker.wire.chosen else None
-        state.queue += [Launch((state.next + i) % count, round, precision) for i in range(number)]
-        state.next = (state.next + number) % count
-        self._launch(worker, wait=not eager or state.pausing)
-        landed = False
-        while eager and not state.pausing and state.flying and self._at_bound(worker):
-            landed = self._land(worker)
-        self._report(worker)
-        return landed
+            rate.restart_count(worker.step)
+        state.pass_steps = steps
+        if first or changed:
+            text = "the whole model (%d part%s) passes every %.1f steps"
+            text += f": {rate.precision} from now on" if changed else ""
+            logger.info(text, worker.count, "s" * (worker.count > 1), steps)
 
-    def _measured(self, worker: Worker, passes: float) -> None:
-        """Another precision if the model passes too slowly, or so fast that more bits may do.
-
-        Args:
-            worker: This worker.
-            passes: Own steps in which the whole model passes, the mean over the workers.
-        """
+    @override
+    def outer_step(self, worker: WorkerView, part: int, tally: Tally) -> tuple[float, float]:
+        """Computed from sums only, so that P stays the same on all workers."""
         state: StreamingState = worker.state
-        chosen, count, told = worker.wire.chosen, len(state.parts), bool(state.pass_steps)
-        now = state.pace.precision if chosen else worker.wire.precision
-        changed = chosen and state.pace.choose(passes, worker.step, worker.size, count)
-        state.pass_steps = passes
-        if not chosen:
-            state.pace.count_anew(worker.step)
-        if changed or not told:
-            text = "the whole model (%d part%s in %s) passes every %.1f steps"
-            text += f": {state.pace.precision} from now on" if changed else ""
-            logger.info(text, count, "s" * (count > 1), now, passes)
-
-    def _momentum(self, worker: Worker, part: int, roll: Roll) -> tuple[float, float]:
-        """μ and a for the landing of a part that this roll has launched.
-
-        All from sums of the roll, so that P stays the same on all workers.
-        """
-        state: StreamingState = worker.state
-        _, steps, sent, mean = roll.more
+        _, steps, sent, mean = tally.votes
         if self.outer_gain != "auto":
             state.gain = self.outer_gain
         elif mean > 0:
             state.gain = min(max(math.sqrt(sent / mean), 1.0), math.sqrt(worker.size))
-        step = steps / max(1, roll.stepping)
-        # When those ahead have finished the mean falls back; v must not grow by that.
-        fade = math.exp(min(0.0, state.launched[part] - step) / _MEMORY_STEPS)
-        state.launched[part] = step
+        step = steps / max(1, tally.stepping)
+        # Once the fastest workers have finished, the mean step falls; v must not grow by that.
+        fade = math.exp(min(0.0, state.launch_steps[part] - step) / _MOMENTUM_STEPS)
+        state.launch_steps[part] = step
         return fade, (state.gain - 1) * (1 - fade)
 
-    def _launch(self, worker: Worker, *, wait: bool) -> None:
-        """Launch what is in the queue, in order.
-
-        Args:
-            worker: This worker.
-            wait: Whether to let a part land first that is still under way; else it has to wait.
-        """
+    @override
+    def after_step(self, worker: WorkerView) -> None:
         state: StreamingState = worker.state
-        while state.queue:
-            launch = state.queue[0]
-            part = state.parts[launch.part]
-            while part.flying:
-                if not wait:
-                    return
-                self._land(worker)
-            state.launches += 1
-            began = worker.team.host.now()
-            # What has become NaN since the vote stays here; the next vote tells of it.
-            sends = not worker.guarded or part.finite()
-            if worker.leaves_out and not sends:
-                self.restore(worker)
-                worker.untold = True
-            part.launch(
-                launch.round.then(lambda roll: roll.weight),
-                contribute=launch.round.own.weight != 0 and sends,
-                step=worker.step,
-                what=f"part {launch.part}, launch {state.launches}",
-                precision=launch.precision,
-                momentum=launch.round.then(partial(self._momentum, worker, launch.part)),
-            )
-            state.pace.spent.append(worker.team.host.now() - began)
-            state.pace.allowance -= 1
-            state.unsent = max(0, state.unsent - 1)
-            worker.has_news = state.unsent > 0
-            state.flying.append(launch.part)
-            state.queue.pop(0)
-
-    def _land(self, worker: Worker) -> bool:
-        """Land the part that was launched first. Waits for it."""
-        state: StreamingState = worker.state
-        part = state.parts[state.flying[0]]
-        part.wait()
-        began = worker.team.host.now()
-        part.land(worker.step)
-        state.pace.spent.append(worker.team.host.now() - began)
-        state.flying.pop(0)
-        state.landings += 1
-        state.pace.land(worker.step)
-        keep = 1 - 1 / (_MERGES * len(state.parts))
-        sent, mean = worker.team.over_shards(part.sent_squared, part.mean_squared)
-        state.sent_squared = keep * state.sent_squared + sent
-        state.mean_squared = keep * state.mean_squared + mean
-        state.fresh_step = max(state.fresh_step, part.launched_step)
-        state.landing_seconds += (part.arrived_seconds or 0.0) - part.launched_seconds
-        worker.steps_since_sync = worker.step - state.fresh_step
-        return True
-
-    def _report(self, worker: Worker) -> None:
-        state: StreamingState = worker.state
-        worker.details.update(
-            landings=state.landings,
-            landing_seconds=state.landing_seconds / max(1, state.landings),
-            parts=len(state.parts),
-            window=state.pace.window,
-            pass_steps=state.pass_steps,
-            outer_gain=state.gain,
-            staleness_max=max(state.staleness, default=0),
-            staleness_histogram=state.staleness,
-        )
-        if worker.wire.chosen:
-            worker.details["wire"] = state.pace.precision
-
-    # -- moments ---------------------------------------------------------------------------------
-
-    @override
-    def bucket_ready(self, worker: Worker, part: Part, bucket: int) -> bool:
-        """Let what is under way go on while backward runs: a second stage need not wait so long."""
-        worker.wire.advance()
-        return not worker.wire.exact
-
-    @override
-    def meet(self, worker: Worker, *, finishing: bool) -> None:
-        """The others expect what has been agreed on, before the next round."""
-        worker.state.pausing = True
-        self._launch(worker, wait=True)
-
-    def _settle(self, worker: Worker) -> None:
-        """Land all that is under way."""
-        self._launch(worker, wait=True)
-        while worker.state.flying:
-            self._land(worker)
-
-    @override
-    def consensus(self, worker: Worker, roll: Roll, *, final: bool) -> None:
-        """The mean of all models with what is under way landed; a look leaves it under way."""
-        if not final:
-            for part in worker.state.flying:
-                worker.state.parts[part].show(worker.step)
-            worker.average_all(1.0, worker.size, final=False)
-            return
-        self._settle(worker)
-        self._report(worker)
-        if worker.wire.exact or worker.wire.precision == "bfloat16":
-            worker.average_all(1.0, worker.size, final=True)
-        else:
-            self._end(worker)
-
-    def _end(self, worker: Worker) -> None:
-        """x ← P + mean(x − P), of which the mean travels in int8.
-
-        It is small against P, which all have, so that waiting for the exact mean of whole models
-        would gain nothing: a number is off by at most a 254th of its block's largest residual, and
-        the second stage's rounding.
-        """
-        parts: list[InFlight] = worker.state.parts
-        for i, part in enumerate(parts):
-            part.launch(
-                Completed(float(worker.size)),
-                contribute=True,
-                step=worker.step,
-                what=f"final mean of part {i}",
-                precision="int8",
-                momentum=Completed((1.0, 0.0)),
-            )
-        for part in parts:  # all, before anything is written
-            part.wait()
-        for part in parts:
-            part.land(worker.step)
-            part.restore()
-        worker.average_buffers(final=True)
-
-    @override
-    def before_save(self, worker: Worker, meet: Callable[[], object]) -> None:
-        """Let all arrive. Eager workers may be at different parts: they meet first."""
-        if self.schedule == "eager":
-            meet()
-        self._launch(worker, wait=True)
-        for part in worker.state.parts:
-            part.before_save()
-
-    @override
-    def after_load(self, worker: Worker) -> None:
-        for part in worker.state.parts:
-            part.after_load()
-
-    @override
-    def forecast(self, costs: Costs) -> Forecast:
-        """Nobody waits, as long as the last landing is less than τ steps old.
-
-            d = m(M/F)                                       a part
-            eager:   n = min(F, t/(d + r)) parts a step;  step = max(t, 2·(d + r)/τ)
-            cyclic:  step = C(β, F·d + rolls)/β              as ``AsyncAveraging``
-
-        Eager, two parts at least are under way, so what lands is up to 2·(d + r) old.
-        """
-        if costs.wire == "auto":
-            return self._forecast_auto(costs)
-        costs = replace(costs, updates=True)
-        parts = self._count(costs.model_bytes)
-        part = costs.model_bytes / parts
-        roll, step = costs.roll_seconds + _MORE_BYTES / costs.bytes_per_second, costs.step_seconds
+        worker.details.update(outer_gain=state.gain)
         if self.schedule == "cyclic":
-            every, at_a_time = self._cycle(parts)
-            rounds = -(-parts // at_a_time)
-            cycle = every * rounds
-            merge = parts * costs.mean_seconds(part) + rounds * roll
-            step = costs.pipelined(cycle, merge) / cycle
-            a_step, rolls = parts / cycle, rounds / cycle
-        else:
-            merge = costs.mean_seconds(part)
-            a_step, rolls = min(parts, step / merge if merge else parts), 1.0
-            step = max(step, 2 * (merge + roll) / self.staleness)
-            step += costs.agree_seconds(2 + 2 * math.ceil(a_step))  # times, and what has ended
-        whole, sent = number(parts / a_step), costs.in_steps(costs.mean_seconds(part))
-        often = "in each step" if whole == "1" else f"every {whole} steps"
-        return costs.forecast(
-            self,
-            step=step,
-            apart=self.staleness,
-            payload=rolls * (ROLL_BYTES + _MORE_BYTES) + a_step * costs.mean_bytes(part),
-            copies=1
-            + (self.outer_gain != 1 and costs.workers > 1)
-            + costs.flying_copies(part)
-            + costs.error_copies,
-            note=f"{parts} part{'s' * (parts > 1)} in {costs.wire}, {sent} each, the whole model "
-            f"{often}",
-        )
+            return
+        rate = _counted(worker)
+        rate.step(worker.clock, worker.spent, worker.count)
+        # Workers are half a step apart, and a second stage starts at a step boundary.
+        prompt_age = 3 if (worker.precision or rate.precision) in worker.two_stages else 2
+        rate.resize(worker.ages, worker.count, prompt_age=prompt_age)
+        worker.details.update(window=rate.window, pass_steps=state.pass_steps)
+        if worker.precision is None:
+            worker.details["wire"] = rate.precision
 
-    def _forecast_auto(self, costs: Costs) -> Forecast:
-        """With the most exact wire over which the model passes in a few steps."""
-        for precision in PRECISIONS:
-            told = replace(costs, wire=precision, updates=True)
-            if told.mean_seconds(costs.model_bytes) <= FEW * costs.step_seconds:
-                break
-        return self.forecast(told)
+
+def _counted(worker: WorkerView) -> RateControl:
+    """The rate control, after it has counted the flow's launches and landings."""
+    rate: RateControl = worker.state.rate
+    rate.count(worker.launches, worker.landings, worker.step)
+    return rate

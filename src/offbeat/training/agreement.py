@@ -10,10 +10,11 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from torch import Tensor, nn
 
+from offbeat.averaging import AttachedOptimizer
+from offbeat.averaging.replica import Replica, make_buckets
 from offbeat.errors import MismatchError
 from offbeat.fabric import Communicator, Team
-from offbeat.means.replica import Replica, make_buckets
-from offbeat.strategies.base import Part, Strategy
+from offbeat.strategies.base import Strategy
 
 logger = logging.getLogger("offbeat")
 
@@ -24,21 +25,24 @@ Settings = Mapping[str, str]
 _SHOWN = 4  # differences in one warning
 
 
-def describe(strategy: Strategy, replica: Replica, parts: Sequence[Part]) -> list[str]:
-    """What must be alike on all workers: strategy, optimizers, tensors; one line each."""
-    optimizers = [
-        f"optimizer {p.index}: {type(p.optimizer).__name__} with {len(p.parameters)} parameters"
-        for p in parts
+def describe(
+    strategy: Strategy, replica: Replica, optimizers: Sequence[AttachedOptimizer]
+) -> list[str]:
+    """What must be equal on all workers: strategy, optimizers and tensors, one line each."""
+    lines = [
+        f"optimizer {one.index}: {type(one.optimizer).__name__} with {len(one.parameters)} "
+        "parameters"
+        for one in optimizers
     ]
-    return [f"strategy {strategy!r}", *optimizers, *replica.describe()]
+    return [f"strategy {strategy!r}", *lines, *replica.describe()]
 
 
-def settings_of(model: nn.Module, parts: Sequence[Part]) -> Settings:
-    """What may differ between workers, and hardly ever should: name and value of each."""
+def settings_of(model: nn.Module, optimizers: Sequence[AttachedOptimizer]) -> Settings:
+    """Settings that may differ between workers and rarely should, by name."""
     found = {"the version of offbeat": _own_version(), "the version of torch": torch.__version__}
-    for part in parts:
-        for i, group in enumerate(part.optimizer.param_groups):
-            where = f"optimizer {part.index}, group {i}"
+    for one in optimizers:
+        for i, group in enumerate(one.optimizer.param_groups):
+            where = f"optimizer {one.index}, group {i}"
             found[f"the number of parameters of {where}"] = str(len(group["params"]))
             for name, value in group.items():
                 if name != "params" and _is_plain(value):

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from offbeat.averaging import AttachedOptimizer
 from offbeat.costs import FORWARD_SHARE
 from offbeat.fabric import Host
-from offbeat.strategies.base import Part
 
 
 class Backward:
@@ -18,17 +18,19 @@ class Backward:
     there are more passes than that: who acts on it must notice.
 
     Args:
-        part: The optimizer's parameters.
+        optimizer: The optimizer and its parameters.
         host: Told how far the step's computing has come, so that virtual time can show what
             happens while backward runs.
         ready: Called with the number of each bucket but the last; false ends the watch.
     """
 
-    def __init__(self, part: Part, host: Host, ready: Callable[[int], bool]) -> None:
+    def __init__(
+        self, optimizer: AttachedOptimizer, host: Host, ready: Callable[[int], bool]
+    ) -> None:
         self._host, self._ready = host, ready
-        self._bucket_of = {id(p): i for i, bucket in enumerate(part.buckets) for p in bucket}
-        self._sizes = [len(bucket) for bucket in part.buckets]
-        elements = [sum(p.numel() for p in bucket) for bucket in part.buckets]
+        self._bucket_of = {id(p): i for i, bucket in enumerate(optimizer.buckets) for p in bucket}
+        self._sizes = [len(bucket) for bucket in optimizer.buckets]
+        elements = [sum(p.numel() for p in bucket) for bucket in optimizer.buckets]
         total = sum(elements)
         self._shares = [sum(elements[: i + 1]) / total for i in range(len(elements))]
         self._passes = 1
@@ -36,7 +38,7 @@ class Backward:
         self._begin()
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._accumulated)
-            for bucket in part.buckets
+            for bucket in optimizer.buckets
             for p in bucket
         ]
 
@@ -53,14 +55,24 @@ class Backward:
             return
         self._missing[self._bucket_of[key]] -= 1
         while self._next < len(self._sizes) - 1 and self._missing[self._next] == 0:
-            before = self._passes - 1 + FORWARD_SHARE
-            now = before + (1 - FORWARD_SHARE) * self._shares[self._next]
-            self._host.computed(now / self._passes)
-            goes_on = self._ready(self._next)
-            self._next += 1
-            if not goes_on:
-                self.close()
+            if not self._complete():
                 return
+
+    def _complete(self) -> bool:
+        """Report the next bucket. Returns whether to report further ones."""
+        before = self._passes - 1 + FORWARD_SHARE
+        now = before + (1 - FORWARD_SHARE) * self._shares[self._next]
+        self._host.computed(now / self._passes)
+        goes_on = self._ready(self._next)
+        self._next += 1
+        if not goes_on:
+            self.close()
+        return goes_on
+
+    def play(self) -> None:
+        """Report all buckets but the last, as one backward pass would: for a model without one."""
+        while self._hooks and self._next < len(self._sizes) - 1:
+            self._complete()
 
     def end_step(self) -> None:
         """The gradients are used: the next backward belongs to another step."""

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from offbeat.arguments import require_integer
 from offbeat.errors import CheckpointError
-from offbeat.training.aside import Aside
+from offbeat.synchronizer import Synchronizer, between_steps
+from offbeat.training.between_steps import BetweenSteps
 from offbeat.training.files import (
     Number,
     discard,
@@ -31,7 +32,6 @@ from offbeat.training.files import (
     write,
 )
 from offbeat.training.shards import local_parts, model_state, optimizer_state
-from offbeat.training.synchronizer import Synchronizer, aside_of
 
 logger = logging.getLogger("offbeat")
 
@@ -107,44 +107,46 @@ def save(
         AttachError: after ``finish`` or ``detach``, or in the middle of an iteration.
     """
     require_integer("keep", keep, least=1)
-    with aside_of(sync, "offbeat.save()") as aside:
-        state, folder, refused, contents = aside.state(), Path(directory), None, {}
-        here = files_of(folder, aside.rank)
-        own = local_parts if aside.divided else lambda values: values
+    with between_steps(sync, "offbeat.save()") as between:
+        state, folder, refused, contents = between.state(), Path(directory), None, {}
+        here = files_of(folder, between.rank)
+        own = local_parts if between.divided else lambda values: values
         try:
             contents = sealed(
                 {
                     "sync": state,
-                    "model": own(_module(model, aside).state_dict()),
-                    "optimizer": own(_states(aside.optimizers if optimizer is None else optimizer)),
+                    "model": own(_module(model, between).state_dict()),
+                    "optimizer": own(
+                        _states(between.optimizers if optimizer is None else optimizer)
+                    ),
                     "scheduler": _states(scheduler),
                     "scaler": None if scaler is None else scaler.state_dict(),
-                    "random": _random_states(aside.device),
+                    "random": _random_states(between.device),
                     "extra": extra,
                 }
             )
         except CheckpointError as error:
             refused = str(error)
         told = [refused, state["of"], state["stats"]["steps"], sorted(here), secrets.token_hex(8)]
-        answers = aside.gather(told, "offbeat.save()")
+        answers = between.gather(told, "offbeat.save()")
         _require_all("save", [one[0] for one in answers])
         common = held_by_all([one[3] for one in answers])
         step = _common_step(folder, answers, common)
         times = [number[1] for one in answers for number in one[3] if number[0] == step]
         number = (step, max(times, default=-1) + 1)
-        path = path_of(folder, number, aside.rank)
+        path = path_of(folder, number, between.rank)
         contents["id"] = answers[0][4]  # the same in all files of this checkpoint
         try:
             folder.mkdir(parents=True, exist_ok=True)
             write(path, contents)
         except (OSError, RuntimeError) as error:
             refused = f"{path} could not be written: {error}"
-        answers = aside.gather(refused, "offbeat.save()")
+        answers = between.gather(refused, "offbeat.save()")
         if any(answers) and refused is None:
             discard(path)
         _require_all("save", answers)
         give_name(path)
-        prune(folder, {*sorted({*common, number})[-keep:]}, aside.rank, aside.size)
+        prune(folder, {*sorted({*common, number})[-keep:]}, between.rank, between.size)
         return path
 
 
@@ -179,19 +181,22 @@ def load(
         AttachError: after ``finish`` or ``detach``, inside ``consensus``, or in the middle of an
             iteration.
     """
-    with aside_of(sync, "offbeat.load()", loads=True) as aside:
+    with between_steps(sync, "offbeat.load()", loads=True) as between:
         folder = Path(directory)
-        here = {**files_of(folder, 0), **files_of(folder, aside.rank)}  # of a consensus any will do
-        lists = _meet_on(folder, here, aside)
+        here = {
+            **files_of(folder, 0),
+            **files_of(folder, between.rank),
+        }  # of a consensus any will do
+        lists = _meet_on(folder, here, between)
         if not any(lists):
             return None
-        number, contents = _newest_whole(folder, here, held_by_all(lists), lists, aside)
+        number, contents = _newest_whole(folder, here, held_by_all(lists), lists, between)
         refused = None
         targets = {
-            "optimizer": _listed(aside.optimizers if optimizer is None else optimizer),
+            "optimizer": _listed(between.optimizers if optimizer is None else optimizer),
             "scheduler": _listed(scheduler),
         }
-        module = _module(model, aside)
+        module = _module(model, between)
         try:
             for name, objects in targets.items():
                 _require_alike(name, contents[name], objects)
@@ -202,13 +207,13 @@ def load(
                 )
             present = module.state_dict()
             _require_same_tensors(
-                local_parts(present) if aside.divided else present, contents["model"]
+                local_parts(present) if between.divided else present, contents["model"]
             )
-            aside.check(contents["sync"])
+            between.check(contents["sync"])
         except CheckpointError as error:
             refused = f"{here[number]}: {error}"
-        _require_all("load", aside.gather(refused, "offbeat.load()"))
-        if aside.divided:
+        _require_all("load", between.gather(refused, "offbeat.load()"))
+        if between.divided:
             contents["model"] = model_state(module, contents["model"])
             pairs = zip(targets["optimizer"], contents["optimizer"], strict=True)
             contents["optimizer"] = [(kind, optimizer_state(o, one)) for o, (kind, one) in pairs]
@@ -219,11 +224,11 @@ def load(
         if scaler is not None:
             scaler.load_state_dict(contents["scaler"])
         sync.load_state_dict(contents["sync"])
-        _set_random_states(contents["random"], aside.device)
-        for later, path in files_of(folder, aside.rank).items():
+        _set_random_states(contents["random"], between.device)
+        for later, path in files_of(folder, between.rank).items():
             if later > number:  # not whole on all workers: in the way of the next one
                 path.rename(path.with_name(f"{path.name}.damaged"))
-        if aside.rank == 0:
+        if between.rank == 0:
             logger.info("training goes on from step %d, saved in %s", number[0], folder)
         return Loaded(number[0], here[number], contents["extra"])
 
@@ -258,17 +263,17 @@ def _common_step(folder: Path, answers: Sequence[Any], common: set[Number]) -> i
     return reached
 
 
-def _meet_on(folder: Path, here: dict[Number, Path], aside: Aside) -> list[list[Number]]:
+def _meet_on(folder: Path, here: dict[Number, Path], between: BetweenSteps) -> list[list[Number]]:
     """What each worker has.
 
     What has its name on one worker is on the disks of all: who crashed before it gave its own the
     name does so now, and adds it to ``here``.
     """
-    unnamed = unnamed_of(folder, aside.rank)
-    told = aside.gather([sorted(here), sorted(unnamed)], "offbeat.load()")
+    unnamed = unnamed_of(folder, between.rank)
+    told = between.gather([sorted(here), sorted(unnamed)], "offbeat.load()")
     pairs = [[[(step, again) for step, again in one] for one in both] for both in told]
     named = {number for some, _ in pairs for number in some}
-    for number in named & (unnamed.keys() - files_of(folder, aside.rank).keys()):
+    for number in named & (unnamed.keys() - files_of(folder, between.rank).keys()):
         give_name(unnamed[number])
         here[number] = unnamed[number]
     return [sorted({*some, *named.intersection(others)}) for some, others in pairs]
@@ -279,7 +284,7 @@ def _newest_whole(
     here: dict[Number, Path],
     common: set[Number],
     lists: Sequence[Sequence[Sequence[int]]],
-    aside: Aside,
+    between: BetweenSteps,
 ) -> tuple[Number, dict[str, Any]]:
     """The newest that all can read, and what is in this worker's file."""
     reasons = [
@@ -290,17 +295,19 @@ def _newest_whole(
         refused, contents = None, {}
         try:
             contents = read(here[number])
-            _require_own(contents["sync"], here[number], files_of(folder, aside.rank), aside.rank)
+            _require_own(
+                contents["sync"], here[number], files_of(folder, between.rank), between.rank
+            )
         except CheckpointError as error:
             refused = str(error)
-        answers = aside.gather([refused, contents.get("id")], "offbeat.load()")
+        answers = between.gather([refused, contents.get("id")], "offbeat.load()")
         refusals = [f"rank {rank}: {one[0]}" for rank, one in enumerate(answers) if one[0]]
         if not refusals and any(one[1] != answers[0][1] for one in answers):
             refusals = ["the workers' files were not saved together"]
         if not refusals:
             return number, contents
         reasons = [f"step {number[0]}: {refusals[0]}", *(reasons if len(common) == 1 else ())]
-        if aside.rank == 0:
+        if between.rank == 0:
             logger.warning("the checkpoint of step %d is passed over: %s", number[0], refusals[0])
     raise CheckpointError(
         f"no checkpoint in {folder} is whole on all workers: {'; '.join(reasons)}. Restore the "
@@ -317,8 +324,8 @@ def _require_own(state: dict[str, Any], path: Path, own: dict[Number, Path], ran
 # -- what is in them -------------------------------------------------------------------------------
 
 
-def _module(model: nn.Module | None, aside: Aside) -> nn.Module:
-    return aside.model if model is None else model
+def _module(model: nn.Module | None, between: BetweenSteps) -> nn.Module:
+    return between.model if model is None else model
 
 
 def _listed(objects: Any) -> list[Any]:

@@ -21,6 +21,7 @@ from offbeat.errors import AttachError
 from offbeat.fabric import Transport
 from offbeat.fabric.wire import Precision
 from offbeat.strategies.base import Strategy
+from offbeat.training.compatibility import repeatable
 
 logger = logging.getLogger("offbeat")
 _Kind = TypeVar("_Kind", bound=nn.Module)
@@ -181,11 +182,11 @@ def require_repeatable(strategy: Strategy, wire: Precision) -> None:
     Raises:
         AttachError: what they compute depends on when messages arrive.
     """
-    if not strategy.repeatable:
+    if not repeatable(strategy):
         raise AttachError(
             f"the workers of a node would get different models: {strategy} depends on when "
             "messages arrive, and their gradients are averaged in each step for one model. "
-            f"Use BSP, LocalSGD, SelSync, DiLoCo, FedAvg or a cyclic schedule, {_ADVICE}"
+            f"Use BSP, LocalSGD, SelSync, DiLoCo or a cyclic schedule, {_ADVICE}"
         )
     if wire == "auto":
         raise AttachError(

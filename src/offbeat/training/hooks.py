@@ -107,9 +107,10 @@ class ScalerHooks:
     def _watched_unscale(self, optimizer: Optimizer) -> None:
         index = self._iteration.index_of(optimizer)
         if index is not None:
-            if not self._iteration.strategy.needs_unscaled:
+            if not self._iteration.flow.needs_unscaled:
                 # The mean of scaled gradients, so that all workers see the same overflow.
-                scale = 1.0 if self._iteration.change is None else self._scaler.get_scale()
+                watched = self._iteration.watches_gradients
+                scale = self._scaler.get_scale() if watched else 1.0
                 self._iteration.prepare(index, loss_scale=scale)
             self._iteration.average_inside(index)
             self._unscaled.add(optimizer)

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 
-from offbeat.strategies.base import Worker
+from offbeat.averaging import Worker
 from offbeat.telemetry import Records, Stats, open_sinks
 
 

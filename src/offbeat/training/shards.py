@@ -18,7 +18,6 @@ from typing_extensions import override
 from offbeat.errors import AttachError
 from offbeat.fabric import NodeGroup, Transport
 from offbeat.fabric.nodes import node_ranks
-from offbeat.strategies.base import NonFinite, Strategy
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -124,17 +123,17 @@ class Shards(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._of = [model]  # in a list, for it is no part of this module
-        self.gather_no_more()
+        self.reshard()
         self._shards = {id(p): Shard.of(p) for p in model.parameters()}
 
     def shard(self, whole: nn.Parameter) -> Shard:
         """That of a parameter of the model."""
         return self._shards[id(whole)]
 
-    def gather_no_more(self) -> None:
-        """Let modules hold shards, if an evaluation has left them with gathered parameters.
+    def reshard(self) -> None:
+        """Reshard the modules, if an evaluation has left them with gathered parameters.
 
-        Those would stay what they are when the shards are moved.
+        Gathered parameters would not follow when the shards are moved.
         """
         for module in self._of[0].modules():
             if is_fully_sharded(module):
@@ -156,12 +155,7 @@ class Shards(nn.Module):
 
 
 def shards_of(
-    model: nn.Module,
-    group: dist.ProcessGroup | Transport | None,
-    node_group: NodeGroup | None,
-    strategy: Strategy,
-    non_finite: NonFinite,
-    refused: dict[str, bool],
+    model: nn.Module, group: dist.ProcessGroup | Transport | None, node_group: NodeGroup | None
 ) -> Shards | None:
     """The shards of a model that ``fully_shard`` has divided among the workers of this node.
 
@@ -170,13 +164,10 @@ def shards_of(
     Args:
         model: The model.
         group: As given to ``attach``.
-        node_group: As given to ``attach``; None: there are no nodes, and no shards.
-        strategy: What is to train them.
-        non_finite: As given to ``attach``.
-        refused: Arguments of ``attach`` that go with whole models only, and whether they were used.
+        node_group: As given to ``attach``. None: there are no nodes, and no shards.
 
     Raises:
-        AttachError: it is divided in another way, or something that was asked for cannot be.
+        AttachError: the model is divided in another way.
     """
     if node_group is None or not any(map(is_sharded, model.parameters())):
         return None
@@ -186,30 +177,6 @@ def shards_of(
             "node_group a model is whole, or divided by fully_shard inside each node"
         )
     _require_placement(model, node_ranks(group, node_group))
-    used = [
-        name for name, given in {**refused, "non_finite": non_finite != "warn"}.items() if given
-    ]
-    if used:
-        raise AttachError(
-            f"{used[0]} with a model that fully_shard has divided: each worker sees its shards "
-            "alone; leave it away, or attach the model whole"
-        )
-    if strategy.averages == "pushes":
-        raise AttachError(
-            f"{strategy} with a model that fully_shard has divided: its parameter server keeps "
-            "slices of the whole model; attach the model whole, or use another strategy"
-        )
-    if not strategy.repeatable:
-        raise AttachError(
-            f"{strategy} with a model that fully_shard has divided: it depends on when messages "
-            "arrive, which differs between the workers that hold a shard each; use a cyclic "
-            "schedule, or attach the model whole"
-        )
-    if strategy.divides:
-        raise AttachError(
-            f"{strategy} with a model that fully_shard has divided: it cuts the model into parts, "
-            "and each worker would cut its shards in other places; let it send the model in one"
-        )
     return Shards(model)
 
 

@@ -1,10 +1,10 @@
-"""What ``Synchronizer.state_dict`` gives, and whether such a state belongs to this worker.
+"""The state that ``Synchronizer.state_dict`` returns, and whether it belongs to this worker.
 
 It says whose it is (format, strategy, wire, rank, number of workers, the model's tensors) and holds
 a digest of all its values. Everything is checked, and all workers agree, before anything is loaded.
 
-A state of the *consensus* is that of a model which all workers hold: it fits any strategy and any
-number of workers. They begin anew from that model, and only the totals go on.
+The state of a *consensus* belongs to a model that all workers hold, so it fits any strategy and any
+number of workers. They start again from that model, and only the totals continue.
 """
 
 import dataclasses
@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
+from offbeat.averaging import Flow
 from offbeat.checkpoint import (
     check,
-    check_tensors,
     check_value,
     digest,
     load,
@@ -24,47 +24,44 @@ from offbeat.checkpoint import (
     save,
 )
 from offbeat.errors import CheckpointError
-from offbeat.strategies.base import Strategy, Worker
 from offbeat.telemetry import Stats
 from offbeat.training.agreement import copy_rank_0
 
-FORMAT = 1
+FORMAT = 2
 _CONSENSUS = ("format", "of", "model", "stats", "digest")
 _IDENTITY = ("strategy", "wire", "rank", "size")
-_POSITION = ("step", "steps_since_sync", "has_news", "state", "errors", "references")
+_POSITION = ("step", "state", "errors")
 _WORKER = (*_CONSENSUS, *_IDENTITY, *_POSITION)
 
 
-def state_of(strategy: Strategy, worker: Worker, stats: Stats) -> dict[str, Any]:
-    """The state of one worker; what was in flight has arrived."""
+def state_of(flow: Flow, stats: Stats) -> dict[str, Any]:
+    """The state of one worker. Everything in flight must have arrived."""
+    worker = flow.worker
     return _sealed(
         {
             "format": FORMAT,
             "of": "worker",
-            "strategy": repr(strategy),
+            "strategy": repr(flow.strategy),
             "wire": worker.wire.precision,
             "rank": worker.rank,
             "size": worker.size,
             "model": worker.replica.describe(),
             "stats": dataclasses.asdict(stats),
             "step": worker.step,
-            "steps_since_sync": worker.steps_since_sync,
-            "has_news": worker.has_news,
-            "state": save(worker.state),
+            "state": save(flow.state),
             "errors": worker.wire.state_dict(),
-            "references": worker.models.state_dict(),
         }
     )
 
 
-def consensus_of(worker: Worker, stats: Stats) -> dict[str, Any]:
-    """The state of the consensus: which model it is of, and this worker's totals so far."""
+def consensus_of(flow: Flow, stats: Stats) -> dict[str, Any]:
+    """The state of a consensus: which model it belongs to, and this worker's totals so far."""
     return _sealed(
         {
             "format": FORMAT,
             "of": "consensus",
-            "model": worker.replica.describe(),
-            "stats": dataclasses.asdict(stats) | {"details": {}},  # those of one strategy
+            "model": flow.worker.replica.describe(),
+            "stats": dataclasses.asdict(stats) | {"details": {}},  # details belong to the strategy
         }
     )
 
@@ -76,7 +73,7 @@ def _sealed(values: dict[str, Any]) -> dict[str, Any]:
 # -- whether it belongs here -----------------------------------------------------------------------
 
 
-def check_state(state: Any, strategy: Strategy, worker: Worker, stats: Stats) -> None:
+def check_state(state: Any, flow: Flow, stats: Stats) -> None:
     """Raise unless all of ``state`` can be put back on this worker.
 
     Raises:
@@ -85,7 +82,7 @@ def check_state(state: Any, strategy: Strategy, worker: Worker, stats: Stats) ->
     if not isinstance(state, dict) or "format" not in state:
         raise CheckpointError(
             "this is no state that sync.state_dict() gives, or one of a version before format "
-            f"{FORMAT}: give what it returned, or load the model alone and begin anew"
+            f"{FORMAT}: give what it returned, or load the model alone and start again"
         )
     if state["format"] != FORMAT:
         raise CheckpointError(
@@ -94,11 +91,11 @@ def check_state(state: Any, strategy: Strategy, worker: Worker, stats: Stats) ->
         )
     _whole(_check_keys, state)
     if state["of"] == "consensus":
-        _require_beginning(worker, stats)
+        _require_beginning(flow, stats)
     else:
-        _require_identity(state, strategy, worker)
-    _require_model(state["model"], worker.replica.describe())
-    _whole(_check_values, state, worker)
+        _require_identity(state, flow)
+    _require_model(state["model"], flow.worker.replica.describe())
+    _whole(_check_values, state, flow)
 
 
 def _whole(checks: Any, state: dict[str, Any], *args: Any) -> None:
@@ -117,7 +114,8 @@ def _check_keys(state: dict[str, Any]) -> None:
     check_value(state["model"], list[str], "model")
 
 
-def _require_identity(state: dict[str, Any], strategy: Strategy, worker: Worker) -> None:
+def _require_identity(state: dict[str, Any], flow: Flow) -> None:
+    worker, strategy = flow.worker, flow.strategy
     size, rank, wire = state["size"], state["rank"], state["wire"]
     if state["strategy"] != repr(strategy):
         raise CheckpointError(
@@ -141,11 +139,12 @@ def _require_identity(state: dict[str, Any], strategy: Strategy, worker: Worker)
         )
 
 
-def _require_beginning(worker: Worker, stats: Stats) -> None:
-    if stats.steps or worker.step:
+def _require_beginning(flow: Flow, stats: Stats) -> None:
+    if stats.steps or flow.worker.step:
         raise CheckpointError(
-            f"the state is that of a consensus, from which training begins anew, and {stats.steps} "
-            "steps were taken here: load it before the first step, or detach() and attach again"
+            f"the state is that of a consensus, from which training starts again, and "
+            f"{stats.steps} steps were taken here: load it before the first step, or detach() and "
+            "attach again"
         )
 
 
@@ -160,17 +159,14 @@ def _require_model(saved: Sequence[str], here: Sequence[str]) -> None:
             )
 
 
-def _check_values(state: dict[str, Any], worker: Worker) -> None:
+def _check_values(state: dict[str, Any], flow: Flow) -> None:
     _check_stats(state["stats"])
     if state["of"] == "worker":
-        for name in ("step", "steps_since_sync"):
-            _check_count(state[name], name)
-        check_value(state["has_news"], bool, "has_news")
-        check(worker.state, state["state"], "state")
+        _check_count(state["step"], "step")
+        check(flow.state, state["state"], "state")
         check_value(state["errors"], dict[str, dict[str, Tensor]], "errors")
         for stream, errors in state["errors"].items():
             require_keys(errors, ("sent", "summed"), f"errors[{stream!r}]")
-        check_tensors(worker.models.state_dict(), state["references"], "references")
     check_value(state["digest"], int, "digest")
     if digest({name: one for name, one in state.items() if name != "digest"}) != state["digest"]:
         raise CheckpointError("its values are not those that were saved, by their digest")
@@ -221,27 +217,19 @@ def _named(of: str, step: int | None) -> str:
     return "a consensus" if of == "consensus" else f"a worker at step {step}"
 
 
-def put_back(state: dict[str, Any], strategy: Strategy, worker: Worker) -> Stats:
+def load_state(state: dict[str, Any], flow: Flow) -> Stats:
     """Continue from a state that was checked. A collective. Returns the totals."""
+    worker = flow.worker
     totals = dict(state["stats"])
     worker.details.clear()
     worker.details.update(totals.pop("details"))
     if state["of"] == "consensus":
-        _begin_anew(strategy, worker)
+        copy_rank_0(worker.team, worker.replica.everything())
+        flow.start()
+        worker.barrier("the start from a consensus")
     else:
         worker.wire.load_state_dict(state["errors"])
-        worker.models.load_state_dict(state["references"])
         worker.step = state["step"]
-        worker.steps_since_sync = state["steps_since_sync"]
-        worker.has_news = state["has_news"]
-        load(worker.state, state["state"])
-        strategy.after_load(worker)
+        load(flow.state, state["state"])
+        flow.after_load()
     return Stats(**totals, details=worker.details)
-
-
-def _begin_anew(strategy: Strategy, worker: Worker) -> None:
-    """As ``attach`` does, from the model as it is now on rank 0."""
-    copy_rank_0(worker.team, worker.replica.everything())
-    worker.models.begin_anew()
-    worker.state = strategy.start(worker)
-    worker.barrier("beginning anew from a consensus")  # nobody pushes before all have begun

@@ -1,10 +1,10 @@
-"""Changes of the team's view: one ends, and the next begins from what its workers have in common.
+"""Changes of membership: one view ends, and the next begins from what its workers have in common.
 
-Losing a worker and taking one in are the same: everything under way is abandoned, those who are
-there agree on the next view, make model, optimizer and counters common, and call ``start`` again.
-A worker writes what it gets all at once, and only when it has it all. So whoever is lost on the
-way, each of the others has what it had before, or what all are to have; and the next attempt asks
-who is ahead.
+The loss of a worker and the arrival of one are handled alike. Everything in flight is abandoned;
+the living workers agree on the next view, make model, optimizers and counters common, and start a
+new flow. A worker writes what it receives only once it has all of it. If another worker is lost
+meanwhile, each worker therefore has either its old model or the common one, and the next attempt
+asks which worker is ahead.
 """
 
 import hashlib
@@ -16,15 +16,16 @@ from typing import Any
 
 import torch
 
+from offbeat.averaging import Worker, flow_of
+from offbeat.averaging.exact_mean import ExactMean
 from offbeat.errors import CommunicationError, MismatchError, OffbeatError
 from offbeat.fabric import Team, Wire
 from offbeat.fabric.adaptive import AdaptiveWire
 from offbeat.fabric.wire import Precision
-from offbeat.means import ModelMean, OptimizerState, Replica
-from offbeat.strategies.base import NonFinite, Part, Strategy, Worker
+from offbeat.strategies.base import Strategy
 from offbeat.telemetry import Stats
 from offbeat.training.agreement import difference, versioned
-from offbeat.training.finite import Finite
+from offbeat.training.compatibility import chooses_precision
 from offbeat.training.iteration import Iteration
 from offbeat.training.transfer import (
     optimizer_values,
@@ -36,73 +37,52 @@ from offbeat.training.transfer import (
 logger = logging.getLogger("offbeat")
 
 
-@dataclass(frozen=True)
-class Means:
-    """How means are taken.
+def open_wire(team: Team, strategy: Strategy, precision: Precision) -> Wire:
+    """The wire of one view. A collective.
 
-    Attributes:
-        wire: As given to ``attach``.
-        optimizer_state: Likewise.
+    Args:
+        team: The workers.
+        strategy: The strategy.
+        precision: As given to ``attach``.
     """
-
-    wire: Precision
-    optimizer_state: str
-
-    def open(
-        self, team: Team, strategy: Strategy, replica: Replica, parts: Sequence[Part]
-    ) -> tuple[Wire, ModelMean]:
-        """The wire and the mean of models of one view, in which all hold the same model.
-
-        A collective.
-        """
-        adapts = self.wire == "auto" and not strategy.chooses
-        wire = AdaptiveWire(team) if adapts else Wire(team, self.wire)
-        models = ModelMean(team, replica, wire, referenced=strategy.averages == "models")
-        if self.optimizer_state == "average":
-            optimizers = [part.optimizer for part in parts]
-            models.optimizer_state = OptimizerState(team, replica.parameters, optimizers)
-        return wire, models
-
-
-def exact_means(team: Team, replica: Replica) -> tuple[Wire, ModelMean]:
-    """A wire and a mean of models that need no common model. No collective."""
-    wire = Wire(team)
-    return wire, ModelMean(team, replica, wire, referenced=False)
+    if precision == "auto" and not chooses_precision(strategy):
+        return AdaptiveWire(team)
+    return Wire(team, precision)
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What a worker tells when a view begins.
+class _Report:
+    """What a worker reports when a view begins.
 
     Attributes:
-        fresh: Whether it has joined, and has nothing to contribute.
-        common: The last view whose common model it has taken.
-        acted: Rounds since then that it has acted on.
-        news: Whether its model holds steps that no mean has seen.
-        steps: Own steps.
-        syncs: Those that have synchronized.
-        digest: Of what must be alike on all workers.
-        kept: See ``Strategy.kept``.
+        fresh: True if it has joined and has nothing to contribute.
+        common: Number of the last view whose common model it has received.
+        decided: Number of rounds it has decided since then.
+        unsynced: True if its model holds steps that no other worker has received.
+        steps: Local steps.
+        syncs: Local steps that synchronized.
+        digest: Digest of what must be equal on all workers.
+        carried: Common values of its flow.
     """
 
     fresh: bool
     common: int
-    acted: int
-    news: bool
+    decided: int
+    unsynced: bool
     steps: int
     syncs: int
     digest: str
-    kept: dict[str, Any]
+    carried: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What follows from all that was told, the same on all workers.
+    """What follows from all reports, the same on all workers.
 
     Attributes:
-        source: Rank of a worker that has all that can be had.
-        behind: Ranks that take everything from it.
-        contributing: Ranks whose models are averaged; none: those of all others are equal.
+        source: Rank of a worker that is ahead.
+        behind: Ranks that receive everything from it.
+        contributing: Ranks whose models are averaged. Empty: the models of all others are equal.
     """
 
     source: int
@@ -110,118 +90,118 @@ class _Plan:
     contributing: list[int]
 
 
-def plan_of(told: Sequence[_Told], strategy: Strategy) -> _Plan:
+def plan_of(reports: Sequence[_Report], *, waits: bool, replicates: bool) -> _Plan:
     """Who has what the others need.
 
-    Where a mean comes in at once, in a round that all wait for, those who have acted on one round
-    more hold all that the others have contributed to it. Where models come together at any time,
-    all that have been in the same view count alike.
+    Args:
+        reports: Of all workers, in rank order.
+        waits: True if all workers wait for each mean. A worker that has decided one round more then
+            holds all that the others have contributed to it. Otherwise all workers of the same view
+            count alike.
+        replicates: True if all workers that step hold the same parameters.
     """
-    old = [rank for rank, one in enumerate(told) if not one.fresh]
-    together = strategy.averages == "models" or strategy.replicates
+    old = [rank for rank, one in enumerate(reports) if not one.fresh]
 
     def progress(rank: int) -> tuple[int, ...]:
-        one = told[rank]
-        last = one.news if strategy.replicates else False
-        return (one.common, one.acted, last) if together else (one.common,)
+        one = reports[rank]
+        if not (waits or replicates):
+            return (one.common,)
+        return one.common, one.decided, one.unsynced if replicates else False
 
     best = max(progress(rank) for rank in old)
     ahead = [rank for rank in old if progress(rank) == best]
-    fresh = [rank for rank, one in enumerate(told) if one.fresh]
-    if strategy.replicates:
-        behind = sorted({*fresh, *old} - {*ahead})
-        return _Plan(ahead[0], behind, [])
+    fresh = [rank for rank, one in enumerate(reports) if one.fresh]
+    if replicates:
+        return _Plan(ahead[0], sorted({*fresh, *old} - {*ahead}), [])
     contributing = ahead
-    if strategy.averages == "models" and len(ahead) == len(old):
-        contributing = [rank for rank in old if told[rank].news] or ahead[:1]
+    if waits and len(ahead) == len(old):
+        contributing = [rank for rank in old if reports[rank].unsynced] or ahead[:1]
     return _Plan(ahead[0], fresh, contributing)
 
 
 class Views:
-    """The changes of one worker's views.
+    """The changes of membership, as one worker sees them.
 
     Args:
-        strategy: Started anew in each.
-        worker: This one.
-        means: How its wire and means are made.
-        stats: Gives its totals.
-        lines: What must be alike on all workers.
-        min_workers: With fewer nobody goes on.
-        non_finite: As given to ``attach``.
+        strategy: Driven by a new flow in each view.
+        worker: This worker.
+        precision: Precision of the wire, as given to ``attach``.
+        stats: Returns the totals.
+        lines: What must be equal on all workers.
+        min_workers: With fewer workers training ends.
 
     Attributes:
-        iteration: Of this worker; to be set.
-        lasted: Called with the seconds that each change has taken; to be set.
+        iteration: Iterations of this worker; set before the first view begins.
+        took: Called with the duration of each change in seconds.
     """
 
     def __init__(
         self,
         strategy: Strategy,
         worker: Worker,
-        means: Means,
+        precision: Precision,
         stats: Callable[[], Stats],
         lines: Sequence[str],
         *,
         min_workers: int,
-        non_finite: NonFinite,
     ) -> None:
-        self._strategy, self._worker, self._means = strategy, worker, means
-        self._stats, self._min_workers, self._non_finite = stats, min_workers, non_finite
+        self._strategy, self._worker, self._precision = strategy, worker, precision
+        self._stats, self._min_workers = stats, min_workers
         self._text = "\n".join(versioned(lines))
         self.iteration: Iteration | None = None
-        self.lasted: Callable[[float], None] = lambda seconds: None
+        self.took: Callable[[float], None] = lambda seconds: None
         self._fresh = False  # this worker has joined and has nothing yet
         self._common = worker.team.view
-        self._acted = 0  # rounds since then, as far as a change under way knows
+        self._decided, self._unsynced = 0, False  # of the flow that ends
         self._overtaken = False
-        self._last: CommunicationError | None = None  # why there is no further view
+        self._last: CommunicationError | None = None  # the reason why there is no further view
 
-    def look(self) -> None:
-        """Raise CommunicationError if another view is wanted."""
+    def require_current_view(self) -> None:
+        """Raise CommunicationError if the workers want another view."""
         membership = self._worker.team.membership
         if membership is not None and membership.wanted():
             raise CommunicationError("a worker asks to join, or another one has left the view")
 
     def __call__(self, error: CommunicationError) -> bool:
-        """End this view on account of ``error``, and begin the next one. A collective.
+        """End this view because of ``error``, and begin the next one. A collective.
 
         Returns:
-            Whether the model is now that of after a step that this worker was about to take.
+            True if the model is now the one after a step that this worker was about to take.
 
         Raises:
-            CommunicationError: there is none for this worker, or too few are left.
+            CommunicationError: there is no next view for this worker, or too few workers are left.
         """
         assert self.iteration is not None
         if self._last is not None:
             raise self._last
         worker, team, before = self._worker, self._worker.team, self._worker.team.host.now()
-        self._acted, self._overtaken = self.iteration.acted, False
+        flow = self.iteration.flow
+        self._decided, self._unsynced, self._overtaken = flow.decided, flow.unsynced, False
         try:
             with team.account.paused():
                 self._change(error)
         except CommunicationError as last:
             self._last = last
             raise
-        self.iteration.begin_view(Finite(self._strategy, worker, self._non_finite))
         seconds = team.host.now() - before
-        self.tell()
-        self.lasted(seconds)
+        self.record()
+        self.took(seconds)
         details = worker.details
         details["view_changes"] = details.get("view_changes", 0) + 1
         details["view_seconds"] = details.get("view_seconds", 0.0) + seconds
         return self._overtaken
 
-    def tell(self) -> None:
-        """Note the view in the totals and in the coming record."""
+    def record(self) -> None:
+        """Note the view in the totals and in the next record."""
         worker, team = self._worker, self._worker.team
         worker.details.update(view=team.view, members=list(team.members))
         worker.record.update(view=team.view, workers=team.size)
 
     def join(self) -> None:
-        """Begin the view into which this worker was taken.
+        """Begin the view that has admitted this worker.
 
         Raises:
-            CommunicationError: it was not, in the end, or there are too few.
+            CommunicationError: it was not admitted in the end, or there are too few workers.
             MismatchError: it differs from the others.
         """
         self._fresh = True
@@ -229,7 +209,7 @@ class Views:
             self.begin()
         except CommunicationError as error:
             self._change(error)
-        self.tell()
+        self.record()
 
     def _change(self, error: CommunicationError) -> None:
         team = self._worker.team
@@ -252,26 +232,28 @@ class Views:
         """Begin the view that the team has entered. A collective.
 
         Raises:
-            CommunicationError: another one is needed.
+            CommunicationError: another view is needed.
             MismatchError: this worker has joined, and differs from the others.
         """
-        worker, team, strategy = self._worker, self._worker.team, self._strategy
-        told = self._tell()
-        plan = plan_of(told, strategy)
-        self._copy(plan, told)
+        worker, team, iteration = self._worker, self._worker.team, self.iteration
+        assert iteration is not None
+        reports = self._exchange_reports()
+        before = iteration.flow
+        plan = plan_of(reports, waits=before.waits, replicates=before.replicates)
+        self._copy(plan, reports)
         if plan.contributing:
-            which = plan.contributing
-            kept = [one.kept if rank in which else None for rank, one in enumerate(told)]
-            strategy.reunite(worker, kept, lambda: self._average(which))
-        self._common, self._acted = team.view, 0
-        worker.wire, worker.models = self._means.open(team, strategy, worker.replica, worker.parts)
-        worker.synchronized()
+            self._average(plan.contributing)
+        self._common, self._decided, self._unsynced = team.view, 0, False
+        worker.open_view(open_wire(team, self._strategy, self._precision))
         worker.norm_squared = None
-        worker.overlaps_backward = worker.size > 1 and len(worker.parts) == 1
-        worker.state = strategy.start(worker)
-        strategy.take_up(worker, told[plan.source].kept)
-        self._fresh = False  # not before: until now there was nothing that could be kept
-        worker.barrier(f"the beginning of view {team.view}")  # nobody pushes before all have begun
+        iteration.choose_overlap()
+        flow = flow_of(self._strategy, worker)
+        flow.start(reports[plan.source].carried)
+        if not self._fresh:
+            flow.keep_local(before)
+        self._fresh = False  # only now: before, this worker had nothing that another could need
+        worker.barrier(f"the beginning of view {team.view}")
+        iteration.begin_view(flow)
         logger.info("rank %d of %d begins view %d", team.rank, team.size, team.view)
 
     def _average(self, contributing: Sequence[int]) -> None:
@@ -279,7 +261,7 @@ class Views:
         worker, team = self._worker, self._worker.team
         own, total = float(team.rank in contributing), float(len(contributing))
         what = f"mean of the models at the beginning of view {team.view}"
-        exact_means(team, worker.replica)[1].average(own, total, exact=True, what=what)
+        ExactMean(team, worker.replica).average(own, total, what=what)
 
     def _give_up(self) -> None:
         team = self._worker.team
@@ -287,55 +269,58 @@ class Views:
         team.membership.leave(ended=False)
         team.close()
         raise CommunicationError(
-            f"rank {team.rank}: {team.size} workers are left in view {team.view} (those that began "
-            f"as ranks {', '.join(map(str, team.members))}), and min_workers={self._min_workers}: "
-            "the model is this worker's own; go on from it, or from a checkpoint, with more"
+            f"rank {team.rank}: {team.size} workers are left in view {team.view} (they began as "
+            f"ranks {', '.join(map(str, team.members))}), and min_workers={self._min_workers}. The "
+            "model is this worker's own: continue from it, or from a checkpoint, with more workers"
         )
 
-    def _tell(self) -> list[_Told]:
-        """What all workers tell.
+    def _exchange_reports(self) -> list[_Report]:
+        """The reports of all workers.
 
         Raises:
-            CommunicationError: one that has joined differs, and will leave.
+            CommunicationError: a worker that has joined differs, and will leave.
             MismatchError: it is this one.
         """
-        worker, stats = self._worker, self._stats()
-        own = _Told(
+        worker, stats, iteration = self._worker, self._stats(), self.iteration
+        assert iteration is not None
+        own = _Report(
             self._fresh,
             self._common,
-            self._acted,
-            worker.has_news,
+            self._decided,
+            self._unsynced,
             stats.steps,
             stats.syncs,
             hashlib.sha256(self._text.encode()).hexdigest(),
-            {} if self._fresh else self._strategy.kept(worker),
+            {} if self._fresh else iteration.flow.common_values(),
         )
-        fabric, what = worker.team.fabric, "what the workers of a view have"
+        fabric, what = worker.team.fabric, "reports at the beginning of a view"
         payload = json.dumps(vars(own)).encode()
-        told = [_Told(**json.loads(one)) for one in fabric.gather_bytes(payload, what=what)]
-        if all(one.fresh for one in told):
+        reports = [_Report(**json.loads(one)) for one in fabric.gather_bytes(payload, what=what)]
+        if all(one.fresh for one in reports):
             raise OffbeatError(
-                "nobody is left who has the model: all workers of this view have joined lately; "
-                "start anew, from a checkpoint"
+                "no worker is left that has the model: all workers of this view have joined "
+                "lately. Restart training from a checkpoint"
             )
-        first = next(rank for rank, one in enumerate(told) if not one.fresh)
-        others = [rank for rank, one in enumerate(told) if one.digest != told[first].digest]
+        first = next(rank for rank, one in enumerate(reports) if not one.fresh)
+        others = [rank for rank, one in enumerate(reports) if one.digest != reports[first].digest]
         if others:
             texts = fabric.gather_bytes(self._text.encode(), what=what)
             lines = [text.decode().split("\n") for text in texts]
             text = "; ".join(difference(lines, rank, first) for rank in others)
             kind = MismatchError if fabric.rank in others else CommunicationError
             raise kind(text)
-        return told
+        return reports
 
-    def _copy(self, plan: _Plan, told: Sequence[_Told]) -> None:
-        """Give those who are behind what they need."""
+    def _copy(self, plan: _Plan, reports: Sequence[_Report]) -> None:
+        """Copy model, optimizer state and counters from the source to the workers behind it."""
         worker, fabric = self._worker, self._worker.team.fabric
         tensors = worker.replica.everything()
         if fabric.rank == plan.source and plan.behind:
             values = {
                 "model": tensors,
-                "optimizers": [optimizer_values(p.optimizer, p.parameters) for p in worker.parts],
+                "optimizers": [
+                    optimizer_values(one.optimizer, one.parameters) for one in worker.optimizers
+                ],
             }
             send_values(fabric, values, plan.behind)
         if fabric.rank not in plan.behind:
@@ -344,12 +329,13 @@ class Views:
         with torch.no_grad():
             for tensor, value in zip(tensors, values["model"], strict=True):
                 tensor.detach().copy_(value)
-        for part, saved in zip(worker.parts, values["optimizers"], strict=True):
-            put_optimizer_values(part.optimizer, part.parameters, saved)
-        source, stats = told[plan.source], self._stats()
+        for one, saved in zip(worker.optimizers, values["optimizers"], strict=True):
+            put_optimizer_values(one.optimizer, one.parameters, saved)
+        source, stats = reports[plan.source], self._stats()
         if self._fresh:
             worker.step = stats.steps = source.steps
             stats.syncs = source.syncs
         else:
             self._overtaken = True
-            self._common, self._acted, worker.has_news = source.common, source.acted, source.news
+            self._common, self._decided = source.common, source.decided
+            self._unsynced = source.unsynced

@@ -22,8 +22,8 @@ from offbeat.lab.method import SAVING, Baseline, Method
 from offbeat.lab.recipes import Task
 from offbeat.lab.recipes.base import device_of
 from offbeat.strategies import Strategy
+from offbeat.synchronizer import Synchronizer
 from offbeat.telemetry import Stats
-from offbeat.training.synchronizer import Synchronizer
 
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
@@ -35,7 +35,6 @@ class Peer(Baseline):
     simulated: ClassVar[bool] = False
     refused: ClassVar[tuple[str, ...]] = (
         "wire",
-        "optimizer_state",
         "injection",
         "log",
         *SAVING,

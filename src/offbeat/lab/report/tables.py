@@ -3,11 +3,13 @@
 import statistics
 from collections.abc import Sequence
 
+from offbeat.baselines import FedAvg
 from offbeat.lab.report.clock import took_turns
 from offbeat.lab.report.intervals import interval_of
 from offbeat.lab.report.rows import Row, common_options, ideal_of, rows_of, share_of_ideal
 from offbeat.lab.results import Result
-from offbeat.strategies import STRATEGIES
+from offbeat.registry import parse_strategy
+from offbeat.strategies.base import Gradients, SharedModel
 from offbeat.table import Table
 from offbeat.units import show_bandwidth, show_bytes, show_seconds
 
@@ -44,12 +46,18 @@ SHARES = (0.95, 0.98, 0.995)
 
 
 def without_lssr(result: Result) -> bool:
-    """Whether LSSR says nothing of this run; a strategy of one's own may be out of reach by now.
+    """Whether LSSR is undefined: the workers do not synchronize in the same steps.
 
-    Of a peer it is unknown.
+    For peers, and for custom strategies that cannot be imported any more, it is unknown.
     """
-    kind = STRATEGIES.get(result.strategy.partition(":")[0])
-    return kind is not None and not kind.meets
+    try:
+        strategy = parse_strategy(result.strategy)
+    except (ValueError, TypeError):
+        return False
+    averages = strategy.averages()
+    if isinstance(averages, SharedModel):
+        return averages.eager
+    return not isinstance(averages, Gradients) and not isinstance(strategy, FedAvg)
 
 
 def spread(values: Sequence[float | None], form: str, ranges: bool, unit: str = "") -> str:

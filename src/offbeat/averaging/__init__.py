@@ -1,0 +1,23 @@
+"""What is averaged, and when it takes effect: the model's tensors, means in flight, and flows."""
+
+from typing import Any
+
+from offbeat.averaging.flow import Flow
+from offbeat.averaging.gradient_flow import GradientFlow
+from offbeat.averaging.model_flow import ModelFlow
+from offbeat.averaging.replica import Replica
+from offbeat.averaging.worker import AttachedOptimizer, NonFinite, Worker
+from offbeat.strategies.base import CustomFlow, Gradients, Strategy
+
+__all__ = ["AttachedOptimizer", "Flow", "NonFinite", "Replica", "Worker", "flow_of"]
+
+
+def flow_of(strategy: Strategy, worker: Worker) -> Flow:
+    """The flow that drives ``strategy`` on ``worker``."""
+    averages: Any = strategy.averages()
+    if isinstance(averages, CustomFlow):
+        flow: Flow = averages.make(strategy, worker)
+        return flow
+    if isinstance(averages, Gradients):
+        return GradientFlow(strategy, worker, averages)
+    return ModelFlow(strategy, worker, averages)

@@ -1,0 +1,85 @@
+"""The exact mean of whole models: for a consensus, the end of training, and inside a node.
+
+Means of training are those of ``part``. These here are exact whatever the wire, and all or nothing:
+every sum has arrived before anything is written, so a worker that loses a peer keeps its model.
+"""
+
+import torch
+
+from offbeat.averaging.landing import Landing, bucket_landing, land
+from offbeat.averaging.replica import Bucket, Replica
+from offbeat.fabric import Team
+
+
+class ExactMean:
+    """x ← Σ w·x / Σ w over the workers.
+
+    Parameters, floating-point and complex buffers are averaged (half types in float32); signed
+    integer buffers become their maximum. Afterwards all workers hold the same bits of these.
+
+    Args:
+        team: The workers.
+        replica: This worker's model.
+    """
+
+    def __init__(self, team: Team, replica: Replica) -> None:
+        self._team, self._replica = team, replica
+
+    def average(self, weight: float, total: float, *, what: str) -> None:
+        """Replace the model by the mean. Blocks.
+
+        Args:
+            weight: w of this worker.
+            total: Σ w over the workers, > 0.
+            what: Names the operations in errors.
+
+        Raises:
+            CommunicationError: a peer is lost; nothing was written.
+        """
+        buckets = self._replica.buckets("averaged")
+        landings = [self._launch(bucket, weight, total, what) for bucket in buckets]
+        land([*landings, *self._launch_integers(what)], self._team.host)
+
+    def average_buffers(self, weight: float, total: float, *, what: str) -> None:
+        """Replace the buffers by their mean and leave the parameters. Blocks."""
+        buckets = self._replica.buckets("buffers")
+        landings = [self._launch(bucket, weight, total, what) for bucket in buckets]
+        land([*landings, *self._launch_integers(what)], self._team.host)
+
+    def average_integers(self, *, what: str) -> None:
+        """Replace the signed integer buffers by their maximum. Blocks."""
+        land(self._launch_integers(what), self._team.host)
+
+    def show(self, weight: float, total: float, *, what: str) -> None:
+        """Replace the model by the mean, two buckets at a time. Blocks.
+
+        It needs little memory, and a failure leaves half a mean behind: the caller must hold a
+        snapshot of everything.
+        """
+        waiting: list[tuple[Bucket, Landing]] = []
+        buckets = self._replica.buckets("averaged")
+        for bucket in [*buckets, None, None]:
+            if len(waiting) == 2 or (bucket is None and waiting):
+                arrived, landing = waiting.pop(0)
+                land([landing], self._team.host)
+                arrived.release()
+            if bucket is not None:
+                waiting.append((bucket, self._launch(bucket, weight, total, what)))
+        self.average_integers(what=what)
+
+    def _launch(self, bucket: Bucket, weight: float, total: float, what: str) -> Landing:
+        return bucket_landing(self._team.fabric.sum(bucket.pack(weight), what=what), bucket, total)
+
+    def _launch_integers(self, what: str) -> list[Landing]:
+        integers = self._replica.integer_buffers()
+        if not integers:
+            return []
+        device = self._team.fabric.control_device
+        flat = torch.cat([t.detach().reshape(-1).to(device, torch.int64) for t in integers])
+
+        def write() -> None:
+            parts = flat.split([t.numel() for t in integers])
+            for tensor, part in zip(integers, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+        return [Landing(self._team.fabric.maximum(flat, what=what), write)]

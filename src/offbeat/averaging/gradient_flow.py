@@ -1,0 +1,253 @@
+"""The flow of strategies that average gradients before the optimizer's step."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from offbeat.averaging.carried_state import common_values, keep_local_values, load_common_values
+from offbeat.averaging.flow import Flow
+from offbeat.averaging.gradients import GradientMean
+from offbeat.averaging.shared_model import view_of
+from offbeat.averaging.votes import Round, Vote
+from offbeat.averaging.worker import AttachedOptimizer, Worker
+from offbeat.checkpoint import transient
+from offbeat.strategies.base import Gradients, Strategy, WorkerView
+
+
+@dataclass
+class GradientFlowState:
+    """What a checkpoint holds of the flow.
+
+    Attributes:
+        views: What the strategy sees, one for each optimizer.
+        means: The means of the gradients, one for each optimizer.
+        delayed: Round of the step before, by optimizer, for a strategy with ``tally_delay``.
+        saved_tallies: The same rounds in a checkpoint.
+        newest: True if this worker took a step in the last round, so its model is the newest.
+        start_step: Local step at which the view began.
+    """
+
+    views: list[WorkerView]
+    means: list[GradientMean] = transient()
+    delayed: dict[int, Round] = transient(default_factory=dict)
+    saved_tallies: dict[int, list[float]] = field(default_factory=dict)
+    newest: bool = False
+    start_step: int = 0
+
+
+class GradientFlow(Flow):
+    """g ← mean(g), in every step or when the strategy says so.
+
+    Each optimizer has rounds of its own, between its gradients and its step. If gradients are
+    averaged in every step, the vote travels in their last bucket.
+
+    Args:
+        strategy: The strategy.
+        worker: This worker.
+        gradients: What ``strategy.averages()`` returned.
+    """
+
+    state: GradientFlowState
+
+    def __init__(self, strategy: Strategy, worker: Worker, gradients: Gradients) -> None:
+        self.every_step = self.can_exclude = gradients.every_step
+        super().__init__(strategy, worker)
+        self.wants_buckets = self.replicates = self.every_step
+        self.needs_unscaled = not self.every_step
+        self._wanted = 0.0  # what the strategy has answered to ``due``
+
+    @override
+    def start(self, common: dict[str, Any] | None = None) -> None:
+        worker, strategy = self.worker, self.strategy
+        step = worker.step if common is None else common["step"]
+        views = []
+        for index in range(len(worker.optimizers)):
+            view = view_of(worker)
+            view.start_step, view.stepping = step, False
+            view.state = strategy.state(view)
+            if common is not None:
+                load_common_values(view.state, common["states"][index])
+            views.append(view)
+        numbers = len(strategy.vote(views[0])) + worker.wire.slots
+        slots = Vote.SLOTS + numbers if self.every_step else 0
+        means = [
+            GradientMean(
+                worker.team,
+                worker.wire,
+                one.buckets,
+                name=f"gradients of optimizer {one.index}, bucket",
+                slots=slots,
+                overlap=self.every_step and worker.overlaps_backward,
+            )
+            for one in worker.optimizers
+        ]
+        self.state = GradientFlowState(views, means, start_step=worker.step)
+
+    @override
+    def keep_local(self, before: Flow) -> None:
+        assert isinstance(before, GradientFlow)
+        for view, old in zip(self.state.views, before.state.views, strict=True):
+            keep_local_values(view.state, old.state)
+
+    @override
+    def common_values(self) -> dict[str, Any]:
+        states = [common_values(view.state) for view in self.state.views]
+        return {"step": self.worker.step, "states": states}
+
+    @property
+    @override
+    def unsynced(self) -> bool:
+        if self.worker.touched:
+            return True
+        return self.state.newest if self.every_step else self.worker.step > self.state.start_step
+
+    def _view(self, optimizer: int, *, stepping: bool) -> WorkerView:
+        view, worker = self.state.views[optimizer], self.worker
+        view.step, view.stepping, view.record = worker.step, stepping, worker.record
+        return view
+
+    # -- events ----------------------------------------------------------------------------------
+
+    @override
+    def bucket_ready(self, bucket: int) -> bool:
+        mean = self.state.means[0]
+        mean.start(bucket)
+        return mean.overlap
+
+    @override
+    def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
+        view = self._view(optimizer.index, stepping=True)
+        if self.strategy.gradient_norm:
+            view.gradient_norm_squared = self.worker.squared_norm(optimizer.gradients())
+        self._wanted = float(self.strategy.due(view))
+        if not self._wanted:
+            return False
+        return bool(self.act(self.vote(optimizer.index, stepping=True)))
+
+    @override
+    def step_ended(self) -> bool:
+        for index in range(len(self.state.views)):
+            self.strategy.after_step(self._view(index, stepping=True))
+        return False
+
+    # -- rounds ----------------------------------------------------------------------------------
+
+    @override
+    def voters(self, order: Sequence[int]) -> Sequence[int]:
+        return order
+
+    @override
+    def vote(self, optimizer: int, *, stepping: bool, finishing: bool = False) -> Round:
+        worker = self.worker
+        view = self._view(optimizer, stepping=stepping)
+        finite = self.look_for_non_finite(stepping=stepping, optimizer=optimizer)
+        vote = self.rounds.vote(
+            weight=0.0 if self.excluded else float(stepping or self.unsynced),
+            stepping=stepping,
+            finishing=finishing,
+            wanted=self._wanted if stepping else 0.0,
+            finite=finite,
+            numbers=self.strategy.vote(view),
+        )
+        if not self.every_step:
+            return self.rounds.send(vote, optimizer)
+        sums: Sequence[float] = vote.encode()
+        if worker.size > 1:
+            contribute = stepping and vote.weight != 0
+            mean = self.state.means[optimizer]
+            sums = mean.reduce(sums, contribute=contribute, take=stepping)
+        return self.rounds.arrived(vote, sums, optimizer)
+
+    @override
+    def finite(self, optimizer: int, *, stepping: bool) -> bool:
+        if not stepping:
+            return True
+        if self.strategy.gradient_norm:
+            squared = self.state.views[optimizer].gradient_norm_squared
+            return self.worker.scaled or math.isfinite(squared)
+        return self.worker.finite_gradients([self.worker.optimizers[optimizer]])
+
+    @override
+    def decide(self, round: Round) -> bool:
+        state, index = self.state, round.optimizer
+        if self.every_step:
+            round.wait()
+            state.newest = round.own.stepping
+            return True
+        chosen: Round | None = round
+        if self.strategy.tally_delay:
+            chosen, state.delayed[index] = state.delayed.get(index), round
+        view = self._view(index, stepping=round.own.stepping)
+        view.rounds += 1
+        if chosen is None:
+            return False
+        if not self.strategy.decide(view, chosen.tally()).parts:
+            return False
+        view.rounds, view.launch_step, view.launches = 0, view.step, view.launches + 1
+        # A non-finite gradient would make all gradients non-finite, so it never contributes.
+        contribute = round.own.stepping and self._is_finite(index)
+        state.means[index].reduce([], contribute=contribute)
+        view.landings += 1
+        return True
+
+    def _is_finite(self, index: int) -> bool:
+        if self.strategy.gradient_norm:
+            return math.isfinite(self.state.views[index].gradient_norm_squared)
+        return self.worker.finite_gradients([self.worker.optimizers[index]])
+
+    @override
+    def all_paused(self, last: Round) -> None:
+        """A worker that ran out of data before the others takes over their model."""
+        weight = last.wait().weight
+        if self.every_step and 0 < weight < self.worker.size:
+            what = f"mean of the newest models at step {self.worker.step}"
+            self.worker.exact_mean.average(last.own.weight, weight, what=what)
+            self.state.newest = True
+
+    # -- consensus and checkpoints ---------------------------------------------------------------
+
+    @override
+    def consensus(self, last: Round, *, final: bool) -> None:
+        worker, weight = self.worker, last.wait().weight
+        if worker.size == 1:
+            return
+        what = f"{'final mean' if final else 'consensus'} at step {worker.step}"
+        if self.every_step:  # the parameters are equal
+            own, total = self._buffer_weights()
+            worker.exact_mean.average_buffers(own, total, what=what)
+        elif not weight:
+            worker.exact_mean.average_integers(what=what)
+        elif final:
+            worker.exact_mean.average(last.own.weight, weight, what=what)
+        else:
+            worker.exact_mean.show(last.own.weight, weight, what=what)
+
+    def _buffer_weights(self) -> tuple[float, float]:
+        """Weight of this worker's buffers, and the sum over the workers.
+
+        NaN in the buffers of a worker that was excluded stays there, because buffers are not
+        averaged during training. It must not reach the others.
+        """
+        worker = self.worker
+        if not worker.excludes:
+            return 1.0, float(worker.size)
+        own = float(not any(bool(b.isnan().any()) for b in worker.replica.float_buffers()))
+        weights = torch.tensor([own], device=worker.team.fabric.control_device)
+        total = float(worker.team.fabric.sum(weights, what="workers with finite buffers").wait())
+        return (own, total) if total else (1.0, float(worker.size))
+
+    @override
+    def before_save(self, barrier: object) -> None:
+        self.state.saved_tallies = {
+            index: round.flat() for index, round in self.state.delayed.items()
+        }
+
+    @override
+    def after_load(self) -> None:
+        self.state.delayed = {
+            index: Round.saved(values) for index, values in self.state.saved_tallies.items()
+        }

@@ -1,0 +1,403 @@
+"""The flow of strategies that share a model: when to vote, decide, launch and land.
+
+Order of the calls in one local step, by when parts land:
+
+    blocking (lands=0)              after k steps (lands=k)         on arrival (lands="arrived")
+    gradients are ready             gradients are ready             gradients are ready
+      due                             due
+      look for non-finite values      look for non-finite values
+      vote, sent                      vote, sent
+    optimizers step                 optimizers step                 optimizers step
+                                      land what is k steps old        agree inside the node
+                                                                      land what has arrived
+      after_step                      after_step                      after_step
+                                                                      launch queued parts
+                                                                      without a round: due, vote
+      decide                          decide                          tally has arrived: decide
+      launch and land                 launch                          launch; due, vote
+
+A worker without data votes with ``stepping=False`` in the same rounds, and launches and lands in
+the same order, so that all workers start the same operations.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from typing_extensions import override
+
+from offbeat.averaging.carried_state import common_values, keep_local_values, load_common_values
+from offbeat.averaging.flow import Flow
+from offbeat.averaging.pipeline import Pipeline, PipelineState
+from offbeat.averaging.shared_model import view_of
+from offbeat.averaging.votes import Round
+from offbeat.averaging.worker import AttachedOptimizer, Worker
+from offbeat.checkpoint import transient
+from offbeat.errors import OffbeatError
+from offbeat.strategies.base import SharedModel, Strategy, WorkerView
+
+
+@dataclass
+class ModelFlowState:
+    """What a checkpoint holds of the flow.
+
+    Attributes:
+        pipeline: The parts and where they are.
+        view: What the strategy sees.
+        checked_step: Local step of the last look for non-finite values.
+        staleness: Number of steps that ended so many local steps after the newest landed launch.
+        saved_tally: ``delayed`` in a checkpoint.
+        delayed: The round before, for a strategy with ``tally_delay``.
+    """
+
+    pipeline: PipelineState
+    view: WorkerView
+    checked_step: int = 0
+    staleness: dict[int, int] = field(default_factory=dict)
+    saved_tally: list[float] = field(default_factory=list)
+    delayed: Round | None = transient(default=None)
+
+
+class ModelFlow(Flow):
+    """Shares a model; see ``SharedModel``.
+
+    Args:
+        strategy: The strategy.
+        worker: This worker.
+        shared: What ``strategy.averages()`` returned.
+    """
+
+    state: ModelFlowState
+    pipeline: Pipeline
+
+    def __init__(self, strategy: Strategy, worker: Worker, shared: SharedModel) -> None:
+        super().__init__(strategy, worker)
+        self.shared = shared
+        self.votes_between_steps = shared.eager
+        self.uses_gradients = strategy.gradient_norm
+        self.waits = shared.blocking and shared.outer.plain
+        # Second stages of quantized sums start during backward, too.
+        self.wants_buckets = not worker.wire.exact and not shared.blocking
+        # What each step asks, so that a step without a round costs little.
+        self._blocking, self._lossy = shared.blocking, not worker.wire.exact
+        self._measures = type(strategy).after_step is not Strategy.after_step
+        self._wanted = 0.0  # what the strategy has answered to ``due``
+        self._squared = 0.0  # ‖g‖² of the optimizers whose gradients are ready
+        self._pausing = False
+        self._node_arrived: int | None = None  # parts that have arrived on the whole node
+        self._node_tally = False  # the tally has arrived on the whole node
+        self._reported: tuple[int, int] | None = None  # launches and landings of the last report
+
+    @override
+    def start(self, common: dict[str, Any] | None = None) -> None:
+        worker = self.worker
+        view = view_of(worker)
+        self.pipeline = Pipeline(worker, self.strategy, self.shared, view, self.check)
+        if common is not None:
+            view.start_step = common["step"]
+        view.state = self.strategy.state(view)
+        if common is not None:
+            load_common_values(view.state, common["state"])
+        self.state = ModelFlowState(self.pipeline.state, view, checked_step=worker.step)
+        self._reported = None
+
+    @override
+    def keep_local(self, before: Flow) -> None:
+        assert isinstance(before, ModelFlow)
+        keep_local_values(self.state.view.state, before.state.view.state)
+
+    @override
+    def common_values(self) -> dict[str, Any]:
+        state = common_values(self.state.view.state)
+        return {"step": self.worker.step, "state": state}
+
+    @property
+    @override
+    def unsynced(self) -> bool:
+        return self.pipeline.unsynced
+
+    def _see(self, *, stepping: bool) -> WorkerView:
+        """The strategy's view, up to date."""
+        view, worker, pipeline = self.state.view, self.worker, self.pipeline
+        view.step, view.stepping, view.record = worker.step, stepping, worker.record
+        parts, state = pipeline.state.parts, pipeline.state
+        view.in_flight_steps = [parts[i].launched_step for i in state.in_flight]
+        view.ready = not parts[state.next_part].in_flight
+        return view
+
+    # -- events ----------------------------------------------------------------------------------
+
+    @override
+    def bucket_ready(self, bucket: int) -> bool:
+        self.worker.wire.advance()
+        return True
+
+    @override
+    def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
+        if self.strategy.gradient_norm:
+            self._squared += self.worker.squared_norm(optimizer.gradients())
+            if last:
+                self.state.view.gradient_norm_squared = self._squared
+                self.worker.norm_squared, self._squared = self._squared, 0.0
+        if last and not self.votes_between_steps and self._due():
+            self._pending = self.vote(0, stepping=True)
+        return False
+
+    @override
+    def step_skipped(self) -> None:
+        self.pipeline.step_skipped()
+
+    def _due(self) -> bool:
+        self._wanted = float(self.strategy.due(self._see(stepping=True)))
+        return self._wanted > 0
+
+    @override
+    def step_ended(self) -> bool:
+        view, pipeline, eager = self.state.view, self.pipeline.state, self.votes_between_steps
+        landings, self._pausing = view.landings, False
+        if not self._blocking:
+            self._record_staleness()
+        if eager:
+            self._agree_inside_node()
+        while pipeline.in_flight and self._lands_now():
+            self.land()
+        if self._lossy:
+            self.worker.wire.advance()
+        if self._measures:
+            self.strategy.after_step(self._see(stepping=True))
+        if pipeline.queue:
+            self.pipeline.launch_queued(wait=False)
+        synced = view.landings > landings
+        if eager:
+            self._vote_if_due()
+        if self._pending is not None:
+            acted = self.act(self._pending)
+            if acted is not None:
+                self._pending = None
+                synced = synced or acted
+                self._vote_if_due()  # the votes travel during the next step
+        self._report()
+        return synced
+
+    def _vote_if_due(self) -> None:
+        """Eager: start a round, unless one is in progress or has parts that were not launched.
+
+        The second condition lets an automatic wire change its precision between two rounds.
+        """
+        queued = self.pipeline.state.queue
+        eager = self.votes_between_steps
+        if eager and self._pending is None and not queued and self._due():
+            self._pending = self.vote(0, stepping=True)
+
+    def _agree_inside_node(self) -> None:
+        """All workers of a node must land the same parts and decide in the same step.
+
+        What has arrived differs between them. They agree on the least, on the latest clock, and on
+        the longest time that each launch and landing took.
+        """
+        view, team, pipeline = self.state.view, self.worker.team, self.pipeline
+        spent, pipeline.state.spent = pipeline.state.spent, []
+        if team.node is None:
+            view.clock, view.spent = team.host.now(), spent
+            return
+        late = self._pending is None or not self._pending.done()
+        view.clock, least, any_late, *view.spent = team.agree(
+            team.host.now(), float(-pipeline.arrived()), float(late), *spent
+        )
+        self._node_arrived, self._node_tally = round(-least), not any_late
+
+    def _lands_now(self) -> bool:
+        """Whether the oldest part in flight lands at this step boundary."""
+        part, lands = self.pipeline.oldest, self.shared.lands
+        if part is None:
+            return False
+        if isinstance(lands, int):
+            return self.worker.step - part.launched_step >= lands
+        if self._at_bound():
+            return True
+        return part.arrived() if self._node_arrived is None else self._node_arrived > 0
+
+    def _at_bound(self) -> bool:
+        return self.worker.step - self.pipeline.state.fresh_step >= self.shared.bound
+
+    def land(self, *, take: bool = True) -> None:
+        """Land the part that was launched first. Waits for it.
+
+        Args:
+            take: False keeps this worker's own model; see ``Pipeline.land``.
+        """
+        self.pipeline.land(take=take)
+        if self._node_arrived:
+            self._node_arrived -= 1
+
+    # -- rounds ----------------------------------------------------------------------------------
+
+    @override
+    def vote(self, optimizer: int, *, stepping: bool, finishing: bool = False) -> Round:
+        finite = self.look_for_non_finite(stepping=stepping)
+        if self.pipeline.report_non_finite:
+            self.pipeline.report_non_finite, finite = False, False
+        weight = 0.0 if self.excluded else self.weight(stepping=stepping)
+        numbers = self.strategy.vote(self._see(stepping=stepping))
+        vote = self.rounds.vote(
+            weight=weight,
+            stepping=stepping,
+            finishing=finishing,
+            wanted=self._wanted if stepping else 0.0,
+            finite=finite,
+            numbers=numbers,
+        )
+        return self.rounds.send(vote)
+
+    def weight(self, *, stepping: bool) -> float:
+        """Weight of this worker in the mean of the coming round."""
+        return float(stepping or self.unsynced)
+
+    @override
+    def finite(self, optimizer: int, *, stepping: bool) -> bool:
+        """Look at the gradients, and at the model if steps were taken since the last look."""
+        state, worker = self.state, self.worker
+        alone, state.checked_step = worker.step - state.checked_step > 1, worker.step
+        if not stepping:
+            return worker.finite_model()
+        if self.votes_between_steps:
+            # With "raise" the look at the launch is enough: it sends nothing, and the next vote
+            # reports it.
+            launches_check = worker.non_finite == "raise"
+            return launches_check or self.pipeline.finite(self.pipeline.next_part)
+        if self.strategy.gradient_norm:
+            finite = worker.scaled or math.isfinite(state.view.gradient_norm_squared)
+        else:
+            finite = worker.finite_gradients(worker.optimizers)
+        return finite and (not alone or worker.finite_model())
+
+    @override
+    def restore(self) -> None:
+        self.pipeline.restore()
+
+    @override
+    def can_decide(self, round: Round) -> bool:
+        if not self.shared.eager:
+            return True
+        if not self._has_arrived(round) and not self._at_bound():
+            return False
+        round.wait()
+        return True
+
+    def _has_arrived(self, round: Round) -> bool:
+        """Whether the tally has arrived, on all workers of this node."""
+        if self._node_arrived is None or self._pausing or self.worker.size == 1:
+            return round.done()
+        return self._node_tally and round is self._pending
+
+    @override
+    def decide(self, round: Round) -> bool:
+        state, shared, view = self.state, self.shared, self.state.view
+        chosen: Round | None = round
+        if self.strategy.tally_delay:
+            chosen, state.delayed = state.delayed, round
+        view.rounds += 1
+        if chosen is None:
+            return False
+        view = self._see(stepping=round.own.stepping)
+        launch = self.strategy.decide(view, chosen.tally())
+        if not launch.parts:
+            return False
+        if launch.precision is None and self.worker.wire.chosen:
+            raise OffbeatError(
+                f'wire="auto": decide() of {self.strategy} must return a precision with each launch'
+            )
+        view.rounds, view.launch_step, landings = 0, self.worker.step, view.landings
+        self.pipeline.add(launch, round)
+        if self.excluded and not shared.eager:
+            self.restore()
+        self.pipeline.launch_queued(wait=not shared.eager or self._pausing)
+        while self.pipeline.oldest is not None and (shared.blocking or self._waits_at_bound()):
+            self.land()
+        return view.landings > landings
+
+    def _waits_at_bound(self) -> bool:
+        return self.shared.eager and not self._pausing and self._at_bound()
+
+    # -- end of data, consensus, checkpoints -----------------------------------------------------
+
+    @override
+    def pause(self, *, finishing: bool) -> None:
+        self._pausing = True
+        self.pipeline.launch_queued(wait=True)
+
+    @override
+    def consensus(self, last: Round, *, final: bool) -> None:
+        worker = self.worker
+        if final:
+            self.pipeline.settle()
+            self._report()
+        else:
+            self.pipeline.show()
+        if worker.size == 1:
+            return
+        what = f"{'final mean' if final else 'consensus'} at step {worker.step}"
+        lossy = not worker.wire.exact and worker.wire.precision != "bfloat16"
+        if final and lossy and self.shared.error_feedback:
+            self.pipeline.average_residuals()
+            worker.exact_mean.average_buffers(1.0, worker.size, what=what)
+            return
+        own, total = self.consensus_weights(last)
+        if not total:
+            worker.exact_mean.average_integers(what=what)
+        elif final:
+            worker.exact_mean.average(own, total, what=what)
+        else:
+            worker.exact_mean.show(own, total, what=what)
+
+    def consensus_weights(self, last: Round) -> tuple[float, float]:
+        """Weight of this worker in a consensus, and the sum over the workers.
+
+        Args:
+            last: The round that ``wait_for_all`` returned.
+        """
+        if self.shared.error_feedback:  # each model differs from P by its residual
+            return 1.0, float(self.worker.size)
+        return last.own.weight, last.wait().weight
+
+    @override
+    def before_save(self, barrier: Callable[[], object]) -> None:
+        """Let everything in flight arrive. Eager workers may be in different rounds: a barrier."""
+        if self.shared.eager:
+            barrier()
+        self.pipeline.before_save()
+        delayed = self.state.delayed
+        self.state.saved_tally = [] if delayed is None else delayed.flat()
+
+    @override
+    def after_load(self) -> None:
+        self.pipeline.after_load()
+        self._reported = None
+        saved = self.state.saved_tally
+        self.state.delayed = Round.saved(saved) if saved else None
+
+    # -- telemetry -------------------------------------------------------------------------------
+
+    def _record_staleness(self) -> None:
+        """Count the local steps since the newest launch that has landed."""
+        worker, staleness = self.worker, self.state.staleness
+        past = worker.record["staleness"] = worker.step - self.pipeline.state.fresh_step
+        staleness[past] = staleness.get(past, 0) + 1
+        if past > worker.details.get("staleness_max", 0):
+            worker.details["staleness_max"] = past
+
+    def _report(self) -> None:
+        """Update the totals. Called after each step, most of which launch and land nothing."""
+        state, view, details = self.state, self.state.view, self.worker.details
+        counts = (view.launches, view.landings)
+        if counts == self._reported:
+            return
+        self._reported = counts
+        details.update(parts=view.count, launches=view.launches, landings=view.landings)
+        if not self.shared.blocking:
+            details.update(
+                landing_seconds=state.pipeline.flight_seconds / max(1, view.landings),
+                staleness_max=max(state.staleness, default=0),
+                staleness_histogram=state.staleness,
+            )

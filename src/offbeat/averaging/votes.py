@@ -1,0 +1,161 @@
+"""Votes and tallies: what the workers exchange in a round."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from typing_extensions import override
+
+from offbeat.errors import OffbeatError
+from offbeat.fabric import Completed, Handle
+from offbeat.strategies.base import Tally
+
+_NON_FINITE = 4096  # rank and count share one number; see ``Vote``
+_WRAP = 1024  # view and round numbers are sent modulo this, so that their sum is exact in float32
+
+
+@dataclass(frozen=True)
+class Vote:
+    """One worker's contribution to the tally of a round.
+
+    Attributes:
+        weight: Weight of this worker in a mean (≥ 0).
+        stepping: True if it takes a step in this round.
+        finishing: True if it is inside ``finish``.
+        wanted: Value of ``Strategy.due``.
+        view: Number of the team's view.
+        round: Number of the round in this view.
+        finite: True if everything this worker is about to contribute is finite.
+        rank: Number of this worker.
+        numbers: Value of ``Strategy.vote``.
+        measured: Measurements of an automatic wire.
+
+    The numbers are summed over the workers. A non-finite worker adds 1 + 4096·(rank + 1) to one of
+    them. Receivers split the sum with ``divmod`` into the count of such workers and the sum of
+    their ranks. The sums are exact in float64, and in float32 for ranks below 4095.
+    """
+
+    weight: float
+    stepping: bool
+    finishing: bool
+    wanted: float
+    view: int
+    round: int
+    finite: bool
+    rank: int
+    numbers: tuple[float, ...] = ()
+    measured: tuple[float, ...] = ()
+
+    SLOTS: ClassVar[int] = 7  # numbers of an encoded vote without the last two
+
+    def encode(self) -> list[float]:
+        """The numbers that are summed over the workers."""
+        non_finite = 0 if self.finite else 1 + _NON_FINITE * (self.rank + 1)
+        return [
+            self.weight,
+            float(self.stepping),
+            float(self.finishing),
+            float(non_finite),
+            self.wanted,
+            float(self.view % _WRAP),
+            float(self.round % _WRAP),
+            *self.numbers,
+            *self.measured,
+        ]
+
+    def tally(self, sums: Sequence[float], workers: int) -> "Sums":
+        """The tally, given the sums of the numbers of all ``workers``.
+
+        Raises:
+            OffbeatError: the workers are not in the same round.
+        """
+        weight, stepping, finishing, encoded, wanted, view, number, *more = sums
+        here = [self.view % _WRAP * workers, self.round % _WRAP * workers]
+        if [round(view), round(number)] != here:
+            raise OffbeatError(
+                f"the workers are not in the same round: this one is in round {self.round} of view "
+                f"{self.view}. One of them may have continued after an interruption: detach() and "
+                "attach again on all workers"
+            )
+        ranks, non_finite = divmod(round(encoded), _NON_FINITE)
+        return Sums(
+            weight=weight,
+            stepping=round(stepping),
+            finishing=round(finishing),
+            wanted=wanted,
+            non_finite=non_finite,
+            non_finite_rank=ranks - 1 if non_finite == 1 else None,
+            numbers=tuple(more[: len(self.numbers)]),
+            measured=tuple(more[len(self.numbers) :]),
+        )
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The votes of a round, summed over the workers.
+
+    Attributes:
+        weight: Total weight of a mean.
+        stepping: Number of workers that take a step in this round; 0 once all have stopped.
+        finishing: Number of workers inside ``finish``.
+        wanted: Sum of ``Strategy.due``.
+        non_finite: Number of workers with non-finite values.
+        non_finite_rank: Rank of the only such worker; None if there are several or none.
+        numbers: Sums of ``Vote.numbers``.
+        measured: Sums of ``Vote.measured``.
+    """
+
+    weight: float
+    stepping: int
+    finishing: int
+    wanted: float
+    non_finite: int = 0
+    non_finite_rank: int | None = None
+    numbers: tuple[float, ...] = ()
+    measured: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Round(Handle[Sums]):
+    """A round in progress. ``wait`` returns its tally.
+
+    Attributes:
+        optimizer: Index of the optimizer, if gradients are averaged; else 0.
+        own: The vote of this worker.
+        handle: The sums in flight.
+    """
+
+    optimizer: int
+    own: Vote
+    handle: Handle[Sums]
+
+    @override
+    def done(self) -> bool:
+        return self.handle.done()
+
+    @override
+    def wait(self) -> Sums:
+        return self.handle.wait()
+
+    def tally(self) -> Tally:
+        """What the strategy sees of the sums."""
+
+        def read() -> tuple[int, float, tuple[float, ...]]:
+            sums = self.wait()
+            return sums.stepping, sums.wanted, sums.numbers
+
+        return Tally(read)
+
+    def flat(self) -> list[float]:
+        """Weights and sums as plain numbers for a checkpoint. Waits for the sums."""
+        sums = self.wait()
+        weights = [float(self.own.stepping), self.own.weight, sums.weight]
+        return [*weights, float(sums.stepping), sums.wanted, *sums.numbers]
+
+    @classmethod
+    def saved(cls, values: Sequence[float]) -> "Round":
+        """The round that ``flat`` has saved."""
+        stepping, own, weight, count, wanted, *numbers = values
+        vote = Vote(own, bool(stepping), False, 0.0, 0, 0, True, 0)
+        sums = Sums(weight, round(count), 0, wanted, numbers=tuple(numbers))
+        return cls(0, vote, Completed(sums))

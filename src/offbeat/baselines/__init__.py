@@ -1,0 +1,8 @@
+"""Baselines to compare with: exact messages, a fixed number of workers."""
+
+from offbeat.baselines.downpour import Downpour
+from offbeat.baselines.easgd import EASGD
+from offbeat.baselines.fedavg import FedAvg
+from offbeat.baselines.ssp import SSP
+
+__all__ = ["EASGD", "SSP", "Downpour", "FedAvg"]

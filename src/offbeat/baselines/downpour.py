@@ -1,0 +1,288 @@
+"""Downpour SGD: workers push gradients to a server with its own optimizer, and fetch its model."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from offbeat.averaging.replica import as_real, read, unpack
+from offbeat.averaging.worker import AttachedOptimizer
+from offbeat.baselines.server_strategy import ServerFlow, ServerState, ServerStrategy
+from offbeat.baselines.shard import NO_CLOCK, Rule
+from offbeat.checkpoint import transient
+from offbeat.strategies.base import setting
+
+
+@dataclass(eq=False)
+class SGDRule(Rule):
+    """z ← z − lr·G, as ``torch.optim.SGD``."""
+
+    lr: float = transient(default=1.0)
+
+    @override
+    def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
+        shard.add_(values, alpha=-self.lr)
+
+
+@dataclass(eq=False)
+class AdagradRule(Rule):
+    """q ← q + G²;  z ← z − lr·G/(√q + 1e-10), as ``torch.optim.Adagrad``.
+
+    Attributes:
+        lr: Learning rate.
+        squares: q.
+    """
+
+    lr: float = transient(default=1.0)
+    squares: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @override
+    def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
+        self.squares.addcmul_(values, values)
+        shard.addcdiv_(values, self.squares.sqrt().add_(1e-10), value=-self.lr)
+
+
+@dataclass
+class DownpourState(ServerState):
+    """Gradients that were not pushed, and the requests that are due or in flight.
+
+    Attributes:
+        gradients: G.
+        requested: x at the last request for z.
+        requested_step: Local step of that request.
+        steps: Number of local steps.
+        push_due: True if G is to be pushed with the next request.
+        fetch_due: True if z is to be pulled with the next request.
+        fetching: True if the last request pulls z.
+        warmed_up: True if this worker has waited for the warm-up.
+    """
+
+    gradients: Tensor = field(default_factory=lambda: torch.empty(0))
+    requested: Tensor = field(default_factory=lambda: torch.empty(0))
+    requested_step: int = 0
+    steps: int = 0
+    push_due: bool = False
+    fetch_due: bool = False
+    fetching: bool = False
+    warmed_up: bool = False
+
+
+class DownpourFlow(ServerFlow):
+    """The flow of ``Downpour``."""
+
+    uses_gradients = True
+    strategy: "Downpour"
+    state: DownpourState
+
+    @override
+    def rule(self, shard: Tensor) -> Rule:
+        lr = 1.0 if self.strategy.server_lr is None else self.strategy.server_lr
+        if self.strategy.server_optimizer == "adagrad":
+            return AdagradRule(lr, torch.zeros_like(shard))
+        return SGDRule(lr)
+
+    @override
+    def clocks(self) -> list[int]:
+        # The clock of rank 0 counts the steps of the warm-up. No worker waits for another clock.
+        return [0] + [NO_CLOCK] * (self.worker.size - 1)
+
+    @override
+    def initial_state(self, model: Tensor) -> DownpourState:
+        self._decayed: set[int] = set()  # optimizers whose λx is in G already
+        self._offsets: dict[int, int] = {}  # of each parameter in the vector, by its id
+        offset = 0
+        for tensor in self.tensors:
+            self._offsets[id(tensor)] = offset
+            offset += as_real(tensor.detach()).numel()
+        return DownpourState(gradients=torch.zeros_like(model), requested=model.clone())
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    @override
+    def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
+        """G ← G + η·λx/N, while x is still where the gradient was taken."""
+        if not self.state.warmed_up:
+            self._wait_for_warmup()
+        if optimizer.index not in self._decayed:  # else a GradScaler has skipped the step
+            self._decayed.add(optimizer.index)
+            for group, parameter, scale in self._used(optimizer):
+                decay = float(group.get("weight_decay", 0.0))
+                if decay:
+                    value = as_real(parameter.detach())
+                    self._gradient(parameter, value).add_(value, alpha=scale * decay)
+        return False
+
+    def _wait_for_warmup(self) -> None:
+        """Wait until rank 0 has trained alone, and continue from its model."""
+        self.state.warmed_up = True
+        if self.strategy.warmup_steps and self.worker.rank > 0:
+            self.server.wait_for_clock(self.strategy.warmup_steps)
+            unpack(self.server.read(), self.tensors)
+            for one in self.worker.optimizers:
+                for parameter in one.parameters:
+                    parameter.grad = None
+
+    @override
+    def optimizer_stepped(self, optimizer: AttachedOptimizer) -> None:
+        """G ← G + η·g/N, with the gradients that the optimizer has just used."""
+        self._decayed.discard(optimizer.index)
+        for group, parameter, scale in self._used(optimizer):
+            gradient = parameter.grad
+            assert gradient is not None
+            gradient = as_real(gradient.to_dense() if gradient.is_sparse else gradient)
+            sign = -1 if group.get("maximize") else 1
+            self._gradient(parameter, gradient).add_(gradient, alpha=sign * scale)
+
+    def _used(
+        self, optimizer: AttachedOptimizer
+    ) -> Iterator[tuple[dict[str, Any], nn.Parameter, float]]:
+        """Parameters with a gradient: their group, and η/N or 1."""
+        alone = self.worker.rank == 0 and self.state.steps < self.strategy.warmup_steps
+        workers = 1 if alone else self.worker.size
+        for group in optimizer.optimizer.param_groups:
+            scale = float(group["lr"]) / workers if self.strategy.server_lr is None else 1.0
+            for parameter in group["params"]:
+                if parameter.grad is not None and id(parameter) in self._offsets:
+                    yield group, parameter, scale
+
+    def _gradient(self, parameter: nn.Parameter, like: Tensor) -> Tensor:
+        """The part of G that belongs to ``parameter``, in the shape of ``like``."""
+        offset = self._offsets[id(parameter)]
+        return self.state.gradients[offset : offset + like.numel()].view(like.shape)
+
+    # -- requests --------------------------------------------------------------------------------
+
+    @override
+    def step_ended(self) -> bool:
+        state, strategy = self.state, self.strategy
+        state.steps += 1
+        state.unpushed += 1
+        warm = state.steps == strategy.warmup_steps  # the other workers wait for this push
+        state.push_due = state.push_due or warm or state.steps % strategy.push_every == 0
+        state.fetch_due = state.fetch_due or state.steps % strategy.fetch_every == 0
+        fetched = self._take()
+        self._send()
+        fetched = self._take() or fetched  # a worker's own shard answers at once
+        self.report()
+        return fetched
+
+    def _take(self) -> bool:
+        """x ← z + local steps since the request, if z has arrived. Returns whether it has."""
+        state, server = self.state, self.server
+        if server.take() is None or not state.fetching:
+            return False
+        if state.steps > state.requested_step:
+            _replace(self.tensors, state.requested, server.vector)
+        else:
+            unpack(server.vector, self.tensors)
+        return True
+
+    def _send(self) -> None:
+        """Start the request that is due, unless one is in flight."""
+        state, server = self.state, self.server
+        push, fetch = state.push_due, state.fetch_due
+        if not server.idle or not (push or fetch):
+            return
+        if push:
+            self._stage()
+        if fetch:
+            read(self.tensors, state.requested)
+            state.requested_step = state.steps
+        clock = state.steps if push and self.worker.rank == 0 else -1
+        server.start("push" if not fetch else "push_pull" if push else "pull", clock=clock)
+        state.fetching, state.push_due, state.fetch_due = fetch, False, False
+
+    def _stage(self) -> None:
+        """Move G to the vector of the next request."""
+        self.check_push(self.state.gradients)
+        self.server.vector.copy_(self.state.gradients)
+        self.state.gradients.zero_()
+        self.state.unpushed = 0
+
+    @override
+    def flush(self) -> None:
+        if self.state.unpushed:
+            self.server.settle()
+            self._take()
+            self._stage()
+            self.server.start("push")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Downpour(ServerStrategy):
+    """Workers train alone, push accumulated gradients to a server, and fetch its model.
+
+    **Update** at local step t, z the server's model, N workers, G the sum of the gradients since
+    the last push:
+
+        x ← T(x, g);  G ← G + η·(g + λx)/N        with server_lr: G ← G + (g + λx)
+        if z has arrived:     x ← z + the local steps since it was requested
+        every n_push steps:   send G;  G ← 0;  the server: z ← z − G
+                                               with server_lr: one step of its optimizer on G
+        every n_fetch steps:  request z
+
+    A request travels while the worker computes. There is one at a time: whatever is due meanwhile
+    leaves with the next request, and G continues to grow. No worker waits.
+
+    The learning rate is applied once: by the worker, so that schedules and parameter groups keep
+    their meaning (η is divided by N, which gives it the same meaning as under BSP), or by the
+    server, if ``server_lr`` is given. λ is the weight decay of the worker's optimizer.
+
+    Args:
+        push_every: n_push ≥ 1.
+        fetch_every: n_fetch ≥ 1.
+        server_optimizer: "sgd", or "adagrad", which requires ``server_lr``.
+        server_lr: Learning rate of the server's optimizer, > 0, not divided by N: N workers push N
+            times as often as one. None: the workers apply the learning rate.
+        warmup_steps: Steps that rank 0 takes alone before the other workers begin (≥ 0), with η in
+            place of η/N. The others wait in their first step, fetch z, and drop the gradient that
+            they have taken at the initial model. They also begin if rank 0 enters a consensus.
+        servers: See ``ServerStrategy``.
+
+    *Communication*: G every n_push steps and the model every n_fetch steps, or as often as the
+    network allows; workers wait for neither. *Memory*: three flat copies of the model (G, the
+    request, x at the request), one for serving if all ranks serve, and the state of the server's
+    optimizer. *State*: G, x at the request, a z that was not taken, the counters, the shard and its
+    optimizer.
+
+    ``Stats.details`` contains the staleness of the pushes to this rank's shard: the number of
+    pushes by other workers between the worker's last fetch and its push.
+
+    *Differs from the paper*: steps that a worker takes while z is in flight stay in its model;
+    there z replaces them. ``finish`` pushes a remaining G. ``warmup_steps`` is the paper's
+    "warmstarting model training with only a single model replica".
+
+    Source: Dean et al., "Large scale distributed deep networks", NeurIPS 2012, §4.1 and
+    Algorithm 7.1.
+    """
+
+    name: ClassVar[str] = "downpour"
+    flow: ClassVar[type[ServerFlow]] = DownpourFlow
+    push_every: int = setting(1, least=1)
+    fetch_every: int = setting(1, least=1)
+    server_optimizer: Literal["sgd", "adagrad"] = "sgd"
+    server_lr: float | None = setting(None, above=0)
+    warmup_steps: int = setting(0, least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.server_lr is None and self.server_optimizer == "adagrad":
+            raise ValueError(
+                'server_optimizer="adagrad" requires server_lr, usually larger than the learning '
+                "rate of SGD, for example 0.1"
+            )
+
+
+def _replace(tensors: Sequence[Tensor], requested: Tensor, new: Tensor) -> None:
+    """Tensors ← new + (tensors − requested), in the dtype of ``new``."""
+    with torch.no_grad():
+        offset = 0
+        for tensor in tensors:
+            target = as_real(tensor.detach())
+            place = slice(offset, offset + target.numel())
+            steps = target.to(new) - requested[place].view(target.shape)
+            target.copy_(steps.add_(new[place].view(target.shape)))
+            offset += target.numel()

@@ -1,0 +1,191 @@
+"""EASGD: elastic averaging SGD, in which workers and a centre on the server attract each other."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+from typing_extensions import override
+
+from offbeat.averaging.replica import add_to, read
+from offbeat.averaging.worker import AttachedOptimizer
+from offbeat.baselines.server_strategy import ServerFlow, ServerState, ServerStrategy
+from offbeat.baselines.shard import Rule
+from offbeat.checkpoint import transient
+from offbeat.strategies.base import setting
+
+
+@dataclass(eq=False)
+class ElasticRule(Rule):
+    """z ← z + d with d = α(x − z); the answer is d.
+
+    Attributes:
+        alpha: α.
+        differences: Last d of each worker, until it is answered.
+    """
+
+    alpha: float = transient(default=0.0)
+    differences: dict[int, Tensor] = transient(default_factory=dict)
+
+    @override
+    def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
+        self.differences[source] = (values - shard).mul_(self.alpha)
+        self.move(shard, source)
+
+    def move(self, shard: Tensor, source: int) -> None:
+        """Move the centre by the difference of one worker."""
+        shard.add_(self.differences[source])
+
+    @override
+    def answer(self, shard: Tensor, *, source: int) -> Tensor:
+        return self.differences.pop(source)
+
+
+@dataclass(eq=False)
+class SynchronousElasticRule(ElasticRule):
+    """z ← z + Σ d once all workers have pushed; each d is taken at the z before.
+
+    Attributes:
+        pending: Workers whose d has not moved z yet, and this d.
+    """
+
+    pending: list[tuple[int, Tensor]] = transient(default_factory=list)
+
+    @override
+    def move(self, shard: Tensor, source: int) -> None:
+        self.pending.append((source, self.differences[source]))
+
+    @override
+    def clock_advanced(self, shard: Tensor) -> None:
+        for _, difference in sorted(
+            self.pending, key=lambda one: one[0]
+        ):  # the same bits each time
+            shard.add_(difference)
+        self.pending.clear()
+
+
+@dataclass
+class EASGDState(ServerState):
+    """Counters of a worker.
+
+    Attributes:
+        steps: Number of local steps.
+        exchanges: Number of exchanges.
+    """
+
+    steps: int = 0
+    exchanges: int = 0
+
+
+class EASGDFlow(ServerFlow):
+    """The flow of ``EASGD``."""
+
+    strategy: "EASGD"
+    state: EASGDState
+    _staged = False  # the vector of the server holds the x of this step's gradient
+
+    @override
+    def rule(self, shard: Tensor) -> Rule:
+        kind = SynchronousElasticRule if self.strategy.synchronous else ElasticRule
+        return kind(self.strategy.alpha_of(self.worker.size))
+
+    @override
+    def initial_state(self, model: Tensor) -> EASGDState:
+        self.strategy.alpha_of(self.worker.size)  # raises on all workers, also if few of them serve
+        return EASGDState()
+
+    @override
+    def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
+        exchange = (self.state.steps + 1) % self.strategy.period == 0
+        if exchange and self.strategy.difference == "before_step" and not self._staged:
+            read(self.tensors, self.server.vector)  # before the first of several optimizers steps
+            self._staged = True
+        return False
+
+    @override
+    def step_ended(self) -> bool:
+        state, server = self.state, self.server
+        state.steps += 1
+        state.unpushed += 1
+        if state.steps % self.strategy.period:
+            return False
+        state.exchanges += 1
+        if not self._staged:
+            read(self.tensors, server.vector)
+        self.check_push(server.vector)
+        if self.strategy.synchronous:
+            server.start("push_pull", clock=state.exchanges, min_clock=state.exchanges)
+        else:
+            server.start("push_pull")
+        server.take(wait=True)
+        add_to(self.tensors, server.vector, -1.0)
+        state.unpushed = int(self._staged)  # the step that followed the difference
+        self._staged = False
+        self.report()
+        return True
+
+    @override
+    def flush(self) -> None:
+        read(self.tensors, self.server.vector)
+        self.check_push(self.server.vector)
+        self.state.unpushed = 0
+        self.server.start("push")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class EASGD(ServerStrategy):
+    """Every ``period`` steps a worker and the centre z on the server move towards each other.
+
+    **Update** of a worker n of N: all steps but every ``period``-th are x ← T(x, g), and that one,
+    with the gradient g and the difference d at the same x:
+
+        d = α(x − z);  x ← T(x, g) − d;  z ← z + d                x + z is conserved except for T
+        synchronous:  d_n = α(x_n − z), z ← z + Σ d_n             all at once, at the same z
+
+    With plain SGD and period 1 these are Equations 3 and 4 of the paper. They are stable for
+    smaller α than an exchange of the model after its step (``difference="after_step"``), which has
+    the same fixed point: one worker on a quadratic of curvature 1 with learning rate η requires
+    α < (4 − 2η)/(4 − η), the other any α < 1.
+
+    ``consensus`` and ``finish`` give z. EAMSGD is EASGD with Nesterov momentum on the worker:
+    ``torch.optim.SGD(..., momentum=δ, nesterov=True)``; an exchange does not change the velocity.
+
+    Args:
+        period: τ ≥ 1, steps between two exchanges.
+        alpha: α in (0, 1), the part of the distance that each side moves. None: 0.9/N.
+        synchronous: All workers exchange at once and wait for each other. Requires α·N ≤ 1,
+            otherwise z would overshoot.
+        difference: "before_step": d is taken at the x of the gradient, as in the paper.
+            "after_step": at the x after the step, x ← T(x, g), then d = α(x − z), x ← x − d.
+        servers: See ``ServerStrategy``.
+
+    *Communication*: the model to the server, and d back, every ``period`` steps; blocking.
+    *Memory*: one flat copy of the model, one for serving if all ranks serve, and the shard once
+    more for each exchange in flight. *State*: the counters and the centre.
+
+    *Differs from the paper*: exchanges happen at the last step of a period, there at the first.
+    ``finish`` moves z once more for the steps since the last exchange, but not the workers.
+
+    Source: Zhang, Choromanska & LeCun, "Deep learning with elastic averaging SGD", NeurIPS 2015,
+    Equations 3-4 (synchronous), Algorithms 1 (EASGD) and 2 (EAMSGD).
+    """
+
+    name: ClassVar[str] = "easgd"
+    flow: ClassVar[type[ServerFlow]] = EASGDFlow
+    period: int = setting(10, least=1)
+    alpha: float | None = setting(None, above=0, below=1)
+    synchronous: bool = False
+    difference: Literal["before_step", "after_step"] = "before_step"
+
+    def alpha_of(self, workers: int) -> float:
+        """α on so many workers.
+
+        Raises:
+            ValueError: synchronous, and α·N > 1.
+        """
+        alpha = 0.9 / workers if self.alpha is None else self.alpha
+        if self.synchronous and alpha * workers > 1 + 1e-9:
+            raise ValueError(
+                f"synchronous EASGD requires alpha·N ≤ 1: at most {1 / workers:.4g} on {workers} "
+                f"workers, got {alpha:g}"
+            )
+        return alpha

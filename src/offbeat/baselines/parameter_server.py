@@ -1,0 +1,307 @@
+"""A parameter server: a flat vector in shards that all workers push to and pull from.
+
+Protocol: a request is a header of three int64 numbers, which the worker sends to each rank that
+holds a shard, and the values, if it pushes. An answer is a header of two int64 numbers and the
+values, if the request pulls. Both sides know the sizes. A worker calls its own shard directly.
+
+A serving rank runs one background thread for each other rank, so a slow link delays no other
+worker. Each shard handles requests in the order of their arrival.
+
+A worker has at most one request for values in flight, whose answer a background thread receives
+while the worker computes. Requests for clocks and barriers may overlap with it, so their answers
+have a message tag of their own.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat.baselines.shard import NO_CLOCK, Answer, Request, RequestKind, Rule, Shard
+from offbeat.baselines.shard_service import ANSWER, CONTROL, PULLED, PUSHED, REQUEST, ShardService
+from offbeat.checkpoint import load, save
+from offbeat.fabric import Completed, Handle, Promise, Team, explained
+
+
+def shard_slices(elements: int, servers: int) -> list[slice]:
+    """The part of a vector that each server holds: in order, equally large up to one element."""
+    ends = [elements * i // servers for i in range(servers + 1)]
+    return [slice(a, b) for a, b in itertools.pairwise(ends)]
+
+
+class ParameterServer:
+    """This worker's client of the server, and its shard if it serves.
+
+    A collective: all workers construct it with the same arguments.
+
+    Args:
+        team: The workers.
+        initial: Initial value of the vector, 1-D, on the CPU. Becomes ``vector``.
+        servers: Ranks that hold a shard each. None: all of them, so that no link carries
+            everything.
+        rule: Makes the update rule of a shard, given its initial values.
+        clocks: Initial clock of each worker. None: 0.
+
+    Attributes:
+        vector: Holds the values to push before a request, and the pulled values once its answer
+            was taken. A request in flight uses it.
+        shard: The shard of this rank. None if it does not serve.
+        pulled_bytes: Bytes of values that this worker has pulled from other ranks.
+
+    *Memory*: ``vector``; on a serving rank its shard, and a buffer of that size for each other
+    rank. Where all ranks serve that is one more copy of the vector.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        initial: Tensor,
+        *,
+        servers: Sequence[int] | None = None,
+        rule: Callable[[Tensor], Rule] = lambda shard: Rule(),
+        clocks: Sequence[int] | None = None,
+    ) -> None:
+        self._team, self.vector, self.pulled_bytes = team, initial, 0
+        ranks = list(team.ranks if servers is None else servers)
+        slices = zip(ranks, shard_slices(initial.numel(), len(ranks)), strict=True)
+        # Each worker starts with another server, so that no link idles while another has a queue.
+        self._slices = dict(sorted(slices, key=lambda one: (one[0] - team.rank - 1) % team.size))
+        self._sent: list[Handle[Tensor]] = []  # kept until they have left: gloo may lose them
+        self._in_flight: Promise[int | Exception] | None = None
+        self._what = ""  # names the request in flight in errors
+        self._answer: int | None = None  # minimum clock of an answer that was not taken
+        self._left = False
+        self.shard: Shard | None = None
+        self._service: ShardService | None = None
+        if team.rank in self._slices:
+            values = initial[self._slices[team.rank]].clone()
+            self.shard = Shard(values, rule(values), list(clocks or [0] * team.size))
+            self._service = ShardService(team, self.shard)
+
+    # -- requests for values ---------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """True if no request is in flight and its answer was taken: ``vector`` may be used."""
+        return self._in_flight is None and self._answer is None
+
+    def start(self, kind: RequestKind, *, clock: int = -1, min_clock: int = -NO_CLOCK) -> None:
+        """Start a request for values. Never blocks. Requires ``idle``.
+
+        The time-out of a request with ``min_clock`` is that of ``take``. Any other request fails
+        after the time-out of an operation.
+
+        Args:
+            kind: "push", "pull" or "push_pull".
+            clock: Clock of this worker from now on. −1 leaves it unchanged.
+            min_clock: The answer waits until the minimum clock of the workers is at least this.
+        """
+        assert self.idle, "the answer of the last request was not taken"
+        request = Request(kind, self._team.rank, clock, min_clock)
+        answers = self._send_to_all(request, self.vector, background=True)
+        if request.pulls:
+            own = 0 if self.shard is None else self.shard.values.nbytes
+            self.pulled_bytes += self.vector.nbytes - own
+        sent, self._sent = self._sent, []
+        if not sent and all(isinstance(answer, Completed) for answer in answers):
+            self._answer = _min_clock(answers)  # of this rank's own shard alone
+            return
+        outcome: Promise[int | Exception] = self._team.host.promise()
+
+        def receive() -> None:
+            try:
+                clock = _min_clock(answers)
+                for handle in sent:
+                    handle.wait()
+                outcome.fulfil(clock)
+            except Exception as error:  # ``settle`` raises it on the training thread
+                outcome.fulfil(error)
+
+        self._in_flight, self._what = outcome, f"{kind} at the parameter server"
+        self._team.host.spawn(receive, what=f"{kind} at the server")
+
+    def take(self, *, wait: bool = False) -> int | None:
+        """Take the answer of the last request, if it has arrived. ``vector`` then holds its values.
+
+        Args:
+            wait: Block until it has arrived.
+
+        Returns:
+            The minimum clock of the workers at the answer (0 after a "push"). None: there is no
+            answer, or it was taken before.
+        """
+        if self._in_flight is not None and (wait or self._in_flight.fulfilled):
+            self.settle()
+        answer, self._answer = self._answer, None
+        return answer
+
+    def settle(self, *, release: bool = False) -> None:
+        """Wait until no request is in flight. The answer can still be taken.
+
+        Args:
+            release: Ask for the answer at once, whatever clock the request waits for.
+        """
+        if self._in_flight is None:
+            return
+        if release and not self._in_flight.fulfilled:
+            self._send_to_all(Request("release", self._team.rank), self.vector[:0])
+        outcome = self._team.fabric.fulfilment(self._in_flight, what=self._what).wait()
+        if isinstance(outcome, Exception):
+            raise explained(outcome)
+        self._in_flight, self._answer = None, outcome
+
+    def read(self) -> Tensor:
+        """The vector, pulled into a new tensor. No request may be in flight. Blocks.
+
+        Leaves ``vector`` and ``pulled_bytes`` as they are.
+        """
+        assert self._in_flight is None, "a request is in flight"
+        values = torch.empty_like(self.vector)
+        _min_clock(self._send_to_all(Request("pull", self._team.rank), values))
+        return values
+
+    # -- clocks, barriers, the end ---------------------------------------------------------------
+
+    def wait_for_clock(self, clock: int) -> None:
+        """Wait until the minimum clock of the workers is at least ``clock``.
+
+        The time-out starts again whenever the minimum clock rises.
+        """
+        reached = 0
+        while reached < clock:
+            request = Request("clock", self._team.rank, min_clock=reached + 1)
+            reached = _min_clock(self._send_to_all(request, self.vector[:0]))
+
+    def barrier(self) -> int:
+        """Wait until all workers have reached the barrier.
+
+        Until then no request waits for the clock of this worker. Its request in flight is answered
+        without waiting for a clock, and the answer can be taken afterwards.
+
+        The time-out starts again with each request of another worker, because a worker that still
+        trains may need longer than the time-out to reach the barrier.
+
+        Returns:
+            The minimum clock of the workers, the same on all of them.
+        """
+        answers = self._send_to_all(Request("barrier", self._team.rank), self.vector[:0])
+        clocks = []
+        for server, handle in zip(self._slices, answers, strict=True):
+            while not (answer := handle.wait()).reached:
+                handle = self._send(Request("wait", self._team.rank), server)
+            clocks.append(answer.clock)
+        self.settle()
+        if self._answer is not None:  # it did not count the workers at the barrier
+            self._answer = min(self._answer, *clocks)
+        return min(clocks)
+
+    def leave(self) -> None:
+        """Stop using the server, and wait until the other workers have left this rank's shard."""
+        if not self._left:
+            self._left = True
+            self._send_to_all(Request("leave", self._team.rank), self.vector[:0])
+            self._wait_for_sent()
+            if self._service is not None:
+                self._service.wait_for_leaves()
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    def reset(self, vector: Tensor) -> None:
+        """Replace the vector, here and in this rank's shard. No request may be in flight.
+
+        All workers must call it with the same values, before any of them goes on.
+        """
+        self.vector.copy_(vector)
+        if self.shard is not None:
+            self.shard.reset(vector[self._slices[self._team.rank]])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of the shard and of an answer that was not taken. No request may be in flight."""
+        return {
+            "shard": None if self.shard is None else save(self.shard),
+            "answer": self._answer,
+            "vector": None if self._answer is None else self.vector.clone(),
+            "pulled_bytes": self.pulled_bytes,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state_dict()``. No request may be in flight."""
+        load(self.shard, state["shard"])
+        self._answer, self.pulled_bytes = state["answer"], state["pulled_bytes"]
+        if self._answer is not None:
+            self.vector.copy_(state["vector"])
+
+    # -- messages --------------------------------------------------------------------------------
+
+    def _send_to_all(
+        self, request: Request, values: Tensor, *, background: bool = False
+    ) -> list[Handle[Answer]]:
+        """Send a request to all shards and start to receive their answers.
+
+        All headers leave before any values, so that each server learns early what will arrive.
+
+        Args:
+            request: The request.
+            values: Values to push, and where the pulled values go. Empty if it does neither.
+            background: True if a background thread waits for the answers. Its waiting does not
+                count as waiting of the training, but its bytes count.
+        """
+        self._wait_for_sent()
+        for server in self._slices:
+            self._send_header(request, server, background=background)
+        return [
+            self._exchange(request, server, values[place], background=background)
+            for server, place in self._slices.items()
+        ]
+
+    def _send(self, request: Request, server: int) -> Handle[Answer]:
+        """Send a request without values to one shard and start to receive its answer."""
+        self._send_header(request, server, background=False)
+        return self._exchange(request, server, self.vector[:0], background=False)
+
+    def _send_header(self, request: Request, server: int, *, background: bool) -> None:
+        if self._service is not None:
+            self._service.raise_failure()
+        if server != self._team.rank:
+            self._send_tensor(request.encode(), server, REQUEST, background=background)
+
+    def _exchange(
+        self, request: Request, server: int, values: Tensor, *, background: bool
+    ) -> Handle[Answer]:
+        """Send the values of a request, if it pushes, and start to receive the answer."""
+        fabric = self._team.uncounted if background else self._team.fabric
+        patient = background and request.min_clock > -NO_CLOCK
+        if server == self._team.rank:
+            assert self._service is not None
+            return self._service.handle_own(request, values, fabric, patient=patient)
+        if request.pushes and values.numel():
+            self._send_tensor(values, server, PUSHED, background=background)
+        if not request.answered:
+            return Completed(Answer(0))
+        what = f"{request.kind} at the parameter server of rank {server}"
+        receive = partial(fabric.receive, source=server, what=what, patient=patient)
+        numbers = torch.zeros(len(Answer._fields), dtype=torch.int64)
+        header = receive(numbers, tag=ANSWER if request.pulls else CONTROL)
+        if request.pulls and values.numel():
+            return receive(values, tag=PULLED).then(lambda _: Answer(*header.wait().tolist()))
+        return header.then(lambda numbers: Answer(*numbers.tolist()))
+
+    def _send_tensor(self, tensor: Tensor, server: int, tag: int, *, background: bool) -> None:
+        fabric = self._team.uncounted if background else self._team.fabric
+        what = f"request to the parameter server of rank {server}"
+        self._sent.append(fabric.send(tensor, destination=server, tag=tag, what=what))
+        if background:
+            self._team.account.sent(tensor.nbytes)
+
+    def _wait_for_sent(self) -> None:
+        for handle in self._sent:
+            handle.wait()
+        self._sent = []
+
+
+def _min_clock(answers: Sequence[Handle[Answer]]) -> int:
+    """Wait for all answers. Returns the minimum of their clocks."""
+    return min([answer.wait().clock for answer in answers])

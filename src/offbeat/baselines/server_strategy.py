@@ -1,0 +1,246 @@
+"""The common part of the strategies with a parameter server: setting, flow and state."""
+
+import logging
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from offbeat.arguments import require_integer
+from offbeat.averaging.flow import Flow
+from offbeat.averaging.norm import squared_norm
+from offbeat.averaging.replica import as_real, read, staging_dtype, unpack
+from offbeat.averaging.votes import Round
+from offbeat.averaging.worker import AttachedOptimizer, Worker
+from offbeat.baselines.parameter_server import ParameterServer
+from offbeat.baselines.shard import Rule
+from offbeat.errors import OffbeatError
+from offbeat.strategies.base import CustomFlow, Strategy
+
+logger = logging.getLogger("offbeat")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ServerStrategy(Strategy):
+    """Each worker pushes to and pulls from a parameter server; there are no rounds in training.
+
+    The server's model is the result: ``consensus`` shows it, and ``finish`` leaves it on all
+    workers. A consensus does not contain what a worker has not pushed yet. The server holds the
+    parameters; floating-point buffers stay local and are averaged by ``consensus`` and ``finish``.
+
+    Args:
+        servers: Ranks that hold a shard of the model each, such as ``(0, 1)``, in the text form
+            ``0/1``. None: all ranks, so that no link carries everything.
+    """
+
+    flow: ClassVar[type["ServerFlow"]]
+    """The flow of the strategy."""
+
+    servers: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.servers is None:
+            return
+        if isinstance(self.servers, int) and not isinstance(self.servers, bool):
+            object.__setattr__(self, "servers", (self.servers,))
+        if not isinstance(self.servers, tuple):
+            raise TypeError(f"servers must be a tuple of ranks, got {self.servers!r}")
+        for rank in self.servers:
+            require_integer("a rank in servers", rank, least=0)
+        if not self.servers or len(set(self.servers)) < len(self.servers):
+            raise ValueError(f"servers must be at least one rank, none twice, got {self.servers}")
+
+    @override
+    def averages(self) -> CustomFlow:
+        return CustomFlow(self.flow)
+
+
+@dataclass
+class ServerState:
+    """The state of a worker that a checkpoint holds; strategies add fields.
+
+    Attributes:
+        unpushed: Number of local steps that the server has not received.
+        server: This worker's part of the server at the last save.
+    """
+
+    unpushed: int = 0
+    server: dict[str, Any] = field(default_factory=dict)
+
+
+class ServerFlow(Flow):
+    """The flow of a strategy with a parameter server.
+
+    A strategy defines ``rule``, ``initial_state``, ``flush`` and ``step_ended``, and overrides the
+    other events it needs.
+
+    Attributes:
+        server: The parameter server.
+        tensors: The parameters of the model, in the order of the server's vector.
+    """
+
+    uses_gradients = False
+    can_exclude = False
+    server: ParameterServer
+    tensors: list[Tensor]
+    state: ServerState
+
+    def __init__(self, strategy: Strategy, worker: Worker) -> None:
+        super().__init__(strategy, worker)
+        self._started = self._flushed = self._warned = False
+
+    # -- hooks of the strategies -----------------------------------------------------------------
+
+    @abstractmethod
+    def rule(self, shard: Tensor) -> Rule:
+        """Make the update rule of a shard with these initial values."""
+
+    @abstractmethod
+    def initial_state(self, model: Tensor) -> ServerState:
+        """The state at the start of training, when all workers hold ``model``, a vector."""
+
+    def clocks(self) -> list[int]:
+        """Initial clock of each worker."""
+        return [0] * self.worker.size
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Start to push the steps that the server has not received. Training has ended."""
+
+    def barrier_reached(self, clock: int) -> None:
+        """All workers have reached a barrier; ``clock`` is the minimum of their clocks."""
+
+    # -- start, end and consensus ----------------------------------------------------------------
+
+    @override
+    def start(self, common: dict[str, Any] | None = None) -> None:
+        """Start the server from the model that all workers hold.
+
+        Raises:
+            ValueError: a rank in ``servers`` does not exist.
+        """
+        worker, strategy = self.worker, self.strategy
+        assert isinstance(strategy, ServerStrategy)
+        servers = strategy.servers
+        if servers is not None and max(servers) >= worker.size:
+            raise ValueError(
+                f"servers={servers} needs more workers than the {worker.size} there are: "
+                f"ranks are 0 to {worker.size - 1}"
+            )
+        self.tensors = [p for _, p in worker.replica.parameters]
+        model = _model_vector(self.tensors)
+        if self._started:  # again, from a checkpoint of a consensus
+            self.server.reset(model)
+            worker.barrier("the start of the parameter server")
+        else:
+            self.server = ParameterServer(
+                worker.team, model, servers=servers, rule=self.rule, clocks=self.clocks()
+            )
+        self._started = True
+        self.state = self.initial_state(model)
+
+    @property
+    @override
+    def unsynced(self) -> bool:
+        return self.worker.touched or self.state.unpushed > 0
+
+    @override
+    def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
+        return False
+
+    @override
+    def pause(self, *, finishing: bool) -> None:
+        if finishing and self.unsynced and not self._flushed:
+            self.flush()
+        self._flushed = self._flushed or finishing
+        self.barrier_reached(self.server.barrier())
+
+    @override
+    def consensus(self, last: Round, *, final: bool) -> None:
+        worker = self.worker
+        unpack(self.server.read(), self.tensors)
+        if worker.size > 1:
+            what = f"{'final mean' if final else 'consensus'} of the buffers at step {worker.step}"
+            worker.exact_mean.average_buffers(1.0, worker.size, what=what)
+        worker.barrier("the end of the consensus")  # no worker pushes before all have pulled
+        if final:
+            self.report()
+            self.server.leave()
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    @override
+    def before_save(self, barrier: Callable[[], object]) -> None:
+        """Copy this worker's part of the server when all pushes have arrived. A collective."""
+        self.barrier_reached(self.server.barrier())
+        self.state.server = self.server.state_dict()
+        self.worker.barrier("the copy of the parameter server")  # no worker pushes before it
+
+    @override
+    def after_load(self) -> None:
+        """Put the copy back. A collective."""
+        self.server.load_state_dict(self.state.server)
+        self.worker.barrier("the copy of the parameter server")
+
+    # -- rounds: only at a barrier, where no worker steps -----------------------------------------
+
+    @override
+    def vote(self, optimizer: int, *, stepping: bool, finishing: bool = False) -> Round:
+        vote = self.rounds.vote(
+            weight=0.0, stepping=False, finishing=finishing, wanted=0.0, finite=True, numbers=()
+        )
+        return self.rounds.send(vote)
+
+    @override
+    def decide(self, round: Round) -> bool:
+        raise AssertionError("no worker of a parameter server votes in a step")
+
+    # -- pushes ----------------------------------------------------------------------------------
+
+    def check_push(self, values: Tensor) -> None:
+        """Look for non-finite values in a coming push. Reads ``values`` once.
+
+        The server applies one push after the other, so it cannot exclude a worker from a mean.
+
+        Raises:
+            OffbeatError: there are some, and ``non_finite="raise"``. They are not pushed.
+        """
+        worker = self.worker
+        if worker.size == 1 or math.isfinite(squared_norm([values])):
+            return
+        worker.details["non_finite"] = worker.details.get("non_finite", 0) + 1
+        found = (
+            f"rank {worker.rank} would push NaN or infinity to the parameter server at step "
+            f"{worker.step}"
+        )
+        if worker.guarded:
+            raise OffbeatError(f'{found}; the server has not received it (non_finite="raise")')
+        if not self._warned:
+            self._warned = True
+            logger.warning('%s: all workers receive it; non_finite="raise" prevents that', found)
+
+    def report(self) -> None:
+        """Update ``Stats.details``: pulled bytes, and the pushes that this rank's shard applied."""
+        details, shard = self.worker.details, self.server.shard
+        details["pulled_bytes"] = self.server.pulled_bytes
+        if shard is not None:
+            details.update(
+                pushes_served=shard.pushes,
+                staleness_max=max(shard.staleness, default=0),
+                staleness_histogram=dict(shard.staleness),
+            )
+
+
+def _model_vector(tensors: Sequence[Tensor]) -> Tensor:
+    """All numbers of ``tensors`` in one vector on the CPU."""
+    double = any(staging_dtype(t) == torch.float64 for t in tensors)
+    elements = sum(as_real(t.detach()).numel() for t in tensors)
+    vector = torch.empty(elements, dtype=torch.float64 if double else torch.float32)
+    read(tensors, vector)
+    return vector

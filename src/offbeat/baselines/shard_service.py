@@ -1,0 +1,128 @@
+"""The serving side of a parameter server: receives requests for a shard and sends its answers."""
+
+from collections import deque
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from offbeat.baselines.shard import Answer, Request, Shard
+from offbeat.fabric import Communicator, Completed, Handle, Promise, Team, explained
+
+REQUEST, PUSHED, ANSWER, PULLED, CONTROL = range(1, 6)
+"""Message tags: headers and values of requests; headers and values of answers with values; headers
+of all other answers."""
+
+
+class ShardService:
+    """Hands the requests of all workers to this rank's shard.
+
+    Each other rank has a background thread, which receives its requests; this rank's own worker
+    calls ``handle_own``. If a thread fails, its error ends the own worker's requests that wait
+    for an answer, because they may wait for a worker that is lost, and its next request raises it.
+    """
+
+    def __init__(self, team: Team, shard: Shard) -> None:
+        self._team, self._shard = team, shard
+        self._failure: Exception | None = None
+        self._unanswered: list[Promise[Answer | Exception]] = []  # requests of the own worker
+        self._left: dict[int, Promise[None]] = {}
+        for rank in team.ranks:
+            if rank != team.rank:
+                self._left[rank] = team.host.promise()
+                team.host.spawn(partial(self._serve, rank), what=f"server of rank {rank}")
+
+    # -- requests of other ranks -----------------------------------------------------------------
+
+    def _serve(self, rank: int) -> None:
+        """Handle the requests of one other rank until it leaves."""
+        try:
+            self._handle_requests(rank)
+        except Exception as error:  # the own worker raises it
+            self._failure = self._failure or error
+            self._fail_unanswered()
+        self._left[rank].fulfil(None)
+
+    def _handle_requests(self, rank: int) -> None:
+        fabric = self._team.uncounted
+        what = f"a request of rank {rank} to the parameter server"
+        # One buffer is enough for pushed and pulled values: a worker pushes again only after it has
+        # received its last answer.
+        buffer = torch.empty_like(self._shard.values)
+        sent: deque[Handle[Tensor]] = deque()  # kept until they have left: gloo may lose them
+
+        def send(request: Request, answer: Answer, pulled: Tensor | None) -> None:
+            messages = {ANSWER if request.pulls else CONTROL: torch.tensor([*map(int, answer)])}
+            if pulled is not None and pulled.numel():  # shards of a small vector may be empty
+                messages[PULLED] = buffer.copy_(pulled)
+            for tag, tensor in messages.items():
+                what = f"answer to rank {rank}"
+                sent.append(fabric.send(tensor, destination=rank, tag=tag, what=what))
+
+        while True:
+            header = torch.zeros(Request.NUMBERS, dtype=torch.int64)
+            fabric.receive(header, source=rank, tag=REQUEST, what=what, patient=True).wait()
+            request = Request.decode(header, rank)
+            while sent:
+                sent.popleft().wait()  # the rank receives them now, or has received them
+            if request.kind == "leave":
+                return
+            values = buffer if request.pushes else None
+            if request.pushes and buffer.numel():
+                pushed = f"values of rank {rank} for the parameter server"
+                fabric.receive(buffer, source=rank, tag=PUSHED, what=pushed).wait()
+            self._shard.handle(request, values, partial(send, request))
+
+    # -- requests of this rank's own worker ------------------------------------------------------
+
+    def raise_failure(self) -> None:
+        """Raise the error of a thread that has failed, if one has."""
+        if self._failure is not None:
+            raise explained(self._failure)
+
+    def handle_own(
+        self, request: Request, values: Tensor, fabric: Communicator, *, patient: bool
+    ) -> Handle[Answer]:
+        """Handle a request of this rank's own worker.
+
+        Args:
+            request: The request.
+            values: The pushed values, which the answer replaces.
+            fabric: Waits for the answer.
+            patient: True if the answer has no time-out.
+        """
+        promise: Promise[Answer | Exception] = self._team.host.promise()
+
+        def deliver(answer: Answer, pulled: Tensor | None) -> None:
+            if promise.fulfilled:  # it has failed
+                return
+            if pulled is not None:
+                values.copy_(pulled)
+            promise.fulfil(answer)
+
+        def read(outcome: Answer | Exception) -> Answer:
+            if isinstance(outcome, Exception):
+                # Only the training thread may ask which worker is lost.
+                raise outcome if fabric is self._team.uncounted else explained(outcome)
+            return outcome
+
+        self._shard.handle(request, values if request.pushes else None, deliver)
+        if not request.answered:
+            return Completed(Answer(0))
+        if promise.fulfilled:
+            return Completed(read(promise.result))
+        self._unanswered = [one for one in self._unanswered if not one.fulfilled] + [promise]
+        self._fail_unanswered()
+        what = f"{request.kind} at this rank's own parameter server"
+        return fabric.fulfilment(promise, what=what, patient=patient).then(read)
+
+    def _fail_unanswered(self) -> None:
+        for promise in list(self._unanswered):
+            if self._failure is not None and not promise.fulfilled:
+                promise.fulfil(self._failure)
+
+    def wait_for_leaves(self) -> None:
+        """Wait until all other ranks have left. Their last requests need this shard."""
+        for rank, left in self._left.items():
+            what = f"the end of the requests of rank {rank}"
+            self._team.fabric.fulfilment(left, what=what).wait()

@@ -1,0 +1,103 @@
+"""The answer of ``offbeat.plan``: rows, a recommendation, and how they are shown."""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from offbeat.fabric.wire import Precision
+from offbeat.plan.forecast import Forecast, percent
+from offbeat.table import Table
+from offbeat.units import show_bandwidth, show_bytes, show_seconds
+
+HEADINGS = ("strategy", "step", "speed-up", "idle", "sent per step", "extra memory", "note")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Forecasts for one model, machine and network, and which strategy to try first.
+
+    Attributes:
+        parameters: Numbers that are averaged.
+        step_seconds: One step computed alone, t.
+        workers: N.
+        bandwidth: Bits a second, of every worker's or node's link in each direction.
+        latency_seconds: α.
+        workers_per_node: L.
+        inside: Bits a second, of every worker's link inside its node; None without nodes.
+        inside_latency_seconds: α there; likewise.
+        node_step_seconds: One step of a node that waits for no others, with the mean of its
+            gradients; t without nodes.
+        jitter: Standard deviation of a step / t.
+        wire: Of ``attach``.
+        model_bytes: M, before compression.
+        rows: One forecast a strategy.
+        recommendation: One of the rows.
+        reason: One sentence why.
+    """
+
+    parameters: float
+    step_seconds: float
+    workers: int
+    bandwidth: float
+    latency_seconds: float
+    workers_per_node: int
+    inside: float | None
+    inside_latency_seconds: float | None
+    node_step_seconds: float
+    jitter: float
+    wire: Precision
+    model_bytes: float
+    rows: tuple[Forecast, ...]
+    recommendation: Forecast
+    reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """All numbers as plain JSON values; an infinite one is the string "inf"."""
+
+        def row(forecast: Forecast) -> dict[str, Any]:
+            return {k: "inf" if v == math.inf else v for k, v in asdict(forecast).items()}
+
+        return {
+            **asdict(self),
+            "rows": [row(forecast) for forecast in self.rows],
+            "recommendation": row(self.recommendation),
+        }
+
+    def caption(self) -> str:
+        """The question, in one line."""
+        jitter = f" ± {100 * self.jitter:g} %" if self.jitter else ""
+        wire = f" sent as {self.wire}" if self.wire != "float32" else ""
+        nodes = ""
+        if self.inside is not None and self.inside_latency_seconds is not None:
+            nodes = (
+                f" between nodes of {self.workers_per_node} with {show_bandwidth(self.inside)}, "
+                f"latency {show_seconds(self.inside_latency_seconds)}, which step every "
+                f"{show_seconds(self.node_step_seconds)} alone"
+            )
+        return (
+            f"{self.parameters:,.0f} parameters ({show_bytes(self.model_bytes)}){wire}, "
+            f"{show_seconds(self.step_seconds)}{jitter} a step, {self.workers} workers, "
+            f"{show_bandwidth(self.bandwidth)}, latency {show_seconds(self.latency_seconds)}"
+            f"{nodes}; predicted, not measured"
+        )
+
+    def table(self) -> Table:
+        """One row a strategy."""
+        rows = tuple(
+            (
+                row.strategy,
+                show_seconds(row.step_seconds),
+                f"{row.throughput:.2f}x",
+                percent(row.idle),
+                show_bytes(row.payload_bytes),
+                show_bytes(row.memory_bytes),
+                row.note,
+            )
+            for row in self.rows
+        )
+        return Table(HEADINGS, rows, self.caption())
+
+    def markdown(self) -> str:
+        """Caption, table and recommendation as Markdown."""
+        advice = f"Try `{self.recommendation.strategy}` first: {self.reason}."
+        return f"{self.table().markdown()}\n{advice}\n"

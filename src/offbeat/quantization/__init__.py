@@ -1,0 +1,1 @@
+"""Reduced precision of messages between workers."""

@@ -1,0 +1,116 @@
+"""SelSync's trigger: how much the gradient changed, and a controller for the threshold.
+
+Source: Tyagi & Swany, "Accelerating Distributed ML Training via Selective Synchronization",
+IEEE CLUSTER 2023, arXiv 2307.07950.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+_MOST_OVERFLOWS = 2  # consecutive ones that a GradScaler may cause while it looks for its scale
+
+
+@dataclass
+class RelativeChange:
+    """Δ of the smoothed squared gradient norm, from one step to the next.
+
+    **Update**, for the squared norm s of step i:
+
+        m_i = (1 − a)·m_{i−1} + a·s_i          m_0 = s_0      (recursion)
+        m_i = Σ_k (1−a)^k s_{i−k} / Σ_k (1−a)^k,  k < window   (finite window)
+        Δ_i = |m_i − m_{i−1}| / m_{i−1}         Δ_0 = ∞, 0/0 = 0
+
+    A non-finite norm gives Δ = 0 and leaves m unchanged, because a GradScaler lets a gradient
+    overflow now and then. After more than two in a row m is out of date, for example because the
+    model diverged and was restored: the next finite norm then counts as step 0.
+
+    *State*: two floats, or ``window`` floats.
+
+    Args:
+        window: Number of steps in the finite window. None: the recursion.
+
+    Attributes:
+        mean: m; None before the first finite norm.
+        recent: Squared norms in the window, the latest first.
+        not_finite: Number of consecutive non-finite norms up to the last step.
+    """
+
+    window: int | None = None
+    mean: float | None = None
+    recent: list[float] = field(default_factory=list)
+    not_finite: int = 0
+
+    def update(self, squared: float, smoothing: float) -> float:
+        """Add the squared norm of a step and return Δ (≥ 0, possibly ∞).
+
+        Args:
+            squared: s.
+            smoothing: a, in (0, 1].
+        """
+        if not math.isfinite(squared):
+            self.not_finite += 1
+            return 0.0
+        if self.not_finite > _MOST_OVERFLOWS:
+            self.mean, self.recent = None, []
+        self.not_finite = 0
+        previous, self.mean = self.mean, self._smooth(squared, smoothing)
+        if previous is None:
+            return math.inf
+        change = abs(self.mean - previous)
+        if previous == 0:
+            return math.inf if change else 0.0
+        return change / previous
+
+    def _smooth(self, squared: float, a: float) -> float:
+        if self.window is None:
+            return squared if self.mean is None else (1 - a) * self.mean + a * squared
+        self.recent = [squared, *self.recent[: self.window - 1]]
+        if a == 1:
+            return squared
+        weights = [(1 - a) ** k for k in range(len(self.recent))]
+        return math.fsum(w * s for w, s in zip(weights, self.recent, strict=True)) / sum(weights)
+
+
+@dataclass
+class ThresholdController:
+    """Adjusts the threshold δ so that triggers fire at a wanted share of the steps.
+
+    **Update** after each step. ``fired`` is 1 if the Δ of any worker reached δ, else 0:
+
+        δ ← mean Δ                                               at the first finite Δ
+        log δ ← log δ + γ_i·(fired − (1 − target_lssr))          afterwards
+        γ_i = max(0.1, 2/√i)
+
+    This is the Robbins-Monro recursion for the quantile of the largest Δ among the workers, so it
+    does not need to know their number. Because δ stays bounded, the share of steps without a
+    trigger converges to ``target_lssr`` at a rate 1/steps. δ is the same on all workers.
+
+    The controller sees the triggers only, never synchronizations forced by ``warmup_steps`` or
+    ``max_interval``. It would attribute those to δ, raise it each time, and no Δ would reach it for
+    thousands of steps.
+
+    Attributes:
+        target_lssr: Wanted share of steps at which no trigger fires, in (0, 1).
+        delta: δ > 0.
+        steps: i; 0 until a finite Δ is known.
+    """
+
+    target_lssr: float
+    delta: float = 0.3
+    steps: int = 0
+
+    def update(self, fired: bool, change: float) -> None:
+        """Adjust δ after a step.
+
+        Args:
+            fired: True if any trigger fired.
+            change: Mean Δ of the workers; 0 if none is finite.
+        """
+        if self.steps == 0:
+            if change > 0:
+                self.delta, self.steps = change, 1
+            return
+        self.steps += 1
+        gain = max(0.1, 2 / math.sqrt(self.steps))
+        self.delta *= math.exp(gain * (float(fired) - (1 - self.target_lssr)))
+        self.delta = min(max(self.delta, 1e-12), 1e12)

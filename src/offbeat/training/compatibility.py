@@ -1,0 +1,229 @@
+"""What can be combined: checks of ``attach`` before anything is sent.
+
+Strategies to train with support every ability. Baselines, whose ``averages()`` is a ``CustomFlow``,
+support none of them; ``require_abilities`` says so in one place.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from offbeat.arguments import POSITIVE, require_choice, require_number
+from offbeat.averaging import NonFinite
+from offbeat.errors import AttachError
+from offbeat.fabric.wire import Precision, require_precision
+from offbeat.strategies.base import CustomFlow, Gradients, SharedModel, Strategy
+from offbeat.training.shards import is_sharded
+
+_LEAST_SECONDS, _YEAR_SECONDS = 0.001, 31_536_000
+_DIVIDED = (
+    "every worker must hold the whole model, or its node with node_group and fully_shard; attach "
+    "it without FSDP and without tensor parallelism"
+)
+
+
+# -- strategy and options --------------------------------------------------------------------------
+
+
+def require_abilities(
+    strategy: Strategy,
+    *,
+    wire: Precision = "float32",
+    non_finite: NonFinite = "raise",
+    nodes: bool = False,
+    sharded: bool = False,
+    elastic: bool = False,
+    optimizers: int = 1,
+) -> None:
+    """Raise unless ``strategy`` can train with the given options.
+
+    Args:
+        strategy: The strategy.
+        wire: Precision of the means.
+        non_finite: Policy for non-finite values.
+        nodes: True with ``node_group``.
+        sharded: True if ``fully_shard`` has divided the model.
+        elastic: True with ``min_workers``.
+        optimizers: Number of optimizers.
+
+    Raises:
+        AttachError: an ability that this strategy, or another option, excludes.
+        ValueError: a precision or policy that it cannot use.
+    """
+    require_precision(wire)
+    require_choice("non_finite", non_finite, ("raise", "warn", "exclude"))
+    averages = strategy.averages()
+    if isinstance(averages, CustomFlow):
+        used = {
+            f"wire={wire!r}": wire != "float32",
+            'non_finite="exclude"': non_finite == "exclude",
+            "node_group": nodes,
+            "min_workers": elastic,
+        }
+        for option in (name for name, given in used.items() if given):
+            raise AttachError(
+                f"{option} with {strategy}: baselines to compare with, and strategies with a flow "
+                "of their own, train with exact messages, a fixed number of workers and one worker "
+                "per node; leave it out, or use a strategy to train with"
+            )
+        return
+    _require_wire(strategy, wire, averages, nodes=nodes)
+    if elastic and nodes:
+        raise AttachError(
+            "min_workers with node_group: a node cannot continue without one of its workers; leave "
+            "one of them out"
+        )
+    if isinstance(averages, Gradients):
+        if non_finite == "exclude" and not averages.every_step:
+            raise ValueError(
+                f'non_finite="exclude" with {strategy}: a worker with a non-finite gradient never '
+                "contributes to the mean, but would step with that gradient; average the "
+                'parameters, or use "raise" or "warn"'
+            )
+        if elastic and optimizers > 1:
+            raise AttachError(
+                f"min_workers with {strategy} and several optimizers, whose gradients are averaged "
+                "one after the other: use one optimizer"
+            )
+    elif sharded and averages.optimizer_state:
+        raise AttachError(
+            f"{strategy} with a model that fully_shard has divided: the optimizers' state cannot "
+            'be averaged there; use optimizer_state="local"'
+        )
+
+
+def _require_wire(
+    strategy: Strategy, wire: Precision, averages: SharedModel | Gradients, *, nodes: bool
+) -> None:
+    if wire != "auto" or chooses_precision(strategy):
+        return
+    if isinstance(averages, SharedModel) and averages.error_feedback:
+        raise ValueError(
+            f'wire="auto" with {strategy}: a fixed schedule gives the same bits in every run, and '
+            "a precision chosen by measurement would not. Name a precision"
+        )
+    if nodes:
+        raise AttachError(
+            'wire="auto" with node_group: the precision follows from the time that each worker '
+            "waits, which differs inside a node. Name a precision"
+        )
+
+
+def chooses_precision(strategy: Strategy) -> bool:
+    """Whether with ``wire="auto"`` the strategy chooses the precision of each launch itself."""
+    averages = strategy.averages()
+    return isinstance(averages, SharedModel) and averages.error_feedback and averages.eager
+
+
+def repeatable(strategy: Strategy) -> bool:
+    """Whether equal gradients give equal models, whatever the timing of messages."""
+    averages = strategy.averages()
+    if isinstance(averages, CustomFlow):
+        return False
+    return isinstance(averages, Gradients) or not averages.eager
+
+
+def require_timeout(seconds: float, name: str = "timeout_seconds") -> None:
+    """Raise unless ``seconds`` can be the time-out of an operation.
+
+    Raises:
+        TypeError: it is not a number.
+        ValueError: it is not positive, less than a millisecond, or more than a year, which some
+            backends do not accept.
+    """
+    require_number(name, seconds)
+    if _YEAR_SECONDS < seconds < math.inf:
+        raise ValueError(f"{name} must be at most {_YEAR_SECONDS}, a year, got {seconds}")
+    require_number(name, seconds, POSITIVE)
+    if seconds < _LEAST_SECONDS:
+        raise ValueError(f"{name} must be at least {_LEAST_SECONDS}, got {seconds}")
+
+
+# -- the model -------------------------------------------------------------------------------------
+
+
+def require_usable(model: nn.Module) -> None:
+    """Raise unless every parameter and buffer of ``model`` can be read, and written in place.
+
+    Raises:
+        AttachError: naming the first tensor that cannot, the reason and the remedy.
+    """
+    if torch.is_inference_mode_enabled():
+        raise AttachError("attach() inside torch.inference_mode(): leave it, nothing trains there")
+    for module in model.modules():
+        if type(module).__module__.startswith("torch.distributed.fsdp"):
+            raise AttachError(f"the model is inside {type(module).__name__}: {_DIVIDED}")
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            why = _unusable(tensor)
+            if why is not None:
+                raise AttachError(f"{kind} {name!r} cannot be synchronized: {why}")
+
+
+def require_distinct_memory(tensors: Mapping[str, Tensor], strategy: Strategy) -> None:
+    """Raise if two parameters share memory and ``strategy`` would move it twice.
+
+    Writing a mean twice gives the mean. Adding an update twice does not.
+
+    Raises:
+        AttachError: naming both.
+    """
+    averages = strategy.averages()
+    if not isinstance(averages, SharedModel) or averages.blocking:
+        return
+    seen: dict[tuple[int, torch.device], str] = {}
+    for name, tensor in tensors.items():
+        place = (tensor.data_ptr(), tensor.device)
+        if tensor.numel() and seen.setdefault(place, name) != name:
+            raise AttachError(
+                f"parameters {seen[place]!r} and {name!r} share memory, which {strategy} would "
+                "move twice: tie them as one Parameter, not by .data"
+            )
+
+
+def _unusable(tensor: Tensor) -> str | None:
+    """Why ``tensor`` cannot be synchronized, and what to do; None if it can."""
+    if is_sharded(tensor):
+        return f"it is a DTensor, divided among workers: {_DIVIDED}"
+    if is_lazy(tensor):
+        return (
+            "it has no shape yet (a lazy module); run one forward pass, then build the optimizer "
+            "and attach"
+        )
+    if tensor.is_meta:
+        return (
+            "it is on the meta device and has no values; model.to_empty(device=…) and initialise "
+            "or load it before attach()"
+        )
+    if tensor.is_inference():
+        return (
+            "it was made inside torch.inference_mode(); build or load the model outside, or "
+            "replace it by a clone() made outside"
+        )
+    if tensor.layout != torch.strided:
+        return f"its layout is {tensor.layout}; replace it by its to_dense()"
+    if _shares_memory_with_itself(tensor):
+        return (
+            "some of its elements are the same memory (it was expanded, or is an overlapping "
+            "view); replace it by its clone().contiguous()"
+        )
+    return None
+
+
+def _shares_memory_with_itself(tensor: Tensor) -> bool:
+    """Whether two elements of ``tensor`` lie at the same place."""
+    dims = [(tensor.stride(d), n) for d, n in enumerate(tensor.shape) if n > 1]
+    reach = 0  # of the dimensions so far: offsets from 0 up to this
+    for stride, size in sorted(dims):
+        if tensor.numel() and stride <= reach:
+            break
+        reach += stride * (size - 1)
+    else:
+        return False
+    places = torch.zeros(1, dtype=torch.int64)  # rarely needed: interleaved views, too
+    for stride, size in dims:
+        places = (places[:, None] + stride * torch.arange(size)).reshape(-1)
+    return len(places.unique()) < tensor.numel()

@@ -1,0 +1,245 @@
+"""Monitors: measurements of a running training, under any strategy.
+
+``GradientChange`` measures SelSync's Δ of a worker's gradient, to look at before choosing δ.
+``Distance`` measures how far apart the workers' models are, in the background.
+"""
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offbeat.averaging import AttachedOptimizer, Worker
+from offbeat.averaging.replica import as_real, group_tensors, pack, staging_dtype
+from offbeat.errors import CommunicationError
+from offbeat.fabric import Communicator, Handle
+from offbeat.strategies.trigger import RelativeChange
+
+logger = logging.getLogger("offbeat")
+_PIECE = 2**14  # elements of each model that are compared at a time, in float64
+
+
+class GradientChange:
+    """Adds Δ, as ``SelSync`` would measure it, to each record: ``relative_change``.
+
+    Of the gradients before they are averaged or clipped, unscaled, over all optimizers; smoothed
+    with a = N/100 over all steps. Sends nothing.
+
+    *State*: m, which starts again with every ``attach``; the first Δ is ∞.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker, self._change, self._squared = worker, RelativeChange(), 0.0
+
+    def __call__(self, optimizer: AttachedOptimizer, loss_scale: float, last: bool) -> None:
+        """The gradients of one optimizer are ready.
+
+        Args:
+            optimizer: The optimizer.
+            loss_scale: Factor by which a GradScaler still scales the gradients.
+            last: True if it is the last optimizer of this step.
+        """
+        self._squared += self._worker.squared_norm(optimizer.gradients()) / loss_scale**2
+        if last:
+            squared, self._squared = self._squared, 0.0
+            smoothing = min(1.0, self._worker.size / 100)
+            self._worker.record["relative_change"] = self._change.update(squared, smoothing)
+
+
+@dataclass(eq=False)
+class _Request:
+    """A measurement that this worker has reached.
+
+    Attributes:
+        able: Number of workers that can take part, once all have reached it.
+        models: This worker's model at that step. None: it cannot take part, or copies it later.
+        step: Local steps at that time.
+    """
+
+    able: Handle[Tensor]
+    models: list[Tensor] | None
+    step: int
+
+
+class Distance:
+    """Measures how far apart the models are, every n local steps.
+
+    **Measured**, of the averaged parameters x_n of N workers, after the optimizer has stepped and
+    before the strategy synchronizes at the end of the step:
+
+        distance          Σ_n ‖x_n − x̄‖ / N,  x̄ = Σ_n x_n / N
+        distance_largest  max ‖x_a − x_b‖ over all pairs
+
+    No worker waits for it. At every n-th local step a worker sends one number in the background.
+    Once all have, each sends its model, in the background, too.
+
+    - If workers take equally many steps between two rounds, the models are those of the step at
+      which the workers sent their numbers. A measurement is skipped if the previous one still runs.
+    - Otherwise (eager schedules, parameter servers) steps of the same number may lie far apart in
+      time. The models are then those of the moment at which a worker sees that all have sent their
+      numbers, and the next measurement starts at least n steps after this one.
+
+    Nothing is measured while a worker has no more steps to take. Local steps are counted from the
+    last ``consensus``. A failure here, such as a worker that is behind by more than the time-out,
+    ends the measuring with a warning and not the training.
+
+    *Communication*: one number, the model once (all to all: worker k gets the k-th part of all
+    models), and a sum of N(N+1)/2 numbers, on connections of its own; not counted in ``Stats``.
+    *Memory*: two copies of the parameters during a measurement. *Computing*: N²/2 operations on
+    each of 1/N of the parameters.
+
+    Args:
+        worker: This worker.
+        every: n.
+        in_step: True if workers take equally many steps between two rounds.
+        communicator: Connects the same workers and is used by nothing else, because a failure of
+            the training's communicator would end the training.
+    """
+
+    def __init__(
+        self, worker: Worker, every: int, *, in_step: bool, communicator: Communicator
+    ) -> None:
+        self._worker, self._every, self._in_step = worker, every, in_step
+        # Two orders of operations: a worker may start again while another still sends its model.
+        self._requesting, self._sending = communicator, communicator.twin()
+        self._active = True
+        self._groups = group_tensors(p for _, p in worker.replica.parameters if p.numel())
+        self._steps = 0  # local steps since the last barrier
+        self._next = every  # local steps at the next request
+        self._requested = 0
+        self._requests: deque[_Request] = deque()
+        self._free = True  # no copy of this worker's model is held
+        self._step = 0  # local steps of the copy
+        self._parts: list[Handle[Tensor]] | None = None
+        self._squares: Handle[Tensor] | None = None
+
+    def step_ended(self) -> None:
+        """This worker has taken a step that is not synchronized yet. Never blocks."""
+        if not self._active:
+            return
+        self._steps += 1
+        try:
+            self._advance()
+            if self._steps >= self._next and (self._in_step or self._idle):
+                self._next = self._steps + self._every
+                self._request(able=self._free)
+        except CommunicationError as error:
+            self._give_up(str(error))
+
+    def pause(self) -> None:
+        """All workers are at a barrier: finish the measurements in progress. Blocks."""
+        fabric = self._worker.team.fabric
+        with self._worker.team.account.paused():
+            numbers = torch.tensor(
+                [self._requested, not self._active], device=fabric.control_device
+            )
+            handle = fabric.maximum(numbers, what="number of measurements")
+            requested, failed = handle.wait().tolist()
+        if failed and self._active:
+            self._give_up("it has ended on another worker")
+        if failed:
+            return
+        self._steps, self._next = 0, self._every
+        try:
+            while self._requested < requested:  # other workers have reached more of them
+                self._request(able=False)
+            self._advance(wait=True)
+        except CommunicationError as error:
+            self._give_up(str(error))
+
+    def close(self, *, together: bool) -> None:
+        """Close the connections; see ``Communicator.close``."""
+        self._active = False
+        self._requesting.close(together=together)
+
+    def _give_up(self, reason: str) -> None:
+        self.close(together=False)
+        self._requests.clear()
+        self._parts = self._squares = None
+        rank = self._worker.rank
+        logger.warning("rank %d: the distance is no longer measured: %s", rank, reason)
+
+    @property
+    def _idle(self) -> bool:
+        return self._free and not self._requests
+
+    def _request(self, *, able: bool) -> None:
+        number = torch.tensor([float(able)], device=self._requesting.control_device)
+        handle = self._requesting.sum(number, what="request to measure the distance")
+        models = self._copy() if able and self._in_step else None
+        self._requests.append(_Request(handle, models, self._worker.step))
+        self._requested += 1
+
+    def _copy(self) -> list[Tensor]:
+        """This worker's parameters, padded so that every worker gets a part of the same size."""
+        self._free, copies = False, []
+        for group in self._groups:
+            count = sum(as_real(p.detach()).numel() for p in group)
+            padded = count + -count % self._worker.size
+            flat = torch.zeros(padded, dtype=staging_dtype(group[0]), device=group[0].device)
+            pack(group, flat[:count])
+            copies.append(flat)
+        return copies
+
+    def _advance(self, *, wait: bool = False) -> None:
+        """Continue the measurements in progress; with ``wait`` finish them."""
+        while True:
+            if self._squares is not None:
+                if not wait and not self._squares.done():
+                    return
+                self._report(self._squares.wait())
+                self._squares, self._free = None, True
+            elif self._parts is not None:
+                if not wait and not all(part.done() for part in self._parts):
+                    return
+                total = _squares([part.wait() for part in self._parts], self._worker.size)
+                total = total.to(self._sending.control_device)
+                self._squares = self._sending.sum(total, what="sum of the distances")
+                self._parts = None
+            elif self._requests:
+                if not wait and not self._requests[0].able.done():
+                    return
+                self._answer(self._requests.popleft())
+            else:
+                return
+
+    def _answer(self, request: _Request) -> None:
+        """All workers have reached ``request``: send the model if all can take part."""
+        if request.able.wait().item() < self._worker.size:
+            self._free = self._free or request.models is not None
+            return
+        models, self._step = request.models, request.step
+        if models is None:
+            models, self._step = self._copy(), self._worker.step
+        what = "models, to measure the distance"
+        self._parts = [self._sending.exchange(flat, what=what) for flat in models]
+
+    def _report(self, squares: Tensor) -> None:
+        distances = squares.sqrt().tolist()
+        size, details = self._worker.size, self._worker.details
+        found = {
+            "distance": sum(distances[:size]) / size,
+            "distance_largest": max(distances[size:], default=0.0),
+            "distance_step": self._step,
+        }
+        self._worker.record.update(found)
+        details.update(found, distances_measured=details.get("distances_measured", 0) + 1)
+
+
+def _squares(parts: list[Tensor], workers: int) -> Tensor:
+    """Of the models' parts: ‖x_n − x̄‖² of every worker, then ‖x_a − x_b‖² of every pair.
+
+    Args:
+        parts: Each with one piece of the same length from each worker.
+        workers: N.
+    """
+    total = torch.zeros(workers + workers * (workers - 1) // 2, dtype=torch.float64)
+    for part in parts:
+        for piece in part.view(workers, -1).split(_PIECE, dim=1):
+            models = piece.double()
+            models = models - models[0]  # so that equal models are exactly at their mean
+            from_mean = (models - models.mean(0)).square().sum(1)
+            total += torch.cat([from_mean, torch.pdist(models).square()]).cpu()
+    return total

@@ -1,0 +1,93 @@
+"""State of a strategy that survives a change of membership, and what a checkpoint holds of it."""
+
+import json
+from dataclasses import dataclass, field
+
+from offbeat.averaging.carried_state import common_values, keep_local_values, load_common_values
+from offbeat.checkpoint import save
+from offbeat.strategies.base import common, local, transient
+
+
+@dataclass
+class Inner:
+    shared: float = common(default=0.0)
+    own: int = local(default=0)
+    restarts: int = 0
+    measured: float = transient(default=0.0)
+
+
+@dataclass
+class Controller:
+    threshold: float = 0.3
+    steps: int = 0
+
+
+@dataclass
+class State:
+    """Marks at the outer level, inside a nested dataclass, and on a dataclass as a whole."""
+
+    gain: float = common(default=1.0)
+    history: list[float] = local(default_factory=list)
+    window: int = 2
+    clock: float = transient(default=0.0)
+    inner: Inner = field(default_factory=Inner)
+    controller: Controller | None = common(default=None)
+    change: Controller = local(default_factory=Controller)
+
+
+def used(value: int) -> State:
+    return State(
+        gain=1.5 * value,
+        history=[float(value)],
+        window=10 * value,
+        clock=7.0,
+        inner=Inner(2.5 * value, value, value, 7.0),
+        controller=Controller(0.5 * value, value),
+        change=Controller(0.25 * value, value),
+    )
+
+
+def fresh() -> State:
+    return State(controller=Controller())
+
+
+def test_common_values_are_those_of_the_most_advanced_worker() -> None:
+    """They travel as JSON and are put into the state that the new view begins with."""
+    values = json.loads(json.dumps(common_values(used(3))))
+    assert values == {
+        "gain": 4.5,
+        "inner": {"shared": 7.5},
+        "controller": {"threshold": 1.5, "steps": 3},
+    }
+    state = fresh()
+    load_common_values(state, values)
+    assert state == State(gain=4.5, inner=Inner(shared=7.5), controller=Controller(1.5, 3))
+
+
+def test_local_values_stay_with_their_worker() -> None:
+    state = fresh()
+    keep_local_values(state, used(3))
+    assert state == State(
+        history=[3.0], inner=Inner(own=3), controller=Controller(), change=Controller(0.75, 3)
+    )
+
+
+def test_both_leave_what_is_not_marked() -> None:
+    state = fresh()
+    load_common_values(state, common_values(used(3)))
+    keep_local_values(state, used(2))
+    assert (state.window, state.clock, state.inner.restarts, state.inner.measured) == (2, 0, 0, 0)
+    assert (state.gain, state.history, state.inner.shared, state.inner.own) == (4.5, [2.0], 7.5, 2)
+
+
+def test_a_strategy_without_state_carries_nothing() -> None:
+    assert common_values(None) == {}
+    load_common_values(None, {})
+    keep_local_values(None, None)
+    keep_local_values(fresh(), None)
+
+
+def test_a_checkpoint_holds_all_but_transient_fields() -> None:
+    saved = save(used(1))
+    assert saved.keys() == {"gain", "history", "window", "inner", "controller", "change"}
+    assert saved["inner"].keys() == {"shared", "own", "restarts"}

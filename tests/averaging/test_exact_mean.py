@@ -1,0 +1,452 @@
+"""x ← mean(x) over the workers: every tensor, in its own dtype, in its place."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offbeat
+from loops import Recorded, attach, bits, close, everything
+from offbeat.averaging import Replica
+from offbeat.averaging.exact_mean import ExactMean
+from offbeat.averaging.snapshot_part import SnapshotPart
+from offbeat.fabric import Completed, Team, Wire
+from problems import OPTIMIZERS, Simulated, flat, loss_of, make_batch, train_step
+from worlds import run
+
+
+class Tied(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.a = nn.Linear(4, 4).double()
+        self.b = nn.Linear(4, 4).double()
+        self.b.weight = self.a.weight
+        self.c = nn.Linear(4, 1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(self.a(x).tanh()))
+
+
+def train_tied(rank: int, size: int) -> Any:
+    model = Tied(seed=rank)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    sync = attach(model, optimizer, offbeat.LocalSGD(period=1))
+    for step in range(4):
+        train_step(model, optimizer, make_batch(rank, step))
+    sync.finish()
+    return flat(model), model.b.weight is model.a.weight, sync.stats.payload_bytes
+
+
+def test_tied_weights_are_averaged_once() -> None:
+    """A parameter with two names stays one parameter and travels once."""
+    reference = Simulated.start(3, "momentum", Tied(seed=0))
+    for step in range(4):
+        reference.step(step)
+        reference.average()
+    for end, tied, payload in run(train_tied, workers=3):
+        close(end, reference.flat()[0])
+        assert tied
+        assert payload == 4 * 8 * (16 + 4 + 4 + 5) + 5 * 8 * 7
+
+
+def half_models(rank: int, size: int) -> Tensor:
+    model = nn.Linear(1, 3, bias=False, dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    sync = attach(model, optimizer, offbeat.LocalSGD(period=1))
+    with torch.no_grad():
+        model.weight.copy_(
+            torch.tensor([[256.0, 1.0, 1.0], [1e38, 1e38, 1e38], [3, 4, 5]])[:, rank : rank + 1]
+        )
+    optimizer.step()  # no gradients: the step itself changes nothing
+    sync.finish()
+    return model.weight.detach()[:, 0]
+
+
+def test_half_precision_parameters_are_averaged_in_float32() -> None:
+    """Pitfall 10: 256 + 1 + 1 is 258, not 256, and the sum is divided before it is narrowed."""
+    want = torch.tensor([86.0, 1e38, 4.0]).to(torch.bfloat16)
+    results = run(half_models, workers=3)
+    for got in results:
+        assert got.dtype == torch.bfloat16
+        assert torch.equal(got, want)
+        assert torch.equal(got, results[0])
+
+
+def mixed_values(rank: int) -> dict[str, Tensor]:
+    """Four dtypes, so four buckets; small integers, whose mean over 2 is exact."""
+    numbers = torch.arange(6.0).reshape(2, 3) * (2 * rank + 1)
+    return {
+        "a": numbers,
+        "b": numbers.double() + 1,
+        "c": torch.complex(numbers, numbers + 2),
+        "d": (numbers + 3).to(torch.bfloat16),
+        "e": numbers + 4,
+    }
+
+
+def mixed_dtypes(rank: int, size: int) -> Any:
+    results = []
+    for strategy in (offbeat.LocalSGD(period=1), offbeat.AsyncAveraging(staleness=2)):
+        model = nn.ParameterDict({k: torch.zeros_like(v) for k, v in mixed_values(0).items()})
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        sync = attach(model, optimizer, strategy)
+        with torch.no_grad():
+            for name, value in mixed_values(rank).items():
+                model[name].copy_(value)
+        optimizer.step()
+        sync.finish()
+        results.append({name: p.detach() for name, p in model.items()})
+    return results
+
+
+def test_every_bucket_of_a_mean_is_applied() -> None:
+    """Pitfalls 1 and 10: with four dtypes each tensor gets its own mean, in its own dtype."""
+    first, second = mixed_values(0), mixed_values(1)
+    for results in run(mixed_dtypes, workers=2):
+        for result in results:
+            for name, got in result.items():
+                want = (first[name] + second[name]) / 2
+                assert got.dtype == want.dtype
+                assert torch.equal(got, want), name
+
+
+def norm_model() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
+
+
+def norm_steps(model: nn.Module, rank: int, step: int) -> None:
+    """Rank r looks at r + 1 batches a step."""
+    for micro in range(rank + 1):
+        loss_of(model, make_batch(rank, 10 * step + micro)).backward()
+
+
+BUFFERED = [
+    (offbeat.LocalSGD(period=2), 2),
+    (offbeat.SelSync(delta=0.0), 1),
+    (offbeat.DiLoCo(period=2, outer_lr=0.5, fragments=2), 2),
+    (offbeat.BSP(), 100),  # at the end only
+    (offbeat.SelSync(delta=float("inf")), 100),
+    (offbeat.AsyncAveraging(staleness=100), 100),
+]
+
+
+def batch_norm(rank: int, size: int) -> Any:
+    ends = []
+    for strategy, _ in BUFFERED:
+        model = norm_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        sync = attach(model, optimizer, strategy)
+        trace = []
+        for step in range(5):
+            optimizer.zero_grad()
+            norm_steps(model, rank, step)
+            optimizer.step()
+            trace.append(everything(model[1])[2:])
+        with sync.consensus():
+            inside = everything(model[1])[2:]
+        sync.finish()
+        ends.append((trace, inside, everything(model[1])[2:], flat(model)))
+    return ends
+
+
+def test_batch_norm_buffers_are_averaged_and_counters_take_the_maximum() -> None:
+    """Pitfalls 7, 8 and 11: statistics are averaged with the models, also at learning rate 0.
+
+    Counters stay integers, and are exchanged only where all models become the same.
+    """
+    results = run(batch_norm, workers=2)
+    for index, (_, period) in enumerate(BUFFERED):
+        models = [norm_model() for _ in range(2)]
+
+        def average(models: list[nn.Sequential] = models, *, final: bool = False) -> None:
+            for same in zip(*(m[1].buffers() for m in models), strict=True):
+                if same[0].dtype == torch.int64:
+                    value = max(same) if final else None
+                else:
+                    value = sum(same) / 2
+                for buffer in [] if value is None else same:
+                    buffer.copy_(value.clone())
+
+        for step in range(5):
+            for rank, model in enumerate(models):
+                norm_steps(model, rank, step)
+            if step % period == period - 1:
+                average()
+            for rank, result in enumerate(results):
+                for got, want in zip(
+                    result[index][0][step], models[rank][1].buffers(), strict=True
+                ):
+                    close(got.double(), want.double())
+        average(final=True)
+        mean, variance, count = models[0][1].buffers()
+        for result in results:
+            _, inside, end, parameters = result[index]
+            for got in (inside, end):
+                close(got[0], mean)
+                close(got[1], variance)
+                assert got[2].dtype == torch.int64
+                assert int(got[2]) == int(count)
+            assert torch.equal(parameters, flat(norm_model())), "nothing divides by the rate"
+
+
+def unused_layers(rank: int, size: int) -> list[Tensor]:
+    torch.manual_seed(rank)
+    model = nn.ModuleList(nn.Linear(2, 1).double() for _ in range(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = attach(model, optimizer, offbeat.LocalSGD(period=1))
+    for _ in range(2):
+        optimizer.zero_grad()
+        model[rank](torch.ones(1, 2, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+    sync.finish()
+    return everything(model)
+
+
+def test_unused_layers_that_differ_per_rank_stay_apart() -> None:
+    """Pitfall 2: a layer without a gradient on a rank is averaged with itself, not with another."""
+    torch.manual_seed(0)
+    start = everything(nn.ModuleList(nn.Linear(2, 1).double() for _ in range(3)))
+    results = run(unused_layers, workers=2)
+    for end in results:
+        for i, (got, begin) in enumerate(zip(end, start, strict=True)):
+            # layer 0 moves on rank 0, layer 1 on rank 1, layer 2 nowhere: −0.1·1/2 a step
+            close(got, begin - (0.1 if i < 4 else 0.0))
+
+
+STRIDED = [offbeat.BSP(), offbeat.LocalSGD(period=1), offbeat.AsyncAveraging(staleness=2)]
+
+
+def strided_values(rank: int, what: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(10 * what + rank)
+    return (
+        torch.randn(4, 3, 2, 2, generator=generator, dtype=torch.float64),
+        torch.randn(3, 5, generator=generator, dtype=torch.float64),
+    )
+
+
+def strided(rank: int, size: int) -> Any:
+    results = []
+    for strategy in STRIDED:
+        model = nn.Module()
+        conv, other = strided_values(rank, 0)
+        model.conv = nn.Parameter(conv.to(memory_format=torch.channels_last))
+        model.other = nn.Parameter(other.t().contiguous().t())
+        parameters = list(model.parameters())
+        strides = [p.stride() for p in parameters]
+        assert not any(p.is_contiguous() for p in parameters)
+        optimizer = torch.optim.SGD(parameters, lr=1.0)
+        sync = attach(model, optimizer, strategy)
+        begin = everything(model)
+        for p, g in zip(parameters, strided_values(rank, 1), strict=True):
+            p.grad = torch.empty_like(p).copy_(g)
+        optimizer.step()
+        with sync.consensus():
+            inside = everything(model)
+        sync.finish()
+        kept = [p.stride() for p in parameters] == strides
+        kept = kept and [p.grad.stride() for p in parameters] == strides
+        results.append((begin, inside, everything(model), kept))
+    return results
+
+
+def test_memory_format_and_strides_are_kept() -> None:
+    """Pitfall 9: channels_last and transposed parameters keep strides and get the right values."""
+    start, moves = strided_values(0, 0), [strided_values(rank, 1) for rank in range(2)]
+    for results in run(strided, workers=2):
+        for begin, inside, end, kept in results:
+            assert kept
+            for i in range(2):
+                assert torch.equal(begin[i], start[i])
+                want = start[i] - (moves[0][i] + moves[1][i]) / 2
+                close(inside[i], want)
+                close(end[i], want)
+
+
+# -- the mean by itself ---------------------------------------------------------------------------
+
+
+class Kinds(nn.Module):
+    """Parameters of four dtypes, statistics, and integer and boolean buffers."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(rank)
+
+        def numbers(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+        self.weight32 = nn.Parameter(numbers(40, 30).float())
+        self.weight64 = nn.Parameter(numbers(1200))
+        self.weight16 = nn.Parameter((100 * numbers(1200)).to(torch.bfloat16))
+        self.waves = nn.Parameter(torch.complex(numbers(3), numbers(3)))
+        self.register_buffer("statistic", numbers(5).float())
+        self.register_buffer("count", torch.tensor([10 * rank, -rank, 2**40 + rank]))
+        self.register_buffer("small", torch.tensor(7 - rank, dtype=torch.int8))
+        self.register_buffer("mask", torch.tensor([rank == 0, rank == 1]))
+
+
+WEIGHTS = [0.5, 2.0, 0.0]
+
+
+class Begun:
+    """A worker that holds its own model, of workers that have begun with the same one."""
+
+    def __init__(self, rank: int) -> None:
+        self.recorded = Recorded()
+        self.team = Team(self.recorded.make_communicator(20))
+        self.model = Kinds(0)
+        self.replica = Replica(self.model, self.model.parameters())
+        self.mean = ExactMean(self.team, self.replica)
+
+    def differ(self, rank: int) -> None:
+        with torch.no_grad():
+            for name, value in Kinds(rank).state_dict().items():
+                self.model.state_dict()[name].copy_(value)
+
+
+def begun(rank: int) -> Begun:
+    worker = Begun(rank)
+    worker.differ(rank)
+    return worker
+
+
+def copy_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def is_number(value: Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+
+
+def expected(weights: Sequence[float]) -> dict[str, Tensor]:
+    """The weighted mean in double precision; the largest integers; nothing of masks."""
+    each = [Kinds(rank).state_dict() for rank in range(len(weights))]
+    mean: dict[str, Tensor] = {}
+    for name, first in each[0].items():
+        parts = [one[name] for one in each]
+        if is_number(first):
+            wide = torch.complex128 if first.is_complex() else torch.float64
+            total = sum(w * part.to(wide) for w, part in zip(weights, parts, strict=True))
+            mean[name] = total / sum(weights)  # type: ignore[assignment]
+        elif first.dtype != torch.bool:
+            mean[name] = torch.stack(parts).amax(0)
+    return mean
+
+
+ROUNDING = {torch.float32: 4e-7, torch.bfloat16: 2**-8, torch.float64: 1e-15}
+STEPS = {"float32": 0.0, "bfloat16": 2**-8, "int8": 1 / 127}
+
+
+def assert_is(got: dict[str, Tensor], mean: dict[str, Tensor], wire: str = "float32") -> None:
+    """To one rounding of its dtype; over a lossy wire to that of the largest change."""
+    for name, want in mean.items():
+        value = got[name]
+        if not is_number(value):
+            assert torch.equal(value, want), name
+            continue
+        unit = ROUNDING[torch.float64 if value.is_complex() else value.dtype]
+        bound = unit * (want.abs() + 1)
+        if value.numel() >= 1200:  # smaller ones are sent as they are
+            largest = max(
+                (Kinds(r).state_dict()[name] - Kinds(0).state_dict()[name]).abs().max()
+                for r in range(3)
+            )
+            # half a step for each worker that contributes, and half of one of their sum
+            bound = bound + STEPS[wire] * 2 * float(largest)
+        assert ((value - want).abs() <= bound).all(), (name, (value - want).abs().max())
+
+
+def weighted(rank: int, size: int) -> dict[str, Tensor]:
+    worker = begun(rank)
+    if WEIGHTS[rank] == 0:  # a worker with weight 0 cannot spoil anything
+        with torch.no_grad():
+            worker.model.weight32[3] = float("nan")
+    worker.mean.average(WEIGHTS[rank], sum(WEIGHTS), what="a test")
+    return copy_of(worker.model)
+
+
+def test_the_mean_is_weighted_and_in_the_dtype_of_each_tensor() -> None:
+    """Σ w·x / Σ w, half types summed in float32; integers' maximum; masks are left alone."""
+    mean = expected(WEIGHTS)
+    results = run(weighted, workers=3)
+    for rank, result in enumerate(results):
+        assert_is(result, mean)
+        assert torch.equal(result["mask"], Kinds(rank).state_dict()["mask"])
+        for name in mean:
+            assert torch.equal(bits(result[name]), bits(results[0][name])), name
+    assert torch.equal(results[0]["weight64"], mean["weight64"]), "two terms: in any order"
+
+
+def by_a_part(rank: int, size: int, wire: Any) -> dict[str, Tensor]:
+    """A blocking mean of training; rank 2 contributes nothing, because it is not finite."""
+    worker = Begun(rank)
+    part = SnapshotPart(
+        worker.team,
+        Wire(worker.team, wire),
+        lambda: [p for _, p in worker.replica.parameters],
+        name="all",
+        keeps_steps=False,
+        buffers=worker.replica.float_buffers,
+    )
+    worker.differ(rank)
+    if rank == 2:
+        with torch.no_grad():
+            worker.model.weight32[3] = float("nan")
+    part.launch(Completed(2.0), weight=float(rank != 2), step=1, what="a test")
+    part.land(1)
+    return copy_of(worker.model)
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
+def test_a_blocking_mean_of_training_is_near_it_over_every_wire(wire: str) -> None:
+    """All dtypes, buffers exactly; integers are left alone; the same bits on all workers."""
+    mean = {name: value for name, value in expected([1, 1, 0]).items() if is_number(value)}
+    results = run(by_a_part, wire, workers=3)
+    for rank, result in enumerate(results):
+        assert_is(result, mean, wire)
+        for name, own in Kinds(rank).state_dict().items():
+            want = results[0][name] if name in mean else own
+            assert torch.equal(bits(result[name]), bits(want)), name
+    exact = torch.equal(results[0]["weight64"], mean["weight64"])
+    assert exact == (wire == "float32")
+
+
+def show(rank: int, size: int) -> Any:
+    worker = begun(rank)
+    worker.mean.show(WEIGHTS[rank], sum(WEIGHTS), what="a test")
+    sent = worker.recorded.tensors
+    kept = [flat for flat in (ref() for ref in sent) if flat is not None]
+    return copy_of(worker.model), len(sent), [flat.shape for flat in kept]
+
+
+def test_show_gives_the_mean_and_leaves_no_staging_memory() -> None:
+    """Not one of the tensors that were sent is still there."""
+    mean = expected(WEIGHTS)
+    for state, sent, kept in run(show, workers=3):
+        assert_is(state, mean)
+        assert sent == 4 + 1, "a bucket for each dtype, statistics among them, and the integers"
+        assert kept == []
+
+
+def some_tensors(rank: int, size: int, method: str) -> dict[str, Tensor]:
+    worker = begun(rank)
+    if method == "average_buffers":
+        worker.mean.average_buffers(1.0, size, what="a test")
+    else:
+        worker.mean.average_integers(what="a test")
+    return copy_of(worker.model)
+
+
+@pytest.mark.parametrize("method", ["average_buffers", "average_integers"])
+def test_buffers_or_integers_alone_leave_the_rest(method: str) -> None:
+    """Statistics take their mean, exactly, and counters their maximum; nothing else moves."""
+    names = {"count", "small"} | ({"statistic"} if method == "average_buffers" else set())
+    mean = expected([1.0] * 2)
+    for rank, result in enumerate(run(some_tensors, method, workers=2)):
+        assert_is(result, {name: mean[name] for name in names})
+        for name in result.keys() - names:
+            assert torch.equal(result[name], Kinds(rank).state_dict()[name]), name

@@ -1,0 +1,307 @@
+"""What flows promise beyond values: nothing is lost, messages, weights, and when votes travel."""
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from loops import Recorded, attach, close, sgd
+from offbeat import Compute, Network, simulate
+from offbeat.averaging.rounds import Rounds
+from offbeat.averaging.votes import Round, Vote
+from offbeat.simulate import Kill
+from problems import flat, make_batch, make_model, make_wide, train_step, wide_loss
+from worlds import simulated
+
+# -- steps that are in flight when a worker is lost ------------------------------------------------
+
+
+def wide_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
+    optimizer.zero_grad()
+    wide_loss(model, rank, step).backward()
+    optimizer.step()
+
+
+def lose(text: str, steps: int, seen: list[list[Any]]) -> Tensor:
+    """Notes the model after each step and the time at which the next one begins."""
+    rank = dist.get_rank()
+    model = make_wide(rank)
+    optimizer = sgd(model)
+    sync = attach(model, optimizer, text, min_workers=1, timeout_seconds=20.0)
+    for step in range(steps):
+        seen[rank].append((flat(model), sync._team.host.now()))
+        wide_step(model, optimizer, rank, step)
+    seen[rank].append((flat(model), sync._team.host.now()))
+    sync.finish()
+    return flat(model)
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [("local:period=4", 4), ("selsync:delta=inf,max_interval=4", 4), ("selsync:delta=0.0", 1)],
+)
+def test_no_step_of_a_survivor_is_lost_while_a_blocking_mean_is_in_flight(
+    text: str, steps: int
+) -> None:
+    """Worker 2 dies between launch and landing: the mean is then that of the two survivors.
+
+    Steps count as synchronized at the landing. If it were the launch, no worker would have any to
+    contribute to the next view, and the steps of all but one worker would be lost.
+    """
+
+    def run(*faults: Any) -> tuple[list[Any], list[list[Any]]]:
+        seen: list[list[Any]] = [[] for _ in range(3)]
+        network = Network("100kbit/s", latency="1ms")  # a mean of 35 kB takes more than 2 s
+        results = simulate(
+            lambda: lose(text, steps, seen),
+            workers=3,
+            network=network,
+            compute=Compute("10ms"),
+            faults=faults,
+        ).results
+        return results, seen
+
+    _, seen = run()
+    (_, before), (_, after) = seen[2][steps - 1 :]
+    assert after - before > 2
+    results, seen = run(Kill(worker=2, at=before + 1))
+    assert results[2] is None
+    assert len(seen[2]) == steps, "it was waiting for the mean when it died"
+    models = [copy.deepcopy(make_wide(0)) for _ in range(2)]
+    for rank, model in enumerate(models):
+        optimizer = sgd(model)
+        for step in range(steps):
+            wide_step(model, optimizer, rank, step)
+    mean = sum(map(flat, models)) / 2
+    for rank in range(2):
+        close(seen[rank][steps][0], mean, 1e-6)
+        assert torch.equal(results[rank], seen[rank][steps][0])
+    assert not torch.allclose(mean, flat(models[0]), atol=1e-3), "rank 0's alone is another one"
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+class Normalised(nn.Module):
+    """4,000 numbers with BatchNorm, of which ``fragments`` parts can be made."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.a, self.norm, self.b = nn.Linear(4, 500), nn.BatchNorm1d(500), nn.Linear(500, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(self.norm(self.a(x)).tanh())
+        return out
+
+
+def messages(rank: int, size: int, text: str, wire: Any) -> list[list[str]]:
+    """Kinds of the operations of each step, and of ``finish``."""
+    model, recorded = Normalised(rank), Recorded()
+    optimizer = sgd(model)
+    sync = attach(model, optimizer, text, wire=wire, group=recorded)
+    seen = []
+    for step in range(5):
+        recorded.operations.clear()
+        if step == 4:
+            sync.finish()
+        else:
+            train_step(model, optimizer, make_batch(rank, step, dtype=torch.float32))
+        seen.append([kind for kind, _, _ in recorded.operations])
+    return seen
+
+
+VOTES, MEAN, BUFFERS = ["Sum"], ["Sum"], ["Sum"]
+COUNTERS, LOSSY = ["Maximum"], ["Exchange", "Gather"]
+
+
+@pytest.mark.parametrize(
+    ("text", "wire", "step", "end"),
+    [
+        # Buffers ride with the parameters: one message for both. Counters travel at the end alone.
+        ("local:period=1", "float32", VOTES + MEAN, VOTES + COUNTERS),
+        ("diloco:period=1", "float32", VOTES + MEAN, VOTES + COUNTERS),
+        ("async:staleness=2", "float32", VOTES + MEAN, VOTES + COUNTERS),
+        ("diloco:period=2,fragments=2", "float32", VOTES + MEAN, VOTES + MEAN + COUNTERS),
+        ("selsync:delta=inf", "float32", VOTES, VOTES + MEAN + COUNTERS),
+        ("selsync:delta=inf", "int8", VOTES, VOTES + MEAN + COUNTERS),
+        # Over a lossy wire buffers travel exactly, apart.
+        ("local:period=1", "int8", VOTES + LOSSY + BUFFERS, VOTES + COUNTERS),
+        (
+            "streaming:parts=1,schedule=cyclic,staleness=2",
+            "float32",
+            VOTES + MEAN + BUFFERS,
+            VOTES + MEAN + COUNTERS,
+        ),
+        # Votes ride with the gradients; the last round sends gradients of 0.
+        ("bsp", "float32", MEAN, MEAN + BUFFERS + COUNTERS),
+    ],
+)
+def test_a_mean_takes_as_few_messages_as_possible(
+    text: str, wire: str, step: list[str], end: list[str]
+) -> None:
+    """Each message costs a latency."""
+    for first, *others, last in simulated(messages, text, wire, workers=3):
+        assert sorted(first) == sorted(step)
+        assert all(sorted(one) == sorted(step) for one in others)
+        assert sorted(last) == sorted(end)
+
+
+# -- weights ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def votes(monkeypatch: pytest.MonkeyPatch) -> list[Vote]:
+    """All votes that are sent, by all workers."""
+    sent: list[Vote] = []
+    send = Rounds.send
+
+    def noted(self: Rounds, vote: Vote, optimizer: int = 0) -> Round:
+        sent.append(vote)
+        return send(self, vote, optimizer)
+
+    monkeypatch.setattr(Rounds, "send", noted)
+    return sent
+
+
+def wait(rank: int, size: int, text: str) -> None:
+    """Rank 0 waits in a consensus after 2 steps, rank 1 comes after 7."""
+    model = make_model(seed=rank)
+    optimizer = sgd(model)
+    with attach(model, optimizer, text) as sync:
+        for step in range([2, 7][rank]):
+            train_step(model, optimizer, make_batch(rank, step))
+        with sync.consensus():
+            pass
+
+
+@pytest.mark.parametrize(
+    ("text", "weights"),
+    [
+        # Rounds after each of the steps 1 to 7, and the last one of the consensus.
+        ("local:period=1", [1, 1, 0, 0, 0, 0, 0, 0]),
+        ("diloco:period=1,overlap=0", [1, 1, 0, 0, 0, 0, 0, 0]),
+        ("async:staleness=2", [1, 1, 0, 0, 0, 0, 0, 0]),
+        ("selsync:delta=inf", [1, 1, 1, 1, 1, 1, 1, 1]),
+        ("local:period=3", [1, 0, 0]),
+        ("async:staleness=6", [1, 0, 0]),
+        ("streaming:parts=1,schedule=cyclic,staleness=6", [1, 0, 0]),
+    ],
+)
+def test_a_waiting_worker_counts_while_it_has_steps_to_give(
+    text: str, weights: list[int], votes: list[Vote]
+) -> None:
+    """Weight 1 in the round that takes its last steps, then 0: it does not damp the others'."""
+    simulated(wait, text, workers=2)
+    before = list(itertools.takewhile(lambda vote: not vote.finishing, votes))
+    assert [vote.weight for vote in before if vote.rank == 0][: len(weights)] == weights
+
+
+# -- when votes travel -----------------------------------------------------------------------------
+
+
+class Slow(torch.optim.SGD):
+    """Its step takes 20 ms of the worker's time."""
+
+    def __init__(self, model: nn.Module, sleep: Callable[[float, str], None] | None = None) -> None:
+        super().__init__(model.parameters(), lr=0.01)
+        self.sleep = sleep
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step()
+        if self.sleep is not None:
+            self.sleep(0.02, "the optimizer")
+        return result
+
+
+def order(rank: int, size: int, text: str) -> list[str]:
+    """Votes and optimizer steps in the order of their beginning."""
+    model, recorded = make_wide(rank), Recorded()
+    optimizer = sgd(model)
+    optimizer.register_step_post_hook(lambda *_: recorded.operations.append(("Step", "step", 0)))
+    sync = attach(model, optimizer, text, group=recorded)
+    recorded.operations.clear()
+    for step in range(3):
+        optimizer.zero_grad()
+        wide_loss(model, rank, step).backward()
+        optimizer.step()
+    events = [what.split()[0] for _, what, _ in recorded.operations]
+    sync.detach()
+    return [event for event in events if event in ("votes", "step")]
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ("local:period=1", "votes"),
+        ("selsync:delta=inf", "votes"),
+        ("diloco:period=1", "votes"),
+        ("diloco:period=2,overlap=1,fragments=2", "votes"),
+        ("async:staleness=2", "votes"),
+        ("streaming:parts=1,schedule=cyclic,staleness=2", "votes"),
+        ("async:schedule=eager", "step"),
+        ("streaming:parts=1", "step"),
+    ],
+)
+def test_votes_travel_while_the_optimizer_steps_unless_the_schedule_is_eager(
+    text: str, first: str
+) -> None:
+    """An eager worker knows only after its step what has arrived."""
+    for events in simulated(order, text, workers=2):
+        assert events[0] == first
+        assert events.count("step") == 3
+        if first == "votes":
+            assert events == ["votes", "step"] * 3
+
+
+def seconds_waited(text: str, latency: str, optimizer_sleeps: bool) -> float:
+    """Of ten steps of 50 ms and votes alone."""
+
+    def worker() -> float:
+        model = make_model(dist.get_rank(), torch.float32)
+        optimizer = Slow(model)
+        sync = attach(model, optimizer, text)
+        if optimizer_sleeps:
+            optimizer.sleep = sync._team.host.sleep
+        for step in range(10):
+            train_step(model, optimizer, make_batch(dist.get_rank(), step, dtype=torch.float32))
+        seconds = float(sync.stats.wait_seconds)
+        sync.detach()
+        return seconds
+
+    network = Network("1Gbit/s", latency=latency)
+    return max(simulate(worker, workers=2, network=network, compute=Compute("50ms")).results)
+
+
+def test_votes_that_travel_during_the_optimizer_step_are_not_waited_for() -> None:
+    text = "selsync:delta=inf"
+    assert seconds_waited(text, "5ms", optimizer_sleeps=True) == 0
+    assert seconds_waited(text, "5ms", optimizer_sleeps=False) > 10 * 0.004
+
+
+def test_deferred_flags_have_a_whole_step_to_arrive() -> None:
+    """A latency that every step would wait for costs nothing."""
+    assert seconds_waited("selsync:delta=inf", "10ms", optimizer_sleeps=False) > 10 * 0.009
+    text = "selsync:delta=inf,flags=deferred"
+    assert seconds_waited(text, "10ms", optimizer_sleeps=False) == 0
+
+
+# -- what a strategy may not do --------------------------------------------------------------------
+
+
+def test_a_mean_of_gradients_on_demand_cannot_exclude_a_worker() -> None:
+    """It would step with the very gradient that was excluded."""
+
+    def refuse(rank: int, size: int) -> None:
+        model = make_model()
+        text = "selsync:delta=0.3,aggregate=gradients"
+        with pytest.raises(ValueError, match=r"with selsync.*average the parameters"):
+            attach(model, sgd(model), text, non_finite="exclude")
+        attach(model, sgd(model), text, non_finite="raise").detach()
+
+    simulated(refuse, workers=2)

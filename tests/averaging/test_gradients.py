@@ -1,0 +1,506 @@
+"""g ← mean(g) in buckets: early or late, exact or lossy, dense or sparse."""
+
+from functools import partial, reduce
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from loops import attach, close
+from offbeat.averaging import worker
+from offbeat.averaging.flow import Flow
+from offbeat.averaging.gradient_flow import GradientFlow
+from offbeat.averaging.gradients import GradientMean, gradient_buckets
+from offbeat.fabric import Team, Wire, open_communicator
+from problems import (
+    OPTIMIZERS,
+    bsp_reference,
+    flat,
+    loss_of,
+    make_batch,
+    make_model,
+    make_wide,
+    wide_loss,
+)
+from worlds import run
+
+
+def small_buckets(
+    size: int, parameters: list[nn.Parameter], scale: float = 1.0
+) -> list[list[nn.Parameter]]:
+    made = gradient_buckets(parameters, bucket_bytes=size)
+    assert len(made) >= 3
+    return made
+
+
+@pytest.fixture
+def buckets_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes buckets of at most so many bytes."""
+    return lambda size: monkeypatch.setattr(
+        worker, "gradient_buckets", partial(small_buckets, size)
+    )
+
+
+def accumulate(rank: int, size: int, passes: list[int], how: str) -> list[Tensor]:
+    """The gradients each step uses, with ``passes`` backward passes a step."""
+    model = make_wide(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    seen: list[Tensor] = []
+    sync = attach(model, optimizer, "bsp", wire="int8")
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]).clone())
+    )
+    for step, count in enumerate(passes):
+        optimizer.zero_grad()
+        for micro in range(count):
+            wide_loss(model, rank, 10 * step + micro).backward()
+        if how == "clip":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if how == "consensus" and step % 2:
+            with sync.consensus():
+                pass
+        optimizer.step()
+    sync.finish()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("passes", "how"),
+    [([1, 1, 1, 1], ""), ([1, 3, 2, 1, 2, 1], ""), ([1] * 6, "clip"), ([1] * 5, "consensus")],
+)
+def test_buckets_sent_twice_feed_their_errors_once(
+    passes: list[int], how: str, buckets_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buckets that leave too early and are sent again: the same bits as without overlap."""
+    buckets_of(4096)
+    early = run(accumulate, passes, how, workers=3)
+    monkeypatch.setattr(GradientFlow, "bucket_ready", Flow.bucket_ready)  # none leaves early
+    late = run(accumulate, passes, how, workers=3)
+    for a, b in zip(early, late, strict=True):
+        assert torch.equal(torch.stack(a), torch.stack(b))
+        assert torch.equal(torch.stack(a), torch.stack(early[0]))
+
+
+def test_all_gradients_arrive_in_time(buckets_of: Any) -> None:
+    """Σ over steps of the means is the exact Σ but for one rounding, accumulated or not."""
+    passes = [1, 2, 1, 3, 1, 1, 2, 1]
+
+    def steps(rank: int, size: int) -> tuple[Tensor, Tensor]:
+        model = make_wide(0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)  # the model stays where it is
+        got = torch.zeros(8705)
+        own = torch.zeros(8705)
+        with attach(model, optimizer, "bsp", wire="int8"):
+
+            def add(*_: Any) -> None:
+                got.add_(torch.cat([p.grad.reshape(-1) for p in model.parameters()]))
+
+            optimizer.register_step_pre_hook(add)
+            for step, count in enumerate(passes):
+                optimizer.zero_grad()
+                for micro in range(count):
+                    wide_loss(model, rank, 10 * step + micro).backward()
+                own += torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+                optimizer.step()
+        return got, own
+
+    buckets_of(4096)
+    results = run(steps, workers=3)
+    exact = sum(own for _, own in results) / 3
+    largest = 3 * float(exact.abs().max())
+    for got, _ in results:
+        # what is kept back: less than a scale for each worker's and for the sum's rounding
+        assert (got - exact).abs().max() < 2 * largest / 127
+        assert not torch.equal(got, exact)
+
+
+def test_without_error_feedback_small_gradients_would_be_lost() -> None:
+    """A gradient far below its block's scale still arrives, in time."""
+
+    def steps(rank: int, size: int) -> Tensor:
+        model = nn.Module()
+        model.x = nn.Parameter(torch.zeros(4096))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with attach(model, optimizer, "bsp", wire="int8"):
+            for _ in range(100):
+                model.x.grad = torch.full((4096,), 1e-3)
+                model.x.grad[::512] = 1.0  # a block's scale is 1/127, and 1e-3 rounds to 0
+                optimizer.step()
+        return model.x.detach()
+
+    for x in run(steps, workers=3):
+        small = torch.ones(4096, dtype=torch.bool)
+        small[::512] = False
+        # what has not arrived: half a scale on each worker, and half of that of the sum
+        assert ((x[small] + 0.1).abs() <= 0.5 / 127 * 2 + 1e-6).all()
+        assert x[small].any()
+
+
+# -- the mean by itself ---------------------------------------------------------------------------
+
+GRADIENTS = [[0, 1, 2, 3], [0, 1, 2], [1, 2, 3]]  # parameters that have one, by rank; 4 has none
+
+
+def reduce_once(rank: int, size: int, wire: Any, overlap: bool) -> Any:
+    """Rank 1 contributes nothing. With overlap buckets leave early, and rank 2 changes one."""
+    team = Team(open_communicator(None, 20, what="a test"))
+    parameters = [nn.Parameter(torch.zeros(600)) for _ in range(5)]
+    for i in GRADIENTS[rank]:
+        parameters[i].grad = gradient_of(rank, i)
+    buckets = gradient_buckets(parameters, bucket_bytes=2400)
+    assert len(buckets) == 5
+    mean = GradientMean(team, Wire(team, wire), buckets, slots=2, overlap=overlap)
+    if rank != 1:
+        for index in range(len(buckets) - 1):
+            mean.start(index)
+    if rank == 2 and overlap:
+        parameters[3].grad += 1
+    sums = mean.reduce([rank, 1.5], contribute=rank != 1)
+    return sums, [p.grad for p in parameters]
+
+
+def gradient_of(rank: int, index: int) -> Tensor:
+    return torch.randn(600, generator=torch.Generator().manual_seed(10 * rank + index))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("wire", ["float32", "int8"])
+def test_the_mean_is_over_the_contributing_workers(wire: str, overlap: bool) -> None:
+    """A missing gradient is zero, one that no worker has stays None, and the slots are summed.
+
+    A worker that does not contribute keeps its gradients. A bucket that changed is sent again.
+    """
+    results = run(reduce_once, wire, overlap, workers=3)
+    for rank, (sums, gradients) in enumerate(results):
+        assert sums == [0 + 1 + 2, 3 * 1.5]
+        assert gradients[4] is None
+        for i in range(4):
+            own = gradient_of(rank, i) if i in GRADIENTS[rank] else None
+            if rank == 1:
+                assert own is gradients[i] is None or torch.equal(gradients[i], own)
+                continue
+            each = [gradient_of(r, i) for r in (0, 2) if i in GRADIENTS[r]]
+            want = (sum(each) + float(overlap and i == 3)) / 2
+            atol = 1e-6 if wire == "float32" else 2 * 5.0 / 127  # of numbers below 5
+            torch.testing.assert_close(gradients[i], want, rtol=0, atol=atol)
+            assert torch.equal(gradients[i], results[0][1][i])
+
+
+# -- what a script may do to its gradients --------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Eight tensors of three dtypes, one larger than a bucket, one that is never used."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+
+        def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+            return nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+
+        self.large = parameter(40, 10)  # 1600 bytes
+        self.a = parameter(10)
+        self.low = parameter(30, dtype=torch.bfloat16)
+        self.unused = parameter(9)
+        self.wide = parameter(3, 3, dtype=torch.float64)
+        self.b = parameter(50)
+        self.scalar = parameter()
+        self.constant = parameter()  # its gradient tells nothing about the batch
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (x @ self.large * self.a).sum() + (self.low.float() * x[0, :30]).sum()
+        y = y * self.wide.float().sum() * self.scalar
+        return y + self.b.square().sum() * x.mean() + self.constant
+
+
+def wide_step(rank: int, step: int) -> Tensor:
+    return torch.randn(2, 40, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def change(model: nn.Module, how: str) -> None:
+    """What a script may do to its gradients; torch's clipping waits for the mean."""
+    for p in model.parameters():
+        if p.grad is not None and how == "scale":
+            p.grad.mul_(0.5)
+        if p.grad is not None and how == "clamp":
+            p.grad.clamp_(-0.1, 0.1)
+
+
+def train_wide(rank: int, size: int, passes: list[int], how: str) -> list[list[Tensor | None]]:
+    """The gradients the optimizer sees in each step, with ``passes`` backward passes."""
+    model = Wide(seed=rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    sync = attach(model, optimizer, "bsp")
+    seen: list[list[Tensor | None]] = []
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.append(
+            [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        )
+    )
+    for step, count in enumerate(passes):
+        optimizer.zero_grad()
+        for micro in range(count):
+            model(wide_step(rank, 10 * step + micro)).backward()
+            if how == "discard" and micro < count - 1:
+                optimizer.zero_grad()
+        change(model, how)
+        optimizer.step()
+    sync.finish()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("passes", "how"),
+    [
+        ([1, 1, 1, 1], ""),
+        ([1, 3, 3, 2, 1, 1, 1], ""),  # accumulation, also in windows of unequal length
+        ([1, 1, 1, 1, 1, 1], "scale"),
+        ([1, 1, 1], "clamp"),
+        ([2, 2, 1, 2], "discard"),
+    ],
+)
+def test_every_bucket_is_reduced(passes: list[int], how: str, buckets_of: Any) -> None:
+    """Pitfall 1, 6: ≥ 3 buckets, a tensor over the bucket size, mixed dtypes, early buckets.
+
+    Whatever the user does to the gradients between backward and step counts.
+    """
+    buckets_of(256)
+    results = run(train_wide, passes, how, workers=3)
+    model = Wide(seed=0)
+    for step, count in enumerate(passes):
+        each = []
+        for rank in range(3):
+            model.zero_grad()
+            for micro in range(count):
+                if how == "discard":
+                    model.zero_grad()
+                model(wide_step(rank, 10 * step + micro)).backward()
+            change(model, how)
+            each.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+        for i, p in enumerate(model.parameters()):
+            parts = [e[i] for e in each]
+            for result in results:
+                got = result[step][i]
+                if parts[0] is None:
+                    assert got is None
+                    continue
+                wide = torch.float64 if p.dtype == torch.float64 else torch.float32
+                want = (sum(g.to(wide) for g in parts) / 3).to(p.dtype)  # type: ignore[union-attr]
+                assert got.dtype == p.dtype
+                rtol = 8e-3 if p.dtype == torch.bfloat16 else 2e-5
+                torch.testing.assert_close(got, want, rtol=rtol, atol=2e-5)
+                assert torch.equal(got, results[0][step][i]), "all workers have the same bits"
+            p.grad = None if parts[0] is None else results[0][step][i]
+        torch.optim.SGD(model.parameters(), lr=1e-4).step()
+
+
+class Branches(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.shared = nn.Linear(3, 3, bias=False).double()
+        self.branches = nn.ModuleList(nn.Linear(3, 1, bias=False).double() for _ in range(3))
+
+    def forward(self, x: Tensor, branch: int) -> Tensor:
+        return self.branches[branch](self.shared(x)).square().sum()
+
+
+def train_branches(rank: int, size: int) -> list[list[Tensor | None]]:
+    model = Branches(seed=rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = attach(model, optimizer, "bsp")
+    model(torch.ones(1, 3, dtype=torch.float64) + rank, branch=min(rank, 1)).backward()
+    optimizer.step()
+    sync.finish()
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def test_unused_layers_differ_by_worker() -> None:
+    """Pitfall 2: a gradient that a worker lacks counts as zero; one nobody has stays None."""
+    results = run(train_branches, workers=3)
+    model = Branches(seed=0)
+    for rank in range(3):
+        model(torch.ones(1, 3, dtype=torch.float64) + rank, branch=min(rank, 1)).backward()
+    for grads in results:
+        for got, p in zip(grads, model.parameters(), strict=True):
+            if p.grad is None:
+                assert got is None
+            else:
+                close(got, p.grad / 3)
+
+
+def half_mean(rank: int, size: int) -> dict[str, Tensor]:
+    out = {}
+    for dtype, value in ((torch.float16, 30000.0), (torch.bfloat16, 256.0)):
+        p = nn.Parameter(torch.zeros(2, dtype=dtype))
+        model = nn.Module()
+        model.p = p
+        optimizer = torch.optim.SGD([p], lr=1.0)
+        sync = attach(model, optimizer, "bsp")
+        # float16: the sum 90000 overflows. bfloat16: 256 + 1 + 1 is 256; 1e-7/3 keeps its bits
+        small = {torch.float16: 6e-8, torch.bfloat16: 1.0}[dtype]
+        first = value if dtype == torch.float16 or rank == 0 else small
+        second = small if dtype == torch.float16 else [256.0, 1.0, 1.0][rank]
+        p.grad = torch.tensor([first, second], dtype=dtype)
+        optimizer.step()
+        sync.finish()
+        out[str(dtype)] = p.grad
+    return out
+
+
+def test_half_gradients_are_summed_in_float32_then_divided() -> None:
+    """Pitfall 10: no overflow in the sum, no underflow from dividing first, no bf16 swamping."""
+    for result in run(half_mean, workers=3):
+        half = result["torch.float16"]
+        assert half[0] == 30000
+        # the smallest subnormal: divided by 3 first it would be zero
+        assert half[1] == torch.tensor(6e-8, dtype=torch.float16)
+        expected = torch.tensor((256 + 1 + 1) / 3).to(torch.bfloat16)
+        assert torch.equal(result["torch.bfloat16"], expected.expand(2))
+
+
+def halved(rank: int, size: int) -> tuple[Tensor, int]:
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    sync = attach(model, optimizer, "bsp")
+    for step in range(5):
+        optimizer.zero_grad()
+        for half in range(2):
+            x, y = make_batch(rank, step)
+            (loss_of(model, (x[half::2], y[half::2])) / 2).backward()
+        optimizer.step()
+    sync.finish()
+    return flat(model), sync.step
+
+
+def test_accumulation_is_the_big_batch() -> None:
+    """Pitfall 6: two half batches a step give the whole batch, and count as one step."""
+    expected = bsp_reference(2, "momentum", 5)[-1]
+    for end, steps in run(halved, workers=2):
+        close(end, expected)
+        assert steps == 5
+
+
+def interrupt(rank: int, size: int) -> Tensor:
+    """Rank 0 looks at the consensus between backward and step; others at other moments."""
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    sync = attach(model, optimizer, "bsp")
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(model, make_batch(rank, step)).backward()
+        if step == 3:
+            with sync.consensus():
+                pass
+        optimizer.step()
+    sync.finish()
+    return flat(model)
+
+
+def test_early_buckets_survive_a_consensus(buckets_of: Any) -> None:
+    """Buckets that left during backward before a consensus() are sent again by the step."""
+    buckets_of(64)
+    expected = bsp_reference(2, "momentum", 6)[-1]
+    for end in run(interrupt, workers=2):
+        close(end, expected)
+
+
+# -- sparse gradients -----------------------------------------------------------------------------
+
+
+class Words(nn.Module):
+    """An embedding with sparse gradients, and a layer without."""
+
+    def __init__(self, seed: int, rows: int = 9) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.table = nn.Embedding(rows, 3, sparse=True, dtype=torch.float64)
+        self.head = nn.Linear(3, 1, dtype=torch.float64)
+
+    def forward(self, words: Tensor | None) -> Tensor:
+        return self.head(torch.ones(1, 3).double() if words is None else self.table(words)).sum()
+
+
+def words_of(rank: int, step: int) -> Tensor | None:
+    """Some words twice; rank 1 has none at some steps, so its table has no gradient there."""
+    if rank == 1 and step % 3 == 1:
+        return None
+    return torch.randint(0, 7, (4,), generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def optimizers_of(model: Words) -> list[torch.optim.Optimizer]:
+    return [
+        torch.optim.SparseAdam(model.table.parameters(), lr=0.05),
+        torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9),
+    ]
+
+
+def train_words(rank: int, size: int, text: str, rows: int = 9, wire: str = "float32") -> Any:
+    model = Words(rank, rows)
+    optimizers = optimizers_of(model)
+    sync = attach(model, optimizers, text, wire=wire)
+    trace = []
+    for step in range(9):
+        model.zero_grad()
+        model(words_of(rank, step)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        gradient = model.table.weight.grad
+        trace.append((flat(model), gradient.layout, gradient.to_dense().clone()))
+    sync.finish()
+    return trace
+
+
+@pytest.mark.parametrize("text", ["bsp", "selsync:delta=0,aggregate=gradients"])
+def test_sparse_gradients_stay_sparse(text: str) -> None:
+    """SparseAdam requires that: one worker's steps with the mean of all, coalesced."""
+    model = Words(0)
+    optimizers = optimizers_of(model)
+    expected = []
+    for step in range(9):
+        each = []
+        for rank in range(3):
+            model.zero_grad()
+            model(words_of(rank, step)).backward()
+            each.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+        for p, *parts in zip(model.parameters(), *each, strict=True):
+            there = [part for part in parts if part is not None]
+            p.grad = reduce(torch.add, there) / 3  # no sum from 0: it is dense
+        for optimizer in optimizers:
+            optimizer.step()
+        expected.append(flat(model))
+    for trace in run(train_words, text, workers=3):
+        for (got, layout, _), want in zip(trace, expected, strict=True):
+            close(got, want)
+            assert layout == torch.sparse_coo
+
+
+def test_sparse_gradients_over_a_lossy_wire_are_the_same_on_all() -> None:
+    """The rows are those of the decoded mean, so all optimizers move the same ones."""
+    first, *others = run(train_words, "bsp", 3000, "int8", workers=3)
+    for trace in others:
+        for (model, _, gradient), (same, layout, rows) in zip(trace, first, strict=True):
+            assert layout == torch.sparse_coo
+            assert torch.equal(gradient, rows)
+            assert torch.equal(model, same)
+
+
+def half_sparse(rank: int, size: int) -> Any:
+    """One worker's gradient is dense where the others' is sparse."""
+    model = nn.Embedding(5, 2, sparse=rank != 1)
+    with torch.no_grad():
+        model.weight.zero_()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with attach(model, optimizer, "bsp"):
+        model(torch.tensor([rank, 4])).sum().backward()
+        optimizer.step()
+    return model.weight.detach()
+
+
+def test_a_gradient_that_is_dense_somewhere_is_dense_everywhere() -> None:
+    """And right: each row moves by its own number of uses over N."""
+    uses = torch.tensor([[1.0], [1.0], [1.0], [0.0], [3.0]]).expand(5, 2)
+    for end in run(half_sparse, workers=3):
+        torch.testing.assert_close(end, -uses / 3)

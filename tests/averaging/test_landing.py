@@ -1,0 +1,366 @@
+"""All or nothing: whichever operation of a mean fails, and however much of it has arrived."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import offbeat
+import worlds
+from cells import nightly
+from loops import Faulty, attach, bits
+from offbeat.averaging import Replica, gradients, landing, replica, worker
+from offbeat.averaging.exact_mean import ExactMean
+from offbeat.averaging.gradients import gradient_buckets
+from offbeat.averaging.landing import Landing, bucket_landing, land
+from offbeat.averaging.model_flow import ModelFlow
+from offbeat.averaging.replica import Bucket
+from offbeat.fabric import Handle, Team
+from offbeat.fabric.communicator import Wrapper
+from offbeat.fabric.faults import Fault
+from offbeat.fabric.host import ThreadHost
+from offbeat.fabric.operation import Operation
+
+# -- by hand --------------------------------------------------------------------------------------
+
+
+class Clock(ThreadHost):
+    """A clock that the test moves."""
+
+    seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+
+class Sum(Handle[Tensor]):
+    """Takes ``seconds`` to wait for, and is not done before that; or fails."""
+
+    def __init__(self, clock: Clock, flat: Tensor, seconds: float, fails: bool = False) -> None:
+        self._clock, self._flat, self._seconds, self._fails = clock, flat, seconds, fails
+        self.ended = False
+
+    def done(self) -> bool:
+        return self.ended
+
+    def wait(self) -> Tensor:
+        self._clock.seconds += 0 if self.ended else self._seconds
+        self.ended = True
+        if self._fails:
+            raise offbeat.CommunicationError("lost")
+        return self._flat
+
+
+BYTES = 4 * 2**20
+
+
+def three_sums(clock: Clock, seconds: float, fails: int | None = None) -> Any:
+    """Tensors of 1, 2 and 3, whose sums are 10, 20 and 30, and their landings."""
+    tensors = [torch.full((BYTES // 4,), i + 1.0) for i in range(3)]
+    buckets = [Bucket([tensor]) for tensor in tensors]
+    landings = []
+    for i, bucket in enumerate(buckets):
+        bucket.pack().fill_(10.0 * (i + 1))
+        landings.append(bucket_landing(Sum(clock, bucket.flat, seconds, i == fails), bucket, 2.0))
+    return tensors, landings
+
+
+def firsts(tensors: list[Tensor]) -> list[float]:
+    return [tensor[0].item() for tensor in tensors]
+
+
+@pytest.mark.parametrize(
+    ("bits_per_second", "seen"),
+    [
+        (100e6, [[1, 2, 3], [5, 2, 3], [5, 10, 3]]),  # what is there is written while others travel
+        (50e9, [[1, 2, 3]] * 3),  # it would cost more than the rest of the sums takes
+    ],
+)
+def test_what_has_arrived_over_a_slow_link_is_written_early(
+    bits_per_second: float, seen: list[list[float]]
+) -> None:
+    """What the tensors are when each sum is waited for; in the end all are the means."""
+    clock = Clock()
+    tensors, landings = three_sums(clock, BYTES / bits_per_second * 8)
+    looks = []
+    for one in landings:
+        wait = one.handle.wait
+
+        def look(wait: Callable[[], Tensor] = wait) -> Tensor:
+            looks.append(firsts(tensors))
+            return wait()
+
+        one.handle.wait = look
+    land(landings, clock)
+    assert looks == seen
+    assert firsts(tensors) == [5, 10, 15]
+
+
+@pytest.mark.parametrize("fails", [0, 1, 2])
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_if_one_sum_fails_nothing_is_written(fails: int, seconds: float) -> None:
+    """Over a fast link and a slow one, whichever it is."""
+    clock = Clock()
+    tensors, landings = three_sums(clock, seconds, fails)
+    with pytest.raises(offbeat.CommunicationError, match="lost"):
+        land(landings, clock)
+    for i, tensor in enumerate(tensors):
+        assert (tensor == i + 1).all()
+
+
+def test_an_interruption_while_writing_early_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ctrl-C in the middle of a bucket: that one, too, is what it was, and so are the others."""
+    clock = Clock()
+    tensors, landings = three_sums(clock, 1.0)
+    landings.append(Landing(Sum(clock, torch.zeros(1), 1.0), write=lambda: None))
+    divide, calls = torch.div, [0]
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == BYTES // 4 // replica._PIECE + 3:  # in the second bucket
+            raise KeyboardInterrupt
+        return divide(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "div", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        land(landings, clock)
+    for i, tensor in enumerate(tensors):
+        assert (tensor == i + 1).all()
+
+
+def test_what_cannot_be_undone_is_written_last() -> None:
+    """A landing without a swap waits for all, on a slow link too."""
+    clock, written = Clock(), []
+
+    def write(name: str) -> None:
+        written.append((name, clock.seconds))
+
+    land([Landing(Sum(clock, torch.zeros(1), 1.0), partial(write, n)) for n in "abc"], clock)
+    assert written == [("a", 3.0), ("b", 3.0), ("c", 3.0)]
+
+
+# -- every operation of every mean ----------------------------------------------------------------
+
+
+class Everything(nn.Module):
+    """Parameters in three buckets of their own dtypes, statistics and counters."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.a = nn.Linear(30, 40)
+        self.norm = nn.BatchNorm1d(40)
+        self.b = nn.Linear(40, 35).double()
+        self.c = nn.Linear(35, 40).to(torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.a(x)).tanh()
+        return self.c(self.b(y.double()).to(torch.bfloat16)).float().square().mean()
+
+
+def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer, sync: Any) -> dict[str, Tensor]:
+    """The bits of all that a mean may change."""
+    found = {f"parameter {n}": p for n, p in model.named_parameters()}
+    found |= {f"buffer {n}": b for n, b in model.named_buffers()}
+    for name, p in model.named_parameters():
+        state = optimizer.state[p].items()
+        found |= {f"{k} of {name}": v for k, v in state if isinstance(v, Tensor)}
+        if p.grad is not None:
+            found[f"gradient {name}"] = p.grad
+    flow = None if sync is None else sync._iteration.flow
+    for part in flow.pipeline.parts if isinstance(flow, ModelFlow) else []:
+        found |= {f"P {i}": p for i, p in enumerate(part.base)}
+        found |= {f"v {i}": v for i, v in enumerate(part.velocity)}
+    return {name: bits(tensor) for name, tensor in found.items()}
+
+
+class Hesitant(Wrapper):
+    """No operation is done before it is waited for, as over a slow link."""
+
+    def start(self, operation: Operation[Any]) -> Handle[Any]:
+        return _Late(self.inner.start(operation))
+
+    def twin(self) -> "Hesitant":
+        return Hesitant(self.inner.twin())
+
+
+class _Late(Handle[Any]):
+    def __init__(self, handle: Handle[Any]) -> None:
+        self._handle, self._ended = handle, False
+
+    def done(self) -> bool:
+        return self._ended
+
+    def wait(self) -> Any:
+        result = self._handle.wait()
+        self._ended = True
+        return result
+
+
+class Slow(Faulty):
+    def make_communicator(self, timeout_seconds: float) -> Any:
+        return Hesitant(super().make_communicator(timeout_seconds))
+
+
+swaps = [0]  # buckets that were written early, by this process
+
+
+def attempt(rank: int, text: str, options: dict[str, Any], faults: list[Fault]) -> dict[str, Any]:
+    """Three steps of training; what was there just before an operation failed, and after that."""
+    model = Everything(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    before: dict[str, Tensor] = {}
+    sync: Any = None
+
+    def look(*_: Any) -> None:  # before Offbeat's own hooks: just before the means
+        before.clear()
+        before.update(tensors_of(model, optimizer, sync))
+
+    optimizer.register_step_pre_hook(look)
+    optimizer.register_step_post_hook(look)
+    transport = Slow(faults)
+    dist.barrier()
+    sync = attach(model, optimizer, text, group=transport, timeout_seconds=5, **options)
+    counts, error, in_backward = [transport.made.count], "", False
+    try:
+        for step in range(3):
+            optimizer.zero_grad()
+            for _ in range(2 if step == 1 else 1):  # buckets of gradients leave too early, once
+                x = torch.randn(8, 30, generator=torch.Generator().manual_seed(10 * rank + step))
+                loss = model(x)
+                look()
+                in_backward = True
+                loss.backward()
+                in_backward = False
+            optimizer.step()
+            counts.append(transport.made.count)
+    except offbeat.CommunicationError as caught:
+        error = str(caught)
+    after = tensors_of(model, optimizer, sync)
+    sync.detach()
+    changed = [
+        name
+        for name in before
+        if not (in_backward and "gradient" in name) and not torch.equal(before[name], after[name])
+    ]
+    return {"counts": counts, "error": error, "changed": changed}
+
+
+def every_operation(rank: int, size: int, text: str, options: dict[str, Any], kind: str) -> Any:
+    """One training without a fault, and one for each operation of its second step."""
+    plain = attempt(rank, text, options, [])
+    first, last = plain["counts"][1:3]
+    broken = [1] if dist.get_backend() == "gloo" else list(range(size))
+    seen = []
+    for operation in range(first, last):
+        faults = [Fault(kind, rank=one, operation=operation) for one in broken]  # type: ignore[arg-type]
+        seen.append((operation - first, attempt(rank, text, options, faults)))
+    return plain, seen, swaps[0]
+
+
+INT8 = {"wire": "int8"}
+MEANS = [
+    ("local:period=1", {}),
+    ("local:period=1,optimizer_state=average", {}),
+    ("local:period=1,optimizer_state=average", INT8),
+    ("fedavg:period=1,fraction=0.5", {}),
+    ("bsp", {}),
+    ("bsp", INT8),
+    ("async:staleness=2", {}),
+    ("diloco:period=1", INT8),
+]
+
+
+@pytest.fixture
+def written(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """When buckets are written."""
+    moment: str = request.param
+    limit = float("inf") if moment == "early" else 0.0
+    monkeypatch.setattr(landing, "_SLOW_BYTES_PER_SECOND", limit)
+    monkeypatch.setitem(globals(), "swaps", [0])
+    swap = replica.swap
+
+    def counted(*args: Any) -> None:
+        swaps[0] += 1
+        swap(*args)
+
+    monkeypatch.setattr(replica, "swap", counted)
+    monkeypatch.setattr(gradients, "swap", counted)
+    monkeypatch.setattr(worker, "gradient_buckets", partial(gradient_buckets, bucket_bytes=2048))
+    return moment
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("written", ["at the end", "early"], indirect=True)
+@pytest.mark.parametrize(("text", "options"), MEANS, ids=str)
+def test_a_mean_is_written_as_a_whole_or_not_at_all(
+    text: str, options: dict[str, Any], written: str
+) -> None:
+    """Whichever operation of a step fails: every bit is what it was before the mean."""
+    results = worlds.run(every_operation, text, options, "fail", workers=2)
+    check(results, broken=1)
+    in_flight = text.startswith(("async", "diloco"))  # these always write at the end
+    swapped = sum(count for _, _, count in results)
+    assert (swapped > 0) == (written == "early" and not in_flight)
+
+
+def final_mean(rank: int, size: int, operation: int) -> tuple[str, bool, int]:
+    """Differing models, whose exact mean fails at this operation."""
+    model = Everything(rank)
+    faults = [Fault("fail", rank=one, operation=operation) for one in range(size)]
+    transport = Slow(faults)
+    communicator = transport.make_communicator(5)
+    mean = ExactMean(Team(communicator), Replica(model, model.parameters()))
+    before = [bits(tensor) for tensor in (*model.parameters(), *model.buffers())]
+    error = ""
+    try:
+        mean.average(1.0, size, what="a test")
+    except offbeat.CommunicationError as caught:
+        error = str(caught)
+    after = [bits(tensor) for tensor in (*model.parameters(), *model.buffers())]
+    return error, all(map(torch.equal, before, after)), transport.made.count
+
+
+@pytest.mark.usefixtures("written")
+@pytest.mark.parametrize("written", ["at the end", "early"], indirect=True)
+def test_the_exact_mean_is_written_as_a_whole_or_not_at_all() -> None:
+    """Of a consensus and of the end of training: three buckets and the counters."""
+    for error, unchanged, count in worlds.simulated(final_mean, 99, workers=2):
+        assert (error, unchanged, count) == ("", False, 4)
+    for operation in range(4):
+        for error, unchanged, _ in worlds.simulated(final_mean, operation, workers=2):
+            assert error
+            assert unchanged, operation
+
+
+def check(results: list[Any], broken: int) -> None:
+    assert len(results[0][1]) >= 3, "there are operations to break"
+    for rank, (plain, seen, _) in enumerate(results):
+        assert plain["error"] == ""
+        for operation, one in seen:
+            assert one["error"] or rank != broken, ("nothing was raised", operation)
+            if one["error"]:
+                assert one["changed"] == [], (rank, operation, one["error"])
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("written")
+@pytest.mark.parametrize("written", ["early"], indirect=True)
+@pytest.mark.parametrize("kind", ["fail", *nightly(["cut"])])
+@pytest.mark.parametrize(
+    ("text", "options"), [MEANS[2], pytest.param(*MEANS[4], marks=pytest.mark.nightly)], ids=str
+)
+def test_a_lost_worker_leaves_whole_models_behind(
+    text: str, options: dict[str, Any], kind: str
+) -> None:
+    """On real processes: one worker fails or is cut off just before any operation of a step."""
+    results = worlds.real(every_operation, text, options, kind, workers=3)
+    check(results, broken=1)
+    assert sum(count for _, _, count in results) > 0, "there was something to undo"
+    if kind == "cut":
+        for _, seen, _ in results:
+            assert all(one["error"] for _, one in seen), "no operation takes place without it"

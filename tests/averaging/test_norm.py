@@ -1,0 +1,143 @@
+"""The squared L2 norm of many tensors, of any layout, dtype and size."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from offbeat.averaging.norm import squared_norm
+from problems import squared
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64]
+SIZES = st.integers(0, 6)
+LARGE = [2**15 - 1, 2**15, 2**18 - 1, 2**18, 2**18 + 4, 2**18 + 8, 3 * 2**18]
+
+
+def make(shape: Sequence[int], dtype: torch.dtype, layout: str, scale: float, seed: int) -> Tensor:
+    """A tensor that is contiguous, or a transposed, strided or expanded view, or sparse."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(list(shape), generator=generator, dtype=torch.float32) * scale
+    if dtype.is_complex:
+        values = values + 1j * torch.randn(list(shape), generator=generator) * scale
+    values = values.to(dtype)
+    if layout == "transposed" and values.dim() > 1:
+        return values.transpose(0, -1)
+    if layout == "strided" and values.dim():
+        return torch.stack([values, values + 1], dim=-1)[..., 0]
+    if layout == "expanded":
+        return values.expand(3, *values.shape)
+    if layout == "sparse" and values.dim() and dtype in (torch.float32, torch.float64):
+        doubled = values.to_sparse()  # every index twice: coalescing adds them
+        return torch.sparse_coo_tensor(
+            torch.cat([doubled.indices(), doubled.indices()], dim=1),
+            torch.cat([doubled.values(), doubled.values()]),
+            values.shape,
+            check_invariants=True,
+        )
+    return values
+
+
+def wide(gradients: Sequence[Tensor]) -> float:
+    """‖g‖² in float64, from dense copies."""
+    total = 0.0
+    for g in gradients:
+        dense = g.to_dense() if g.is_sparse else g
+        if dense.is_complex():
+            dense = torch.view_as_real(dense)
+        total += float(dense.double().square().sum())
+    return total
+
+
+tensors = st.builds(
+    make,
+    st.lists(SIZES, max_size=3),
+    st.sampled_from(DTYPES),
+    st.sampled_from(["plain", "transposed", "strided", "expanded", "sparse"]),
+    st.sampled_from([0.0, 1e-3, 1.0, 1e3]),
+    st.integers(0, 2**31),
+)
+
+
+@settings(deadline=None, max_examples=80, derandomize=True, database=None)
+@given(st.lists(tensors, max_size=8))
+def test_squared_norm_is_the_sum_of_squares(gradients: list[Tensor]) -> None:
+    """‖g‖² over any shapes, dtypes and layouts is the sum in float64; of nothing it is 0."""
+    assert squared_norm(iter(gradients)) == pytest.approx(wide(gradients), rel=1e-5, abs=1e-30)
+    dense = [g.to_dense() if g.is_sparse else g for g in gradients if not g.is_complex()]
+    assert squared_norm(dense) == pytest.approx(squared(dense), rel=1e-5, abs=1e-30)
+
+
+@settings(deadline=None, max_examples=15, derandomize=True, database=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(LARGE),
+            st.sampled_from(DTYPES),
+            st.sampled_from(["plain", "strided", "transposed"]),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    st.lists(tensors, max_size=3),
+    st.integers(0, 2**31),
+)
+def test_squared_norm_of_large_tensors(
+    large: list[tuple[int, torch.dtype, str]], small: list[Tensor], seed: int
+) -> None:
+    """The same holds from 2**15 and 2**18 elements on, divisible by 8 or not, mixed with small."""
+    gradients = []
+    for i, (count, dtype, layout) in enumerate(large):
+        rows = 4 if not count % 4 else 1
+        gradients.append(make((rows, count // rows), dtype, layout, 1.0, seed + i))
+    gradients[1:1] = small
+    assert squared_norm(gradients) == pytest.approx(wide(gradients), rel=5e-4)
+
+
+def test_squared_norm_of_nothing_is_zero() -> None:
+    """No gradient, or only empty ones, has norm 0."""
+    empty_sparse = torch.sparse_coo_tensor(size=(3, 2), check_invariants=True)
+    for gradients in ([], [torch.zeros(0)], [torch.zeros(3, 0), empty_sparse]):
+        result = squared_norm(gradients)
+        assert type(result) is float
+        assert result == 0.0
+
+
+@pytest.mark.parametrize("count", [3, 2**15 + 1, 2**18, 2**18 + 1])
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 60000.0), (torch.bfloat16, 1e12)])
+def test_half_norms_do_not_overflow(count: int, dtype: torch.dtype, value: float) -> None:
+    """Half types are squared and summed in float32: neither overflow nor swamping."""
+    one = torch.full((count,), value, dtype=dtype)
+    assert squared_norm([one, one]) == pytest.approx(2 * count * float(one[0]) ** 2, rel=5e-4)
+    tiny = torch.full((count,), 6e-8, dtype=dtype)  # in float16 the square would be 0
+    assert squared_norm([tiny]) == pytest.approx(count * float(tiny[0]) ** 2, rel=5e-4)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 10, 2**15, 2**18])
+def test_an_overflow_is_seen(count: int, dtype: torch.dtype, bad: float) -> None:
+    """One NaN or ∞ anywhere makes the squared norm not finite."""
+    gradient = torch.ones(count, dtype=dtype)
+    gradient[count // 2] = bad
+    assert not math.isfinite(squared_norm([torch.ones(3), gradient, torch.ones(2**15)]))
+
+
+@pytest.mark.parametrize(
+    "gradients",
+    [
+        [torch.tensor([1e200], dtype=torch.float64)],
+        [torch.tensor([1e200, 1.0], dtype=torch.float64)],
+        [torch.tensor([1e200], dtype=torch.float64), torch.ones(2)],
+        [torch.full((count,), 1.2e154 / count**0.5, dtype=torch.float64) for count in (2**15, 8)],
+        [torch.tensor([3e38])],
+    ],
+    ids=["one", "two", "with-float32", "sum-of-parts", "float32"],
+)
+def test_a_diverging_norm_does_not_raise(gradients: list[Tensor]) -> None:
+    """A finite gradient whose square overflows gives ∞ (or its square), never an exception."""
+    result = squared_norm(gradients)
+    assert result == math.inf or result == pytest.approx(3e38**2, rel=1e-6)

@@ -1,0 +1,362 @@
+"""The parts of a shared model on their way: decided, launched, in flight, landed."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from loops import Recorded
+from offbeat.averaging.finite import NonFiniteCheck
+from offbeat.averaging.pipeline import Pipeline
+from offbeat.averaging.replica import Replica
+from offbeat.averaging.shared_model import make_parts, view_of
+from offbeat.averaging.votes import Round, Sums, Vote
+from offbeat.averaging.worker import AttachedOptimizer, NonFinite, Worker
+from offbeat.fabric import Completed, Team, Wire
+from offbeat.strategies.base import Launch, Outer, SharedModel, Strategy, Tally, WorkerView
+from worlds import simulated
+
+
+class Model(nn.Module):
+    """Four tensors of 6, 6, 6 and 12 numbers, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, n in zip("abcd", (6, 6, 6, 12), strict=True):
+            self.register_parameter(name, nn.Parameter(torch.zeros(n)))
+        self.register_buffer("statistic", torch.zeros(2))
+
+
+class Asked(Strategy):
+    """Notes what it is asked for: ``wanted`` of the tally, the part, and the worker's step."""
+
+    def __init__(self, shared: SharedModel) -> None:
+        object.__setattr__(self, "shared", shared)
+        object.__setattr__(self, "asked", [])
+
+    def averages(self) -> SharedModel:
+        return self.shared
+
+    def outer_step(self, worker: WorkerView, part: int, tally: Tally) -> tuple[float, float]:
+        self.asked.append((tally.wanted, part, worker.step))
+        return 0.5, 0.5
+
+
+class Line:
+    """One worker's pipeline, and what happens in it."""
+
+    def __init__(
+        self, shared: SharedModel, *, wire: Any = "float32", non_finite: NonFinite = "warn"
+    ) -> None:
+        recorded = Recorded()
+        team, self.model = Team(recorded.make_communicator(20)), Model()
+        parameters = list(self.model.parameters())
+        self.optimizer = torch.optim.SGD(parameters, lr=0.1)
+        attached = AttachedOptimizer(0, self.optimizer, parameters)
+        replica = Replica(self.model, parameters)
+        self.worker = Worker(team, replica, [attached], Wire(team, wire), non_finite)
+        self.view = view_of(self.worker)
+        self.strategy = Asked(shared)
+        self.check = NonFiniteCheck(0, non_finite)
+        self.pipeline = Pipeline(self.worker, self.strategy, shared, self.view, self.check)
+        self.events: list[str] = []
+        for index, part in enumerate(self.pipeline.parts):
+            self.note(part, "launch", index)
+            self.note(part, "land", index)
+
+    def note(self, part: Any, name: str, index: int) -> None:
+        method: Callable[..., Any] = getattr(part, name)
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self.events.append(f"{name} {index}")
+            return method(*args, **kwargs)
+
+        setattr(part, name, noted)
+
+    def decide(self, parts: float, *, weight: float = 1.0, wanted: float = 0.0) -> None:
+        vote = Vote(weight, True, False, 0.0, 0, 0, True, 0)
+        sums = Sums(self.worker.size * weight, self.worker.size, 0, wanted)
+        self.pipeline.add(Launch(parts), Round(0, vote, Completed(sums)))
+
+    def happened(self) -> list[str]:
+        events, self.events = self.events, []
+        return events
+
+
+def alone(check: Callable[[Line], object], shared: SharedModel, **options: Any) -> Any:
+    """Call ``check`` with a pipeline of a worker without peers, whose parts arrive at once."""
+    return simulated(lambda rank, size: check(Line(shared, **options)), workers=1)[0]
+
+
+THREE = SharedModel(parts=3, lands="arrived", bound=8, error_feedback=True)
+
+
+def test_parts_are_launched_in_turn_and_land_in_the_order_of_launches() -> None:
+    """A part that is still in flight from its last launch holds up the queue."""
+
+    def check(line: Line) -> None:
+        line.decide(2)
+        line.decide(2)
+        line.pipeline.launch_queued(wait=False)
+        assert line.happened() == ["launch 0", "launch 1", "launch 2"]
+        assert [queued.part for queued in line.pipeline.state.queue] == [0]
+        assert line.pipeline.next_part is line.pipeline.parts[1]
+        assert line.pipeline.oldest is line.pipeline.parts[0]
+        line.pipeline.land()
+        line.pipeline.launch_queued(wait=False)
+        assert line.happened() == ["land 0", "launch 0"]
+        assert line.pipeline.state.in_flight == [1, 2, 0]
+        assert (line.view.launches, line.view.landings) == (4, 1)
+
+    alone(check, THREE)
+
+
+def test_a_queue_that_must_be_launched_lands_older_parts_first() -> None:
+    """Before a barrier, and with a fixed delay; settling then lands everything."""
+
+    def check(line: Line) -> None:
+        line.decide(2)
+        line.pipeline.launch_queued(wait=True)
+        line.decide(float("inf"))
+        line.happened()
+        line.pipeline.launch_queued(wait=True)
+        assert line.happened() == ["launch 2", "land 0", "launch 0", "land 1", "launch 1"]
+        line.decide(1)
+        line.pipeline.settle()
+        assert line.happened() == ["land 2", "launch 2", "land 0", "land 1", "land 2"]
+        assert line.pipeline.oldest is None
+
+    alone(check, THREE)
+
+
+def test_only_the_oldest_parts_count_as_arrived() -> None:
+    """Parts land in order, so a part behind one that has not arrived is not ready."""
+
+    def check(line: Line) -> None:
+        line.decide(3)
+        line.pipeline.launch_queued(wait=False)
+        line.worker.team.host.sleep(1.0, "a test")
+        assert line.pipeline.arrived() == 3
+        line.pipeline.parts[1].arrived = lambda: False  # type: ignore[method-assign]
+        assert line.pipeline.arrived() == 1
+
+    alone(check, THREE)
+
+
+def test_the_freshest_launch_that_landed_is_known() -> None:
+    def check(line: Line) -> None:
+        for step in (2, 5):
+            line.worker.step = step
+            line.decide(1)
+            line.pipeline.launch_queued(wait=False)
+        line.worker.step = 9
+        for fresh in (2, 5):
+            line.pipeline.land()
+            assert line.pipeline.state.fresh_step == fresh
+
+    alone(check, THREE)
+
+
+def test_steps_are_synchronized_at_the_landing_if_workers_wait_and_else_at_the_launch() -> None:
+    """If a peer dies between the two, the steps of a blocking mean must not count as received."""
+    for shared, while_in_flight in ((SharedModel(), True), (SharedModel(lands=2), False)):
+
+        def check(line: Line, while_in_flight: bool = while_in_flight) -> None:
+            seen = [line.pipeline.unsynced]
+            line.worker.step = 3
+            seen.append(line.pipeline.unsynced)
+            line.decide(1)
+            line.pipeline.launch_queued(wait=True)
+            seen.append(line.pipeline.unsynced)
+            line.pipeline.land()
+            seen.append(line.pipeline.unsynced)
+            assert seen == [False, True, while_in_flight, False]
+            line.worker.touched = True  # something outside of a step has changed the model
+            assert line.pipeline.unsynced
+
+        alone(check, shared)
+
+
+@pytest.mark.parametrize(("weight", "take"), [(1.0, False), (0.0, True)])
+def test_steps_that_no_mean_has_replaced_stay_unsynchronized(weight: float, take: bool) -> None:
+    """A worker that keeps its own model, and a round to which no worker has contributed."""
+
+    def check(line: Line) -> None:
+        line.worker.step = 3
+        line.decide(1, weight=weight)
+        line.pipeline.launch_queued(wait=True)
+        line.pipeline.land(take=take)
+        assert line.pipeline.unsynced
+
+    alone(check, SharedModel())
+
+
+def test_with_several_parts_steps_are_synchronized_when_all_have_them() -> None:
+    def check(line: Line) -> None:
+        line.worker.step = 1
+        for left in (True, True, False):
+            line.decide(1)
+            line.pipeline.launch_queued(wait=True)
+            assert line.pipeline.unsynced == left
+
+    alone(check, SharedModel(parts=3, lands=2))
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+def test_the_outer_step_is_asked_for_once_a_launch_when_it_lands(feedback: bool) -> None:
+    """With error feedback and momentum, with the tally of the round of that launch."""
+    shared = SharedModel(parts=2, lands=5, outer=Outer(1.0, 0.9), error_feedback=feedback)
+
+    def check(line: Line) -> None:
+        line.decide(2, wanted=7.0)
+        line.pipeline.launch_queued(wait=True)
+        line.decide(1, wanted=8.0)
+        assert line.strategy.asked == []
+        line.worker.step = 4
+        line.pipeline.show()
+        line.worker.step = 5
+        line.pipeline.settle()
+        want = [(7.0, 0, 4), (7.0, 1, 4), (8.0, 0, 5)] if feedback else []
+        assert line.strategy.asked == want
+
+    alone(check, shared)
+
+
+@pytest.mark.parametrize("policy", ["warn", "raise", "exclude"])
+def test_what_becomes_non_finite_after_its_vote_is_not_sent(policy: NonFinite) -> None:
+    """A finite peer receives nothing of it, unless the policy is "warn".
+
+    With "raise" the next vote reports it; with "exclude" it is counted, and P is restored.
+    """
+
+    def check(rank: int, size: int) -> tuple[float, bool, int]:
+        line = Line(THREE, non_finite=policy)
+        with torch.no_grad():
+            line.model.a.fill_(torch.inf if rank == 1 else 2.0)
+        line.worker.step = 1
+        line.decide(1)
+        line.pipeline.launch_queued(wait=False)
+        line.pipeline.land()
+        base = float(line.pipeline.parts[0].base[0][0])
+        return base, line.pipeline.report_non_finite, line.check.excluded
+
+    (base, *healthy), (_, *sick) = simulated(check, workers=2)
+    assert healthy == [False, 0]
+    assert base == (float("inf") if policy == "warn" else 1.0)
+    assert sick == {"warn": [False, 0], "raise": [True, 0], "exclude": [False, 1]}[policy]
+
+
+def test_the_squares_of_updates_are_smoothed_over_five_passes() -> None:
+    """‖u‖² and ‖D‖² of each landing, for the outer gain."""
+
+    def check(line: Line) -> None:
+        sent = 0.0
+        for landing in range(4):
+            with torch.no_grad():
+                for p in line.model.parameters():
+                    p.add_(1.0 + landing)
+            line.decide(1)
+            line.pipeline.launch_queued(wait=True)
+            part = line.pipeline.oldest
+            assert part is not None
+            update = torch.cat([p.reshape(-1) for b in part.buckets for p in b.parameters])
+            squared = float((update - part.base[0]).square().sum())
+            line.pipeline.land()
+            sent = (1 - 1 / (5 * 3)) * sent + squared
+            assert line.view.sent_squared == pytest.approx(sent, rel=1e-6)
+            assert line.view.mean_squared == pytest.approx(sent, rel=1e-6), "alone: D = u"
+
+    alone(check, THREE)
+
+
+def test_restoring_needs_every_p() -> None:
+    """x ← P of all parts at once, and the optimizer forgets what is not finite; or nothing."""
+    for shared, restored in ((THREE, True), (SharedModel(), False)):
+
+        def check(line: Line, restored: bool = restored) -> None:
+            line.optimizer.state[line.model.b] = {"momentum_buffer": torch.full((6,), torch.nan)}
+            with torch.no_grad():
+                line.model.a.fill_(torch.nan)
+                line.model.d.fill_(3.0)
+            line.worker.step = 3
+            line.pipeline.restore()
+            assert line.pipeline.unsynced != restored
+            assert bool((line.model.a == 0).all() and (line.model.d == 0).all()) == restored
+            assert (line.model.b in line.optimizer.state) != restored
+
+        alone(check, shared)
+
+
+# -- the parts of a model -------------------------------------------------------------------------
+
+
+def sizes(line: Line) -> list[tuple[list[int], list[int]]]:
+    """Numbers of parameters and of buffers, of each part."""
+    return [
+        (
+            [p.numel() for b in part.buckets for p in b.parameters],
+            [p.numel() for b in part.buckets for p in b.buffers],
+        )
+        for part in line.pipeline.parts
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shared", "parts"),
+    [
+        (SharedModel(), [[6, 6, 6, 12]]),
+        (SharedModel(parts=2), [[6, 6], [6, 12]]),
+        (SharedModel(parts=4), [[6], [6], [6], [12]]),
+        (SharedModel(parts=4, error_feedback=True), [[6, 2], [4, 3], [3, 5], [7]]),
+        (SharedModel(parts=lambda size: size // 60, error_feedback=True), [[6, 6, 3], [3, 12]]),
+        (SharedModel(parts=99, error_feedback=True), [[1]] * 30),
+    ],
+)
+def test_a_model_is_cut_into_parts(shared: SharedModel, parts: Sequence[list[int]]) -> None:
+    """By whole tensors, or by bytes with error feedback; the buffers go with the last part."""
+
+    def check(line: Line) -> None:
+        want = [(part, [2] if i == len(parts) - 1 else []) for i, part in enumerate(parts)]
+        assert sizes(line) == want
+        assert line.view.count == len(parts)
+
+    alone(check, shared)
+
+
+def test_more_parts_than_tensors_are_refused() -> None:
+    def check(rank: int, size: int) -> str:
+        with pytest.raises(ValueError) as caught:
+            Line(SharedModel(parts=5))
+        return str(caught.value)
+
+    for text in simulated(check, workers=2):
+        assert text.startswith("the number of parts must be at most 4, the number of parameter te")
+
+
+@pytest.mark.parametrize(
+    ("shared", "policy", "keeps"),
+    [
+        (SharedModel(), "exclude", False),
+        (SharedModel(lands=2), "raise", False),
+        (SharedModel(lands=2), "exclude", True),
+        (SharedModel(lands="arrived"), "raise", True),
+        (SharedModel(lands="arrived"), "warn", False),
+        (SharedModel(outer=Outer(0.5)), "warn", True),
+        (THREE, "warn", True),
+    ],
+)
+def test_p_is_kept_where_something_needs_it(
+    shared: SharedModel, policy: NonFinite, keeps: bool
+) -> None:
+    """A worker that is excluded, or has nothing finite to send, continues from P."""
+
+    def kept(rank: int, size: int, wire: str) -> bool:
+        line = Line(shared, wire=wire, non_finite=policy)
+        return all(part.keeps_base for part in make_parts(line.worker, shared))
+
+    assert simulated(kept, "float32", workers=2) == [keeps] * 2
+    assert simulated(kept, "int8", workers=2) == [True] * 2, "only updates are quantized"
+    always = shared.error_feedback or not shared.outer.plain
+    assert simulated(kept, "float32", workers=1) == [always], "there is no one to be excluded from"

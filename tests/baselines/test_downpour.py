@@ -1,0 +1,607 @@
+"""Downpour against its recursion played step by step, and against the optimizers it contains."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import offbeat
+from offbeat import Compute, Network, simulate
+from offbeat.baselines.downpour import Downpour
+from problems import assign, flat, gradients, loss_of, make_batch, make_model, train_step
+from worlds import run
+
+STEP = 0.01
+FAST = Network("100Gbit/s", latency=0)  # messages of this model take nanoseconds
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def close(a: Tensor, b: Tensor, atol: float = 1e-12) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=atol)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def grouped(model: nn.Module) -> torch.optim.Optimizer:
+    """Two groups of different rates, in an order that is not the model's."""
+    return torch.optim.SGD(
+        [
+            {"params": list(model[2].parameters()), "lr": 0.02},
+            {"params": [*model[0].parameters(), *model[3].parameters()], "lr": 0.1},
+        ],
+        lr=1.0,
+    )
+
+
+def alone(
+    rank: int, size: int, strategy: Downpour, make: Make, other: Make, steps: int
+) -> list[tuple[Tensor, Tensor]]:
+    model, plain = make_model(seed=5), make_model(seed=5)
+    optimizer, reference = make(model), other(plain)
+    sync = offbeat.attach(model, optimizer, strategy, timeout_seconds=20)
+    trace = []
+    for step in range(steps):
+        train_step(model, optimizer, make_batch(0, step))
+        train_step(plain, reference, make_batch(0, step))
+        trace.append((flat(model), flat(plain)))
+    sync.finish()
+    return [*trace, (flat(model), flat(plain))]
+
+
+# -- one worker -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [sgd, grouped], ids=lambda make: make.__name__)
+def test_one_worker_that_fetches_every_step_is_sgd(make: Make) -> None:
+    """n_push = n_fetch = 1: z ← z − η g, with the rate of each group."""
+    (trace,) = run(alone, Downpour(), make, make, 12, workers=1)
+    for got, want in trace:
+        close(got, want)
+
+
+def decayed(model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=0.1, **settings)
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+def test_one_worker_with_weight_decay_is_sgd(maximize: bool) -> None:
+    """g + λx is taken at the x the step starts from."""
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return decayed(model, maximize=maximize)
+
+    (trace,) = run(alone, Downpour(), make, make, 12, workers=1)
+    for got, want in trace:
+        close(got, want)
+
+
+def test_weight_decay_reaches_the_servers_optimizer() -> None:
+    """server_lr: the server's Adagrad takes its step on g + λx."""
+
+    def reference(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad(model.parameters(), lr=0.1, weight_decay=0.1)
+
+    strategy = Downpour(server_optimizer="adagrad", server_lr=0.1)
+    (trace,) = run(alone, strategy, decayed, reference, 12, workers=1)
+    for got, want in trace:
+        close(got, want)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adagrad"])
+def test_the_servers_optimizer_is_torchs(kind: str) -> None:
+    """One worker that fetches every step trains as with the server's optimizer and its rate."""
+
+    def reference(model: nn.Module) -> torch.optim.Optimizer:
+        cls: Any = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[kind]
+        return cls(model.parameters(), lr=0.13)
+
+    strategy = Downpour(server_optimizer=kind, server_lr=0.13)  # type: ignore[arg-type]
+    (trace,) = run(alone, strategy, sgd, reference, 12, workers=1)
+    for got, want in trace:
+        close(got, want)
+
+
+# -- several workers ------------------------------------------------------------------------------
+
+
+def train(
+    rank: int, size: int, strategy: Downpour, make: Make, steps: Sequence[int]
+) -> dict[str, Any]:
+    model = make_model(seed=rank)
+    optimizer = make(model)
+    sync = offbeat.attach(model, optimizer, strategy, timeout_seconds=20)
+    trace = []
+    for step in range(steps[rank]):
+        train_step(model, optimizer, make_batch(rank, step))
+        trace.append(flat(model))
+    shard = sync._iteration.flow.server.shard
+    sync.finish()
+    served = None if shard is None else (shard.pushes, dict(shard.staleness))
+    return {"trace": trace, "end": flat(model), "served": served, "stats": sync.stats}
+
+
+def play(
+    strategy: Downpour, make: Make, order: Sequence[int], size: int
+) -> tuple[list[list[Tensor]], Tensor, dict[int, int]]:
+    """Downpour with one worker's step at a time, in ``order``.
+
+    Messages take next to no time: z has come before the next step ends, and at once where the
+    worker itself keeps all of it.
+    """
+    models = [make_model(seed=0) for _ in range(size)]
+    optimizers = [make(model) for model in models]
+    trace: list[list[Tensor]] = [[] for _ in range(size)]
+    z = flat(models[0])
+    server = nn.Parameter(z.clone())
+    at_server: Any = torch.optim.Adagrad if strategy.server_optimizer == "adagrad" else None
+    if at_server is None:
+        at_server = torch.optim.SGD
+    served = at_server([server], lr=strategy.server_lr or 1.0)
+    sums = [torch.zeros_like(z) for _ in range(size)]
+    unpushed, pushes, downloads = [0] * size, [0] * size, [[0] * size for _ in range(size)]
+    staleness: dict[int, int] = {}
+    coming: list[tuple[Tensor, Tensor] | None] = [None] * size  # z, and x at its request
+
+    def fetched(rank: int) -> None:
+        if coming[rank] is not None:
+            new, asked = coming[rank]
+            assign(models[rank], new + (flat(models[rank]) - asked))
+            coming[rank] = None
+
+    def rates(rank: int) -> Tensor:
+        """η of every element."""
+        of = {id(p): g["lr"] for g in optimizers[rank].param_groups for p in g["params"]}
+        parameters = list(models[rank].parameters())
+        return torch.cat([torch.full((p.numel(),), of[id(p)], dtype=z.dtype) for p in parameters])
+
+    def push(rank: int) -> None:
+        behind = sum(pushes[o] - downloads[rank][o] for o in range(size) if o != rank)
+        staleness[behind] = staleness.get(behind, 0) + 1
+        pushes[rank] += 1
+        server.grad = sums[rank]
+        served.step()
+        sums[rank], unpushed[rank] = torch.zeros_like(z), 0
+
+    for rank in order:
+        model, step = models[rank], len(trace[rank])
+        gradient = torch.cat([g.reshape(-1) for g in gradients(model, make_batch(rank, step))])
+        scale = rates(rank) / size if strategy.server_lr is None else 1.0
+        sums[rank] = sums[rank] + scale * gradient
+        unpushed[rank] += 1
+        train_step(model, optimizers[rank], make_batch(rank, step))
+        fetched(rank)
+        if (step + 1) % strategy.push_every == 0:
+            push(rank)
+        if (step + 1) % strategy.fetch_every == 0:
+            coming[rank] = server.detach().clone(), flat(model)
+            downloads[rank] = list(pushes)
+        if strategy.servers == (rank,):
+            fetched(rank)
+        trace[rank].append(flat(model))
+    for rank in sorted(range(size), key=lambda r: max(i for i, o in enumerate(order) if o == r)):
+        if unpushed[rank]:
+            push(rank)
+    return trace, server.detach(), staleness
+
+
+STRATEGIES = [
+    Downpour(),
+    Downpour(push_every=3, fetch_every=2),
+    Downpour(push_every=2, fetch_every=5, servers=(1,)),
+    Downpour(push_every=2, fetch_every=2, server_lr=0.03),
+    Downpour(push_every=2, fetch_every=3, server_optimizer="adagrad", server_lr=0.1),
+]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("make", [sgd, grouped], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_two_workers_step_by_step(strategy: Downpour, make: Make) -> None:
+    """Every model after every step, the server's model at the end, and the staleness."""
+    steps, paces = (14, 9), (1.0, 1.7)
+    compute = Compute(STEP, slowdown=dict(enumerate(paces)))
+    result = simulate(
+        lambda: train(dist.get_rank(), 2, strategy, make, steps),
+        workers=2,
+        network=FAST,
+        compute=compute,
+    )
+    moments = [
+        (pace * (i + 1), rank) for rank, pace in enumerate(paces) for i in range(steps[rank])
+    ]
+    trace, z, staleness = play(strategy, make, [rank for _, rank in sorted(moments)], 2)
+    for rank, one in enumerate(result.results):
+        for got, want in zip(one["trace"], trace[rank], strict=True):
+            close(got, want)
+        close(one["end"], z)
+        assert torch.equal(one["end"], result.results[0]["end"])
+        details = one["stats"].details
+        if strategy.servers is None or rank in strategy.servers:
+            assert details["staleness_histogram"] == staleness
+            assert details["pushes_served"] == sum(staleness.values())
+            assert details["staleness_max"] == max(staleness)
+        taken = steps[rank] if strategy.servers == (rank,) else steps[rank] - 1
+        assert one["stats"].syncs == taken // strategy.fetch_every
+
+
+def test_steps_taken_while_a_fetch_travels_stay() -> None:
+    """By hand: a round trip of 5 and a bit steps, two workers, gradients and rate of 1.
+
+    At step 1 rank 0 pushes η g/N = 1/2 and asks. What comes at step 7 holds that half, and the 6
+    steps since stay. Then the halves of steps 2 to 7 go together; step 13 brings them.
+    """
+
+    def work() -> list[float]:
+        model = nn.Module()
+        model.x = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        sync = offbeat.attach(model, optimizer, Downpour(servers=(1,)))
+        trace = []
+        for _ in range(14 * (dist.get_rank() == 0)):
+            model.x.grad = torch.ones(1, dtype=torch.float64)
+            optimizer.step()
+            trace.append(model.x.item())
+        if trace:
+            assert sync.stats.wait_seconds == 0
+            assert sync.stats.syncs == 2
+        sync.finish()
+        return [*trace, model.x.item()]
+
+    network = Network("1Gbit/s", latency="25ms")
+    result = simulate(work, workers=2, network=network, compute=Compute(STEP))
+    trace, end = result.results[0][:-1], result.results[0][-1]
+    assert trace[:6] == [-1, -2, -3, -4, -5, -6]
+    assert trace[6:12] == [-0.5 - 6 - step for step in range(6)]
+    assert trace[12:] == [-3.5 - 6, -3.5 - 7]
+    assert end == -7.0, "the end contains all 14 halves"
+
+
+def test_finish_pushes_remaining_gradients() -> None:
+    """n_push = 4, 6 steps of ones at a rate of 0.5 on 3 workers: all 18 are in the end."""
+
+    def leftover(rank: int, size: int) -> Any:
+        model = nn.Module()
+        model.x = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        strategy = Downpour(push_every=4, fetch_every=100)
+        sync = offbeat.attach(model, optimizer, strategy, timeout_seconds=20)
+        for _ in range(6):
+            model.x.grad = torch.ones(2, dtype=torch.float64)
+            optimizer.step()
+        with sync.consensus():
+            seen = model.x.detach().clone()
+        own = model.x.detach().clone()
+        sync.finish()
+        return seen.tolist(), own.tolist(), model.x.tolist()
+
+    for seen, own, end in run(leftover, workers=3):
+        assert seen == pytest.approx([-0.5 * 4] * 2, abs=1e-12), "a consensus pushes nothing"
+        assert own == [-3.0, -3.0], "until it fetches, a worker trains alone"
+        assert end == pytest.approx([-0.5 * 6] * 2, abs=1e-12)
+
+
+def test_the_learning_rate_is_applied_once() -> None:
+    """Pitfalls 11 and 16: z moves by Σ η g/N; with server_lr by server_lr·g; η = 0 is nothing."""
+
+    def once(rank: int, size: int) -> Any:
+        moved = []
+        for strategy in (Downpour(), Downpour(server_lr=0.25)):
+            model = nn.Module()
+            model.x = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            sync = offbeat.attach(model, optimizer, strategy, timeout_seconds=20)
+            for lr in (0.0, 0.0, 0.5, 0.1):  # warm-up from 0 and a schedule
+                optimizer.param_groups[0]["lr"] = lr
+                model.x.grad = torch.full((1,), -(rank + 1.0), dtype=torch.float64)
+                optimizer.step()
+            sync.finish()
+            moved.append(model.x.item())
+        return moved
+
+    for own, at_server in run(once, workers=3):
+        assert own == pytest.approx((0.5 + 0.1) * (1 + 2 + 3) / 3, abs=1e-12)
+        assert at_server == pytest.approx(4 * 0.25 * (1 + 2 + 3), abs=1e-12)
+
+
+def test_momentum_of_the_worker_is_not_pushed() -> None:
+    """Workers push gradients: with momentum z still moves by η g."""
+
+    def moved(rank: int, size: int) -> tuple[float, float]:
+        model = nn.Module()
+        model.x = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        strategy = Downpour(push_every=1, fetch_every=4)
+        sync = offbeat.attach(model, optimizer, strategy, timeout_seconds=20)
+        for _ in range(3):
+            model.x.grad = torch.full((1,), -1.0, dtype=torch.float64)
+            optimizer.step()
+        own = model.x.item()
+        sync.finish()
+        return own, model.x.item()
+
+    ((own, end),) = run(moved, workers=1)
+    assert own == pytest.approx(0.1 * (1 + 1.9 + 2.71), abs=1e-12)
+    assert end == pytest.approx(0.3, abs=1e-12)
+
+
+def test_maximizing_pushes_in_the_other_direction() -> None:
+    """maximize=True without weight decay."""
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.05, maximize=True)
+
+    (trace,) = run(alone, Downpour(push_every=1, fetch_every=1), make, make, 5, workers=1)
+    for got, want in trace:
+        close(got, want)
+
+
+# -- which gradients are pushed -------------------------------------------------------------------
+
+
+def scaled(rank: int, size: int, unscale: bool) -> Any:
+    model = make_model(seed=0, dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    strategy = Downpour(push_every=2, fetch_every=4)
+    sync = offbeat.attach(model, optimizer, strategy, scaler=scaler, timeout_seconds=20)
+    trace = []
+    for step in range(8):
+        optimizer.zero_grad()
+        batch = make_batch(rank, step, dtype=torch.float32)
+        scaler.scale(loss_of(model, batch)).backward()
+        if step in (2, 5):
+            model[0].weight.grad[0, 0] = float("inf")
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        trace.append(flat(model))
+    steps = sync.step
+    sync.finish()
+    return trace, flat(model), steps
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_step_that_a_scaler_skips_is_not_pushed(unscale: bool) -> None:
+    """Pitfall 3: it counts as a step, but its overflowed gradients are not pushed."""
+    ((trace, end, steps),) = run(scaled, unscale, workers=1)
+    model = make_model(seed=0, dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(8):
+        if step not in (2, 5):
+            train_step(model, optimizer, make_batch(0, step, dtype=torch.float32))
+        close(trace[step], flat(model), atol=1e-5)
+    assert end.isfinite().all()
+    close(end, flat(model), atol=1e-5)
+    assert steps == 8
+
+
+def clipped(rank: int, size: int) -> Any:
+    model = make_model(seed=0)
+    optimizer = sgd(model)
+    sync = offbeat.attach(model, optimizer, Downpour(fetch_every=100), timeout_seconds=20)
+    for step in range(5):
+        optimizer.zero_grad()
+        loss_of(model, make_batch(rank, step)).backward()
+        sync.clip_grad_norm_(0.1)
+        optimizer.step()
+    sync.finish()
+    return flat(model)
+
+
+def test_clipped_gradients_are_pushed() -> None:
+    """The gradients that the optimizer used, not those of backward."""
+    start, moved = flat(make_model(seed=0)), torch.zeros(40, dtype=torch.float64)
+    for rank in range(2):
+        model = make_model(seed=0)
+        optimizer = sgd(model)
+        for step in range(5):
+            optimizer.zero_grad()
+            loss_of(model, make_batch(rank, step)).backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            assert norm > 0.1
+            optimizer.step()
+        moved += (flat(model) - start) / 2  # plain SGD: minus the sum of η g/N
+    for end in run(clipped, workers=2):
+        close(end, start + moved)
+
+
+def in_turn(rank: int, size: int) -> Tensor:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"g": nn.Linear(4, 3).double(), "d": nn.Linear(3, 1).double()})
+    optimizers = {k: torch.optim.SGD(model[k].parameters(), lr=0.1) for k in ("g", "d")}
+    strategy = Downpour(push_every=2, fetch_every=100)
+    both = [optimizers["g"], optimizers["d"]]
+    sync = offbeat.attach(model, both, strategy, timeout_seconds=20)
+    for step in range(5):
+        for which in ("d", "g"):  # zero_grad of all between the two steps
+            model.zero_grad(set_to_none=bool(step % 2))
+            batch = make_batch(rank, 2 * step + (which == "d"))
+            (model["d"](model["g"](batch[0]).tanh()) - batch[1]).square().mean().backward()
+            optimizers[which].step()
+    sync.finish()
+    return flat(model)
+
+
+def test_gradients_count_when_their_optimizer_steps() -> None:
+    """Pitfall 5: the first optimizer's gradients are gone before the second one steps."""
+    start, moved = None, 0.0
+    for rank in range(2):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"g": nn.Linear(4, 3).double(), "d": nn.Linear(3, 1).double()})
+        start = flat(model)
+        for step in range(5):
+            for which in ("d", "g"):
+                model.zero_grad()
+                batch = make_batch(rank, 2 * step + (which == "d"))
+                (model["d"](model["g"](batch[0]).tanh()) - batch[1]).square().mean().backward()
+                with torch.no_grad():
+                    for p in model[which].parameters():
+                        p -= 0.1 * p.grad
+        moved = moved + (flat(model) - start) / 2
+    assert start is not None
+    for end in run(in_turn, workers=2):
+        close(end, start + moved)
+
+
+def kinds(rank: int, size: int) -> Any:
+    values = {
+        "a": torch.ones(3),
+        "b": torch.ones(2, dtype=torch.float64),
+        "c": torch.ones(2, dtype=torch.complex64) * (1 + 2j),
+        "d": torch.full((2,), 256.0, dtype=torch.bfloat16),
+    }
+    model = nn.ParameterDict({k: nn.Parameter(v.clone()) for k, v in values.items()})
+    model["frozen"] = nn.Parameter(torch.full((2,), float(rank)), requires_grad=False)
+    model["unused"] = nn.Parameter(torch.full((2,), 5.0))
+    optimizer = torch.optim.SGD([p for p in model.values() if p.requires_grad], lr=0.5)
+    sync = offbeat.attach(model, optimizer, Downpour(), timeout_seconds=20)
+    for name, value in values.items():
+        model[name].grad = value * 2 * (rank + 1) if name != "d" else torch.full_like(value, -4.0)
+    optimizer.step()
+    sync.finish()
+    return {name: p.detach().clone() for name, p in model.items()}
+
+
+def test_kinds_of_parameters() -> None:
+    """Mixed dtypes, half types in float32, complex ones, frozen and unused ones."""
+    for end in run(kinds, workers=2):
+        # x − 0.5·(2x + 4x)/2 = −x/2 for the others; 256 + 0.5·(4 + 4)/2 = 258 in bfloat16
+        assert torch.equal(end["a"], torch.full((3,), -0.5))
+        assert torch.equal(end["b"], torch.full((2,), -0.5, dtype=torch.float64))
+        assert torch.equal(end["c"], torch.full((2,), -0.5 - 1j, dtype=torch.complex64))
+        assert torch.equal(end["d"], torch.full((2,), 258.0, dtype=torch.bfloat16))
+        assert torch.equal(end["frozen"], torch.zeros(2)), "rank 0's"
+        assert torch.equal(end["unused"], torch.full((2,), 5.0))
+
+
+def sparse(rank: int, size: int) -> Tensor:
+    torch.manual_seed(0)
+    model = nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    sync = offbeat.attach(model, optimizer, Downpour(), timeout_seconds=20)
+    model(torch.tensor([rank, rank, 3])).sum().backward()
+    optimizer.step()
+    sync.finish()
+    return model.weight.detach()
+
+
+def test_sparse_gradients_are_pushed() -> None:
+    """Each row moves by η/N times its own number of uses on all workers."""
+    torch.manual_seed(0)
+    start = nn.Embedding(4, 2).weight.detach()
+    uses = torch.tensor([[2.0], [2.0], [0.0], [2.0]])
+    for end in run(sparse, workers=2):
+        close(end, start - 0.25 * uses, atol=1e-6)
+
+
+def warm(rank: int, size: int) -> Any:
+    model = make_model(seed=rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    sync = offbeat.attach(model, optimizer, Downpour(push_every=2), timeout_seconds=20)
+    for step in range(4):
+        train_step(model, optimizer, make_batch(rank, step))
+    held = flat(model)
+    with sync.consensus():  # z has not moved yet
+        pass
+    optimizer.param_groups[0]["lr"] = 0.05
+    for step in range(4, 8):
+        train_step(model, optimizer, make_batch(rank, step))
+    sync.finish()
+    return held, flat(model), copy.deepcopy(sync.stats.details)
+
+
+def test_a_learning_rate_of_0_works() -> None:
+    """Pitfall 11: exactly rank 0's model until the rate is positive."""
+    start = flat(make_model(seed=0))
+    results = run(warm, workers=2)
+    for held, end, details in results:
+        assert torch.equal(held, start)
+        assert torch.equal(end, results[0][1])
+        assert (end - start).abs().max() > 1e-3
+        assert 0 < details["pushes_served"] <= 8, "pushes may leave together"
+
+
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("servers", [None, (1,)], ids=str)
+def test_one_worker_trains_first(servers: tuple[int, ...] | None, every: int) -> None:
+    """Dean et al.: rank 0 takes 6 steps alone, at the full rate; the others begin at its model.
+
+    They drop the gradient of their first batch.
+    """
+    strategy = Downpour(warmup_steps=6, push_every=every, fetch_every=every, servers=servers)
+
+    def work() -> tuple[list[Tensor], float]:
+        rank = dist.get_rank()
+        model = make_model(seed=rank)
+        optimizer = sgd(model)
+        sync = offbeat.attach(model, optimizer, strategy)
+        trace, waited = [], 0.0
+        for step in range(14):
+            train_step(model, optimizer, make_batch(rank, step))
+            trace.append(flat(model))
+            waited = waited if step else sync.stats.wait_seconds
+        sync.finish()
+        return trace, waited
+
+    results = simulate(work, workers=3, network=FAST, compute=Compute(STEP)).results
+    model = make_model(seed=0)
+    optimizer = sgd(model)
+    for step in range(6):
+        train_step(model, optimizer, make_batch(0, step))
+        close(results[0][0][step], flat(model))
+    for trace, waited in results[1:]:
+        assert waited == pytest.approx(5 * STEP, rel=1e-3)
+        close(trace[0], flat(model))
+        assert (trace[3] - trace[0]).abs().max() > 1e-3, "then they train"
+
+
+def test_a_consensus_of_rank_0_ends_the_warm_up() -> None:
+    """And so does its finish: the others do not wait for steps that it never takes."""
+
+    def work(looks: bool) -> tuple[int, Tensor]:
+        model = make_model(seed=dist.get_rank())
+        optimizer = sgd(model)
+        sync = offbeat.attach(model, optimizer, Downpour(warmup_steps=100))
+        for step in range(4):
+            train_step(model, optimizer, make_batch(dist.get_rank(), step))
+            if looks and step == 1:
+                with sync.consensus():
+                    pass
+        sync.finish()
+        return sync.step, flat(model)
+
+    for looks in (False, True):
+        results = simulate(lambda looks=looks: work(looks), workers=3, network=FAST).results
+        assert [step for step, _ in results] == [4, 4, 4]
+        assert torch.equal(results[0][1], results[2][1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "text"),
+    [
+        ({"warmup_steps": -1}, ValueError, "warmup_steps must be at least 0, got -1"),
+        ({"push_every": 0}, ValueError, "push_every must be at least 1, got 0"),
+        ({"fetch_every": 0}, ValueError, "fetch_every must be at least 1, got 0"),
+        ({"push_every": 2.0}, TypeError, "push_every must be an integer"),
+        ({"server_optimizer": "adam"}, ValueError, 'must be "sgd" or "adagrad", got \'adam\''),
+        ({"server_optimizer": "adagrad"}, ValueError, '"adagrad" requires server_lr'),
+        ({"server_lr": 0.0}, ValueError, r"server_lr must be positive and finite, got 0\.0"),
+        ({"server_lr": float("nan")}, ValueError, "server_lr must be positive and finite, got nan"),
+        ({"server_lr": "0.1"}, TypeError, "server_lr must be a number"),
+        ({"lr": 0.1}, TypeError, "lr"),
+        ({"servers": (1, 1)}, ValueError, "none twice"),
+    ],
+)
+def test_bad_settings_are_refused(
+    settings: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    """Pitfall 18: the error names the setting and what is allowed."""
+    with pytest.raises(error, match=text):
+        Downpour(**settings)

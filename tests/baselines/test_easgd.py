@@ -1,0 +1,476 @@
+"""EASGD against the recursions of Zhang, Choromanska & LeCun, written out by hand."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import offbeat
+from offbeat import Compute, Network, simulate
+from offbeat.baselines.easgd import EASGD
+from problems import (
+    OPTIMIZERS,
+    assign,
+    flat,
+    gradients,
+    make_batch,
+    make_model,
+    train_step,
+)
+from worlds import run
+
+FAST = Network("100Gbit/s", latency=0)  # messages of this model take nanoseconds
+RATE = 0.05
+
+
+def close(a: Tensor, b: Tensor, atol: float = 1e-12) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=atol)
+
+
+def gradient(x: Tensor, rank: int, step: int) -> Tensor:
+    model = make_model(seed=0)
+    assign(model, x.clone())
+    return torch.cat([g.reshape(-1) for g in gradients(model, make_batch(rank, step))])
+
+
+def by_name(model: nn.Module) -> Tensor:
+    """All parameters in the order of the server's vector."""
+    return torch.cat([p.detach().reshape(-1) for _, p in sorted(model.named_parameters())])
+
+
+def centre(sync: Any) -> Tensor | None:
+    """This rank's shard of z."""
+    shard = sync._iteration.flow.server.shard
+    return None if shard is None else shard.values.clone()
+
+
+def train(rank: int, size: int, strategy: EASGD, kind: str, steps: Sequence[int]) -> dict[str, Any]:
+    model = make_model(seed=rank)
+    optimizer: torch.optim.Optimizer = OPTIMIZERS["sgd"](model.parameters())
+    if kind == "nesterov":
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, nesterov=True)
+    sync = offbeat.attach(model, optimizer, strategy, timeout_seconds=20)
+    trace, decisions = [], []
+    for step in range(steps[rank]):
+        before = sync.stats.syncs
+        train_step(model, optimizer, make_batch(rank, step))
+        trace.append(flat(model))
+        decisions.append(sync.stats.syncs - before)
+    with sync.consensus():
+        seen = flat(model)
+    own = flat(model)
+    sync.finish()
+    return {
+        "trace": trace,
+        "decisions": decisions,
+        "seen": seen,
+        "own": own,
+        "end": flat(model),
+        "stats": sync.stats,
+    }
+
+
+# -- the recursions -------------------------------------------------------------------------------
+
+
+BEFORE, AFTER = "before_step", "after_step"
+every_order = pytest.mark.parametrize("difference", [BEFORE, AFTER])
+
+
+def equations_3_4(
+    size: int, steps: int, period: int, alpha: float, difference: str
+) -> tuple[list[list[Tensor]], Tensor]:
+    """x_n ← x_n − η g_n − α(x_n − z), z ← z + α Σ (x_n − z), at one x_n or after the step.
+
+    Steps that z has not seen are in no trace.
+    """
+    xs = [flat(make_model(seed=0)) for _ in range(size)]
+    z = xs[0].clone()
+    trace: list[list[Tensor]] = [[] for _ in range(size)]
+    for step in range(steps):
+        before = xs
+        xs = [x - RATE * gradient(x, rank, step) for rank, x in enumerate(xs)]
+        if (step + 1) % period == 0:
+            distances = [x - z for x in (before if difference == BEFORE else xs)]
+            xs = [x - alpha * d for x, d in zip(xs, distances, strict=True)]
+            z = z + alpha * sum(distances)
+        for rank in range(size):
+            trace[rank].append(xs[rank])
+    return trace, z
+
+
+@pytest.mark.sampled
+@every_order
+@pytest.mark.parametrize(("period", "alpha"), [(1, 0.3), (3, 0.3), (4, None)])
+@pytest.mark.parametrize("servers", [None, (1,)], ids=str)
+def test_synchronous_is_equations_3_and_4(
+    period: int, alpha: float | None, servers: tuple[int, ...] | None, difference: Any
+) -> None:
+    """All workers from the same z; α is 0.9/N by default; a consensus shows z."""
+    strategy = EASGD(
+        period=period, alpha=alpha, synchronous=True, servers=servers, difference=difference
+    )
+    alpha = 0.45 if alpha is None else alpha
+    trace, z = equations_3_4(2, 12, period, alpha, difference)
+    end = z
+    if difference == BEFORE:  # finish brings the last step into z
+        end = z + alpha * sum(xs[-1] - z for xs in trace)
+    for rank, one in enumerate(run(train, strategy, "sgd", [12] * 2, workers=2)):
+        for got, want in zip(one["trace"], trace[rank], strict=True):
+            close(got, want)
+        assert one["decisions"] == [int((s + 1) % period == 0) for s in range(12)]
+        close(one["seen"], z)
+        assert torch.equal(one["own"], one["trace"][-1]), (
+            "a consensus does not change the worker's own model"
+        )
+        close(one["end"], end)
+
+
+@every_order
+@pytest.mark.parametrize(("period", "steps"), [(1, 8), (3, 12), (5, 12)])
+def test_one_worker_asynchronously_is_algorithm_1(period: int, steps: int, difference: Any) -> None:
+    """By hand, with leftover steps at the end; α is 0.9 for one worker."""
+    x = flat(make_model(seed=0))
+    z, want = x.clone(), []
+    for step in range(steps):
+        before = x
+        x = x - RATE * gradient(x, 0, step)
+        if (step + 1) % period == 0:
+            d = 0.9 * ((before if difference == BEFORE else x) - z)
+            x, z = x - d, z + d
+        want.append(x)
+    strategy = EASGD(period=period, difference=difference)
+    (one,) = run(train, strategy, "sgd", [steps], workers=1)
+    for got, expected in zip(one["trace"], want, strict=True):
+        close(got, expected)
+    close(one["seen"], z)
+    if steps % period or difference == BEFORE:
+        z = z + 0.9 * (x - z)
+    close(one["end"], z)
+
+
+def spring(rank: int, size: int, alpha: float, difference: Any) -> float:
+    model = nn.Module()
+    model.x = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    strategy = EASGD(period=1, alpha=alpha, difference=difference)
+    sync = offbeat.attach(model, optimizer, strategy, timeout_seconds=20)
+    for _ in range(400):
+        model.x.grad = model.x.detach().clone()
+        optimizer.step()
+    moved = abs(model.x.item())
+    sync.finish()
+    return moved
+
+
+def test_the_papers_bound() -> None:
+    """½x² at η = 0.5 is stable up to α = (4 − 2η)/(4 − η) = 0.857; stepping first, up to 1."""
+    (within,), (beyond,) = (run(spring, a, BEFORE, workers=1) for a in (0.85, 0.865))
+    assert within < 0.1
+    assert beyond > 10
+    (other,) = run(spring, 0.99, AFTER, workers=1)
+    assert other < 1e-6
+
+
+@pytest.mark.parametrize("period", [1, 4])
+def test_with_nesterov_momentum_it_is_eamsgd(period: int) -> None:
+    """EAMSGD in PyTorch's form: v ← μv + g, x ← x − η(g + μv); an exchange does not change v."""
+    x = flat(make_model(seed=0))
+    z, v, want = x.clone(), torch.zeros_like(x), []
+    for step in range(12):
+        g = gradient(x, 0, step)
+        v = 0.9 * v + g
+        d = 0.3 * (x - z) if (step + 1) % period == 0 else 0.0
+        x, z = x - RATE * (g + 0.9 * v) - d, z + d
+        want.append(x)
+    (one,) = run(train, EASGD(period=period, alpha=0.3), "nesterov", [12], workers=1)
+    for got, expected in zip(one["trace"], want, strict=True):
+        close(got, expected)
+    close(one["seen"], z)
+
+
+def test_eamsgd_is_the_papers_in_other_variables() -> None:
+    """Paper: v ← δv − η∇f(x + δv), x ← x + v. PyTorch keeps y = x + δv; its v is −v/η."""
+    y, buffer = flat(make_model(seed=0)), torch.zeros(40, dtype=torch.float64)
+    x, v = y.clone(), torch.zeros_like(y)
+    for step in range(10):
+        g = gradient(y, 0, step)
+        buffer = 0.9 * buffer + g
+        y = y - RATE * (g + 0.9 * buffer)
+        v = 0.9 * v - RATE * gradient(x + 0.9 * v, 0, step)
+        x = x + v
+        close(y, x + 0.9 * v)
+
+
+def play(
+    order: Sequence[int], size: int, period: int, alpha: float, difference: str
+) -> tuple[list[list[Tensor]], Tensor, Tensor]:
+    """Asynchronously, one step at a time in ``order``; z before and after the leftovers."""
+    xs = [flat(make_model(seed=0)) for _ in range(size)]
+    z = xs[0].clone()
+    trace: list[list[Tensor]] = [[] for _ in range(size)]
+    for rank in order:
+        step = len(trace[rank])
+        first = xs[rank]
+        xs[rank] = first - RATE * gradient(first, rank, step)
+        if (step + 1) % period == 0:
+            d = alpha * ((first if difference == BEFORE else xs[rank]) - z)
+            xs[rank], z = xs[rank] - d, z + d
+        trace[rank].append(xs[rank])
+    before = z
+    last = {rank: place for place, rank in enumerate(order)}
+    for rank in sorted(last, key=lambda rank: last[rank]):
+        if len(trace[rank]) % period or difference == BEFORE:
+            z = z + alpha * (xs[rank] - z)
+    return trace, before, z
+
+
+@pytest.mark.sampled
+@every_order
+@pytest.mark.parametrize("servers", [None, (2,)], ids=str)
+@pytest.mark.parametrize(("period", "alpha"), [(1, 0.2), (2, None), (4, 0.5)])
+def test_asynchronous_workers_exchange_one_at_a_time(
+    period: int, alpha: float | None, servers: tuple[int, ...] | None, difference: Any
+) -> None:
+    """Each worker with the current z, without waiting; finish pushes the remaining steps."""
+    steps, paces = (13, 9, 6), (1.0, 1.37, 2.1)
+    strategy = EASGD(period=period, alpha=alpha, servers=servers, difference=difference)
+    result = simulate(
+        lambda: train(dist.get_rank(), 3, strategy, "sgd", steps),
+        workers=3,
+        network=FAST,
+        compute=Compute(0.01, slowdown=dict(enumerate(paces))),
+    )
+    moments = [
+        (pace * (i + 1), rank) for rank, pace in enumerate(paces) for i in range(steps[rank])
+    ]
+    order = [rank for _, rank in sorted(moments)]
+    alpha = 0.3 if alpha is None else alpha
+    trace, before, after = play(order, 3, period, alpha, difference)
+    for rank, one in enumerate(result.results):
+        for got, want in zip(one["trace"], trace[rank], strict=True):
+            close(got, want)
+        close(one["seen"], before)
+        # they leave the consensus together, so their last pushes have no fixed order
+        close(one["end"], after, atol=1e-12 if (period, difference) == (1, AFTER) else 0.1)
+        assert torch.equal(one["end"], result.results[0]["end"])
+        assert one["stats"].wait_seconds < 1e-4
+        assert one["stats"].syncs == steps[rank] // period
+
+
+# -- conservation ---------------------------------------------------------------------------------
+
+
+def exchange(rank: int, size: int, strategy: EASGD, rounds: int) -> list[tuple[Tensor, ...]]:
+    """Before and after each exchange: this worker's model and its part of z."""
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    before: list[Tensor] = []
+    optimizer.register_step_post_hook(lambda *_: before.append(by_name(model)))
+    sync = offbeat.attach(model, optimizer, strategy, timeout_seconds=20)
+    seen = []
+    for turn in range(rounds):
+        first = centre(sync)
+        sync._iteration.flow.server.barrier()  # all have read z
+        for other in range(size):
+            if strategy.synchronous and other:
+                break
+            if strategy.synchronous or other == rank:
+                train_step(model, optimizer, make_batch(rank, turn))
+            sync._iteration.flow.server.barrier()  # asynchronous exchanges, one after the other
+        seen.append((before[-1], by_name(model), first, centre(sync)))
+        sync._iteration.flow.server.barrier()
+    sync.finish()
+    return seen
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+@pytest.mark.parametrize("servers", [(0, 1, 2), (2, 0)], ids=str)
+def test_an_exchange_conserves_x_plus_z(synchronous: bool, servers: tuple[int, ...]) -> None:
+    """Σ x + z is the same before and after the exchanges, although both move."""
+    strategy = EASGD(period=1, alpha=0.25, synchronous=synchronous, servers=servers)
+    results = run(exchange, strategy, 5, workers=3)
+    for turn in range(5):
+        before, after, first, last = zip(*(result[turn] for result in results), strict=True)
+        z_before = torch.cat([first[rank] for rank in servers])
+        z_after = torch.cat([last[rank] for rank in servers])
+        close(sum(after) + z_after, sum(before) + z_before)
+        assert turn == 0 or (z_after - z_before).abs().max() > 1e-4, "first all are at z"
+
+
+def uneven(rank: int, strategy: EASGD) -> Any:
+    """Rank 0 enters the consensus after 4 steps, rank 1 after 2; both then continue."""
+    model = nn.Module()
+    model.x = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    sync = offbeat.attach(model, optimizer, strategy)
+    added = 0.0
+    for steps in ((4, 2)[rank], 3):
+        for _ in range(steps):
+            model.x.grad = torch.full((2,), -(rank + 1.0), dtype=torch.float64)
+            optimizer.step()
+            added += rank + 1.0
+        with sync.consensus():
+            z = model.x[0].item()
+    own = model.x[0].item()
+    sync.finish()
+    return added, own, z
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_exchanges_conserve_after_uneven_numbers_of_steps(synchronous: bool) -> None:
+    """All that SGD has added to 0 is in Σ x + z, also when the workers' counts differ."""
+    strategy = EASGD(period=1, alpha=0.25, synchronous=synchronous)
+    results = simulate(
+        lambda: uneven(dist.get_rank(), strategy),
+        workers=2,
+        network=FAST,
+        compute=Compute(0.01, slowdown={1: 3}),
+    ).results
+    total = sum(added for added, _, _ in results)
+    assert sum(own for _, own, _ in results) + results[0][2] == pytest.approx(total, abs=1e-9)
+
+
+def tiny(rank: int, size: int, synchronous: bool) -> float:
+    model = nn.Linear(1, 1, bias=False).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = EASGD(period=1, synchronous=synchronous)
+    sync = offbeat.attach(model, optimizer, strategy, timeout_seconds=20)
+    for _ in range(2):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+    sync.finish()
+    return model.weight.item()
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_a_model_smaller_than_the_number_of_servers(synchronous: bool) -> None:
+    """Some shards are empty."""
+    results = simulate(lambda: tiny(dist.get_rank(), 2, synchronous), workers=2).results
+    assert results[0] == results[1]
+
+
+# -- consensus and the end ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+@pytest.mark.parametrize("steps", [(9, 11, 10), (9, 14, 2)], ids=str)
+def test_finish_leaves_z_everywhere(synchronous: bool, steps: tuple[int, ...]) -> None:
+    """The same bits, after different numbers of steps; unfinished periods have moved it."""
+    results = run(train, EASGD(period=4, synchronous=synchronous), "sgd", steps, workers=3)
+    for one in results:
+        assert torch.equal(one["end"], results[0]["end"])
+        assert torch.equal(one["seen"], results[0]["seen"])
+    z, end = results[0]["seen"], results[0]["end"]
+    own = [one["own"] for one in results]
+    if not synchronous:  # three moves by α = 0.3; each element's shard sees them in some order
+        candidates = []
+        for order in itertools.permutations(range(3)):
+            moved = z
+            for rank in order:
+                moved = moved + 0.3 * (own[rank] - moved)
+            candidates.append(moved)
+        distance = torch.stack([(moved - end).abs() for moved in candidates]).amin(0)
+        assert distance.max() < 1e-12
+    elif steps[1] < 12:  # all have exchanged twice: the last pushes apply at once
+        close(end, z + 0.3 * sum(x - z for x in own))
+    assert (end - z).abs().max() > 1e-4
+
+
+def test_a_whole_number_of_periods_leaves_z_as_it_is() -> None:
+    """No steps remain, so finish gives what consensus showed; with "after_step"."""
+    results = run(train, EASGD(period=3, difference="after_step"), "sgd", [9, 3, 6], workers=3)
+    for one in results:
+        assert torch.equal(one["end"], results[0]["seen"])
+        assert one["decisions"] == [0, 0, 1] * (len(one["decisions"]) // 3)
+
+
+def test_z_starts_at_the_model_of_rank_0() -> None:
+    """Pitfall 16: also if no worker has stepped."""
+    for one in run(train, EASGD(period=3), "sgd", [0, 0], workers=2):
+        assert torch.equal(one["seen"], flat(make_model(seed=0)))
+        assert torch.equal(one["end"], flat(make_model(seed=0)))
+
+
+def half(rank: int, size: int) -> Any:
+    model = nn.ParameterDict(
+        {
+            "a": nn.Parameter(torch.full((2,), 256.0, dtype=torch.bfloat16)),
+            "b": nn.Parameter(torch.zeros(2)),
+            "c": nn.Parameter(torch.zeros(2, dtype=torch.complex64)),
+            "frozen": nn.Parameter(torch.full((1,), float(rank)), requires_grad=False),
+        }
+    )
+    optimizer = torch.optim.SGD([p for p in model.values() if p.requires_grad], lr=1.0)
+    strategy = EASGD(period=1, alpha=0.25, synchronous=True, difference="after_step")
+    sync = offbeat.attach(model, optimizer, strategy, timeout_seconds=20)
+    model["a"].grad = torch.full((2,), -2.0, dtype=torch.bfloat16)
+    model["b"].grad = torch.full((2,), -8.0)
+    model["c"].grad = torch.full((2,), -8.0 - 4j, dtype=torch.complex64)
+    optimizer.step()
+    own = {name: p.detach().clone() for name, p in model.items()}
+    z = centre(sync)
+    sync.finish()
+    return own, z, {name: p.detach().clone() for name, p in model.items()}
+
+
+def test_dtypes_may_be_mixed() -> None:
+    """The centre is float32: 256 + 2·0.25·2 = 257, which bfloat16 cannot hold."""
+    results = run(half, workers=2)
+    z = torch.cat([z for _, z, _ in results])
+    assert z.dtype == torch.float32
+    assert z.tolist() == [257.0] * 2 + [4.0] * 2 + [4.0, 2.0] * 2
+    for own, _, end in results:
+        assert torch.equal(own["a"], torch.full((2,), 258.0, dtype=torch.bfloat16))  # 257.5
+        assert torch.equal(own["b"], torch.full((2,), 6.0))
+        assert torch.equal(own["c"], torch.full((2,), 6.0 + 3j, dtype=torch.complex64))
+        assert torch.equal(end["a"], torch.full((2,), 256.0, dtype=torch.bfloat16))  # 257, to even
+        assert torch.equal(end["b"], torch.full((2,), 4.0))
+        assert torch.equal(end["frozen"], torch.zeros(1)), "rank 0's"
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "text"),
+    [
+        ({"period": 0}, ValueError, "period must be at least 1, got 0"),
+        ({"period": 1.5}, TypeError, "period must be an integer"),
+        ({"alpha": 0.0}, ValueError, r"alpha must be between 0 and 1, got 0\.0"),
+        ({"alpha": 1}, ValueError, "alpha must be between 0 and 1, got 1"),
+        ({"alpha": float("nan")}, ValueError, "alpha must be between 0 and 1, got nan"),
+        ({"alpha": "0.5"}, TypeError, "alpha must be a number"),
+        ({"synchronous": 1}, TypeError, "synchronous must be true or false, got 1"),
+        ({"difference": "step"}, ValueError, 'must be "before_step" or "after_step", got'),
+        ({"tau": 3}, TypeError, "tau"),
+        ({"servers": ()}, ValueError, "at least one rank"),
+    ],
+)
+def test_bad_settings_are_refused(
+    settings: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    """Pitfall 18: the error names the setting and what is allowed."""
+    with pytest.raises(error, match=text):
+        EASGD(**settings)
+
+
+@pytest.mark.parametrize(("alpha", "workers"), [(0.51, 2), (0.9, 3)])
+def test_a_synchronous_alpha_that_overshoots_is_refused(alpha: float, workers: int) -> None:
+    """α·N ≤ 1, where z moves by all differences at once; 1/N itself and one worker are fine."""
+    text = rf"synchronous EASGD requires alpha·N ≤ 1: at most .* on {workers} workers, got {alpha}"
+
+    def start(alpha: float, size: int) -> None:
+        def work() -> None:
+            model = make_model()
+            strategy = EASGD(alpha=alpha, synchronous=True)
+            with offbeat.attach(model, OPTIMIZERS["sgd"](model.parameters()), strategy):
+                pass
+
+        simulate(work, workers=size)
+
+    with pytest.raises(ValueError, match=text):
+        start(alpha, workers)
+    start(1 / workers, workers)
+    start(alpha, 1)

@@ -1,0 +1,403 @@
+"""FedAvg against a simulation of all workers in one process, with the draws that were observed."""
+
+import io
+import itertools
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import offbeat
+from offbeat import FedAvg, LocalSGD
+from offbeat.strategies.base import Strategy
+from problems import OPTIMIZERS, PARAMETERS, Simulated, assign, flat, make_batch, make_model
+from problems import train_step as take_step
+from worlds import run
+
+VOTE_BYTES = 8 * 8
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+class Sink:
+    """Keeps the records of all steps."""
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+
+    def write(self, record: dict[str, Any]) -> None:
+        self.records.append(record)
+
+    def close(self) -> None: ...
+
+
+def train(rank: int, size: int, strategy: Strategy, counts: Sequence[int]) -> dict[str, Any]:
+    """Own seed, own data, ``counts[rank]`` steps."""
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    sink = Sink()
+    sync = offbeat.attach(model, optimizer, strategy, log=sink, timeout_seconds=20)
+    trace = []
+    for step in range(counts[rank]):
+        take_step(model, optimizer, make_batch(rank, step))
+        trace.append(flat(model))
+    own = flat(model)
+    payload = sync.stats.payload_bytes
+    with sync.consensus():
+        seen = flat(model)
+    assert torch.equal(own, flat(model)) or len(set(counts)) > 1
+    sync.finish()
+    return {
+        "trace": trace,
+        "seen": seen,
+        "end": flat(model),
+        "payload": payload,
+        "details": sync.stats.details,
+        "synced": [record["decision"] == "sync" for record in sink.records],
+        "drawn": [record["drawn"] for record in sink.records if "drawn" in record],
+    }
+
+
+def reference(
+    strategy: FedAvg, counts: Sequence[int], draws: Sequence[set[int]], period: int
+) -> tuple[list[list[Tensor]], Tensor]:
+    """Every worker's models after each step, and the end, from the definition."""
+    size = len(counts)
+    sim = Simulated.start(size, "momentum")
+    samples = list(strategy.weights or [1.0] * size)
+    news, since, rounds, trace = [False] * size, 0, 0, []
+    for step in range(max(counts)):
+        for rank in range(size):
+            if step < counts[rank]:
+                take_step(sim.models[rank], sim.optimizers[rank], make_batch(rank, step))
+                news[rank] = True
+        since += 1
+        if since == period:
+            taking = [n for n in draws[rounds] if news[n]]
+            rounds, since = rounds + 1, 0
+            if taking:
+                total = sum(samples[n] for n in taking)
+                mean = sum(samples[n] / total * flat(sim.models[n]) for n in taking)
+                heirs = draws[rounds - 1] if strategy.unselected == "keep" else range(size)
+                for n in heirs:
+                    assign(sim.models[n], mean.clone())  # parameters become views of it
+                    news[n] = False
+        trace.append(sim.flat())
+    if strategy.unselected == "restart" or strategy.fraction == 1:
+        samples = [w * new for w, new in zip(samples, news, strict=True)]
+    if any(samples):
+        sim.average(samples)
+    return trace, sim.flat()[0]
+
+
+def observed(results: Sequence[dict[str, Any]]) -> list[set[int]]:
+    """The workers that were drawn in each round, as they recorded it themselves."""
+    rounds = zip(*(result["drawn"] for result in results), strict=True)
+    return [{rank for rank, drawn in enumerate(row) if drawn} for row in rounds]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("unselected", ["keep", "restart"])
+@pytest.mark.parametrize("weights", [None, (600, 300, 100)])
+@pytest.mark.parametrize("fraction", [0.67, 1.0])
+def test_rounds_average_the_drawn_by_their_samples(
+    unselected: Any, weights: tuple[float, ...] | None, fraction: float
+) -> None:
+    """By value, after each step: x ← Σ_D w·x / Σ_D w on the drawn or on all; others keep theirs."""
+    strategy = FedAvg(period=3, fraction=fraction, unselected=unselected, weights=weights, seed=4)
+    results = run(train, strategy, [20] * 3, workers=3)
+    draws = observed(results)
+    assert [len(draw) for draw in draws] == [2 if fraction < 1 else 3] * 6
+    trace, end = reference(strategy, [20] * 3, draws, 3)
+    for rank, result in enumerate(results):
+        assert result["synced"] == [step % 3 == 0 for step in range(1, 21)]
+        for step, got in enumerate(result["trace"]):
+            close(got, trace[step][rank])
+        close(result["seen"], end)
+        close(result["end"], end)
+        assert torch.equal(result["end"], results[0]["end"])
+        assert result["payload"] == 6 * (8 * PARAMETERS + VOTE_BYTES), "the same drawn or not"
+        assert result["details"]["launches"] == 6
+        assert result["details"]["drawn"] == sum(result["drawn"])
+    for i, draw in enumerate(draws):
+        models = [result["trace"][3 * i + 2] for result in results]
+        alike = draw if unselected == "keep" else {0, 1, 2}
+        for n in range(3):
+            for m in range(n):
+                assert torch.equal(models[n], models[m]) == ({n, m} <= alike), "bit-identical"
+
+
+@pytest.mark.parametrize("unselected", ["keep", "restart"])
+@pytest.mark.parametrize(("counts", "seed"), [([3, 17, 9], 8), ([13, 2, 4], 1)])
+def test_uneven_counts(unselected: Any, counts: list[int], seed: int) -> None:
+    """A worker without new steps has weight 0; all workers draw the same to the end."""
+    strategy = FedAvg(period=3, fraction=0.5, unselected=unselected, weights=(1, 2, 4), seed=seed)
+    draws = observed(run(train, strategy, [18] * 3, workers=3))
+    assert [len(draw) for draw in draws] == [2] * 6, "1.5 is rounded up"
+    late = [rank for rank in range(3) if rank not in draws[(counts[rank] - 1) // 3]]
+    assert late, "the last steps of some worker wait for a later draw"
+    trace, end = reference(strategy, counts, draws, 3)
+    results = run(train, strategy, counts, workers=3)
+    for rank, result in enumerate(results):
+        for step, got in enumerate(result["trace"]):
+            close(got, trace[step][rank])
+        close(result["end"], end)
+        assert torch.equal(result["end"], results[0]["end"])
+        rounds = max(counts) // 3
+        drawn = sum(rank in draw for draw in draws[:rounds])
+        assert result["details"]["launches"] == rounds, "those without an own step count"
+        assert result["details"]["drawn"] == drawn
+
+
+@pytest.mark.parametrize("counts", [[12, 12, 12], [4, 11, 6]])
+def test_all_workers_with_equal_weights_are_local_sgd(counts: list[int]) -> None:
+    """fraction=1 is LocalSGD bit for bit, also with explicit equal weights or a restart."""
+    expected = run(train, LocalSGD(period=4), counts, workers=3)
+    for strategy in (
+        FedAvg(period=4),
+        FedAvg(period=4, weights=(7, 7, 7)),
+        FedAvg(period=4, unselected="restart"),
+        FedAvg(rounds_per_epoch=5, steps_per_epoch=20),
+    ):
+        for got, want in zip(run(train, strategy, counts, workers=3), expected, strict=True):
+            assert torch.equal(torch.stack(got["trace"]), torch.stack(want["trace"]))
+            assert torch.equal(got["end"], want["end"])
+            assert torch.equal(got["seen"], want["seen"])
+
+
+@pytest.mark.parametrize(
+    ("rate", "exact", "steps", "total"),
+    [
+        (0.25, Fraction(1, 4), 7, 60),  # after steps 28 and 56
+        (3, Fraction(3), 10, 40),  # 4, 7, 10: no period
+        (1 / 3, Fraction(1, 3), 5, 46),  # read as one round in three epochs
+        (0.7, Fraction(7, 10), 3, 50),
+        (10, Fraction(10), 10, 12),  # every step
+    ],
+)
+def test_rounds_in_an_epoch_are_exact(rate: float, exact: Fraction, steps: int, total: int) -> None:
+    """Pitfall 14: a round after step t iff ⌊t·E/S⌋ grows there, in exact arithmetic."""
+    strategy = FedAvg(rounds_per_epoch=rate, steps_per_epoch=steps)
+    (result,) = run(train, strategy, [total], workers=1)
+    expected = [
+        math.floor(t * exact / steps) > math.floor((t - 1) * exact / steps)
+        for t in range(1, total + 1)
+    ]
+    assert result["synced"] == expected
+    assert sum(expected) == math.floor(total * exact / steps)
+
+
+def drawn_by(strategy: FedAvg, workers: int, rounds: int) -> list[set[int]]:
+    """The workers that are drawn in each round."""
+    return [
+        {rank for rank in range(workers) if strategy.draws(rank, workers, round_)}
+        for round_ in range(1, rounds + 1)
+    ]
+
+
+def test_draws_are_fair_and_independent() -> None:
+    """Every pair of 5 workers is drawn equally often; the seed and nothing else decides."""
+    rounds = 300
+    draws = drawn_by(FedAvg(period=1, fraction=0.4), 5, rounds)
+    assert {len(draw) for draw in draws} == {2}
+    for n in range(5):
+        mine = sum(n in draw for draw in draws)
+        assert abs(mine - 0.4 * rounds) < 4 * math.sqrt(rounds * 0.4 * 0.6)
+        for m in range(n):
+            both = sum({n, m} == draw for draw in draws)
+            assert abs(both - 0.1 * rounds) < 4 * math.sqrt(rounds * 0.1 * 0.9)
+    repeats = sum(a == b for a, b in itertools.pairwise(draws))
+    assert abs(repeats - 0.1 * rounds) < 4 * math.sqrt(rounds * 0.1 * 0.9), "independent draws"
+    again = drawn_by(FedAvg(period=1, fraction=0.4, unselected="restart"), 5, 40)
+    assert again == draws[:40]
+    assert drawn_by(FedAvg(period=1, fraction=0.4, seed=1), 5, 40) != draws[:40]
+
+
+def test_training_uses_these_draws() -> None:
+    strategy = FedAvg(period=1, fraction=0.67, seed=4)
+    assert observed(run(train, strategy, [12] * 3, workers=3)) == drawn_by(strategy, 3, 12)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "workers", "count"),
+    [(0.01, 4, 1), (0.1, 4, 1), (0.37, 4, 1), (0.375, 4, 2), (0.5, 3, 2), (0.29, 100, 29)],
+)
+def test_the_number_drawn_is_rounded_half_up(fraction: float, workers: int, count: int) -> None:
+    """m = max(1, ⌊C·N + ½⌋)."""
+    assert FedAvg(period=1, fraction=fraction)._count(workers) == count
+
+
+def resume(rank: int, size: int, strategy: FedAvg, at: int) -> list[Any]:
+    """Uninterrupted, and continued in new objects from what was saved on the way."""
+    runs: list[Any] = []
+    saved = io.BytesIO()
+    for how in ("straight", "resumed"):
+        model = make_model(seed=rank)
+        optimizer = OPTIMIZERS["momentum"](model.parameters())
+        sink = Sink()
+        sync = offbeat.attach(model, optimizer, strategy, log=sink, timeout_seconds=20)
+        if how == "resumed":
+            saved.seek(0)
+            state = torch.load(saved, weights_only=True)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            sync.load_state_dict(state["sync"])
+        for step in range(sync.step, 15):
+            if how == "straight" and step == at:
+                state = {
+                    "model": model.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "sync": sync.state_dict(),
+                }
+                torch.save(state, saved)
+            take_step(model, optimizer, make_batch(rank, step))
+        sync.finish()
+        drawn = [record.get("drawn") for record in sink.records]
+        runs.append((flat(model), drawn[-(15 - at) :], sync.stats.details))
+    return runs
+
+
+@pytest.mark.parametrize("at", [6, 8])
+def test_a_checkpoint_continues_bit_for_bit(at: int) -> None:
+    """The number of the round is kept, so a resumed run draws what the whole one would."""
+    strategy = FedAvg(rounds_per_epoch=3, steps_per_epoch=10, fraction=0.5, weights=(2, 1, 3))
+    for straight, resumed in run(resume, strategy, at, workers=3):
+        assert torch.equal(straight[0], resumed[0])
+        assert straight[1:] == resumed[1:]
+
+
+def statistics(rank: int, size: int, unselected: Any) -> dict[str, list[Tensor]]:
+    torch.manual_seed(rank)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sink = Sink()
+    strategy = FedAvg(period=1, fraction=0.5, unselected=unselected, weights=(1, 2, 3))
+    sync = offbeat.attach(model, optimizer, strategy, log=sink, timeout_seconds=20)
+    before, after = [], []
+    for step in range(4):
+        for _ in range(1 + rank):
+            loss = model(make_batch(rank, step, dtype=torch.float32)[0]).square().sum()
+        loss.backward()
+        before.append(torch.cat([b.reshape(-1).double() for b in model.buffers()]))
+        optimizer.step()
+        after.append(torch.cat([b.reshape(-1).double() for b in model.buffers()]))
+    sync.finish()
+    counted = int(model[1].num_batches_tracked)
+    drawn = [record["drawn"] for record in sink.records]
+    return {"before": before, "after": after, "counted": counted, "drawn": drawn}
+
+
+@pytest.mark.parametrize("unselected", ["keep", "restart"])
+def test_buffers_are_averaged_with_the_models(unselected: str) -> None:
+    """Running statistics become the drawn workers' mean; batch counts are equal at the end."""
+    results = run(statistics, unselected, workers=3)
+    for i, draw in enumerate(observed(results)):
+        before = [result["before"][i] for result in results]
+        mean = sum((n + 1) * before[n] for n in draw) / sum(n + 1 for n in draw)
+        for n, result in enumerate(results):
+            want = mean if n in draw or unselected == "restart" else before[n]
+            want = torch.cat([want[:-1], before[n][-1:]])  # num_batches_tracked comes last
+            torch.testing.assert_close(result["after"][i], want, rtol=1e-6, atol=1e-6)
+    assert [result["counted"] for result in results] == [12] * 3, "rank 2 has seen the most"
+
+
+BAD_STEP = 2  # the third step
+
+
+def one_is_nan(rank: int, size: int, strategy: FedAvg, bad: int, non_finite: str) -> Any:
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    sync = offbeat.attach(model, optimizer, strategy, non_finite=non_finite, timeout_seconds=20)
+    text = ""
+    try:
+        for step in range(8):
+            x, y = make_batch(rank, step)
+            take_step(model, optimizer, (x * math.nan if (rank, step) == (bad, BAD_STEP) else x, y))
+    except offbeat.OffbeatError as error:
+        text = str(error)
+    step = sync.step
+    sync.detach()
+    return text, step, bool(flat(model).isfinite().all()), sync.stats.details.get("non_finite", 0)
+
+
+def test_only_drawn_workers_are_looked_at() -> None:
+    """A worker that is not drawn sends nothing: the round in which it is drawn raises."""
+    strategy = FedAvg(period=1, fraction=0.34)  # one worker in a round
+    draws = drawn_by(strategy, 3, 8)
+    for bad in range(3):
+        rounds = [i for i, draw in enumerate(draws) if bad in draw and i >= BAD_STEP]
+        results = run(one_is_nan, strategy, bad, "raise", workers=3)
+        for rank, (text, step, finite, found) in enumerate(results):
+            if rounds:
+                want = f"rank {bad} would contribute NaN or infinity to the mean at step "
+                assert text.startswith(f"{want}{rounds[0] + 1};")
+                assert step == rounds[0], "completed steps"
+            else:
+                assert text == ""
+            assert finite == (rank != bad)
+            assert found == (rank == bad and bool(rounds))
+
+
+def test_with_warn_the_mean_is_not_finite(caplog: pytest.LogCaptureFixture) -> None:
+    results = run(one_is_nan, FedAvg(period=4), 1, "warn", workers=3)
+    assert [(text, finite) for text, _, finite, _ in results] == [("", False)] * 3
+    logged = [r.getMessage() for r in caplog.records if "would contribute" in r.getMessage()]
+    assert sorted(one[:7] for one in logged) == ["rank 0:", "rank 1:", "rank 2:"]
+
+
+def wrong_length(rank: int, size: int) -> str:
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    with pytest.raises(ValueError) as caught:
+        offbeat.attach(model, optimizer, FedAvg(period=2, weights=(1, 2, 3)), timeout_seconds=20)
+    sync = offbeat.attach(model, optimizer, FedAvg(period=2, weights=(1, 2)), timeout_seconds=20)
+    sync.finish()
+    return str(caught.value)
+
+
+def test_one_weight_for_each_worker() -> None:
+    """attach refuses another number of weights on every worker, and can be called again."""
+    for text in run(wrong_length, workers=2):
+        assert text == "weights must hold one number for each of the 2 workers, got 3: (1, 2, 3)"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({}, ValueError, "give either period or rounds_per_epoch"),
+        ({"period": 4, "rounds_per_epoch": 1}, ValueError, "give either period or rounds_per_ep"),
+        ({"rounds_per_epoch": 1}, ValueError, "rounds_per_epoch and steps_per_epoch go together"),
+        ({"period": 4, "steps_per_epoch": 5}, ValueError, "steps_per_epoch go together"),
+        ({"period": 0}, ValueError, "period must be at least 1, got 0"),
+        ({"period": 1.5}, TypeError, "period must be an integer"),
+        ({"rounds_per_epoch": 0, "steps_per_epoch": 5}, ValueError, "rounds_per_epoch must be"),
+        ({"rounds_per_epoch": 6, "steps_per_epoch": 5}, ValueError, "at most steps_per_epoch=5"),
+        (
+            {"rounds_per_epoch": math.nan, "steps_per_epoch": 5},
+            ValueError,
+            "rounds_per_epoch must be",
+        ),
+        ({"rounds_per_epoch": "1", "steps_per_epoch": 5}, TypeError, "must be a number, got '1'"),
+        ({"period": 4, "fraction": 0}, ValueError, r"fraction must be in \(0, 1\], got 0"),
+        ({"period": 4, "fraction": 1.1}, ValueError, r"fraction must be in \(0, 1\]"),
+        ({"period": 4, "unselected": "x"}, ValueError, 'unselected must be "keep" or "restart"'),
+        ({"period": 4, "seed": -1}, ValueError, "seed must be at least 0"),
+        ({"period": 4, "weights": [1, 2]}, TypeError, "weights must be a tuple"),
+        ({"period": 4, "weights": (1, 0)}, ValueError, "weights must be positive and finite"),
+        ({"period": 4, "weights": (1, math.inf)}, ValueError, "weights must be positive and fini"),
+        ({"period": 4, "weights": ("a",)}, TypeError, "each of weights must be a number, got 'a'"),
+        ({"period": 4, "momentum": 0.9}, TypeError, "momentum"),
+    ],
+)
+def test_bad_arguments_name_what_is_allowed(
+    options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    """An impossible setting is refused at once, and the message says what is possible."""
+    with pytest.raises(error, match=words):
+        FedAvg(**options)

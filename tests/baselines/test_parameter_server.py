@@ -1,0 +1,537 @@
+"""The parameter server on its own: values, clocks, barriers, failures and the end."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import offbeat
+from fabric.communicators import (
+    STEP_SECONDS,
+    Function,
+    World,
+    every_world,
+    gloo,
+    meet,
+    worlds_of_several,
+)
+from offbeat.baselines.parameter_server import ParameterServer
+from offbeat.baselines.shard import NO_CLOCK, Rule
+from offbeat.fabric import Team, TorchCommunicator
+from workers import run
+
+
+def on_team(work: Callable[[Team], Any]) -> Function:
+    return lambda fabric: work(Team(fabric))
+
+
+def barrier(team: Team) -> None:
+    team.uncounted.sum(torch.zeros(1), what="barrier of the test").wait()
+
+
+def request(server: ParameterServer, kind: Any, values: Any = None, **clocks: int) -> int:
+    """Push ``values`` and wait for the answer. Returns its clock."""
+    if values is not None:
+        server.vector.copy_(torch.as_tensor(values))
+    server.start(kind, **clocks)
+    clock = server.take(wait=True)
+    assert clock is not None
+    return clock
+
+
+def initial(elements: int) -> Tensor:
+    return torch.arange(elements, dtype=torch.float64) + 100
+
+
+def pushed(rank: int, number: int, elements: int = 7) -> Tensor:
+    """What ``rank`` pushes: small integers, so that any order gives the same sum."""
+    generator = torch.Generator().manual_seed(1000 * rank + number)
+    return torch.randint(1, 50, (elements,), generator=generator).double()
+
+
+def total(pushes: list[Tensor], start: Tensor) -> Tensor:
+    values = start.tolist()
+    for push in pushes:
+        for i, value in enumerate(push.tolist()):
+            values[i] += value
+    return torch.tensor(values, dtype=torch.float64)
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.sampled
+@every_world
+@pytest.mark.parametrize("servers", [None, (1,), (0, 2), (2, 0, 1)], ids=str)
+def test_servers_hold_the_vector_in_shards(world: World, servers: tuple[int, ...] | None) -> None:
+    """In the order of ``servers``; sizes differ by at most one, and may be 0. A pull gets all."""
+    lengths = [1, 2, 7, 1000]
+
+    def work(team: Team) -> Any:
+        ranks = None if servers is None or team.size == 1 else servers
+        seen = []
+        for elements in lengths:
+            server = ParameterServer(team, initial(elements), servers=ranks)
+            shard = None if server.shard is None else server.shard.values.clone()
+            server.vector.zero_()
+            request(server, "pull")
+            before = server.vector.clone()
+            server.barrier()
+            request(server, "push_pull", pushed(team.rank, 0, elements))
+            server.barrier()
+            request(server, "pull")
+            after = server.vector.clone()
+            assert torch.equal(server.read(), after)
+            server.barrier()
+            server.leave()
+            seen.append((shard, before, after))
+        return seen
+
+    results = world(on_team(work))
+    serving = [rank for rank in servers or range(3) if len(results) > 1] or [0]
+    for elements, seen in zip(lengths, zip(*results, strict=True), strict=True):
+        assert [shard is not None for shard, *_ in seen] == [
+            rank in serving for rank in range(len(results))
+        ]
+        parts = [seen[rank][0] for rank in serving]
+        assert torch.equal(torch.cat(parts), initial(elements))
+        sizes = [part.numel() for part in parts]
+        assert max(sizes) - min(sizes) <= 1
+        want = total([pushed(rank, 0, elements) for rank in range(len(results))], initial(elements))
+        for _, before, after in seen:
+            assert torch.equal(before, initial(elements))
+            assert torch.equal(after, want)
+
+
+@every_world
+def test_a_pull_contains_the_workers_own_pushes(world: World) -> None:
+    """Requests of one worker are handled in their order."""
+
+    def work(team: Team) -> Any:
+        server = ParameterServer(team, torch.zeros(4 * team.size, dtype=torch.float64))
+        seen = []
+        for step in range(1, 9):  # each worker adds to coordinates of its own
+            server.vector.zero_()
+            server.vector[team.rank :: team.size] = step
+            if step % 3:
+                request(server, "push")
+                request(server, "pull")
+            else:
+                request(server, "push_pull")
+            seen.append(server.vector[team.rank :: team.size].tolist())
+        server.barrier()
+        server.leave()
+        return seen
+
+    for seen in world(on_team(work)):
+        assert seen == [[step * (step + 1) / 2] * 4 for step in range(1, 9)]
+
+
+@every_world
+def test_concurrent_pushes_add_up_exactly(world: World) -> None:
+    """Forty pushes of each worker, with pulls in between: nothing is lost, nothing goes back."""
+
+    def work(team: Team) -> Any:
+        server = ParameterServer(team, torch.zeros(7, dtype=torch.float64))
+        rising, last = True, torch.zeros(7, dtype=torch.float64)
+        for number in range(40):
+            if number % 5 == team.rank:
+                request(server, "push_pull", pushed(team.rank, number))
+                rising = rising and bool((server.vector >= last).all())
+                last = server.vector.clone()
+            else:
+                request(server, "push", pushed(team.rank, number))
+        server.barrier()
+        end = server.read()
+        server.barrier()
+        server.leave()
+        return rising, end, 0 if server.shard is None else server.shard.pushes
+
+    results = world(on_team(work))
+    pushes = [pushed(rank, number) for rank in range(len(results)) for number in range(40)]
+    want = total(pushes, torch.zeros(7))
+    for rising, end, applied in results:
+        assert rising
+        assert torch.equal(end, want)
+        assert applied == 40 * len(results)
+
+
+@worlds_of_several
+def test_the_rule_applies_a_push_and_chooses_the_answer(world: World) -> None:
+    """It gets the shard, the values and the rank that pushes."""
+
+    class Scaled(Rule):
+        def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
+            self.before = shard.clone()
+            shard.add_(values, alpha=0.1 * (source + 1))
+
+        def answer(self, shard: Tensor, *, source: int) -> Tensor:
+            return -self.before
+
+    def work(team: Team) -> Any:
+        server = ParameterServer(team, initial(5), rule=lambda shard: Scaled())
+        answers = []
+        for turn in range(team.size):  # one after the other
+            if turn == team.rank:
+                request(server, "push_pull", torch.ones(5))
+                answers.append(server.vector.clone())
+            server.barrier()
+        end = server.read()
+        server.barrier()
+        server.leave()
+        return answers[0], end
+
+    before, results = initial(5), world(on_team(work))
+    for rank, (answer, _) in enumerate(results):
+        assert torch.equal(answer, -before)
+        before = before + 0.1 * (rank + 1)
+    for _, end in results:
+        torch.testing.assert_close(end, before, rtol=0, atol=1e-15)
+
+
+@every_world
+def test_a_request_runs_in_the_background(world: World) -> None:
+    """Its answer is taken once, and its bytes count like those of any other operation."""
+
+    def work(team: Team) -> Any:
+        account = team.account
+        server = ParameterServer(team, torch.zeros(6, dtype=torch.float64))
+        counts, taken = [], []
+        for kind in ("push", "push_pull", "pull"):
+            assert server.idle
+            server.vector.fill_(1.0)
+            before = account.payload_bytes
+            server.start(kind)
+            counts.append(account.payload_bytes - before)
+            assert not server.idle
+            assert server.take(wait=True) is not None
+            assert server.idle
+            assert server.take(wait=True) is None
+            taken.append(server.vector[0].item())
+        server.barrier()
+        end = server.read().tolist()
+        server.barrier()
+        server.leave()
+        return counts, taken, end, server.pulled_bytes
+
+    results = world(on_team(work))
+    size = len(results)
+    header, values = 3 * 8 * (size - 1), 8 * 6 * (size - 1) // size  # to each of the other ranks
+    for counts, taken, end, pulled in results:
+        assert counts == [header + values, header + values, header]
+        assert 2 <= taken[1] <= taken[2] <= 2 * size, "its own two pushes at least"
+        assert end == [2.0 * size] * 6
+        assert pulled == 2 * values, "read() does not count"
+
+
+@worlds_of_several
+def test_a_barrier_answers_the_request_in_flight(world: World) -> None:
+    """Rank 0 waits for a clock that the others never reach, and gets the minimum clock."""
+
+    def work(team: Team) -> Any:
+        server = ParameterServer(team, torch.zeros(3, dtype=torch.float64))
+        server.vector.fill_(1.0)
+        clock = 9 if team.rank == 0 else 2 + team.rank
+        server.start("push_pull", clock=clock, min_clock=9 if team.rank == 0 else 0)
+        if team.rank > 0:
+            server.settle()
+        barrier(team)
+        at_barrier = server.barrier()
+        answer = server.take()
+        barrier(team)
+        server.settle(release=True)  # nothing is in flight: nothing happens
+        server.start("pull", min_clock=100)
+        server.settle(release=True)
+        again = server.take()
+        server.barrier()
+        server.leave()
+        return at_barrier, answer, again is not None
+
+    for rank, (at_barrier, clock, again) in enumerate(world(on_team(work))):
+        assert at_barrier == 3
+        assert again
+        assert clock == 3 if rank == 0 else clock is not None and clock <= 3
+
+
+# -- clocks ---------------------------------------------------------------------------------------
+
+
+@worlds_of_several
+def test_a_pull_waits_for_the_minimum_clock(world: World) -> None:
+    """With ``min_clock`` it contains every push of clocks up to there, from all workers."""
+
+    def work(team: Team) -> Any:
+        server = ParameterServer(team, torch.zeros(team.size, dtype=torch.float64))
+        server.barrier()
+        start = team.host.now()
+        for clock in range(1, 4):
+            if team.rank == 0:
+                team.host.computed(1)  # only rank 0 takes time
+            server.vector.zero_()
+            server.vector[team.rank] = 1.0
+            request(server, "push", clock=clock)
+        clock = request(server, "pull", min_clock=3)
+        seconds, values = team.host.now() - start, server.vector.tolist()
+        server.barrier()
+        server.leave()
+        return clock, values, seconds
+
+    for clock, values, seconds in world(on_team(work)):
+        assert clock == 3
+        assert values == [3.0, 3.0, 3.0]
+        assert world is gloo or 3 * STEP_SECONDS <= seconds <= 3 * STEP_SECONDS + 0.01
+
+
+@worlds_of_several
+def test_a_worker_waits_for_a_clock(world: World) -> None:
+    """``wait_for_clock`` returns once all clocks that count have reached it; others never count."""
+
+    def work(team: Team) -> Any:
+        clocks = [0] + [NO_CLOCK] * (team.size - 1)
+        server = ParameterServer(team, torch.zeros(2), clocks=clocks)
+        if team.rank == 0:
+            for clock in (1, 2, 5):
+                team.host.computed(1)
+                request(server, "push", [1.0, 1.0], clock=clock)
+        else:
+            server.wait_for_clock(3)
+        values, seconds = server.read().tolist(), team.host.now()
+        server.barrier()
+        server.leave()
+        return values, seconds
+
+    for values, seconds in world(on_team(work)):
+        assert values == [3.0, 3.0]
+        assert world is gloo or 3 * STEP_SECONDS <= seconds <= 3 * STEP_SECONDS + 0.01
+
+
+@worlds_of_several
+def test_clocks_have_64_bits(world: World) -> None:
+    clocks = [2**31 + 1, 2**40, NO_CLOCK // 2]
+
+    def work(team: Team) -> Any:
+        server = ParameterServer(team, torch.zeros(4))
+        seen = [
+            request(server, "push_pull", torch.ones(4), clock=clock + team.rank, min_clock=clock)
+            for clock in clocks
+        ]
+        at_barrier = server.barrier()
+        server.leave()
+        return seen, at_barrier
+
+    for seen, at_barrier in world(on_team(work)):
+        assert all(clock <= got <= clock + 2 for clock, got in zip(clocks, seen, strict=True))
+        assert at_barrier == clocks[-1]
+
+
+# -- barriers -------------------------------------------------------------------------------------
+
+
+@every_world
+def test_a_barrier_holds_after_any_numbers_of_requests(world: World) -> None:
+    """Again and again; all workers get the minimum clock."""
+
+    def work(team: Team) -> Any:
+        server = ParameterServer(team, torch.zeros(team.size, dtype=torch.float64))
+        clock, clocks, sums = 0, [], []
+        for round_ in range(6):
+            for _ in range(5 * ((team.rank + round_) % team.size)):
+                clock += 1
+                request(server, "push_pull", torch.ones(team.size), clock=clock)
+            clocks.append((clock, server.barrier()))
+            barrier(team)
+            sums.append(server.read().tolist())
+            server.barrier()
+        server.leave()
+        return clocks, sums
+
+    results = world(on_team(work))
+    size = len(results)
+    for round_ in range(6):
+        own = [clocks[round_][0] for clocks, _ in results]
+        want = [5 * sum((rank + r) % size for r in range(round_ + 1)) for rank in range(size)]
+        assert own == want
+        for clocks, sums in results:
+            assert clocks[round_][1] == min(own)
+            assert sums[round_] == [sum(own)] * size
+
+
+@worlds_of_several
+def test_no_request_waits_for_a_worker_at_the_barrier(world: World) -> None:
+    """Its clock does not count, also for requests that wait already; afterwards it counts again."""
+
+    def work(team: Team) -> Any:
+        server = ParameterServer(team, torch.zeros(6, dtype=torch.float64))
+        clock, at_barrier, ahead = 0, [], []
+        for early in range(team.size):
+            if team.rank != early:
+                for _ in range(4):
+                    clock += 1
+                    got = request(server, "push_pull", torch.ones(6), clock=clock, min_clock=clock)
+                    ahead.append(got - clock)
+            at_barrier.append(server.barrier())
+            barrier(team)
+            clock = 4 * (early + 1)  # the early worker catches up
+            got = request(server, "push_pull", torch.zeros(6), clock=clock, min_clock=clock)
+            ahead.append(got - clock)
+            server.barrier()
+        server.leave()
+        return at_barrier, ahead
+
+    for at_barrier, ahead in world(on_team(work)):
+        assert at_barrier == [0, 4, 8]
+        assert set(ahead) <= {0, 1}, "others are at most one ahead"
+
+
+# -- refused messages -----------------------------------------------------------------------------
+
+
+@worlds_of_several
+@pytest.mark.parametrize("kind", [77, -1])
+def test_a_message_that_is_no_request_is_refused(world: World, kind: int) -> None:
+    """Pitfall 20: nothing more is read from it, and the serving rank raises an OffbeatError."""
+
+    def work(team: Team) -> str:
+        server = ParameterServer(team, torch.zeros(4), servers=(0,))
+        server.barrier()
+        if team.rank == 1:
+            header = torch.tensor([kind, 0, 0])
+            team.fabric.send(header, destination=0, tag=1, what="test").wait()
+        if team.rank > 0:
+            return ""
+        if world is gloo:
+            for thread in threading.enumerate():
+                if thread.name == "server of rank 1":
+                    thread.join(20)
+        else:
+            team.host.sleep(1.0, "the message")
+        with pytest.raises(offbeat.OffbeatError) as caught:
+            request(server, "pull")
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    text = world(on_team(work))[0]
+    want = "OffbeatError: rank 1 sent a message that is no request to a parameter server: "
+    assert text.startswith(f"{want}[{kind}, 0, 0]")
+
+
+# -- the end --------------------------------------------------------------------------------------
+
+
+def leave(rank: int, size: int) -> Any:
+    team = Team(TorchCommunicator(None, timeout_seconds=20))
+    names = []
+    for _ in range(2):  # a second server, after the first one has ended
+        before = {thread.ident for thread in threading.enumerate()}
+        server = ParameterServer(team, torch.zeros(4), servers=(0, 1))
+        new = [t for t in threading.enumerate() if t.ident not in before and t.name != "messages"]
+        request(server, "push_pull")
+        server.barrier()
+        server.leave()
+        server.leave()
+        for thread in new:
+            thread.join(5)
+        names.append((len(new), [t.name for t in new if t.is_alive()]))
+    team.close(together=True)
+    return names
+
+
+def test_leaving_ends_the_threads() -> None:
+    """A server has one for each other rank, and none after all have left."""
+    for rank, names in enumerate(run(leave, workers=3)):
+        assert names == [(2 if rank < 2 else 0, [])] * 2
+
+
+def wait_in_vain(rank: int, size: int, dies: bool) -> Any:
+    team = Team(TorchCommunicator(None, timeout_seconds=0.3, health_seconds=0.6))
+    server = ParameterServer(team, torch.zeros(6))
+    request(server, "push_pull", torch.ones(6), clock=1, min_clock=1)
+    meet("all have been answered", [0, 1, 2])
+    text, seconds = "", 0.0
+    if rank == 1 and dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank != 1:  # which never reaches clock 2
+        started = time.perf_counter()
+        try:
+            request(server, "push_pull", torch.ones(6), clock=2, min_clock=2)
+        except offbeat.CommunicationError as error:
+            text, seconds = f"{type(error).__name__}: {error}", time.perf_counter() - started
+    meet("all have seen it", [0, 2] if dies else [0, 1, 2])
+    team.close()
+    alive = [thread.name for thread in threading.enumerate() if "server" in thread.name]
+    return text, seconds, alive
+
+
+def test_a_time_out_names_the_worker_that_does_not_answer() -> None:
+    """Pitfall 19: in finite time, with the setting to change; ``close`` ends all threads."""
+    results = run(wait_in_vain, False, workers=3)
+    assert [alive for *_, alive in results] == [[], [], []]
+    for rank in (0, 2):
+        text, seconds, _ = results[rank]
+        assert text.startswith(f"CommunicationTimeout: rank {rank}: "), text
+        assert "push_pull at" in text
+        assert "timeout_seconds=0.3" in text
+        assert "no answer from rank 1, busy elsewhere or stuck" in text
+        assert 0.28 <= seconds < 8
+
+
+def test_a_dead_worker_is_named_at_once() -> None:
+    """Long before the time-out; ``close`` ends all threads."""
+    results = run(wait_in_vain, True, workers=3, may_die=(1,))
+    for rank in (0, 2):
+        text, seconds, alive = results[rank]
+        assert text.startswith("CommunicationError: "), text
+        assert "lost the connection to rank 1, which died" in text
+        assert seconds < 8
+        assert alive == []
+
+
+def refuse_after_the_end(rank: int, size: int) -> str:
+    team = Team(TorchCommunicator(None, timeout_seconds=20))
+    server = ParameterServer(team, torch.zeros(6))
+    request(server, "push_pull")
+    server.barrier()
+    server.leave()
+    team.close(together=True)
+    with pytest.raises(offbeat.CommunicationError) as caught:
+        request(server, "pull")
+    return str(caught.value)
+
+
+def test_a_request_after_the_end_says_so() -> None:
+    for text in run(refuse_after_the_end, workers=2):
+        assert "after this worker has left: attach again" in text
+
+
+def outlive(rank: int, size: int, at_barrier: bool) -> Any:
+    """Rank 0's own shard holds an answer back for rank 1, which dies."""
+    team = Team(TorchCommunicator(None, timeout_seconds=20, health_seconds=1.0))
+    server = ParameterServer(team, torch.zeros(3), servers=(0,))
+    barrier(team)
+    store = dist.group.WORLD.get_group_store()
+    if rank == 1:
+        store.wait(["asked"])
+        os._exit(1)
+    started = time.monotonic()
+    wait: Any = server.barrier
+    if not at_barrier:
+        server.start("push_pull", clock=1, min_clock=1)
+        wait = server.settle
+    store.set("asked", "")
+    with pytest.raises(offbeat.CommunicationError, match="rank 1") as caught:
+        wait()
+    return str(caught.value), time.monotonic() - started
+
+
+@pytest.mark.parametrize("at_barrier", [False, True])
+def test_waiting_for_a_dead_worker_at_the_own_shard_fails_at_once(at_barrier: bool) -> None:
+    """Not after the time-out of 20 s, although no message of the dead worker is awaited."""
+    text, seconds = run(outlive, at_barrier, workers=2, may_die=(1,))[0]
+    assert "lost the connection to rank 1" in text
+    assert seconds < 10

@@ -1,0 +1,579 @@
+"""The common part of the strategies with a parameter server: checkpoints, failures, the end."""
+
+import contextlib
+import dataclasses
+import io
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import offbeat
+from cells import nightly, some
+from offbeat import Compute, Network, simulate
+from offbeat.baselines.downpour import Downpour
+from offbeat.baselines.easgd import EASGD
+from offbeat.baselines.ssp import SSP
+from offbeat.strategies.base import Strategy
+from problems import OPTIMIZERS, flat, make_batch, make_model, train_step
+from workers import run
+
+EVERY: list[Strategy] = [
+    SSP(staleness=0),
+    SSP(staleness=3),
+    Downpour(push_every=2, fetch_every=3),
+    EASGD(period=2),
+    EASGD(period=2, synchronous=True),
+]
+every_strategy = pytest.mark.parametrize("strategy", EVERY, ids=str)
+
+
+def attach(model: nn.Module, optimizer: Any, strategy: Strategy, **options: Any) -> Any:
+    return offbeat.attach(model, optimizer, strategy, **{"timeout_seconds": 20, **options})
+
+
+# -- checkpoints ----------------------------------------------------------------------------------
+
+
+def train_from(
+    strategy: Strategy, rank: int, saved: bytes | None, save_at: int | None, look: bool
+) -> tuple[list[Tensor], dict[str, Any], bytes]:
+    model = nn.Sequential(make_model(seed=rank), nn.BatchNorm1d(1).double())
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    sync = attach(model, optimizer, strategy)
+    if saved is not None:
+        state = torch.load(io.BytesIO(saved), weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        sync.load_state_dict(state["sync"])
+    trace = []
+    while sync.step < 14:
+        if sync.step == save_at:
+            if look:
+                with sync.consensus():
+                    pass
+            states = (model.state_dict(), optimizer.state_dict(), sync.state_dict())
+            file = io.BytesIO()
+            torch.save(dict(zip(("model", "optimizer", "sync"), states, strict=True)), file)
+            saved = file.getvalue()
+        train_step(model, optimizer, make_batch(rank, sync.step))
+        trace.append(flat(model))
+    sync.finish()
+    stats = sync.stats  # after the last pushes of all workers
+    trace.append(torch.cat([flat(model), model[1].running_mean, model[1].running_var]))
+    counted = ("pushes_served", "pulls", "pulled_bytes")
+    details = {k: v for k, v in stats.details.items() if k in counted}
+    return trace, {"steps": stats.steps, "syncs": stats.syncs, **details}, saved or b""
+
+
+def resume(rank: int, size: int, strategy: Strategy) -> Any:
+    """Saved after 5 steps, and after 6 and an evaluation."""
+    seen = []
+    for at, look in ((5, False), (6, True)):
+        whole, numbers, _ = train_from(strategy, rank, None, None, False)
+        watched, same, saved = train_from(strategy, rank, None, at, look)
+        resumed, again, _ = train_from(strategy, rank, saved, None, False)
+        seen.append((at, whole, watched, resumed, numbers, same, again))
+    return seen
+
+
+def assert_resumed(seen: list[Any], atol: float) -> None:
+    for at, whole, watched, resumed, numbers, same, again in seen:
+        for i, (a, b) in enumerate(zip(watched, whole, strict=True)):
+            torch.testing.assert_close(a, b, rtol=0, atol=atol, msg=f"saving changed step {i}")
+        for i, (a, b) in enumerate(zip(resumed, whole[at:], strict=True)):
+            torch.testing.assert_close(a, b, rtol=0, atol=atol, msg=f"resumed at {at}: {at + i}")
+        assert numbers == same == again, at
+
+
+DETERMINISTIC = [
+    SSP(staleness=0),
+    SSP(staleness=0, servers=(1,)),
+    EASGD(period=4, synchronous=True),
+    EASGD(period=1, alpha=0.3, synchronous=True, servers=(2, 0)),
+]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", some(DETERMINISTIC, 0), ids=str)
+def test_a_resumed_run_continues(strategy: Strategy) -> None:
+    """Pitfalls 20 and 24: on three workers, up to the rounding of sums in another order."""
+    for seen in run(resume, strategy, workers=3):
+        assert_resumed(seen, 1e-12)
+
+
+ALONE = [
+    *EVERY,
+    SSP(staleness=3, refresh="lazy"),
+    EASGD(period=2, difference="after_step"),
+    Downpour(push_every=4, fetch_every=5),
+    Downpour(push_every=2, fetch_every=2, server_optimizer="adagrad", server_lr=0.1),
+    EASGD(period=4),
+]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("strategy", some(ALONE, *range(0, 20, 2)), ids=str)
+def test_a_resumed_worker_continues_with_the_same_bits(strategy: Strategy) -> None:
+    """One worker is deterministic: G, the server's optimizer, z, the cache."""
+    (seen,) = run(resume, strategy, workers=1)
+    assert_resumed(seen, 0.0)
+
+
+def staggered(
+    strategy: Strategy, latency: str, saved: list[bytes] | None, stop: int
+) -> tuple[list[Any], Any]:
+    """Three workers 2 ms apart, from 0 or from ``saved`` at step 6 up to ``stop``, then a save."""
+
+    def work() -> Any:
+        rank = dist.get_rank()
+        model = make_model(seed=rank)
+        optimizer = OPTIMIZERS["momentum"](model.parameters())
+        sync = attach(model, optimizer, strategy)
+        if saved is not None:
+            state = torch.load(io.BytesIO(saved[rank]), weights_only=True)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            sync.load_state_dict(state["sync"])
+        trace = []
+        while sync.step < stop:
+            train_step(model, optimizer, make_batch(rank, sync.step))
+            trace.append(flat(model))
+        file = io.BytesIO()
+        states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save({**states, "sync": sync.state_dict()}, file)
+        # The barrier of the save has aligned the workers: those who continue wait as they did.
+        for step in range(stop, 12 if saved is None else 0):
+            train_step(model, optimizer, make_batch(rank, step))
+            trace.append(flat(model))
+        sync.finish()
+        return trace, flat(model), file.getvalue()
+
+    compute = Compute("10ms", slowdown={1: 1.07, 2: 1.17})
+    network = Network("100Gbit/s", latency=latency)
+    results = simulate(work, workers=3, network=network, compute=compute).results
+    return [(trace, end) for trace, end, _ in results], [file for *_, file in results]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("latency", [pytest.param("0s", marks=pytest.mark.nightly), "13ms"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        SSP(staleness=2),
+        *nightly([SSP(staleness=20)]),
+        SSP(staleness=2, refresh="lazy"),
+        *nightly([Downpour()]),
+        Downpour(push_every=2, fetch_every=3),
+        EASGD(
+            period=4, difference="after_step"
+        ),  # with "before_step" finish pushes, in no fixed order
+    ],
+    ids=str,
+)
+def test_asynchronous_workers_continue_from_a_checkpoint(strategy: Strategy, latency: str) -> None:
+    """In virtual time: saved at step 6 and resumed, the workers do what they did after saving.
+
+    With the longer latency a request is in flight when they save, and updates wait to be sent.
+    """
+    whole, saved = staggered(strategy, latency, None, 6)
+    resumed, _ = staggered(strategy, latency, saved, 12)
+    for (trace, end), (rest, other) in zip(whole, resumed, strict=True):
+        for i, (a, b) in enumerate(zip(rest, trace[6:], strict=True)):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12, msg=f"step {6 + i}")
+        torch.testing.assert_close(other, end, rtol=0, atol=1e-12)
+
+
+# -- conservation --------------------------------------------------------------------------------
+
+
+def drift(rank: int, size: int, strategy: Strategy) -> tuple[Tensor, ...]:
+    """Updates that do not depend on the model: their sum divided by N, a consensus, and the end."""
+    model = nn.Module()
+    model.x = nn.Parameter(torch.zeros(30, dtype=torch.float64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = attach(model, optimizer, strategy)
+    total = torch.zeros(30, dtype=torch.float64)
+    for step in range(9 + 4 * rank):
+        generator = torch.Generator().manual_seed(100 * rank + step)
+        model.x.grad = torch.randn(30, generator=generator, dtype=torch.float64)
+        total -= 0.1 * model.x.grad / size
+        optimizer.step()
+        if step == 5:
+            with sync.consensus():
+                seen = model.x.detach().clone()
+    sync.finish()
+    return total, seen, model.x.detach()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        SSP(staleness=0),
+        SSP(staleness=3),
+        SSP(staleness=3, refresh="lazy"),
+        Downpour(push_every=2, fetch_every=3),
+        Downpour(servers=(1,)),
+    ],
+    ids=str,
+)
+def test_every_update_reaches_the_server_once(strategy: Strategy) -> None:
+    """Also those that wait while a request is in flight, and those of an unfinished period."""
+    results = simulate(
+        lambda: drift(dist.get_rank(), 3, strategy),
+        workers=3,
+        network=Network("1Mbit/s", latency="2ms"),
+        compute=Compute("1ms"),
+    ).results
+    want = sum(total for total, *_ in results)
+    for _, seen, end in results:
+        torch.testing.assert_close(end, want, rtol=0, atol=1e-13)
+        assert torch.equal(end, results[0][2])
+        assert torch.equal(seen, results[0][1])
+
+
+# -- the end, and again ---------------------------------------------------------------------------
+
+
+def again(rank: int, size: int, strategy: Strategy) -> Any:
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    ends = []
+    for turn in range(2):
+        with attach(model, optimizer, strategy) as sync:
+            for step in range(4 + rank):
+                train_step(model, optimizer, make_batch(rank, 10 * turn + step))
+        ends.append(flat(model))
+        sync.finish()  # a second call does nothing
+    deadline = time.perf_counter() + 5
+    while any("server" in t.name for t in threading.enumerate()) and time.perf_counter() < deadline:
+        time.sleep(0.01)
+    alive = [thread.name for thread in threading.enumerate() if "server" in thread.name]
+    train_step(model, optimizer, make_batch(rank, 99))  # the optimizer is an ordinary one again
+    dist.barrier()
+    return ends, sync.step, alive, not torch.equal(flat(model), ends[-1])
+
+
+@pytest.mark.parametrize("strategy", some(EVERY, 0, 3), ids=str)
+def test_attaching_again_after_finish(strategy: Strategy) -> None:
+    """The second server starts from the model of the first one; all threads have ended."""
+    results = run(again, strategy, workers=3)
+    for rank, (ends, steps, alive, plain) in enumerate(results):
+        assert all(map(torch.equal, ends, results[0][0]))
+        assert not torch.equal(ends[0], ends[1])
+        assert steps == 4 + rank
+        assert alive == []
+        assert plain
+
+
+def early(rank: int, size: int, strategy: Strategy) -> float:
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    sync = attach(model, optimizer, strategy, timeout_seconds=1)
+    started = time.perf_counter()
+    for step in range(1 + 16 * rank):
+        train_step(model, optimizer, make_batch(rank, step))
+        time.sleep(0.1 * rank)  # the work of a step
+    sync.finish()
+    return time.perf_counter() - started
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [SSP(staleness=3), *nightly([Downpour(servers=(1,)), EASGD(period=2, servers=(0,))])],
+    ids=str,
+)
+def test_a_worker_that_ends_early_waits_longer_than_the_time_out(strategy: Strategy) -> None:
+    """While the other worker makes progress: the time-out is that of one operation."""
+    for seconds in run(early, strategy, workers=2):
+        assert seconds > 1.5
+
+
+@pytest.mark.sampled
+@every_strategy
+def test_evaluation_does_not_change_training(strategy: Strategy) -> None:
+    """One worker, deterministic: with and without consensus() after every step, bit for bit."""
+
+    def looking(rank: int, size: int, look: bool) -> Tensor:
+        model = make_model(seed=5)
+        optimizer = OPTIMIZERS["momentum"](model.parameters())
+        sync = attach(model, optimizer, strategy)
+        for step in range(9):
+            train_step(model, optimizer, make_batch(0, step))
+            if look:
+                own, stats = flat(model), repr(sync.stats)
+                with sync.consensus():
+                    pass
+                assert torch.equal(flat(model), own)
+                assert repr(sync.stats.steps) in stats
+        sync.finish()
+        return flat(model)
+
+    assert torch.equal(*(run(looking, look, workers=1)[0] for look in (False, True)))
+
+
+# -- non-finite values --------------------------------------------------------------------------
+
+BAD_RANK, BAD_STEP = 1, 2  # the third step
+PUSHING: list[Strategy] = [SSP(staleness=1), EASGD(period=2), Downpour()]
+
+
+def push_nan(rank: int, size: int, strategy: Strategy, non_finite: str) -> Any:
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    sync = attach(model, optimizer, strategy, non_finite=non_finite)
+
+    def loop() -> None:
+        for step in range(8):
+            x, y = make_batch(rank, step)
+            bad = (rank, step) == (BAD_RANK, BAD_STEP)
+            train_step(model, optimizer, (x * math.nan if bad else x, y))
+        sync.finish()
+
+    kinds, text = error_of(loop)
+    sync.detach()
+    return kinds, text, sync.step, bool(flat(model).isfinite().all()), sync.stats.details
+
+
+@pytest.mark.parametrize("strategy", some(PUSHING, 0), ids=str)
+def test_non_finite_values_are_not_pushed(strategy: Strategy) -> None:
+    """The worker itself raises; the models of the others are finite when they learn of it."""
+    results = run(push_nan, strategy, "raise", workers=3)
+    for rank, (kinds, message, step, finite, details) in enumerate(results):
+        if rank == BAD_RANK:
+            assert kinds[0] == "OffbeatError"
+            found = f"rank {rank} would push NaN or infinity to the parameter server at step "
+            assert message.startswith(found)
+            named = int(message.removeprefix(found).split(";")[0])
+            assert named in (step, step + 1), "after the last step, or in one"
+            assert step >= BAD_STEP
+            assert details["non_finite"] == 1
+        else:
+            assert kinds[0] == "CommunicationError"
+            assert f"lost the connection to rank {BAD_RANK}, which gave up" in message
+            assert finite
+
+
+@pytest.mark.parametrize("strategy", PUSHING, ids=str)
+def test_a_non_finite_push_is_logged_once(
+    strategy: Strategy, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By each worker; with "warn" all models receive it."""
+    results = simulate(lambda: push_nan(dist.get_rank(), 3, strategy, "warn"), workers=3).results
+    logged = [r.getMessage() for r in caplog.records if "would push" in r.getMessage()]
+    ranks = [int(one.split()[1]) for one in logged]
+    assert ranks[0] == BAD_RANK
+    assert len({*ranks}) == len(ranks), "the others once it has come back to them"
+    assert [kinds for kinds, *_ in results] == [[]] * 3
+    assert not any(finite for *_, finite, _ in results)
+
+
+# -- failures -------------------------------------------------------------------------------------
+
+
+def meet(folder: str, rank: int, ranks: list[int]) -> None:
+    """Wait until all of ``ranks`` have called it, without Offbeat and the process group."""
+    store = dist.FileStore(f"{folder}/meeting", -1)
+    store.set(str(rank), "here")
+    store.wait([str(other) for other in ranks], timedelta(seconds=40))
+
+
+def error_of(function: Callable[[], object]) -> tuple[list[str], str]:
+    """Class names and text of the error that ``function`` raises."""
+    try:
+        function()
+    except Exception as error:
+        return [kind.__name__ for kind in type(error).__mro__], str(error)
+    return [], "nothing was raised"
+
+
+def die(rank: int, size: int, strategy: Strategy, folder: str) -> Any:
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    sync = attach(model, optimizer, strategy, timeout_seconds=8)
+    started = time.perf_counter()
+
+    def train() -> None:
+        for step in range(4000):
+            if rank == 1 and step == 7:
+                os.kill(os.getpid(), signal.SIGKILL)
+            train_step(model, optimizer, make_batch(rank, step))
+
+    kinds, text = error_of(train)
+    seconds = time.perf_counter() - started
+    later = error_of(lambda: [train_step(model, optimizer, make_batch(rank, s)) for s in range(6)])
+    finite = bool(flat(model).isfinite().all())
+    sync.detach()
+    alive = [thread.name for thread in threading.enumerate() if "server" in thread.name]
+    meet(folder, rank, [0, 2])
+    return kinds, text, seconds, later[0], finite, alive
+
+
+@pytest.mark.sampled
+@every_strategy
+def test_a_dead_worker_is_named_by_every_survivor(strategy: Strategy, tmp_path: Path) -> None:
+    """Pitfalls 15 and 19: within seconds, and no later step succeeds."""
+    results = run(die, strategy, str(tmp_path), workers=3, may_die=(1,))
+    for rank in (0, 2):
+        kinds, text, seconds, later, finite, alive = results[rank]
+        assert "CommunicationError" in kinds, text
+        assert text.startswith(f"rank {rank}: "), text
+        assert "lost the connection to rank 1, which died" in text
+        assert seconds < 12
+        assert "CommunicationError" in later
+        assert finite
+        assert alive == []
+
+
+SCRIPT = """
+import os, sys
+folder = sys.argv[1]
+sys.path[:0] = sys.argv[2:4]
+import torch, torch.distributed as dist, offbeat
+from offbeat.baselines.ssp import SSP
+from offbeat.baselines.downpour import Downpour
+from offbeat.baselines.easgd import EASGD
+from problems import OPTIMIZERS, make_batch, make_model, train_step
+OPTIMIZERS["sgd"](make_model(seed=0).parameters())  # imports the rest, once
+ranks = []
+for rank in range(2):  # two processes that end as Python ends
+    ranks.append(os.fork())
+    if not ranks[-1]:
+        os.dup2(os.open(f"{folder}/errors{rank}", os.O_WRONLY | os.O_CREAT), 2)
+        break
+else:
+    codes = [os.waitstatus_to_exitcode(os.waitpid(one, 0)[1]) for one in ranks]
+    print(*codes)
+    sys.exit()
+dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=2)
+model = make_model(seed=rank)
+optimizer = OPTIMIZERS["sgd"](model.parameters())
+with offbeat.attach(model, optimizer, {strategy!r}, timeout_seconds=5):
+    for step in range(100000):
+        train_step(model, optimizer, make_batch(rank, step))
+        if rank == 1 and step == 5:
+            raise ZeroDivisionError("of the user's own")
+"""
+
+
+def run_script(text: str, folder: Path) -> list[tuple[int, str]]:
+    """Exit status and standard error of two processes that run ``text`` and just end."""
+    tests = Path(__file__).parent.parent
+    argv = [sys.executable, "-c", text, str(folder), str(tests), str(tests.parent / "src")]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        argv, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            out, _ = process.communicate(timeout=80)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    codes = map(int, out.split())
+    return [(code, (folder / f"errors{rank}").read_text()) for rank, code in enumerate(codes)]
+
+
+@pytest.mark.nightly
+def test_an_exception_ends_both_processes(tmp_path: Path) -> None:
+    """Its own error on one rank, an error that names the rank on the other, and no abort."""
+    text = SCRIPT.replace("{strategy!r}", "SSP(staleness=3)")
+    (survivor, other), (raiser, own) = run_script(text, tmp_path)
+    assert raiser == 1, own
+    assert "ZeroDivisionError: of the user's own" in own
+    assert survivor == 1, other
+    assert "CommunicationError: rank 0" in other or "CommunicationTimeout: rank 0" in other, other
+    assert "lost the connection to rank 1, which gave up" in other
+    for errors in (own, other):
+        assert "terminate called" not in errors
+        assert "Fatal Python error" not in errors
+
+
+@pytest.mark.nightly
+def test_a_process_that_never_finishes_can_end(tmp_path: Path) -> None:
+    """Without finish() or detach(): Python ends although a thread serves."""
+    text = textwrap.dedent(SCRIPT).replace("{strategy!r}", "Downpour()")
+    text = text.replace("with offbeat", "sync = offbeat").replace(
+        "timeout_seconds=5):", "timeout_seconds=5)"
+    )
+    head, _, _ = text.partition("    for step")
+    text = head + "train_step(model, optimizer, make_batch(rank, 0))\n"
+    outcomes = run_script(text, tmp_path)
+    assert len(outcomes) == 2
+    for status, errors in outcomes:
+        # The later one may find the other one gone: an error, but no abort.
+        assert status in (0, 1), errors
+        assert "terminate called" not in errors
+        assert "Fatal Python error" not in errors
+
+
+# -- processes and simulator -----------------------------------------------------------------------
+
+
+def uneven(rank: int, size: int, strategy: Strategy) -> Any:
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    sync = attach(model, optimizer, strategy)
+    for step in range(11 + 5 * rank):
+        train_step(model, optimizer, make_batch(rank, step))
+        if step == 2 + 4 * rank:
+            with sync.consensus():
+                seen = flat(model)
+    sync.finish()
+    return seen, flat(model), sync.step
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("world", "servers"), [("gloo", None), ("gloo", (2, 0)), ("simulated", (1,))], ids=str
+)
+@pytest.mark.parametrize("index", some(range(len(EVERY)), 0, 3), ids=[str(one) for one in EVERY])
+def test_uneven_workers_end_alike(world: str, servers: tuple[int, ...] | None, index: int) -> None:
+    """With any servers and any moments of consensus and end: no hang, and the same final bits."""
+    strategy = dataclasses.replace(EVERY[index], servers=servers)  # type: ignore[call-arg]
+    if world == "gloo":
+        results = run(uneven, strategy, workers=3)
+    else:
+        results = simulate(
+            lambda: uneven(dist.get_rank(), 3, strategy),
+            workers=3,
+            network=Network("10Mbit/s", latency="1ms"),
+            compute=Compute("10ms", jitter=0.3, slowdown={2: 2.0}),
+        ).results
+    for rank, (seen, end, steps) in enumerate(results):
+        assert torch.equal(seen, results[0][0])
+        assert torch.equal(end, results[0][1])
+        assert steps == 11 + 5 * rank
+        assert end.isfinite().all()
+
+
+@pytest.mark.sampled
+@every_strategy
+def test_a_simulation_is_the_same_each_time(strategy: Strategy) -> None:
+    """Byte for byte, although servers run in threads."""
+
+    def once() -> tuple[str, Tensor]:
+        result = simulate(
+            lambda: uneven(dist.get_rank(), 3, strategy),
+            workers=3,
+            network=Network("10Mbit/s", latency="1ms"),
+            compute=Compute("10ms", jitter=0.3),
+            seed=4,
+        )
+        return result.to_json(), torch.stack([end for _, end, _ in result.results])
+
+    (first, ends), (second, others) = once(), once()
+    assert first == second
+    assert torch.equal(ends, others)

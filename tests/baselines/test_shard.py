@@ -1,0 +1,228 @@
+"""A shard without a network: which requests are answered when and with what, and staleness."""
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from offbeat import checkpoint
+from offbeat.baselines.downpour import AdagradRule
+from offbeat.baselines.shard import NO_CLOCK, Answer, Request, Rule, Shard
+
+
+class Recorder:
+    """A shard that records which requests were answered, in their order, and with what."""
+
+    def __init__(self, workers: int = 3, rule: Callable[[Tensor], Rule] | None = None) -> None:
+        values = torch.zeros(2, dtype=torch.float64)
+        self.shard = Shard(values, Rule() if rule is None else rule(values), [0] * workers)
+        self.answers: list[tuple[str, int, list[float] | None]] = []
+        self.reached: dict[str, bool] = {}
+
+    def ask(
+        self, name: str, kind: Any, source: int, push: float | None = None, **clocks: int
+    ) -> list[str]:
+        """Returns the names of all requests that were answered so far."""
+
+        def deliver(answer: Answer, values: Tensor | None) -> None:
+            self.reached[name] = answer.reached
+            self.answers.append((name, answer.clock, None if values is None else values.tolist()))
+
+        values = None if push is None else torch.full_like(self.shard.values, push)
+        self.shard.handle(Request(kind, source, **clocks), values, deliver)
+        return [name for name, *_ in self.answers]
+
+
+def test_waiting_requests_are_answered_in_the_order_of_their_arrival() -> None:
+    """Those whose clock is reached, with the values of that moment; the others continue to wait."""
+    it = Recorder()
+    it.ask("push", "push", 1, 1.0, clock=2)
+    it.ask("push", "push", 2, 10.0, clock=3)
+    assert it.ask("b waits for 2", "pull", 2, min_clock=2) == []
+    assert it.ask("a waits for 1", "pull", 1, min_clock=1) == []
+    assert it.ask("now", "pull", 0) == ["now"]
+    assert it.ask("push", "push", 0, 100.0, clock=1) == ["now", "a waits for 1"]
+    it.ask("push", "push", 0, 100.0, clock=2)
+    assert it.answers == [
+        ("now", 0, [11.0, 11.0]),
+        ("a waits for 1", 1, [111.0, 111.0]),
+        ("b waits for 2", 2, [211.0, 211.0]),
+    ]
+    it.ask("x", "pull", 2, min_clock=3)
+    it.ask("y", "pull", 1, min_clock=3)
+    it.ask("z", "push_pull", 0, 0.0, clock=9, min_clock=3)
+    assert it.ask("push", "push", 1, 0.0, clock=3)[3:] == ["x", "y", "z"]
+
+
+def test_staleness_counts_from_the_last_pull() -> None:
+    """Pitfall 17: pushes of others between a worker's last pull and its push."""
+    it = Recorder()
+    pull, push = "pull", "push"
+    sequence: list[tuple[str, int, int | None]] = [  # kind, worker, staleness by hand
+        (push, 0, 0),  # all start from the initial values
+        (push, 1, 1),  # it has not seen the push of 0
+        (push, 1, 1),  # its own push does not make it staler
+        (pull, 1, None),
+        (push, 1, 0),
+        (push, 2, 4),  # 0, 1, 1, 1
+        (push, 0, 4),  # 1, 1, 1, 2
+        ("push_pull", 2, 5),  # 0, 1, 1, 1 and then 0 again
+        (push, 0, 5),  # 1, 1, 1, 2, 2
+        (push, 2, 1),  # pulled with its push: only 0 since
+        (pull, 0, None),
+        (pull, 0, None),
+        (push, 0, 0),
+    ]
+    want: dict[int, int] = {}
+    for kind, worker, staleness in sequence:
+        it.ask("", kind, worker, None if kind == pull else 1.0)
+        if staleness is not None:
+            want[staleness] = want.get(staleness, 0) + 1
+        assert it.shard.staleness == want
+    assert it.shard.pushes == sum(want.values()) == 10
+
+
+def test_a_waiting_pull_counts_when_it_is_answered() -> None:
+    """Pushes that arrive while it waits are in its answer, so they do not make the worker stale."""
+    it = Recorder(workers=2)
+    it.ask("", "push_pull", 0, 1.0, clock=1, min_clock=1)
+    it.ask("", "push", 1, 1.0)
+    it.ask("", "push", 1, 1.0, clock=1)
+    assert it.answers == [("", 1, [3.0, 3.0])]
+    it.ask("", "push", 0, 1.0)
+    assert it.shard.staleness == {0: 2, 1: 2}
+
+
+def test_a_released_worker_is_answered_at_once() -> None:
+    """By "release", or by its arrival at the barrier; requests of others continue to wait."""
+    it = Recorder()
+    it.ask("push", "push", 0, 1.0, clock=4)
+    it.ask("0 waits", "push_pull", 0, 10.0, clock=5, min_clock=3)
+    it.ask("1 waits", "pull", 1, min_clock=3)
+    it.ask("2 waits", "clock", 2, min_clock=3)
+    assert it.answers == []
+    assert it.ask("release", "release", 0) == ["0 waits"]
+    assert it.ask("barrier", "barrier", 2) == ["0 waits", "2 waits"]
+    assert it.answers == [("0 waits", 0, [11.0, 11.0]), ("2 waits", 0, None)]
+    assert it.ask("clock", "push", 1, 0.0, clock=3)[2:] == ["1 waits", "barrier"]
+
+
+def test_the_rule_hears_of_a_higher_clock_before_it_is_answered() -> None:
+    """Also when the clock rises because the slowest worker has reached the barrier."""
+
+    class Counting(Rule):
+        def clock_advanced(self, shard: Tensor) -> None:
+            shard.add_(100)
+
+    it = Recorder(workers=2, rule=lambda values: Counting())
+    it.ask("waits", "push_pull", 0, 1.0, clock=1, min_clock=1)
+    it.ask("clock", "push", 1, 2.0, clock=1)
+    it.ask("same clock", "pull", 1)
+    it.ask("next", "push", 0, 4.0, clock=2)
+    it.ask("barrier", "barrier", 1)
+    it.ask("later", "pull", 0)
+    assert it.answers == [
+        ("waits", 1, [103.0, 103.0]),
+        ("same clock", 1, [103.0, 103.0]),
+        ("barrier", 2, None),
+        ("later", 2, [207.0, 207.0]),
+    ]
+
+
+# -- barriers --------------------------------------------------------------------------------------
+
+
+def test_a_worker_at_the_barrier_hears_that_others_are_alive() -> None:
+    """Waiting for a worker that still trains then does not time out; the waiting one asks again."""
+    it = Recorder(workers=2)
+    assert it.ask("first", "barrier", 0) == [], "nothing has happened"
+    it.ask("push", "push", 1, 1.0, clock=5)
+    assert it.answers == [("first", 5, None)]
+    assert it.ask("again", "wait", 0) == ["first"], "nothing has happened since"
+    assert it.ask("last", "barrier", 1) == ["first", "again", "last"]
+    assert it.reached == {"first": False, "again": True, "last": True}
+    assert [clock for _, clock, _ in it.answers] == [5, 0, 0], "all clocks count again"
+    it.ask("late", "wait", 0)
+    assert it.reached["late"], "that barrier is completed"
+    assert it.ask("next", "barrier", 0)[-1] == "late", "the next one is not"
+
+
+def test_a_worker_that_asks_again_late_gets_the_clock_of_the_barrier() -> None:
+    """All get the same clock, although another worker has reached the next barrier already."""
+    it = Recorder(workers=3)
+    for worker, clock in ((0, 20), (1, 30), (2, 25)):
+        it.ask("push", "push", worker, 1.0, clock=clock)
+    it.ask("1 arrives", "barrier", 1)
+    it.ask("0 arrives", "barrier", 0)
+    it.ask("2 arrives", "barrier", 2)
+    it.ask("0 at the next", "barrier", 0)
+    it.ask("1 asks again", "wait", 1)
+    clocks = {name: clock for name, clock, _ in it.answers}
+    assert it.reached == {
+        "1 arrives": False,
+        "0 arrives": True,
+        "2 arrives": True,
+        "1 asks again": True,
+    }
+    assert clocks["0 arrives"] == clocks["2 arrives"] == clocks["1 asks again"] == 20
+
+
+def test_no_clock_counts_if_all_workers_wait_at_the_barrier_or_are_not_waited_for() -> None:
+    it = Recorder(workers=2)
+    it.shard.clocks[1] = NO_CLOCK
+    it.ask("arrives", "barrier", 0)
+    it.ask("asks", "clock", 1)
+    assert it.answers == [("arrives", NO_CLOCK, None), ("asks", NO_CLOCK, None)]
+
+
+# -- checkpoints ----------------------------------------------------------------------------------
+
+
+RULES = [lambda shard: Rule(), lambda shard: AdagradRule(0.1, torch.zeros_like(shard))]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=["add", "adagrad"])
+def test_a_shard_continues_where_it_was_saved(rule: Callable[[Tensor], Rule]) -> None:
+    """Values, clocks, counters and the state of the rule, through plain values."""
+    generator = torch.Generator().manual_seed(3)
+    requests = [
+        (["push", "push_pull", "pull"][int(kind)], int(worker), float(value), int(clock))
+        for kind, worker, value, clock in zip(
+            torch.randint(0, 3, (60,), generator=generator),
+            torch.randint(0, 3, (60,), generator=generator),
+            torch.randn(60, generator=generator, dtype=torch.float64),
+            torch.arange(60) // 3,
+            strict=True,
+        )
+    ]
+
+    def serve(it: Recorder, some: list[tuple[str, int, float, int]]) -> None:
+        for kind, worker, value, clock in some:
+            push = kind != "pull"
+            clocks = {"clock": clock} if push else {}
+            it.ask("", kind, worker, value if push else None, **clocks)
+
+    whole, first, second = (Recorder(rule=rule) for _ in range(3))
+    serve(whole, requests)
+    serve(first, requests[:31])
+    state = torch.load(_saved(checkpoint.save(first.shard)), weights_only=True)
+    checkpoint.check(second.shard, state, "the shard")
+    serve(first, requests[31:40])  # what was saved is a copy
+    checkpoint.load(second.shard, state)
+    serve(second, requests[31:])
+    a, b = checkpoint.save(whole.shard), checkpoint.save(second.shard)
+    assert a.keys() == b.keys()
+    for key in a.keys() - {"values", "rule"}:
+        assert a[key] == b[key], key
+    assert torch.equal(a["values"], b["values"])
+    assert whole.answers[-5:] == second.answers[-5:]
+
+
+def _saved(state: dict[str, Any]) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file

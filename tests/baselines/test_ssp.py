@@ -1,0 +1,777 @@
+"""SSP against its definition played event by event, its bound, and BSP."""
+
+import heapq
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import offbeat
+from cells import nightly
+from offbeat import Compute, Network, Simulation, simulate
+from offbeat.baselines.ssp import SSP
+from offbeat.simulate import Straggler
+from problems import (
+    OPTIMIZERS,
+    Simulated,
+    bsp_reference,
+    flat,
+    loss_of,
+    make_batch,
+    make_model,
+    train_step,
+)
+from worlds import run
+
+STEP = 0.01
+FAST = Network("100Gbit/s", latency=0)  # messages of this model take nanoseconds
+
+
+def close(a: Tensor, b: Tensor, atol: float = 1e-12) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=atol)
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+
+    def write(self, record: dict[str, Any]) -> None:
+        self.records.append(dict(record))
+
+    def close(self) -> None: ...
+
+
+def train(rank: int, size: int, strategy: SSP, kind: str, steps: Sequence[int]) -> dict[str, Any]:
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    sink = Sink()
+    sync = offbeat.attach(model, optimizer, strategy, log=sink, timeout_seconds=20)
+    trace = []
+    for step in range(steps[rank]):
+        train_step(model, optimizer, make_batch(rank, step))
+        trace.append(flat(model))
+    stats = sync.stats.to_dict()
+    sync.finish()
+    return {"trace": trace, "end": flat(model), "stats": stats, "records": sink.records}
+
+
+def in_simulator(
+    strategy: SSP, kind: str, steps: Sequence[int], compute: Compute, network: Network = FAST
+) -> Simulation:
+    size = len(steps)
+    return simulate(
+        lambda: train(dist.get_rank(), size, strategy, kind, steps),
+        workers=size,
+        network=network,
+        compute=compute,
+    )
+
+
+@dataclass
+class Trip:
+    """A request of one worker that was sent."""
+
+    least: int  # answered when the slowest worker's clock is this
+    answer: tuple[Tensor, int] | None = None  # z, and that clock
+    turn: int = 0  # order of the answers: the worker answered first continues first
+
+
+@dataclass
+class Played:
+    """One worker of ``play``."""
+
+    x: Tensor
+    steps: int
+    unsent: Tensor
+    waits_to_send: bool = False
+    clock: int = 0
+    known: int = 0  # all updates of clocks below this are in x
+    trip: Trip | None = None
+    trace: list[Tensor] = field(default_factory=list)
+    pulls: list[int] = field(default_factory=list)
+
+
+def play(
+    strategy: SSP, kind: str, steps: Sequence[int], seconds: Callable[[int, int], float]
+) -> tuple[list[list[Tensor]], Tensor, list[list[int]]]:
+    """SSP event by event on messages that take no time, so that a request ends within a step.
+
+    ``seconds(rank, step)`` is how long a step takes. Returns each worker's models after its steps,
+    the server's last one, and at which clocks each worker's view was refreshed.
+    """
+    size, bound, ahead = len(steps), strategy.staleness, strategy.refresh == "ahead"
+    reference = Simulated.start(size, kind)
+    z = flat(reference.models[0])
+    served, away = [0] * size, [False] * size  # clocks that the server has received
+    workers = [Played(z.clone(), n, torch.zeros_like(z)) for n in steps]
+    trips: list[Trip] = []  # in the order of arrival
+    turns = itertools.count(1)
+    events = [(seconds(rank, 0), rank) for rank in range(size) if steps[rank]]
+    heapq.heapify(events)
+    blocked: list[int] = []
+
+    def answer() -> None:
+        slowest = min((c for c, gone in zip(served, away, strict=True) if not gone), default=10**9)
+        for trip in list(trips):
+            if slowest >= trip.least:
+                trip.answer, trip.turn = (z.clone(), slowest), next(turns)
+                trips.remove(trip)
+
+    def send(rank: int) -> None:
+        nonlocal z
+        one = workers[rank]
+        need = one.known < one.clock - bound
+        if one.trip is None and (one.waits_to_send or need):
+            z = z + one.unsent
+            one.unsent, one.waits_to_send = torch.zeros_like(z), False
+            served[rank] = one.clock
+            least = one.clock - bound
+            if ahead:
+                least = min(one.clock, least + 1)
+            if ahead or need:
+                one.trip = Trip(least)
+                trips.append(one.trip)
+            answer()  # pushes without a pull end before the next step
+
+    def take(rank: int) -> None:
+        one = workers[rank]
+        if one.trip is not None and one.trip.answer is not None:
+            values, clock = one.trip.answer
+            one.x, one.known = values + one.unsent, max(one.known, clock)
+            one.trip = None
+            if one.pulls[-1:] != [one.clock]:
+                one.pulls.append(one.clock)
+
+    def go_on(rank: int, now: float) -> bool:
+        """Take what has arrived. Returns whether the worker may begin its next step."""
+        one = workers[rank]
+        while one.known < one.clock - bound:
+            before = (one.trip, one.known)
+            take(rank)
+            send(rank)
+            if (one.trip, one.known) == before:
+                return False
+        nn.utils.vector_to_parameters(one.x.clone(), reference.models[rank].parameters())
+        one.trace.append(one.x.clone())
+        if one.clock < one.steps:
+            heapq.heappush(events, (now + seconds(rank, one.clock), rank))
+        else:
+            leaving.append(rank)
+        return True
+
+    leaving: list[int] = []
+    while events:
+        now, rank = heapq.heappop(events)
+        one, model = workers[rank], reference.models[rank]
+        train_step(model, reference.optimizers[rank], make_batch(rank, one.clock))
+        update = (flat(model) - one.x) / size
+        one.x, one.unsent, one.waits_to_send = one.x + update, one.unsent + update, True
+        one.clock += 1
+        take(rank)
+        send(rank)
+        if not go_on(rank, now):
+            blocked.append(rank)
+        moved = True
+        while moved:
+            moved = False
+            while leaving:  # its last updates were applied; others may now continue
+                gone = leaving.pop()
+                z = z + workers[gone].unsent
+                served[gone], away[gone] = workers[gone].clock, True
+                answer()
+            for other in sorted(blocked, key=lambda r: getattr(workers[r].trip, "turn", 0)):
+                if go_on(other, now):
+                    blocked.remove(other)
+                    moved = True
+    return [one.trace for one in workers], z, [one.pulls for one in workers]
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["sgd", "momentum"])
+@pytest.mark.parametrize("servers", [None, (1,)], ids=str)
+def test_staleness_0_with_linear_optimizers_is_bsp(
+    kind: str, servers: tuple[int, ...] | None
+) -> None:
+    """The mean of the updates is the update of the mean gradient; momentum and decay are linear."""
+    want = bsp_reference(3, kind, 11)
+    for result in run(train, SSP(staleness=0, servers=servers), kind, [11] * 3, workers=3):
+        for got, expected in zip(result["trace"], want, strict=True):
+            close(got, expected)
+        close(result["end"], want[-1])
+        assert result["stats"]["syncs"] == 11
+
+
+def test_staleness_0_with_adam_averages_models_every_step() -> None:
+    """x + Σ (x̂_n − x)/N is the mean of what the workers' own optimizers give."""
+    reference = Simulated.start(3, "adamw")
+    want = []
+    for step in range(9):
+        reference.step(step)
+        reference.average()
+        want.append(reference.flat()[0])
+    for result in run(train, SSP(staleness=0), "adamw", [9] * 3, workers=3):
+        for got, expected in zip(result["trace"], want, strict=True):
+            close(got, expected)
+        close(result["end"], want[-1])
+
+
+def alone(rank: int, size: int, atol: float, dtype: torch.dtype) -> dict[str, bool]:
+    results = {}
+    for staleness in (0, 3):
+        for kind in OPTIMIZERS:
+            model, plain = make_model(5, dtype), make_model(5, dtype)
+            optimizer = OPTIMIZERS[kind](model.parameters())
+            other = OPTIMIZERS[kind](plain.parameters())
+            sync = offbeat.attach(model, optimizer, SSP(staleness=staleness))
+            same = True
+            for step in range(20):
+                batch = make_batch(0, step, dtype=dtype)
+                train_step(model, optimizer, batch)
+                train_step(plain, other, batch)
+                same = same and float((flat(model) - flat(plain)).abs().max()) <= atol
+            sync.finish()
+            same = same and float((flat(model) - flat(plain)).abs().max()) <= atol
+            results[f"{staleness} {kind}"] = same
+    return results
+
+
+@pytest.mark.parametrize(
+    ("dtype", "atol"), [(torch.float64, 1e-14), (torch.float32, 1e-6)], ids=str
+)
+def test_one_worker_is_sequential_training(dtype: torch.dtype, atol: float) -> None:
+    """Under any optimizer, to the rounding of x + (x̂ − x)."""
+    (results,) = run(alone, atol, dtype, workers=1)
+    assert all(results.values()), results
+
+
+def test_one_worker_is_sequential_training_to_the_last_bit() -> None:
+    """As under every other strategy."""
+    (results,) = run(alone, 0.0, torch.float32, workers=1)
+    assert all(results.values()), results
+
+
+SCHEDULES = {
+    # rank r is always 2 ms·r behind rank 0, so that no two events coincide
+    "one after the other": (
+        [9, 9, 9],
+        Compute(
+            STEP,
+            stragglers=tuple(
+                Straggler(r, first_step=0, steps=1, factor=1 + 0.2 * r) for r in (1, 2)
+            ),
+        ),
+        lambda rank, step: STEP * (1 + 0.2 * rank * (step == 0)),
+    ),
+    "a straggler": (
+        [20, 6, 20],
+        Compute(STEP, slowdown={0: 1.013, 1: 5.0, 2: 1.371}),
+        lambda rank, step: STEP * (1.013, 5.0, 1.371)[rank],
+    ),
+    "uneven": (
+        [3, 17, 8],
+        Compute(STEP, slowdown={0: 2.0, 1: 1.013, 2: 1.371}),
+        lambda rank, step: STEP * (2.0, 1.013, 1.371)[rank],
+    ),
+}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("refresh", ["ahead", "lazy"])
+@pytest.mark.parametrize("staleness", [0, *nightly([1]), 2, *nightly([5])])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_it_is_ssp_event_by_event(name: str, staleness: int, refresh: Any) -> None:
+    """Every worker's model after every step, when it is refreshed, and the server's model."""
+    steps, compute, seconds = SCHEDULES[name]
+    # Workers that wait for a straggler continue together: with one server in a fixed order.
+    servers = (1,) if name == "a straggler" else None
+    strategy = SSP(staleness=staleness, refresh=refresh, servers=servers)
+    result = in_simulator(strategy, "momentum", steps, compute)
+    trace, z, pulls = play(strategy, "momentum", steps, seconds)
+    for rank, one in enumerate(result.results):
+        for got, want in zip(one["trace"], trace[rank], strict=True):
+            close(got, want)
+        close(one["end"], z)
+        assert one["stats"]["syncs"] == one["stats"]["details"]["pulls"] == len(pulls[rank])
+        synced = [r["step"] for r in one["records"] if r["decision"] == "sync"]
+        assert synced == pulls[rank]
+
+
+def test_a_lazy_cache_is_refreshed_every_staleness_plus_1_steps() -> None:
+    """By hand, s = 2, the ranks one after the other: the last one sees the most updates."""
+    steps, compute, _ = SCHEDULES["one after the other"]
+    result = in_simulator(SSP(staleness=2, refresh="lazy"), "sgd", steps, compute)
+    # Rank 0 pulls at clock 3 while the others are at 2: its cache is valid until 4; then 5, 7, 9.
+    # Rank 2 pulls at clock 3 when all are at 3: valid until 5; then 6, 9.
+    pulls = [
+        [r["step"] for r in one["records"] if r["decision"] == "sync"] for one in result.results
+    ]
+    assert pulls == [[3, 5, 7, 9], [3, 5, 7, 9], [3, 6, 9]]
+    assert all(one["stats"]["wait_seconds"] < 1e-5 for one in result.results), "no worker waits"
+
+
+# -- the bound ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("staleness", [*nightly([0]), 1, *nightly([3]), 8])
+def test_no_worker_is_more_than_staleness_ahead(staleness: int) -> None:
+    """When a worker begins a step, the slowest has taken at most s fewer; s is reached."""
+    steps = [10, 40, 40, 40]
+    result = in_simulator(
+        SSP(staleness=staleness),
+        "sgd",
+        steps,
+        Compute("10ms", slowdown={0: 5}, jitter=0.1),
+        Network("1Gbit/s"),
+    )
+    ends = [
+        [s.end for s in result.timeline if (s.rank, s.kind, s.what) == (rank, "compute", "step")]
+        for rank in range(4)
+    ]
+    begins = [
+        [s.start for s in result.timeline if (s.rank, s.kind, s.what) == (rank, "compute", "step")]
+        for rank in range(4)
+    ]
+    gaps = []
+    for rank in range(4):
+        for clock, moment in enumerate(begins[rank]):
+            others = [  # clocks of those that have not finished
+                sum(end <= moment + 1e-12 for end in ends[other])
+                for other in range(4)
+                if other != rank and ends[other][-1] > moment
+            ]
+            gaps.append(clock - min(others, default=clock))
+    assert max(gaps) == staleness
+    for one in result.results:
+        assert all(0 <= record["staleness"] <= staleness for record in one["records"])
+    waits = [one["stats"]["wait_seconds"] for one in result.results]
+    assert waits[0] < 0.05 < 0.2 < min(waits[1:])
+
+
+def test_a_larger_bound_waits_less_for_a_short_straggler() -> None:
+    """A delay of 3 steps costs the others nothing with s = 4, and everything with s = 0."""
+    late = Compute(STEP, stragglers=(Straggler(1, first_step=10, steps=1, factor=4.0),))
+    waits = {
+        staleness: in_simulator(SSP(staleness=staleness), "sgd", [30] * 3, late).results[0]["stats"]
+        for staleness in (0, 4)
+    }
+    assert waits[0]["wait_seconds"] == pytest.approx(3 * STEP, rel=1e-3)
+    assert waits[4]["wait_seconds"] < 1e-4
+
+
+def marks(rank: int, steps: Sequence[int], strategy: SSP) -> list[Tensor]:
+    """The model of a worker before each step: 1 for each update of each worker that it contains.
+
+    The update of step t of worker n is 1 at place (n, t).
+    """
+    size, most = len(steps), max(steps)
+    model = nn.Module()
+    model.x = nn.Parameter(torch.zeros(size, most, dtype=torch.float64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=float(size))
+    sync = offbeat.attach(model, optimizer, strategy)
+    read = []
+    for step in range(steps[rank]):
+        read.append(model.x.detach().clone())
+        model.x.grad = torch.zeros_like(model.x)
+        model.x.grad[rank, step] = -1.0
+        optimizer.step()
+    sync.finish()
+    assert (model.x.sum(1) == torch.tensor(steps)).all(), "the end contains each update once"
+    return read
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("refresh", ["ahead", "lazy"])
+@pytest.mark.parametrize("staleness", [0, *nightly([1, 2]), 7])
+@pytest.mark.parametrize(
+    "bandwidth", ["1Gbit/s", pytest.param("1Mbit/s", marks=pytest.mark.nightly), "200kbit/s"]
+)
+def test_a_cache_contains_all_updates_up_to_the_bound(
+    bandwidth: str, staleness: int, refresh: Any
+) -> None:
+    """At clock c: all updates of clocks ≤ c − s − 1 and its own, each once and as a whole."""
+    steps, late = [30, 25, 30, 14], {1: 2.5}
+    strategy = SSP(staleness=staleness, refresh=refresh)
+    results = simulate(
+        lambda: marks(dist.get_rank(), steps, strategy),
+        workers=4,
+        network=Network(bandwidth, latency="1ms"),
+        compute=Compute("10ms", jitter=0.3, slowdown=late),
+        seed=5,
+    ).results
+    behind = set()
+    for rank, reads in enumerate(results):
+        for clock, read in enumerate(reads):
+            assert set(read.unique().tolist()) <= {0.0, 1.0}
+            assert read[rank, :clock].all()
+            assert not read[rank, clock:].any()
+            for other in range(4):
+                least = min(max(0, clock - staleness), steps[other])
+                assert read[other, :least].all(), (rank, clock, other)
+                if clock <= steps[other]:
+                    behind.add(clock - int(read[other].sum()))
+    assert staleness == 0 or max(behind) > 0, "some reads are stale"
+
+
+# -- far from the bound ---------------------------------------------------------------------------
+
+
+def quadratic(rank: int, strategy: Any, steps: int) -> float:
+    """½‖x − a‖² with an a of each worker's own, whose mean is 0; the distance from 0 at the end."""
+    size = dist.get_world_size()
+    model = nn.Module()
+    model.x = nn.Parameter(torch.full((3,), 5.0, dtype=torch.float64))
+    own = (rank - (size - 1) / 2) * torch.tensor([1.0, -0.5, 0.1], dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    sync = offbeat.attach(model, optimizer, strategy)
+    for _ in range(steps):
+        model.x.grad = model.x.detach() - own
+        optimizer.step()
+    sync.finish()
+    return float(model.x.detach().abs().max())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("strategy", "converges"),
+    [
+        pytest.param(offbeat.BSP(), True, marks=pytest.mark.nightly),
+        pytest.param(SSP(staleness=3, servers=(0,)), True, marks=pytest.mark.nightly),
+        pytest.param(offbeat.Downpour(servers=(0,)), True, marks=pytest.mark.nightly),
+        (SSP(staleness=100, servers=(0,)), True),
+        (SSP(staleness=100, refresh="lazy", servers=(0,)), False),
+    ],
+    ids=str,
+)
+def test_a_far_bound_does_not_make_it_diverge(strategy: Any, converges: bool) -> None:
+    """8 workers on a quadratic: the cache is fresh although it need not be; a lazy one is not."""
+    result = simulate(
+        lambda: quadratic(dist.get_rank(), strategy, 110),
+        workers=8,
+        network=Network("1Gbit/s"),
+        compute=Compute("10ms", jitter=0.2),
+    )
+    assert max(result.results) < 1.0 if converges else min(result.results) > 20
+
+
+@pytest.mark.parametrize(
+    ("strategy", "steps"),
+    [
+        (SSP(staleness=1000), 7),
+        (SSP(staleness=1000, refresh="lazy"), 4),
+        (offbeat.Downpour(), 7),
+    ],
+    ids=str,
+)
+def test_no_worker_waits_far_from_the_bound(strategy: Any, steps: int) -> None:
+    """A push travels slightly longer than 3 steps, and so does its answer; no step waits."""
+    result = simulate(
+        lambda: train(dist.get_rank(), 3, strategy, "sgd", [60] * 3),
+        workers=3,
+        network=Network("1Gbit/s", latency="30ms"),
+        compute=Compute(STEP, jitter=0.1),
+    )
+    for one in result.results:
+        assert one["stats"]["wait_seconds"] == 0
+        pushes = one["stats"]["payload_bytes"] / (2 * 3 * 8 + 8 * 40 * 2 / 3)
+        assert pushes == pytest.approx(60 / steps, rel=0.25), (
+            "updates made meanwhile leave together"
+        )
+
+
+# -- numbers of steps, consensus ------------------------------------------------------------------
+
+
+def evaluate(rank: int, size: int, strategy: SSP) -> dict[str, Any]:
+    model = nn.Sequential(make_model(seed=rank), nn.BatchNorm1d(1).double())
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    sync = offbeat.attach(model, optimizer, strategy, timeout_seconds=20)
+    step, seen = 0, []
+    for steps in ((2, 7, 4), (5, 0, 3), (1, 1, 1)):
+        for _ in range(steps[rank]):
+            train_step(model, optimizer, make_batch(rank, step))
+            step += 1
+        own = [flat(model), model[1].running_mean.clone(), model[1].running_var.clone()]
+        with sync.consensus():
+            inside = [flat(model), model[1].running_mean.clone(), model[1].running_var.clone()]
+        kept = torch.equal(flat(model), own[0]) and torch.equal(model[1].running_var, own[2])
+        seen.append((own, inside, kept))
+    sync.finish()
+    end = [flat(model), model[1].running_mean.clone(), model[1].running_var.clone()]
+    return {"seen": seen, "end": end, "count": int(model[1].num_batches_tracked), "step": sync.step}
+
+
+@pytest.mark.parametrize("staleness", [0, 2, 30])
+def test_consensus_after_unequal_numbers_of_steps(staleness: int) -> None:
+    """All workers see the server's model and mean statistics, and keep their own."""
+    results = run(evaluate, SSP(staleness=staleness), workers=3)
+    for i_th in range(3):
+        for result in results:
+            _, inside, kept = result["seen"][i_th]
+            assert kept
+            assert torch.equal(inside[0], results[0]["seen"][i_th][1][0])
+            for i in (1, 2):
+                close(inside[i], sum(r["seen"][i_th][0][i] for r in results) / 3)
+    for result in results:
+        assert torch.equal(result["end"][0], results[0]["end"][0])
+        if staleness == 0:  # otherwise updates may wait to be pushed
+            assert torch.equal(result["end"][0], results[0]["seen"][-1][1][0])
+        for i in (1, 2):
+            close(result["end"][i], sum(r["seen"][-1][0][i] for r in results) / 3)
+        assert result["count"] == 8
+        assert result["step"] == 8
+
+
+def test_the_server_has_every_update_once() -> None:
+    """After any numbers of steps: z is x₀ + Σ u, with gradients of 1."""
+
+    def count(rank: int, size: int) -> Tensor:
+        model = nn.Module()
+        model.x = nn.Parameter(torch.zeros(size, dtype=torch.float64))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        sync = offbeat.attach(model, optimizer, SSP(staleness=3), timeout_seconds=20)
+        for step in range(1, 6 + 9 * rank):
+            model.x.grad = -torch.eye(size, dtype=torch.float64)[rank]
+            optimizer.step()
+            close(model.x[rank].detach(), torch.tensor(step / size, dtype=torch.float64))
+        sync.finish()
+        return model.x.detach()
+
+    for end in run(count, workers=3):
+        close(end, torch.tensor([5.0, 14.0, 23.0], dtype=torch.float64) / 3)
+
+
+# -- kinds of parameters --------------------------------------------------------------------------
+
+
+def mixed_values(rank: int) -> dict[str, Tensor]:
+    """Small integers, exact in every dtype; their mean over 2 is, too."""
+    numbers = torch.arange(6.0).reshape(2, 3) * (2 * rank + 1)
+    return {
+        "a": numbers,
+        "b": numbers.double() + 1,
+        "c": torch.complex(numbers, numbers + 2),
+        "d": (numbers + 3).to(torch.bfloat16),
+        "e": (numbers + 4).to(torch.float16),
+    }
+
+
+def mixed_dtypes(rank: int, size: int, names: str) -> list[dict[str, Tensor]]:
+    values = {name: mixed_values(rank)[name] for name in names}
+    model = nn.ParameterDict({name: torch.zeros_like(v) for name, v in values.items()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    sync = offbeat.attach(model, optimizer, SSP(staleness=1), timeout_seconds=20)
+    seen = []
+    for _ in range(2):  # the answer to the first step arrives in the second
+        for name, value in values.items():
+            model[name].grad = -value
+        optimizer.step()
+        seen.append({name: p.detach().clone() for name, p in model.items()})
+    sync.finish()
+    return [*seen, {name: p.detach().clone() for name, p in model.items()}]
+
+
+@pytest.mark.parametrize("names", ["abcde", "ade", "d"])
+def test_dtypes_may_be_mixed(names: str) -> None:
+    """Each tensor gets its own updates in its own dtype; half types are summed in float32."""
+    each = [mixed_values(0), mixed_values(1)]
+    for rank, (first, second, end) in enumerate(run(mixed_dtypes, names, workers=2)):
+        for name in names:
+            mean = (each[0][name] + each[1][name]) / 2
+            assert first[name].dtype == end[name].dtype == mean.dtype
+            assert torch.equal(first[name], each[rank][name] / 2), name
+            # in the second step the cache still contains half of its own first update
+            assert torch.equal(end[name], 2 * mean), name
+            if name != "c":
+                assert (second[name] >= each[rank][name]).all(), "both own halves are in it"
+
+
+def tiny_updates(rank: int, size: int) -> Tensor:
+    model = nn.Linear(1, 4, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.weight.fill_(256.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    sync = offbeat.attach(model, optimizer, SSP(staleness=0), timeout_seconds=20)
+    model.weight.grad = torch.full_like(model.weight, -2.0 * (rank == 0))
+    optimizer.step()  # 256 has a spacing of 2 in bfloat16: rank 0 goes to 258, rank 1 stays
+    vector = sync._iteration.flow.state.cache.clone()
+    sync.finish()
+    return vector
+
+
+def test_half_precision_updates_are_kept_in_float32() -> None:
+    """The server holds 257, which bfloat16 cannot."""
+    for vector in run(tiny_updates, workers=2):
+        assert vector.dtype == torch.float32
+        assert vector.tolist() == [257.0] * 4
+
+
+class Awkward(nn.Module):
+    """A tied weight, a frozen layer and a parameter that is never used."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.a, self.b = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+        self.b.weight = self.a.weight
+        self.frozen = nn.Linear(4, 4).double().requires_grad_(False)
+        self.unused = nn.Parameter(torch.randn(3, dtype=torch.float64))
+        self.c = nn.Linear(4, 1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.frozen(self.b(self.a(x).tanh())))
+
+
+def train_awkward(rank: int, size: int) -> Any:
+    model = Awkward(seed=rank)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    sync = offbeat.attach(model, optimizer, SSP(staleness=0), timeout_seconds=20)
+    for step in range(4):
+        train_step(model, optimizer, make_batch(rank, step))
+    served = sync._iteration.flow.server.vector.numel()
+    sync.finish()
+    return flat(model), served, model.b.weight is model.a.weight
+
+
+def test_tied_frozen_and_unused_parameters() -> None:
+    """The server holds a tied weight once and no frozen one; an unused one does not move."""
+    reference = [Awkward(seed=0) for _ in range(3)]
+    optimizers = [
+        torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.05) for m in reference
+    ]
+    for step in range(4):
+        for rank, (model, optimizer) in enumerate(zip(reference, optimizers, strict=True)):
+            train_step(model, optimizer, make_batch(rank, step))
+        mean = sum(flat(model) for model in reference) / 3
+        for model in reference:
+            with torch.no_grad():
+                nn.utils.vector_to_parameters(mean.clone(), model.parameters())
+    for end, served, tied in run(train_awkward, workers=3):
+        close(end, flat(reference[0]))
+        assert served == (16 + 4) + 4 + 3 + (4 + 1)
+        assert tied
+
+
+def in_turn(rank: int, size: int, servers: tuple[int, ...] | None) -> Any:
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)).double()
+    optimizers = [
+        torch.optim.SGD(model[1].parameters(), lr=0.05, momentum=0.9),
+        torch.optim.AdamW(model[0].parameters(), lr=0.01),
+    ]
+    strategy = SSP(staleness=0, servers=servers)
+    sync = offbeat.attach(model, optimizers, strategy, timeout_seconds=20)
+    trace = []
+    for step in range(6):
+        for half in (1, 0):  # each after a backward pass of its own
+            model.zero_grad()
+            loss_of(model, make_batch(rank, 2 * step + half)).backward()
+            optimizers[half].step()
+        trace.append(flat(model))
+    sync.finish()
+    return trace, sync.step
+
+
+@pytest.mark.parametrize("servers", [None, (2, 0)], ids=str)
+def test_several_optimizers_are_one_step(servers: tuple[int, ...] | None) -> None:
+    """Pitfall 5: one push when all optimizers have stepped."""
+    models = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)).double())
+    optimizers = [
+        [
+            torch.optim.SGD(model[1].parameters(), lr=0.05, momentum=0.9),
+            torch.optim.AdamW(model[0].parameters(), lr=0.01),
+        ]
+        for model in models
+    ]
+    want = []
+    for step in range(6):
+        for rank, model in enumerate(models):
+            for half in (1, 0):
+                model.zero_grad()
+                loss_of(model, make_batch(rank, 2 * step + half)).backward()
+                optimizers[rank][half].step()
+        mean = sum(flat(model) for model in models) / 3
+        for model in models:
+            nn.utils.vector_to_parameters(mean.clone(), model.parameters())
+        want.append(mean)
+    for trace, steps in run(in_turn, servers, workers=3):
+        assert steps == 6
+        for got, expected in zip(trace, want, strict=True):
+            close(got, expected)
+
+
+# -- reports --------------------------------------------------------------------------------------
+
+
+def test_stats_contain_pushes_pulled_bytes_and_staleness() -> None:
+    """Pushes to each shard, bytes pulled from other ranks, and the staleness of pushes."""
+    steps, compute, seconds = SCHEDULES["a straggler"]
+    result = in_simulator(SSP(staleness=2), "sgd", steps, compute)
+    _, _, pulls = play(SSP(staleness=2), "sgd", steps, seconds)
+    for rank, one in enumerate(result.stats):
+        assert one is not None
+        others = 8 * (40 - [13, 13, 14][rank])  # 40 float64 in shards of 13, 13 and 14
+        pulled, rest = divmod(one.details["pulled_bytes"], others)
+        assert rest == 0
+        assert 0 <= pulled - len(pulls[rank]) <= 1, "the last answer may not have been taken"
+        histogram = one.details["staleness_histogram"]
+        assert sum(histogram.values()) == one.details["pushes_served"] <= sum(steps)
+        assert one.details["staleness_max"] == max(histogram)
+
+
+def test_nothing_runs_after_the_simulation() -> None:
+    """The servers' threads end with it."""
+    before = threading.active_count()
+    in_simulator(SSP(staleness=1), "sgd", [4, 6], Compute(STEP))
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "text"),
+    [
+        ({}, TypeError, "staleness"),
+        ({"staleness": -1}, ValueError, "staleness must be at least 0, got -1"),
+        ({"staleness": 1.5}, TypeError, "staleness must be an integer of at least 0, got 1.5"),
+        ({"staleness": True}, TypeError, "staleness must be an integer"),
+        ({"staleness": 1, "stalenes": 2}, TypeError, "stalenes"),
+        ({"staleness": 1, "servers": ()}, ValueError, "servers must be at least one rank"),
+        ({"staleness": 1, "servers": (0, 0)}, ValueError, "none twice"),
+        ({"staleness": 1, "servers": (-1,)}, ValueError, "a rank in servers must be at least 0"),
+        ({"staleness": 1, "servers": (0.5,)}, TypeError, "a rank in servers must be an integer"),
+        ({"staleness": 1, "servers": [0]}, TypeError, "servers must be a tuple of ranks"),
+        ({"staleness": 1, "servers": True}, TypeError, "servers must be a tuple of ranks"),
+    ],
+)
+def test_bad_settings_are_refused(
+    settings: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    """Pitfall 18: the error names the setting and what is allowed."""
+    with pytest.raises(error, match=text):
+        SSP(**settings)
+
+
+def test_a_server_must_be_a_rank() -> None:
+    def work() -> None:
+        model = make_model()
+        offbeat.attach(model, OPTIMIZERS["sgd"](model.parameters()), SSP(staleness=1, servers=(2,)))
+
+    with pytest.raises(ValueError, match=r"servers=\(2,\) needs more workers than the 2 there are"):
+        simulate(work, workers=2)
+
+
+def test_repr_and_text_form() -> None:
+    assert repr(SSP(staleness=3)) == "SSP(staleness=3)"
+    assert str(SSP(staleness=3)) == "ssp:staleness=3"
+    assert SSP(staleness=3, servers=1) == SSP(staleness=3, servers=(1,))  # type: ignore[arg-type]
+    texts = [str(SSP(staleness=s)) for s in (1, 2)]
+    assert all(a != b for a, b in itertools.pairwise(texts))

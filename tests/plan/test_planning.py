@@ -1,0 +1,421 @@
+"""The function ``offbeat.plan``: arguments, suggestions, recommendation and what is shown."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offbeat
+from cells import nightly
+from offbeat import (
+    BSP,
+    AsyncAveraging,
+    LocalSGD,
+    SelSync,
+    StreamingAveraging,
+    parse_strategy,
+    plan,
+)
+from offbeat.lab.measure import measure_recipe
+from offbeat.plan.forecast import every, number, percent
+from offbeat.plan.phantom import shapes_of
+from offbeat.plan.question import Question
+from offbeat.plan.recommend import LOST_STEPS
+from offbeat.plan.result import HEADINGS, Plan
+from offbeat.plan.suggest import IDLE_LIMIT, evaluate, large_enough
+
+# 4 workers, 100 MB, 1 Gbit/s, 100 us, 100 ms a step: a mean takes 1.2 s
+CASE: dict[str, Any] = dict(parameters="25M", step_time="100ms", workers=4, bandwidth="1Gbit/s")
+SMALL: dict[str, Any] = {**CASE, "parameters": "200k", "latency": "1us"}
+
+
+def texts(result: Plan, kind: str) -> list[str]:
+    return [row.strategy for row in result.rows if row.strategy.split(":")[0] == kind]
+
+
+def test_the_usual_strategies() -> None:
+    """Text forms parse, idle is a share, the searches end where they should."""
+    result = plan(**CASE)
+    assert [row.strategy.split(":")[0] for row in result.rows] == [
+        *("bsp", "local", "local", "selsync", "streaming", "async", "async")
+    ]
+    for row in result.rows:
+        parse_strategy(row.strategy)
+        assert row.steady
+        assert 0 <= row.idle <= 1
+        assert row.throughput == pytest.approx(4 * (1 - row.idle), rel=1e-6)
+    # m + r at most 1/19 of H·t: 1.2076 ≤ H·0.1/19 from H = 229.4 on
+    assert texts(result, "local") == ["local:period=8", "local:period=230"]
+    cyclic, eager = result.rows[-2:]
+    assert cyclic.strategy == "async:staleness=26"
+    assert cyclic.idle < 1e-6
+    (less,) = plan(**CASE, strategies=["async:staleness=24"]).rows
+    assert less.idle > 0.005
+    bound = int(eager.strategy.rpartition("=")[2])
+    (same,) = plan(**CASE, strategies=[eager.strategy]).rows
+    assert same.step_seconds == pytest.approx(eager.step_seconds)
+    assert same.apart_steps < bound, "the suggested bound is not reached"
+    json.dumps(result.to_dict(), allow_nan=False)
+
+
+def test_a_larger_bound_is_suggested_where_streaming_would_wait() -> None:
+    """A million numbers over 20 Mbit/s and 60 ms."""
+    far = {**CASE, "workers": 8, "bandwidth": "20Mbit/s", "latency": "60ms", "step_time": "20ms"}
+    setting = Question(**{**far, "parameters": "1M"}).setting
+    usual, (strategy, found) = (
+        evaluate(StreamingAveraging(), None, setting),
+        large_enough(None, setting),
+    )
+    assert usual.forecast.idle > IDLE_LIMIT >= found.forecast.idle
+    assert isinstance(strategy, StreamingAveraging)
+    assert strategy.staleness > StreamingAveraging().staleness
+
+
+def test_numbers_and_text_mean_the_same() -> None:
+    """Base units: seconds, bits a second."""
+    numbers = plan(
+        parameters=25_000_000,
+        step_time=0.1,
+        workers=4,
+        bandwidth=1e9,
+        latency=1e-4,
+        strategies=[BSP(), LocalSGD(period=8)],
+    )
+    assert numbers == plan(**CASE, strategies=["bsp", "local:period=8"])
+
+
+def test_it_is_the_same_every_time() -> None:
+    """With jitter, too: the draws are seeded."""
+    given: Any = {"strategies": ["local:period=8", "bsp"], "jitter": 0.05}
+    assert plan(**CASE, **given) == plan(**CASE, **given)
+
+
+def test_strategies_are_taken_as_objects_too() -> None:
+    given = [BSP(), LocalSGD(period=8), SelSync(target_lssr=0.9), AsyncAveraging(staleness=8)]
+    result = plan(**SMALL, strategies=given)
+    assert [row.strategy for row in result.rows] == [str(one) for one in given]
+
+
+def test_a_model_is_taken_with_its_tensors() -> None:
+    """One large tensor is one bucket, and one fragment, however many there are asked for."""
+    model = torch.nn.Sequential(torch.nn.Linear(2000, 4000), torch.nn.Linear(4000, 10))
+    case = {**CASE, "parameters": model}
+    result = plan(**case, strategies=["diloco:period=8,fragments=2", "diloco:period=8"])
+    two, one = result.rows
+    assert result.parameters == 2000 * 4000 + 4000 + 40_000 + 10
+    assert two.payload_bytes == pytest.approx(one.payload_bytes, rel=1e-3)
+    assert two.step_seconds < one.step_seconds + 1e-3
+    with pytest.raises(ValueError, match="at most 4, the number of parameter tensors"):
+        plan(**case, strategies=["diloco:period=8,fragments=5"])
+
+
+def test_a_large_tensor_is_a_large_fragment() -> None:
+    """Nearly all of this model is one tensor, which DiLoCo does not cut: workers wait for it.
+
+    In ``benchmarks/results/race-defaults-cifar-dsl.jsonl`` they waited 33 % of the time. Four equal
+    fragments would be hidden.
+    """
+    sizes = (864, 32, 18432, 64, 73728, 128, 1966080, 960, 9600, 10)
+    model = torch.nn.ParameterList(torch.zeros(size) for size in sizes)
+    case: dict[str, Any] = dict(step_time=0.1434, workers=4, bandwidth="10Mbit/s", latency="700us")
+    given = ["diloco:period=16,fragments=4,overlap=4"]
+    (whole,) = plan(parameters=model, **case, strategies=given, wire="int4").rows
+    (even,) = plan(parameters=sum(sizes), **case, strategies=given, wire="int4").rows
+    assert even.idle == pytest.approx(0, abs=1e-6)
+    assert 0.2 < whole.idle < 0.25
+
+
+OWN = """
+from dataclasses import dataclass
+from offbeat.strategies.base import SharedModel, Strategy, WorkerView, setting
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Planned(Strategy):
+    every: int = setting(5, least=1)
+
+    def averages(self) -> SharedModel:
+        return SharedModel()
+
+    def due(self, worker: WorkerView) -> float:
+        return float(worker.step % self.every == 0)
+"""
+
+
+def test_custom_strategies_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By text or as objects, without a line of their own."""
+    (tmp_path / "planned_by_itself.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    given = ["local:period=7", "planned_by_itself:Planned:every=7"]
+    result = plan(**CASE, strategies=given)
+    local, own = result.rows
+    assert own.strategy == given[1]
+    assert own.step_seconds == pytest.approx(local.step_seconds)
+    assert own.payload_bytes == pytest.approx(local.payload_bytes)
+    assert result.recommendation == local
+    (again,) = plan(**CASE, strategies=[parse_strategy(given[1])]).rows
+    assert again == own
+
+
+@pytest.mark.parametrize(
+    "text", ["fedavg:period=8", "ssp:staleness=3", "downpour", "easgd:period=4"]
+)
+def test_baselines_are_refused(text: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"plan has no row for .*: it is a baseline to compare with"
+    ):
+        plan(**CASE, strategies=["bsp", text])
+
+
+def test_warm_up_is_left_out() -> None:
+    """Steady state alone: its first thousand steps are averaged each."""
+    warm, usual = plan(
+        **SMALL, strategies=["local:period=8,warmup_steps=1000", "local:period=8"]
+    ).rows
+    assert warm.step_seconds == usual.step_seconds
+    assert warm.strategy == "local:period=8,warmup_steps=1000"
+
+
+# -- precision -------------------------------------------------------------------------------------
+
+
+def test_a_wire_is_chosen_as_it_would_be() -> None:
+    """The most exact precision with which the link keeps workers waiting a tenth of the time."""
+    for bandwidth, wire in (("2Gbit/s", "float32"), ("1Gbit/s", "bfloat16"), ("1Mbit/s", "int8")):
+        case = {**SMALL, "bandwidth": bandwidth, "step_time": "60ms"}
+        (row,) = plan(**case, strategies=["bsp"], wire="auto").rows
+        assert row.wire == wire
+    (exact,) = plan(**SMALL, strategies=["bsp"]).rows
+    assert exact.wire == "float32"
+
+
+@pytest.mark.parametrize("bandwidth", ["30Mbit/s", *nightly(["300Mbit/s", "6Mbit/s"])])
+def test_streaming_chooses_as_in_the_simulator(bandwidth: str) -> None:
+    """The same code: after as many steps the same precision."""
+    case: dict[str, Any] = dict(workers=2, bandwidth=bandwidth, latency="1ms")
+    known: dict[str, Any] = dict(
+        parameters=65_536, step_time="20ms", strategies=["streaming"], wire="auto"
+    )
+    (row,) = plan(**known, **case).rows
+
+    def train() -> Any:
+        model = torch.nn.Linear(256, 256, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with offbeat.attach(model, optimizer, wire="auto") as sync:
+            for _ in range(150):
+                model(torch.ones(1, 256)).sum().backward()
+                optimizer.step()
+        return sync.stats.details["wire"]
+
+    network = offbeat.Network(bandwidth, latency="1ms")
+    found = offbeat.simulate(train, workers=2, network=network, compute=offbeat.Compute("20ms"))
+    assert found.results[0] == row.wire
+
+
+# -- recommendation --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "advice"),
+    [
+        ("10Gbit/s", "bsp"),  # m = 1 ms
+        ("1Gbit/s", "bsp"),  # 10 ms
+        ("400Mbit/s", "streaming"),  # 24 ms
+        ("1Mbit/s", "streaming"),
+    ],
+)
+def test_advice_changes_as_bandwidth_falls(bandwidth: str, advice: str) -> None:
+    """BSP, then streaming."""
+    result = plan(**{**SMALL, "bandwidth": bandwidth}, strategies=["bsp", "streaming"])
+    assert result.recommendation.strategy == advice
+    assert (result.rows[0].idle <= LOST_STEPS) == (advice == "bsp")
+
+
+def test_advice_without_streaming() -> None:
+    """A short period of LocalSGD, then async with a growing staleness."""
+    some = ["bsp", "local:period=5", "local:period=8", "async:staleness=2", "async:staleness=194"]
+    for bandwidth, strategy in {
+        "400Mbit/s": "local:period=5",  # 24 ms
+        "200Mbit/s": "async:staleness=2",  # 48 ms
+        "1Mbit/s": "async:staleness=194",
+    }.items():
+        network = {**SMALL, "bandwidth": bandwidth}
+        assert plan(**network, strategies=some).recommendation.strategy == strategy
+
+
+def test_advice_is_among_the_given() -> None:
+    """The least drift within 5 % of the best throughput; BSP if nothing is faster."""
+    some = plan(**CASE, strategies=["bsp", "local:period=300", "local:period=290"])
+    assert some.recommendation.strategy == "local:period=290"
+    assert "local:period=290 waits 4.0 %" in some.reason
+    alone = plan(**CASE, strategies=["bsp"])
+    assert alone.recommendation.strategy == "bsp"
+    assert "no other strategy given is faster" in alone.reason
+    tied = plan(**CASE, strategies=["diloco:period=40,overlap=20", "local:period=40"])
+    assert tied.recommendation.strategy == "diloco:period=40,overlap=20"
+    waits = plan(**CASE, strategies=["async"])
+    assert "a merge is under way for 12.1 steps, and with async workers wait 34 %" in waits.reason
+
+
+def test_reasons_have_the_figures() -> None:
+    fast = plan(**{**SMALL, "bandwidth": "10Gbit/s"}, strategies=["bsp"])
+    assert fast.reason == (
+        "exact synchronous training costs almost nothing here, BSP waits 1.0 % of the time"
+    )
+    near = plan(**{**SMALL, "bandwidth": "1Gbit/s"}, strategies=["bsp"])
+    assert near.reason.startswith("BSP waits 8.8 % of the time, no more than ")
+    middle = plan(**{**SMALL, "bandwidth": "400Mbit/s"}, strategies=["bsp", "streaming"])
+    assert middle.reason.startswith(
+        "BSP would wait 19 % of the time; streaming sends the model in int2 beside computing, all "
+    )
+    short = plan(**{**SMALL, "bandwidth": "400Mbit/s"}, strategies=["local:period=5"])
+    assert short.reason == "BSP would wait 19 % of the time; local:period=5 waits 4.6 %"
+    slow = plan(**{**CASE, "bandwidth": "10Mbit/s"}, strategies=["async:staleness=2500"])
+    assert "2,500 steps apart: watch the final metric" in slow.reason
+    assert "2,500 steps apart, watch the final metric" in slow.rows[0].note
+    hidden = plan(**CASE, strategies=["async:staleness=26"])
+    assert "a merge is under way for 13 steps, so async:staleness=26 hides it" in hidden.reason
+
+
+def test_jitter_alone_is_a_reason() -> None:
+    """On a fast network 8 workers with 10 % jitter wait 12.5 % with BSP; 8 steps halve it twice."""
+    case = {**SMALL, "bandwidth": 1e12, "workers": 8, "jitter": 0.1}
+    wild = plan(**case, strategies=["bsp", "local:period=8"])
+    assert wild.rows[0].idle == pytest.approx(0.125, abs=0.008)
+    assert wild.recommendation.strategy == "local:period=8"
+
+
+def test_a_single_worker_waits_for_nobody() -> None:
+    result = plan(**{**CASE, "workers": 1}, jitter=0.5)
+    assert result.recommendation.strategy == "bsp"
+    assert result.reason == "a single worker has nobody to wait for"
+    for row in result.rows:
+        assert row.step_seconds == pytest.approx(0.1)
+        assert (row.idle, row.payload_bytes, row.steady) == (pytest.approx(0), 0, True)
+        assert row.note == "nobody to wait for"
+    node = plan(**{**CASE, "workers": 2}, workers_per_node=2, strategies=["bsp"])
+    assert node.reason == "a single node has nobody to wait for"
+
+
+# -- nodes -----------------------------------------------------------------------------------------
+
+NODES: dict[str, Any] = dict(
+    workers=8, workers_per_node=2, inside="10Gbit/s", inside_latency="10us", parameters="100k"
+)
+
+
+def test_nodes_have_the_usual_rows() -> None:
+    result = plan(**{**CASE, **NODES})
+    assert "between nodes of 2 with 10 Gbit/s" in result.caption()
+    kinds = {row.strategy.split(":")[0] for row in result.rows}
+    assert kinds == {"bsp", "local", "selsync", "streaming", "async"}
+    assert result.node_step_seconds > 0.1
+    for row in result.rows:
+        assert row.step_seconds >= result.node_step_seconds * (1 - 1e-9)
+        assert row.memory_bytes >= 400e3 * 0.99, "the mean inside needs a copy"
+
+
+def test_the_slowest_worker_of_a_node_sets_its_pace() -> None:
+    calm, wild = (
+        plan(**{**CASE, **NODES}, jitter=jitter, strategies=["local:period=4"])
+        for jitter in (0.0, 0.1)
+    )
+    late = wild.node_step_seconds - calm.node_step_seconds
+    assert late == pytest.approx(0.1 * 0.0563, rel=0.02)
+    assert wild.rows[0].step_seconds > wild.node_step_seconds
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"workers": 9}, "workers=9 do not fill nodes of workers_per_node=2"),
+        ({"workers_per_node": 1}, "inside needs nodes"),
+        ({"wire": "auto", "strategies": ["bsp"]}, 'wire="auto" with node_group'),
+    ],
+)
+def test_nodes_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, offbeat.AttachError), match=message):
+        plan(**{**CASE, **NODES, **changes})
+
+
+# -- arguments and what is shown -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parameters": "25 apples"}, "25M"),
+        ({"step_time": "fast"}, "50ms"),
+        ({"step_time": -1}, "50ms"),
+        ({"bandwidth": "1GB/s"}, "1Gbit/s"),
+        ({"bandwidth": 0}, "1Gbit/s"),
+        ({"latency": "1"}, "100us"),
+        ({"latency": -1e-6}, "100us"),
+        ({"workers": 0}, "workers must be at least 1"),
+        ({"jitter": 10}, "0.1 for 10 %"),
+        ({"jitter": math.nan}, "0.1 for 10 %"),
+        ({"lssr": 1}, "like 0.9"),
+        ({"wire": "float16"}, "wire must be .float32"),
+        ({"strategies": []}, "must be a list like"),
+        ({"strategies": "bsp"}, "must be a list like"),
+        ({"strategies": ["nothing"]}, "there are async, bsp"),
+        ({"strategies": ["local"]}, "local:period=8"),
+    ],
+)
+def test_nonsense_is_refused(changes: dict[str, Any], message: str) -> None:
+    """The error shows the right form."""
+    with pytest.raises(ValueError, match=message):
+        plan(**{**CASE, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"parameters": None}, {"workers": 2.5}, {"jitter": "0.1"}, {"strategies": [3]}],
+)
+def test_wrong_types_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(TypeError):
+        plan(**{**CASE, **changes})
+
+
+def test_table_and_dictionary() -> None:
+    """Markdown and rows show the same; the dictionary is JSON and holds the numbers."""
+    result = plan(**CASE, strategies=["bsp", "async:staleness=26", "selsync:delta=inf"])
+    table = result.table().rows
+    assert all(len(row) == len(HEADINGS) for row in table)
+    assert table[0][:6] == ("bsp", "1.243 s", "0.32x", "92 %", "100.0 MB", "100.4 MB")
+    lines = result.markdown().splitlines()
+    assert lines[0].startswith("25,000,000 parameters (100.0 MB), 100 ms a step, 4 workers")
+    assert [line for line in lines if line.startswith("| `")] == [
+        f"| {' | '.join((f'`{row[0]}`', *row[1:]))} |" for row in table
+    ]
+    assert lines[-1] == f"Try `{result.recommendation.strategy}` first: {result.reason}."
+    told = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+    assert told["rows"][1]["step_seconds"] == pytest.approx(0.1)
+    assert told["rows"][2]["apart_steps"] == "inf"
+    assert told["recommendation"] in told["rows"]
+    assert (told["model_bytes"], told["workers"], told["bandwidth"]) == (100e6, 4, 1e9)
+
+
+def test_numbers_in_words() -> None:
+    assert [number(x) for x in (0.1234, 12.34, 1234.5)] == ["0.123", "12.3", "1,234"]
+    assert [percent(x) for x in (0.0, 0.049, 0.5)] == ["0 %", "4.9 %", "50 %"]
+    assert (every(1.0), every(8)) == ("in each step", "every 8 steps")
+
+
+def test_a_recipe_is_measured() -> None:
+    """Parameters and BatchNorm's statistics; the random state of the caller stays as it was."""
+    pytest.importorskip("sklearn")
+    before = torch.get_rng_state()
+    model, seconds = measure_recipe("digits", steps=5, warmup_steps=1)
+    assert shapes_of(model).count == 151_498 + 2 * (32 + 64)
+    assert 1e-5 < seconds < 10
+    assert torch.equal(before, torch.get_rng_state())
+    assert plan(
+        parameters=model, step_time=seconds, workers=4, bandwidth="1Gbit/s", strategies=["bsp"]
+    ).rows
+    with pytest.raises(ValueError, match="at least 5"):
+        measure_recipe("digits", steps=4)
+    with pytest.raises(ValueError, match="there are digits"):
+        measure_recipe("nothing")

@@ -1,0 +1,103 @@
+"""The automatic precision, from loads that are computed by hand."""
+
+import random
+
+import pytest
+
+from offbeat.quantization.precision import PrecisionControl
+
+BITS = {"float32": 64.0, "bfloat16": 32.0, "int8": 16.125, "int4": 8.125, "int2": 6.1875}
+CHOICES = ("float32", "bfloat16", "int8")
+
+
+def measure(control: PrecisionControl, computing: float, waiting: float) -> bool:
+    """A step of ``computing`` + ``waiting`` seconds, of which a tenth may be spent waiting."""
+    load = waiting / (computing / 9)
+    seconds = computing + waiting
+    return control.update(load, BITS, choices=CHOICES, margin=0.5, seconds=seconds)
+
+
+def follow(
+    control: PrecisionControl, float32_waiting: float, count: int, quantizing: float = 0.0
+) -> list[str]:
+    """The precision after each measurement on a link whose time is proportional to the bits."""
+    trace = []
+    for _ in range(count):
+        waiting = float32_waiting * BITS[control.precision] / 64
+        measure(control, 1.0 + quantizing * (control.precision != "float32"), waiting)
+        trace.append(control.precision)
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("waiting", "chosen"),
+    [
+        (0.0, "float32"),
+        (0.11, "float32"),  # 0.0991 of the time
+        (0.12, "bfloat16"),
+        (0.22, "bfloat16"),  # 0.11 / 1.11
+        (0.23, "int8"),
+        (0.44, "int8"),
+        (30.0, "int8"),  # not enough, but there are no fewer bits
+    ],
+)
+def test_the_most_exact_precision_that_keeps_the_load(waiting: float, chosen: str) -> None:
+    assert follow(PrecisionControl(), waiting, 50) == [chosen] * 50
+
+
+def test_more_bits_when_the_link_becomes_faster() -> None:
+    """One precision at a time, once less than half of the allowed load is expected."""
+    control = PrecisionControl()
+    assert follow(control, 1.0, 3) == ["int8"] * 3
+    assert follow(control, 0.09, 4)[-1] == "bfloat16"  # 0.083 in float32 is too much to try it
+    assert follow(control, 0.05, 8)[-1] == "float32"
+
+
+def test_fewer_bits_that_do_not_pay_are_taken_back() -> None:
+    """Quantization takes as long as it saves: tried again after 4, then 64 measurements."""
+    trace = follow(PrecisionControl(), 0.2, 200, quantizing=0.5)
+    assert [i for i, one in enumerate(trace) if one != "float32"] == [0, 5, 70]
+
+
+def test_more_bits_that_do_not_pay_are_taken_back() -> None:
+    """A mean that is hidden behind computing in few bits, and waited for in more."""
+    control, trace = PrecisionControl(), []
+    waiting = {"float32": 1.0, "bfloat16": 0.3, "int8": 0.0}
+    for _ in range(200):
+        measure(control, 1.0, waiting[control.precision])
+        trace.append(control.precision)
+    assert [i for i, one in enumerate(trace) if one == "bfloat16"] == [1, 18]
+
+
+def test_it_settles_under_noise() -> None:
+    """Waiting that varies by a half around any mean causes few changes, and no late ones."""
+    for seed in range(20):
+        noise, control, changes = random.Random(seed), PrecisionControl(), []
+        mean = noise.uniform(0.02, 1.0)
+        for look in range(1000):
+            waiting = mean * noise.uniform(0.5, 1.5) * BITS[control.precision] / 64
+            if measure(control, 1.0, waiting):
+                changes.append(look)
+        assert len(changes) <= 12, (mean, changes)
+        assert sum(look >= 500 for look in changes) <= 2, (mean, changes)
+
+
+def test_patience_is_regained_in_quiet_times() -> None:
+    control = PrecisionControl()
+    follow(control, 1.0, 1)
+    follow(control, 0.05, 1)  # more bits: a reversal
+    assert control.patience == 4
+    follow(control, 0.08, 32)  # in bfloat16; float32 would load too much
+    assert control.patience == 1
+
+
+def test_without_durations_fewer_bits_are_not_on_trial() -> None:
+    """Streaming averaging: the load is the number of steps of a pass, relative to the target."""
+    control = PrecisionControl("int4")
+    assert control.update(1.2, BITS)
+    assert control.precision == "int2"
+    assert not control.update(1.2, BITS)  # no fewer bits
+    assert control.update(0.5, BITS)  # 0.5 · 8.125 / 6.1875 ≤ 1
+    assert control.precision == "int4"
+    assert [control.update(0.1, BITS) for _ in range(4)] == [False, False, False, True]
+    assert control.precision == "int8"

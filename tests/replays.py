@@ -1,0 +1,104 @@
+"""Launches and landings of parts, recorded in a training and replayed by hand.
+
+Two nodes of two workers train ``make_model`` with SGD; a node takes the mean of its two gradients.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from problems import gradients, make_batch, make_model
+
+LR = 0.1
+Event = tuple[str, int, float]  # "step", "launch" or "land"; the part; the weight of this node
+
+
+def logged(pipeline: Any) -> list[Event]:
+    """The launches and landings of ``pipeline`` from now on."""
+    events: list[Event] = []
+    launch, land = pipeline._launch, pipeline.land
+
+    def launched(queued: Any) -> None:
+        launch(queued)
+        weight, _ = pipeline.parts[queued.part].weights()
+        events.append(("launch", queued.part, weight))
+
+    def landed(**options: Any) -> None:
+        events.append(("land", pipeline.state.in_flight[0], 0.0))
+        land(**options)
+
+    pipeline._launch, pipeline.land = launched, landed
+    return events
+
+
+def part_of_each_number(parts: int, *, shards: bool) -> Tensor:
+    """The part of each parameter of ``make_model``, in its order.
+
+    A worker cuts the list of its tensors, in the order of the names, into parts of equal bytes:
+    number k of n belongs to part ⌊k·P/n⌋. With more parts than numbers each number is a part.
+
+    Args:
+        parts: P.
+        shards: True if ``fully_shard`` has divided the rows of each tensor among two workers.
+    """
+    model = make_model()
+    places = {}  # of each parameter, in the model's order
+    start = 0
+    for name, p in model.named_parameters():
+        places[name] = torch.arange(start, start + p.numel()).view(p.shape)
+        start += p.numel()
+    found = torch.full((start,), -1)
+    for rank in (0, 1) if shards else (0,):
+        held = []
+        for name in sorted(places):
+            rows = -(-len(places[name]) // (2 if shards else 1))  # of the first worker
+            held.append((places[name][:rows] if rank == 0 else places[name][rows:]).reshape(-1))
+        numbers = torch.cat(held)
+        part = torch.arange(len(numbers)) * parts // len(numbers)
+        found[numbers] = part.unique(return_inverse=True)[1]
+    return found
+
+
+def replay(part_of: Tensor, events: list[list[Event]]) -> list[list[Tensor]]:
+    """The models of two nodes after each step, and after their last events, by hand.
+
+    launch:   u = x − P
+    landing:  D = Σ w·u / Σ w;  P ← P + D;  x ← x + D − u     (u = 0 with w = 0)
+    """
+    nodes = [make_model(0), make_model(0)]
+    x = [nn.utils.parameters_to_vector(m.parameters()).detach().clone() for m in nodes]
+    shared, places, steps, landed = [x[0].clone(), x[0].clone()], [0, 0], [0, 0], [0, 0]
+    updates: list[list[tuple[float, Tensor]]] = [[], []]  # of each node, by launch
+    traces: list[list[Tensor]] = [[], []]
+
+    def step(n: int) -> None:
+        nn.utils.vector_to_parameters(x[n], nodes[n].parameters())
+        each = [gradients(nodes[n], make_batch(2 * n + i, steps[n])) for i in (0, 1)]
+        mean = [(a + b) / 2 for a, b in zip(*each, strict=True)]
+        x[n] = x[n] - LR * torch.cat([g.reshape(-1) for g in mean])
+        steps[n] += 1
+
+    def land(n: int, here: Tensor) -> None:
+        (w, own), (v, other) = (updates[m][landed[n]] for m in (n, 1 - n))
+        mean = (w * own + v * other) / (w + v)
+        shared[n][here] += mean[here]
+        x[n][here] += (mean - own)[here]
+        landed[n] += 1
+
+    while places != [len(one) for one in events]:
+        for n in (0, 1):
+            while places[n] < len(events[n]):
+                kind, part, weight = events[n][places[n]]
+                if kind == "land" and len(updates[1 - n]) <= landed[n]:
+                    break  # the other node comes first
+                places[n] += 1
+                if kind == "step":
+                    if steps[n]:
+                        traces[n].append(x[n].clone())
+                    step(n)
+                elif kind == "launch":
+                    updates[n].append((weight, x[n] - shared[n] if weight else 0 * x[n]))
+                else:
+                    land(n, part_of == part)
+    return [[*trace, one] for trace, one in zip(traces, x, strict=True)]

@@ -1,0 +1,87 @@
+"""Plays the rounds of a strategy on plain views: no torch, no models, no network."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from offbeat.strategies.base import Launch, Strategy, Tally, WorkerView
+
+
+def tally(stepping: int = 1, wanted: float = 0.0, votes: tuple[float, ...] = ()) -> Tally:
+    return Tally(lambda: (stepping, wanted, votes))
+
+
+def _unread() -> Any:
+    raise AssertionError("the tally was read")
+
+
+UNREAD = Tally(_unread)
+"""A tally that has not arrived: to read it would wait."""
+
+
+class Workers:
+    """N workers with the same number of steps, whose parts land at once.
+
+    Args:
+        strategy: The strategy.
+        size: N.
+        view: Further values of each worker's view.
+
+    Attributes:
+        views: What the strategy sees of each worker.
+    """
+
+    def __init__(self, strategy: Strategy, size: int = 1, **view: Any) -> None:
+        self.strategy = strategy
+        self.views = [WorkerView(rank=rank, size=size, **view) for rank in range(size)]
+        for one in self.views:
+            one.state = strategy.state(one)
+        self._before: Tally | None = None
+
+    def step(self, norms: Sequence[float] = (), *, stepping: int | None = None) -> Launch | None:
+        """One step of the first ``stepping`` workers. Returns what its round launches, if any.
+
+        Args:
+            norms: ‖g‖² of each worker.
+            stepping: Number of workers that have data left. None: all.
+        """
+        strategy, due = self.strategy, []
+        for rank, view in enumerate(self.views):
+            view.stepping = stepping is None or rank < stepping
+            view.record = {}
+            if view.stepping:
+                view.step += 1
+                view.gradient_norm_squared = norms[rank] if norms else 0.0
+                due.append(strategy.due(view))
+        assert len({bool(one) for one in due}) == 1, "the workers that step agree"
+        if not due[0]:
+            return None
+        votes = [strategy.vote(view) for view in self.views]
+        sums = tuple(map(sum, zip(*votes, strict=True)))
+        now = tally(len(due), sum(due), sums)
+        chosen = now
+        if strategy.tally_delay:
+            chosen, self._before = self._before or UNREAD, now
+        for view in self.views:
+            view.rounds += 1
+        if chosen is UNREAD:
+            return Launch(0)
+        launches = [strategy.decide(view, chosen) for view in self.views]
+        assert len({*launches}) == 1, "all workers decide alike"
+        for view in self.views if launches[0].parts else []:
+            view.rounds, view.launch_step = 0, view.step
+            number = int(min(launches[0].parts, view.count))
+            view.launches, view.landings = view.launches + number, view.landings + number
+        return launches[0]
+
+    def play(self, steps: int) -> list[Launch | None]:
+        return [self.step() for _ in range(steps)]
+
+    def launch_steps(self, steps: int) -> list[int]:
+        """The steps, from 1, after which something is launched."""
+        return [i for i, one in enumerate(self.play(steps), 1) if one is not None and one.parts]
+
+
+def seen(**values: Any) -> WorkerView:
+    """What a strategy sees of one worker."""
+    return replace(WorkerView(), **values)

@@ -1,0 +1,218 @@
+"""An algorithm that is neither a shared model nor a mean of gradients, through the public seam."""
+
+import io
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import offbeat
+from loops import attach, close, sgd
+from offbeat import AttachError, Strategy
+from offbeat.averaging import AttachedOptimizer, Flow
+from offbeat.averaging.votes import Round
+from offbeat.strategies.base import CustomFlow, setting
+from problems import OPTIMIZERS, Simulated, assign, flat, make_batch, make_model, train_step
+from worlds import run
+
+
+@dataclass
+class GossipState:
+    exchanges: int = 0
+
+
+class GossipFlow(Flow):
+    """x ← (1 − a)·x + a·x of the left neighbour, in messages between neighbours alone."""
+
+    state: GossipState
+    strategy: "Gossip"
+
+    def start(self, common: dict[str, Any] | None = None) -> None:
+        self.state = GossipState()
+
+    @property
+    def unsynced(self) -> bool:
+        return self.worker.step > 0
+
+    def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
+        if last:
+            self._pending = self.vote(0, stepping=True)
+        return False
+
+    def step_ended(self) -> bool:
+        round, self._pending = self._pending, None
+        assert round is not None
+        return bool(self.act(round))
+
+    def vote(self, optimizer: int, *, stepping: bool, finishing: bool = False) -> Round:
+        finite = self.look_for_non_finite(stepping=stepping)
+        vote = self.rounds.vote(
+            weight=1.0,
+            stepping=stepping,
+            finishing=finishing,
+            wanted=0.0,
+            finite=finite,
+            numbers=(),
+        )
+        return self.rounds.send(vote)
+
+    def finite(self, optimizer: int, *, stepping: bool) -> bool:
+        return self.worker.finite_model()
+
+    def decide(self, round: Round) -> bool:
+        worker = self.worker
+        round.wait()
+        if worker.size == 1:
+            return False
+        for bucket in worker.replica.buckets("parameters"):
+            own, fabric = bucket.pack().clone(), worker.team.fabric
+            right, left = (worker.rank + 1) % worker.size, (worker.rank - 1) % worker.size
+            sending = fabric.send(own, destination=right, what="gossip")
+            received = fabric.receive(torch.empty_like(own), source=left, what="gossip").wait()
+            sending.wait()
+            bucket.flat.copy_(own.lerp(received, self.strategy.share))
+            bucket.unpack()
+        self.state.exchanges += 1
+        worker.details["exchanges"] = self.state.exchanges
+        return True
+
+    def consensus(self, last: Round, *, final: bool) -> None:
+        mean = self.worker.exact_mean
+        average = mean.average if final else mean.show
+        average(1.0, self.worker.size, what="consensus")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Gossip(Strategy):
+    """After each step a worker moves a share of the way to the model of its left neighbour."""
+
+    name: ClassVar[str] = "gossip"
+    share: float = setting(0.5, above=0, below=1)
+
+    def averages(self) -> CustomFlow:
+        return CustomFlow(GossipFlow)
+
+
+def train(rank: int, size: int, counts: list[int], look: int, resume: int) -> dict[str, Any]:
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    sync = attach(model, optimizer, Gossip(share=0.25))
+    trace, seen = [], None
+    for step in range(counts[rank]):
+        if step == resume:
+            file = io.BytesIO()
+            torch.save([sync.state_dict(), model.state_dict(), optimizer.state_dict()], file)
+            sync.detach()
+            loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+            model = make_model(seed=100)
+            optimizer = OPTIMIZERS["momentum"](model.parameters())
+            sync = attach(model, optimizer, Gossip(share=0.25))
+            model.load_state_dict(loaded[1])
+            optimizer.load_state_dict(loaded[2])
+            sync.load_state_dict(loaded[0])
+        train_step(model, optimizer, make_batch(rank, step))
+        trace.append(flat(model))
+        if step == look:
+            with sync.consensus():
+                seen = flat(model)
+    sync.finish()
+    details = sync.stats.details
+    return {"trace": trace, "seen": seen, "end": flat(model), "exchanges": details["exchanges"]}
+
+
+def reference(counts: list[int], look: int) -> tuple[list[list[Tensor]], Tensor | None, Tensor]:
+    sim, trace, seen = Simulated.start(len(counts), "momentum"), [], None
+    for step in range(max(counts)):
+        for rank, count in enumerate(counts):
+            if step < count:
+                train_step(sim.models[rank], sim.optimizers[rank], make_batch(rank, step))
+        x = sim.flat()
+        for rank, model in enumerate(sim.models):
+            assign(model, 0.75 * x[rank] + 0.25 * x[rank - 1])
+        trace.append(sim.flat())
+        if step == look:
+            seen = sum(sim.flat()) / len(counts)
+    sim.average()
+    return trace, seen, sim.flat()[0]
+
+
+@pytest.mark.parametrize(
+    ("counts", "look", "resume"), [([9, 9, 9], 4, -1), ([2, 9, 5], -1, -1), ([9, 9, 9], -1, 6)]
+)
+def test_gossip_trains(counts: list[int], look: int, resume: int) -> None:
+    """Values of every step, also with uneven data, with a consensus, and from a checkpoint."""
+    trace, seen, end = reference(counts, look)
+    for rank, result in enumerate(run(train, counts, look, resume, workers=3)):
+        for step in range(counts[rank]):
+            close(result["trace"][step], trace[step][rank], 1e-11)
+        if seen is not None:
+            close(result["seen"], seen, 1e-11)
+        close(result["end"], end, 1e-11)
+        assert result["exchanges"] == max(counts)
+
+
+def test_a_worker_without_peers_trains_as_if_alone() -> None:
+    model = make_model(seed=0)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+
+    def alone(rank: int, size: int) -> Tensor:
+        model = make_model(seed=rank)
+        optimizer = OPTIMIZERS["momentum"](model.parameters())
+        with attach(model, optimizer, Gossip()):
+            for step in range(5):
+                train_step(model, optimizer, make_batch(rank, step))
+        return flat(model)
+
+    for step in range(5):
+        train_step(model, optimizer, make_batch(0, step))
+    assert torch.equal(run(alone, workers=1)[0], flat(model))
+
+
+def diverge(rank: int, size: int) -> str:
+    model = make_model(seed=rank)
+    optimizer = sgd(model)
+    sync = attach(model, optimizer, Gossip())
+    train_step(model, optimizer, make_batch(rank, 0))
+    if rank == 1:
+        with torch.no_grad():
+            next(model.parameters()).fill_(torch.nan)
+    with pytest.raises(offbeat.OffbeatError) as caught:
+        train_step(model, optimizer, make_batch(rank, 1))
+    sync.detach()
+    assert rank == 1 or flat(model).isfinite().all()
+    return str(caught.value)
+
+
+def test_the_policy_for_non_finite_values_applies() -> None:
+    """By default it raises on all workers before another model has received the value."""
+    for text in run(diverge, workers=3):
+        assert text.startswith("rank 1 would contribute NaN or infinity to the mean at step 2")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"wire": "int8"},
+        {"wire": "auto"},
+        {"non_finite": "exclude"},
+        {"min_workers": 1},
+        {"node_group": "auto"},
+    ],
+    ids=str,
+)
+def test_abilities_that_a_custom_flow_does_not_have_are_refused(option: dict[str, Any]) -> None:
+    """Instead of an option that is accepted and has no effect."""
+
+    def refuse(rank: int, size: int) -> str:
+        model = make_model()
+        with pytest.raises(AttachError) as caught:
+            attach(model, sgd(model), Gossip(), **option)
+        attach(model, sgd(model), Gossip()).detach()
+        return str(caught.value)
+
+    (name,) = option
+    for text in run(refuse, workers=2):
+        assert text.startswith(name)
+        assert "with gossip: " in text or "with test_custom_flow:Gossip: " in text

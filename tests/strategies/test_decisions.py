@@ -1,0 +1,450 @@
+"""When each strategy synchronizes, and what: ``averages``, ``due``, ``vote``, ``decide``.
+
+On plain views, without torch. ``test_conformance`` tests what becomes of the models.
+"""
+
+import itertools
+import logging
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat import (
+    BSP,
+    AsyncAveraging,
+    DiLoCo,
+    LocalSGD,
+    SelSync,
+    StreamingAveraging,
+    parse_strategy,
+)
+from offbeat.strategies.base import Gradients, Launch, Outer, SharedModel, Strategy
+from problems import changes
+from strategies.decisions import UNREAD, Workers, seen, tally
+
+few = settings(deadline=None, max_examples=40, derandomize=True, database=None)
+
+
+@pytest.mark.parametrize(
+    ("text", "averages"),
+    [
+        ("bsp", Gradients()),
+        ("local:period=8", SharedModel()),
+        ("local:period=8,optimizer_state=average", SharedModel(optimizer_state=True)),
+        ("selsync", SharedModel()),
+        ("selsync:optimizer_state=average", SharedModel(optimizer_state=True)),
+        ("selsync:aggregate=gradients", Gradients(every_step=False)),
+        ("async:staleness=16", SharedModel(lands=8)),
+        ("async:staleness=5,schedule=eager", SharedModel(lands="arrived", bound=5)),
+        (
+            "async:staleness=4,outer_lr=0.5,outer_momentum=0.8",
+            SharedModel(lands=2, outer=Outer(0.5, 0.8)),
+        ),
+        (
+            "diloco:fragments=4,overlap=9,outer_dtype=bfloat16",
+            SharedModel(parts=4, lands=9, outer=Outer(0.7, 0.9, "bfloat16")),
+        ),
+        (
+            "diloco:outer_lr=1.0,outer_momentum=0.0,optimizer_state=average",
+            SharedModel(optimizer_state=True),
+        ),
+        (
+            "streaming:parts=3,outer_gain=1",
+            SharedModel(parts=3, lands="arrived", bound=64, error_feedback=True),
+        ),
+        (
+            "streaming:parts=3,schedule=cyclic,staleness=10",
+            SharedModel(parts=3, lands=5, bound=10, outer=Outer(momentum=1.0), error_feedback=True),
+        ),
+    ],
+)
+def test_what_is_averaged_and_when_it_lands(text: str, averages: object) -> None:
+    assert parse_strategy(text).averages() == averages
+
+
+@pytest.mark.parametrize(
+    ("text", "wire"),
+    [
+        ("local:period=8", "float32"),
+        ("streaming", "int2"),
+        ("streaming:schedule=cyclic", "float32"),
+    ],
+)
+def test_the_default_wire(text: str, wire: str) -> None:
+    assert parse_strategy(text).default_wire == wire
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SharedModel(parts=0), "parts must be at least 1, got 0"),
+        (lambda: SharedModel(lands=-1), 'lands must be at least 0, or "arrived"; got -1'),
+        (lambda: SharedModel(lands=2, optimizer_state=True), "optimizer_state requires lands=0"),
+    ],
+)
+def test_impossible_shared_models_are_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_view_counts_steps_since_launches() -> None:
+    view = seen(step=9, launch_step=4, in_flight_steps=[4, 7])
+    assert (view.since_launch, view.ages) == (5, [5, 2])
+
+
+# -- fixed schedules ------------------------------------------------------------------------------
+
+
+class Lazy(Workers):
+    """Workers whose tallies must not be read by ``decide``."""
+
+    def __init__(self, strategy: Strategy, **view: Any) -> None:
+        super().__init__(strategy, size=3, **view)
+        decide = strategy.decide
+        for view in self.views:
+            assert decide(view, UNREAD).parts
+
+
+@pytest.mark.parametrize(
+    ("period", "warmup", "launches"),
+    [
+        (4, 0, [4, 8, 12, 16]),
+        (5, 7, [1, 2, 3, 4, 5, 6, 7, 12, 17]),
+        (1, 0, list(range(1, 18))),
+        (50, 0, []),
+    ],
+)
+def test_local_sgd_averages_after_exactly_period_steps(
+    period: int, warmup: int, launches: list[int]
+) -> None:
+    """Pitfall 14: after steps H, 2H, …; with a warm-up, after each of its steps before."""
+    strategy = LocalSGD(period=period, warmup_steps=warmup)
+    assert Lazy(strategy).launch_steps(17) == launches
+
+
+@few
+@given(st.integers(1, 40), st.data())
+def test_diloco_launches_each_fragment_once_a_period(period: int, data: Any) -> None:
+    """Fragment p after the steps t ≡ ⌊p·H/P⌋ (mod H), one in a round."""
+    parts = data.draw(st.integers(1, period))
+    workers = Lazy(DiLoCo(period=period, fragments=parts), count=parts)
+    due = {q * period + p * period // parts for q in range(4) for p in range(1, parts + 1)}
+    assert workers.launch_steps(3 * period) == [t for t in sorted(due) if t <= 3 * period]
+    assert workers.views[0].launches == 3 * parts
+
+
+@pytest.mark.parametrize("staleness", [2, 6])
+def test_asynchronous_averaging_launches_once_a_cycle(staleness: int) -> None:
+    """T steps are ⌊T/β⌋ launches, β = τ/2."""
+    cycle = staleness // 2
+    found = Lazy(AsyncAveraging(staleness=staleness)).launch_steps(14)
+    assert found == list(range(cycle, 15, cycle))
+
+
+def test_eager_averaging_asks_when_there_is_a_new_step_and_nothing_in_flight() -> None:
+    strategy = AsyncAveraging(schedule="eager")
+    assert strategy.due(seen(step=3, launch_step=2)) == 1
+    assert strategy.due(seen(step=3, launch_step=3)) == 0
+    assert strategy.due(seen(step=3, launch_step=2, ready=False)) == 0
+
+
+@few
+@given(st.integers(1, 20), st.integers(1, 30))
+def test_cyclic_streaming_passes_the_model_in_a_cycle(cycle: int, parts: int) -> None:
+    """Every part is launched within β = τ/2 steps of its last launch; evenly, if P ≤ β."""
+    strategy = StreamingAveraging(parts=parts, schedule="cyclic", staleness=2 * cycle)
+    workers, launched, next_part = Lazy(strategy, count=parts), [0] * parts, 0
+    for step in range(1, 4 * cycle + 1):
+        launch = workers.step()
+        for _ in range(int(launch.parts) if launch else 0):
+            assert step - launched[next_part] <= cycle
+            launched[next_part], next_part = step, (next_part + 1) % parts
+    assert all(4 * cycle - last < cycle for last in launched)
+
+
+# -- SelSync --------------------------------------------------------------------------------------
+
+
+def norm_of(rank: int, step: int) -> float:
+    """‖g‖² on ``rank`` at ``step``: noise of 30 % on something that falls slowly."""
+    noise = random.Random(10_007 * rank + step).gauss(0, 1)
+    return (1 + 10 / (1 + step / 50)) * math.exp(0.3 * noise)
+
+
+class Play:
+    """A training under SelSync with gradients of given norms, on N workers.
+
+    Attributes:
+        synced: Of each step, whether something is launched.
+        flags: Of each step, whether the trigger of any worker has fired.
+        thresholds: δ of each step.
+    """
+
+    def __init__(
+        self,
+        strategy: SelSync,
+        steps: int,
+        size: int = 3,
+        norm: Callable[[int, int], float] = norm_of,
+    ) -> None:
+        self.workers = Workers(strategy, size)
+        self.synced: list[bool] = []
+        self.flags: list[bool] = []
+        self.thresholds: list[float] = []
+        for step in range(steps):
+            launch = self.workers.step([norm(rank, step) for rank in range(size)])
+            assert launch is not None, "there is a round in every step"
+            records = [view.record for view in self.workers.views]
+            assert len({record["threshold"] for record in records}) == 1
+            self.synced.append(launch.parts > 0)
+            self.flags.append(any(record["flag"] for record in records))
+            self.thresholds.append(records[0]["threshold"])
+
+    def intervals(self) -> list[int]:
+        """Steps from one synchronization, or the start, to the next, or the end."""
+        at = [0, *(i for i, sync in enumerate(self.synced, 1) if sync), len(self.synced)]
+        return [b - a for a, b in itertools.pairwise(at)]
+
+
+def test_selsync_votes_its_flag_and_its_change() -> None:
+    """Δ = |m_i − m_{i−1}| / m_{i−1} of its own gradient; ∞ at the first step travels as 0."""
+    strategy = SelSync(delta=0.2, smoothing=0.4)
+    view = seen(size=2)
+    view.state = strategy.state(view)
+    norms = [norm_of(0, step) for step in range(12)]
+    expected = changes(norms, 0.4)
+    for i, (norm, change) in enumerate(zip(norms, expected, strict=True)):
+        view.step, view.gradient_norm_squared = i + 1, norm
+        flag, told = strategy.vote(view)
+        assert flag == (change >= 0.2)
+        assert told == pytest.approx(change if i else 0.0, rel=1e-9)
+        assert view.record["change"] == pytest.approx(change, rel=1e-9)
+        assert (view.record["threshold"], view.record["flag"]) == (0.2, flag)
+    assert view.details["flags"] == sum(change >= 0.2 for change in expected)
+    before = str(view.state)
+    view.stepping = False
+    assert strategy.vote(view) == (0.0, 0.0), "a worker without data has no gradient"
+    assert str(view.state) == before
+
+
+@pytest.mark.parametrize(("size", "smoothing"), [(1, 0.01), (16, 0.16), (250, 1.0)])
+def test_the_smoothing_grows_with_the_number_of_workers(size: int, smoothing: float) -> None:
+    """a = N/100, at most 1: 0.16 for the paper's 16 workers."""
+    own, given_ = (Play(SelSync(delta=0.3, smoothing=a), 30, size) for a in (None, smoothing))
+    assert own.synced == given_.synced
+
+
+@pytest.mark.parametrize(("delta", "later"), [(1e-9, False), (0, True)])
+def test_the_first_change_is_infinite_and_nothing_over_nothing_is_zero(
+    delta: float, later: bool
+) -> None:
+    """The first step synchronizes; a gradient that stays zero has Δ = 0."""
+    play = Play(SelSync(delta=delta), 4, norm=lambda rank, step: 0.0)
+    assert play.synced == [True] + [later] * 3
+
+
+@pytest.mark.parametrize("flags", ["blocking", "deferred"])
+@pytest.mark.parametrize("aggregate", ["parameters", "gradients"])
+def test_an_infinite_threshold_never_synchronizes(aggregate: Any, flags: Any) -> None:
+    """Not even at the first step, whose Δ is ∞, too."""
+    play = Play(SelSync(delta=math.inf, aggregate=aggregate, flags=flags), 12)
+    assert not any(play.synced)
+    assert not any(play.flags)
+
+
+def test_one_flag_is_enough() -> None:
+    """A worker whose gradient is steady follows the one whose gradient jumps."""
+    steady = Play(SelSync(delta=0.3, smoothing=1.0), 9, norm=lambda rank, step: 1.0)
+    jumps = Play(
+        SelSync(delta=0.3, smoothing=1.0),
+        9,
+        norm=lambda rank, step: 1.0 + (rank == 2 and step == 5),
+    )
+    assert steady.synced == [True] + [False] * 8
+    assert jumps.synced == [True] + [False] * 4 + [True, True, False, False], "and back"
+
+
+def test_deferred_flags_are_those_of_the_step_before() -> None:
+    """The first step never synchronizes, because no flags have arrived."""
+    blocking = Play(SelSync(delta=0.3, smoothing=0.5), 40)
+    deferred = Play(SelSync(delta=0.3, smoothing=0.5, flags="deferred"), 40)
+    assert deferred.synced == [False, *blocking.synced[:-1]]
+    assert 5 < sum(blocking.synced) < 35
+
+
+@pytest.mark.parametrize("flags", ["blocking", "deferred"])
+def test_max_interval_is_never_exceeded(flags: Any) -> None:
+    """A flag in between restarts the interval; a forced synchronization is not the trigger's."""
+    strategy = SelSync(delta=0.6, smoothing=0.5, max_interval=4, flags=flags)
+    play = Play(strategy, 60)
+    found = play.intervals()
+    assert max(found) == 4
+    assert found.count(4) >= 4
+    assert min(found) < 4
+    assert play.workers.views[0].details["flags"] <= sum(play.flags)
+    only = Play(SelSync(delta=math.inf, max_interval=5, flags=flags), 18)
+    assert only.synced == [step % 5 == 0 for step in range(1, 19)]
+
+
+@pytest.mark.parametrize("flags", ["blocking", "deferred"])
+def test_warmup_steps_all_synchronize(flags: Any) -> None:
+    """The first ones, whatever Δ is; with deferred flags one step later."""
+    late = [False] * (flags == "deferred")
+    play = Play(SelSync(delta=math.inf, warmup_steps=6, flags=flags), 12)
+    assert play.synced == [*late, *[True] * 6, *[False] * (6 - len(late))]
+
+
+@pytest.mark.parametrize("flags", ["blocking", "deferred"])
+@pytest.mark.parametrize("target", [0.5, 0.7, 0.9])
+def test_the_target_share_of_local_steps_is_reached(target: float, flags: Any) -> None:
+    """LSSR is target_lssr ± 0.05 over 300 steps, with δ by the recursion of the decisions."""
+    play = Play(SelSync(target_lssr=target, smoothing=0.3, flags=flags), 300)
+    assert 1 - sum(play.synced) / 300 == pytest.approx(target, abs=0.05)
+    late = int(flags == "deferred")
+    assert set(play.thresholds[: 2 + late]) == {0.3}, "until a finite Δ is known"
+    for k in range(3 + late, 300):
+        gain = max(0.1, 2 / math.sqrt(k - 1 - late))
+        ratio = math.exp(gain * (play.synced[k - 1] - (1 - target)))
+        assert play.thresholds[k] == pytest.approx(play.thresholds[k - 1] * ratio, rel=1e-9)
+
+
+@pytest.mark.parametrize("size", [2, 4, 16, 64])
+def test_by_default_nine_of_ten_steps_are_local(size: int) -> None:
+    """With any number of workers. δ = 0.3 never fires again with few, and always with many."""
+    assert SelSync() == SelSync(target_lssr=0.9)
+    play, fixed = Play(SelSync(), 400, size), Play(SelSync(delta=0.3), 400, size)
+    assert 1 - sum(play.synced[200:]) / 200 == pytest.approx(0.9, abs=0.03)
+    assert set(fixed.thresholds) == {0.3}
+    if size < 16:
+        assert not any(fixed.synced[200:])
+    elif size == 64:
+        assert sum(fixed.synced[200:]) > 180
+
+
+@pytest.mark.parametrize("flags", ["blocking", "deferred"])
+@pytest.mark.parametrize("warmup_steps", [20, 100])
+def test_after_a_warm_up_the_trigger_fires_as_often_as_wanted(
+    warmup_steps: int, flags: Any
+) -> None:
+    """Pitfall 29: δ follows the triggers during the warm-up, and not the forced decisions."""
+    strategy = SelSync(target_lssr=0.9, warmup_steps=warmup_steps, flags=flags)
+    play, late = Play(strategy, warmup_steps + 150), flags == "deferred"
+    own = play.synced[warmup_steps + late :]
+    assert play.synced[late : warmup_steps + late] == [True] * warmup_steps
+    assert sum(own) / len(own) == pytest.approx(0.1, abs=0.04)
+    assert own.index(True) < 40
+    assert not all(play.flags[:warmup_steps])
+
+
+@pytest.mark.parametrize("max_interval", [3, 6])
+def test_with_a_short_interval_the_trigger_still_fires(max_interval: int) -> None:
+    """At 10 % ± 3 of the steps, though intervals are shorter than 1/(1 − target_lssr)."""
+    play = Play(SelSync(target_lssr=0.9, max_interval=max_interval), 300)
+    assert sum(play.flags[100:]) / 200 == pytest.approx(0.1, abs=0.03)
+    assert max(play.intervals()) == max_interval
+    assert all(sync for sync, flag in zip(play.synced, play.flags, strict=True) if flag)
+
+
+def test_a_norm_that_is_not_finite_sets_no_flag(caplog: pytest.LogCaptureFixture) -> None:
+    """It is counted, logged once, and leaves m as it is: a GradScaler skips such steps."""
+
+    def norm(rank: int, step: int) -> float:
+        return math.nan if rank == 1 and step in (4, 5) else 1.0
+
+    with caplog.at_level(logging.WARNING, logger="offbeat"):
+        play = Play(SelSync(delta=0.3), 8, norm=norm)
+    assert play.synced == [True] + [False] * 7
+    assert [view.details.get("norms_not_finite") for view in play.workers.views] == [None, 2, None]
+    (message,) = caplog.messages
+    assert message.startswith("rank 1: the gradient is not finite at step 5")
+
+
+def test_the_setting_of_the_paper_has_a_name() -> None:
+    assert SelSync.paper() == SelSync(delta=0.3, window=25)
+    assert SelSync.paper(delta=0.5) == SelSync(delta=0.5, window=25)
+    assert SelSync.paper().target_lssr is None
+
+
+def test_bsp_synchronizes_every_step() -> None:
+    assert Workers(BSP(), 3).launch_steps(5) == [1, 2, 3, 4, 5]
+
+
+# -- streaming averaging --------------------------------------------------------------------------
+
+
+def streaming(size: int = 4, parts: int = 4, **options: Any) -> tuple[Any, Any]:
+    """A strategy and a view of a worker under it."""
+    strategy = StreamingAveraging(parts=parts, **options)
+    view = seen(size=size, count=parts, bits={}, step=1)
+    view.state = strategy.state(view)
+    return strategy, view
+
+
+def test_eager_streaming_asks_for_as_many_parts_as_there_is_room_for() -> None:
+    """The least of what the window and the CPU budget allow; nothing for less than one part."""
+    strategy, view = streaming()
+    view.state.rate.window, view.state.rate.budget = 5, 3.5
+    assert strategy.due(view) == 3.5
+    view.in_flight_steps = [1, 1, 1]
+    assert strategy.due(view) == 2
+    view.state.rate.budget = 0.9
+    assert strategy.due(view) == 0
+
+
+def test_a_worker_without_peers_sends_nothing() -> None:
+    for schedule in ("eager", "cyclic"):
+        strategy, view = streaming(size=1, schedule=schedule)
+        view.state.rate.budget = 9.0
+        assert strategy.due(view) == 0
+
+
+@pytest.mark.parametrize(("wanted", "number"), [(4.0, 1), (7.0, 2), (5.9, 1), (2.4, 1), (12.0, 3)])
+def test_a_round_launches_the_mean_of_what_is_wanted(wanted: float, number: int) -> None:
+    """Rounded to nearest, and at least one part: every worker had room for one."""
+    strategy, view = streaming()
+    known = (math.inf, 40.0, 0.0, 0.0)
+    assert strategy.decide(view, tally(4, wanted, known)) == Launch(number, None)
+
+
+def test_streaming_votes_what_the_outer_step_and_the_rate_control_need() -> None:
+    """Steps of a pass (∞ if unknown), local step, ‖u‖² and ‖D‖²; the squares also without data."""
+    strategy, view = streaming()
+    view.step, view.sent_squared, view.mean_squared = 9, 3.0, 2.0
+    assert strategy.vote(view) == (math.inf, 9.0, 3.0, 2.0)
+    view.stepping = False
+    assert strategy.vote(view) == (0.0, 0.0, 3.0, 2.0)
+
+
+def test_the_outer_step_is_that_of_coherence() -> None:
+    """μ = e^(−k/50), a = (G − 1)(1 − μ), G = √(mean‖u‖²/‖D‖²), from 1 to √N."""
+    for sent, mean, gain in [(8.0, 2.0, 2.0), (1.0, 2.0, 1.0), (99.0, 1.0, 3.0), (0.0, 0.0, 1.0)]:
+        strategy, view = streaming(size=9)
+        fade, ahead = strategy.outer_step(view, 2, tally(9, 9.0, (0.0, 9 * 30.0, sent, mean)))
+        assert fade == pytest.approx(math.exp(-30 / 50))
+        assert ahead == pytest.approx((gain - 1) * (1 - fade))
+        assert view.state.gain == pytest.approx(gain)
+
+
+def test_the_outer_momentum_never_grows_by_itself() -> None:
+    """When a worker that was ahead has finished, the mean step of the others is an older one."""
+    strategy, view = streaming(size=3, outer_gain=3.0)
+    for (stepping, steps), age in zip(
+        ((3, 240.0), (2, 100.0), (2, 110.0)), (80, 0, 5), strict=True
+    ):
+        fade, ahead = strategy.outer_step(view, 0, tally(stepping, 3.0, (0.0, steps, 0.0, 0.0)))
+        assert fade == pytest.approx(math.exp(-age / 50))
+        assert ahead == pytest.approx(2 * (1 - fade))
+
+
+def test_parts_are_as_many_as_pay() -> None:
+    """4 MiB each, 4 at most, but two of 64 KiB."""
+    sizes = (2**16, 2**17 - 1, 2**17, 2**23, 3 * 2**22, 2**24, 2**30)
+    parts = StreamingAveraging().averages().parts
+    assert callable(parts)
+    assert [parts(size) for size in sizes] == [1, 1, 2, 2, 3, 4, 4]
+    assert StreamingAveraging(parts=9).averages().parts == 9

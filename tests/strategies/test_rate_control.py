@@ -1,0 +1,124 @@
+"""Rate control of streaming averaging: window, CPU budget, and counts of passes of the model.
+
+The choice of the precision is tested in tests/quantization.
+"""
+
+import pytest
+
+from offbeat import StreamingAveraging
+from offbeat.quantization.precision import PrecisionControl
+from offbeat.strategies.base import Launch
+from offbeat.strategies.rate_control import RateControl
+from strategies.decisions import seen, tally
+
+BITS = {"float32": 64.0, "bfloat16": 32.0, "int8": 16.125, "int4": 8.125, "int2": 6.1875}
+
+
+def test_passes_are_counted_between_landings_of_one_precision() -> None:
+    """The count begins when the parts of the old precision have landed.
+
+    A link that was full at any time was not free, though its window is open now.
+    """
+    rate = RateControl(window=4, landed=-2, budget=2.0)
+    for landings, step in enumerate((3, 5, 8, 10, 12, 14), 1):
+        assert rate.pass_steps(step, 2, chooses=True) is None
+        rate.resize([5] if step == 10 else [], 2, prompt_age=3)
+        rate.count(launches=0, landings=landings, step=step)
+    assert (rate.start_step, rate.landed, rate.window) == (5, 4, 4)
+    assert rate.pass_steps(14, 2, chooses=True) == (14 - 5) * 2 / 4, "a part was late at step 10"
+    assert rate.choose(4.5, 14, BITS, 2)
+    assert (rate.landed, rate.start_step, rate.crowded, rate.probing) == (-2, 14, False, True)
+    assert not rate.choose(2.4, 20, BITS, 2), "no change"
+    assert (rate.landed, rate.start_step) == (0, 20)
+
+
+@pytest.mark.parametrize(
+    ("window", "chooses", "passes"), [(4, True, 1.0), (3, True, 4.0), (4, False, 4.0)]
+)
+def test_a_link_is_free_where_the_window_is_open(window: int, chooses: bool, passes: float) -> None:
+    """Fewer bits would not help there; without a choice the counted passes are reported."""
+    rate = RateControl(window=window, landed=4, probing=False, budget=2.0)
+    assert rate.pass_steps(8, 2, chooses=chooses) == passes
+
+
+@pytest.mark.parametrize(("ages", "window"), [([], 9), ([0, 0], 9), ([1, 0], 6), ([2, 1, 1], 5)])
+def test_the_window_opens_and_closes(ages: list[int], window: int) -> None:
+    """By half of it while the link has never been full; by one if more than a fourth are late."""
+    rate = RateControl(window=6)
+    rate.resize(ages, 8, prompt_age=1)
+    assert rate.window == window
+    rate.resize([], 8, prompt_age=1)
+    assert rate.window == {9: 13, 6: 7, 5: 6}[window]
+
+
+def test_no_more_is_sent_than_a_twentieth_of_the_time_allows() -> None:
+    """A part that takes 4 ms to launch and land, in steps of 100 ms: 1.25 parts a step."""
+    rate = RateControl()
+    for step in range(100):
+        rate.step(0.1 * step, [0.002, 0.002] if step > 50 else [], 8)
+        rate.budget = 0.0
+    rate.step(10.0, [0.002], 8)
+    assert rate.budget == pytest.approx(1.25)
+    assert rate.step_seconds == pytest.approx(0.1)
+    free = RateControl()
+    for step in range(3):
+        free.step(0.1 * step, [], 8)
+    assert free.budget == 16, "no window is wider"
+
+
+def test_time_is_not_lost_while_a_launch_is_agreed_on() -> None:
+    """A part each 2.5 steps, asked for when there is time for one, launched two steps later."""
+    rate, launched, asked = RateControl(), 0, None
+    for step in range(1, 1001):
+        rate.step(0.1 * step, [0.00625], 2)
+        if asked is not None and step == asked + 2:
+            launched, asked = launched + 1, None
+            rate.count(launched, 0, step)
+        if asked is None and rate.budget >= 1:
+            asked = step
+    assert launched == pytest.approx(400, rel=0.02)
+
+
+def test_a_part_that_was_kept_from_the_processor_counts_little() -> None:
+    """Once 2.5 s instead of 2 ms: as four times what it costs, and forgotten in some steps."""
+    rate = RateControl()
+    for step in range(1, 41):
+        rate.step(0.1 * step, [2.5 if step == 20 else 0.002], 8)
+        if step == 20:
+            assert rate.part_seconds == pytest.approx(0.004 * 1.3)
+    assert rate.part_seconds == pytest.approx(0.004, rel=0.04)
+
+
+def test_an_evaluation_between_two_steps_is_not_part_of_a_step() -> None:
+    rate = RateControl()
+    for now in (0.0, 0.1, 0.2, 60.0):
+        rate.step(now, [], 2)
+    assert rate.step_seconds == pytest.approx(0.1 + 0.1 * (2 * 0.1 - 0.1))
+
+
+@pytest.mark.parametrize("wire", [None, "int4"])
+def test_only_an_automatic_wire_is_given_a_precision(wire: str | None) -> None:
+    """It follows the steps of a pass, which all workers read in the same tally."""
+    strategy = StreamingAveraging(parts=2)
+    view = seen(size=2, count=2, precision=wire, bits=BITS, step=9)
+    view.state = strategy.state(view)
+    view.state.rate.control = PrecisionControl("int4")
+    assert strategy.decide(view, tally(2, 2.0, (float("inf"), 18.0, 0.0, 0.0))).parts == 1
+    launch = strategy.decide(view, tally(2, 2.0, (2 * 7.5, 18.0, 0.0, 0.0)))
+    assert launch == Launch(1, None if wire else "int2"), "a pass of 7.5 steps takes too long"
+    assert view.state.pass_steps == 7.5
+    strategy.after_step(view)
+    assert view.details["pass_steps"] == 7.5
+    assert view.details["window"] >= 2
+    assert view.details.get("wire") == (None if wire else "int2")
+
+
+@pytest.mark.parametrize(("two_stages", "window"), [(frozenset(), 5), (frozenset({"int8"}), 9)])
+def test_a_second_stage_may_take_a_step_more(two_stages: frozenset[str], window: int) -> None:
+    """A part of age 2 is late only if its sum takes one message."""
+    strategy = StreamingAveraging(parts=4)
+    view = seen(size=4, count=4, precision="int8", two_stages=two_stages, step=9)
+    view.state = strategy.state(view)
+    view.state.rate.window, view.in_flight_steps = 6, [7, 7]
+    strategy.after_step(view)
+    assert view.state.rate.window == min(8, window)

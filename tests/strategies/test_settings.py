@@ -1,0 +1,144 @@
+"""Settings of the strategies to train with: an impossible one is refused with a remedy."""
+
+import math
+from typing import Any
+
+import pytest
+
+from loops import attach, sgd
+from offbeat import AsyncAveraging, DiLoCo, LocalSGD, SelSync, StreamingAveraging
+from offbeat.strategies import Strategy
+from problems import make_model
+from worlds import run
+
+REFUSED: list[tuple[type[Strategy], dict[str, Any], type[Exception], str]] = [
+    (LocalSGD, {}, TypeError, "period"),
+    (LocalSGD, {"period": 0}, ValueError, "period must be at least 1, got 0"),
+    (LocalSGD, {"period": True}, TypeError, "period must be an integer of at least 1, got True"),
+    (LocalSGD, {"period": "8"}, TypeError, "period must be an integer of at least 1, got '8'"),
+    (LocalSGD, {"period": 2.0}, TypeError, "period must be an integer of at least 1, got 2.0"),
+    (LocalSGD, {"period": 4, "warmup_steps": -1}, ValueError, "warmup_steps must be at least 0"),
+    (LocalSGD, {"period": 4, "warmup_steps": None}, TypeError, "warmup_steps must be an integer"),
+    (LocalSGD, {"period": 4, "momentum": 0.9}, TypeError, "momentum"),
+    (
+        LocalSGD,
+        {"period": 4, "optimizer_state": "mean"},
+        ValueError,
+        'optimizer_state must be "local" or "average", got \'mean\'',
+    ),
+    (SelSync, {"delta": -0.1}, ValueError, "delta must be at least 0 .* got -0.1"),
+    (SelSync, {"delta": math.nan}, ValueError, "delta must be at least 0 .* got nan"),
+    (SelSync, {"delta": "0.3"}, TypeError, "delta must be a number, got '0.3'"),
+    (SelSync, {"delta": True}, TypeError, "delta must be a number, got True"),
+    (SelSync, {"threshold": 0.3}, TypeError, "threshold"),
+    (
+        SelSync,
+        {"aggregate": "x"},
+        ValueError,
+        'aggregate must be "parameters" or "gradients", got \'x\'',
+    ),
+    (
+        SelSync,
+        {"flags": "late"},
+        ValueError,
+        'flags must be "blocking" or "deferred", got \'late\'',
+    ),
+    (SelSync, {"smoothing": 0}, ValueError, r"smoothing must be in \(0, 1\], got 0"),
+    (SelSync, {"smoothing": 1.5}, ValueError, r"smoothing must be in \(0, 1\], got 1.5"),
+    (SelSync, {"smoothing": "a"}, TypeError, "smoothing must be a number, got 'a'"),
+    (SelSync, {"window": 0}, ValueError, "window must be at least 1, got 0"),
+    (SelSync, {"window": 2.0}, TypeError, "window must be an integer of at least 1, got 2.0"),
+    (SelSync, {"max_interval": 0}, ValueError, "max_interval must be at least 1, got 0"),
+    (SelSync, {"warmup_steps": -1}, ValueError, "warmup_steps must be at least 0, got -1"),
+    (SelSync, {"target_lssr": 1.0}, ValueError, "target_lssr must be between 0 and 1, got 1.0"),
+    (SelSync, {"target_lssr": 0}, ValueError, "target_lssr must be between 0 and 1, got 0"),
+    (SelSync, {"target_lssr": "x"}, TypeError, "target_lssr must be a number, got 'x'"),
+    (SelSync, {"target_lssr": 0.5, "delta": 0.2}, ValueError, "delta or target_lssr, not both"),
+    (
+        SelSync,
+        {"aggregate": "gradients", "optimizer_state": "average"},
+        ValueError,
+        'optimizer_state="average" requires aggregate="parameters"',
+    ),
+    (
+        AsyncAveraging,
+        {"staleness": 1},
+        ValueError,
+        "staleness must be even and at least 2 .* got 1",
+    ),
+    (AsyncAveraging, {"staleness": 5}, ValueError, "staleness must be even"),
+    (
+        AsyncAveraging,
+        {"staleness": 0, "schedule": "eager"},
+        ValueError,
+        "staleness must be at least 1",
+    ),
+    (AsyncAveraging, {"schedule": "lazy"}, ValueError, "schedule must be"),
+    (AsyncAveraging, {"outer_lr": 0}, ValueError, "outer_lr must be positive"),
+    (AsyncAveraging, {"outer_momentum": 1.0}, ValueError, "outer_momentum must be in"),
+    (AsyncAveraging, {"discrepancy_every": 1}, TypeError, "discrepancy_every"),
+    (DiLoCo, {"period": 0}, ValueError, "period must be at least 1, got 0"),
+    (DiLoCo, {"period": 2.0}, TypeError, "period must be an integer"),
+    (DiLoCo, {"outer_lr": 0}, ValueError, "outer_lr must be positive and finite, got 0"),
+    (DiLoCo, {"outer_lr": math.nan}, ValueError, "outer_lr must be positive"),
+    (DiLoCo, {"outer_lr": "1"}, TypeError, "outer_lr must be a number"),
+    (DiLoCo, {"outer_momentum": 1.0}, ValueError, r"outer_momentum must be in \[0, 1\), got 1.0"),
+    (DiLoCo, {"outer_momentum": -0.1}, ValueError, "outer_momentum must be in"),
+    (DiLoCo, {"fragments": 0}, ValueError, "fragments must be at least 1"),
+    (DiLoCo, {"period": 3, "fragments": 4}, ValueError, "got fragments=4 and period=3"),
+    (DiLoCo, {"overlap": -1}, ValueError, "overlap must be at least 0"),
+    (DiLoCo, {"period": 3, "overlap": 3}, ValueError, "overlap must be less than period"),
+    (DiLoCo, {"outer_dtype": "int8"}, ValueError, "outer_dtype must be None, .* got 'int8'"),
+    (DiLoCo, {"momentum": 0.9}, TypeError, "momentum"),
+    (
+        DiLoCo,
+        {"overlap": 2, "optimizer_state": "average"},
+        ValueError,
+        'optimizer_state="average" requires overlap=0',
+    ),
+    (
+        StreamingAveraging,
+        {"staleness": 3, "schedule": "cyclic"},
+        ValueError,
+        "staleness must be even",
+    ),
+    (StreamingAveraging, {"parts": 0}, ValueError, "parts must be at least 1, got 0"),
+    (StreamingAveraging, {"parts": 1025}, ValueError, "parts must be at most 1024, got 1025"),
+    (StreamingAveraging, {"parts": "many"}, ValueError, "parts must be \"auto\", got 'many'"),
+    (
+        StreamingAveraging,
+        {"outer_gain": 0.5},
+        ValueError,
+        "outer_gain must be finite and at least 1, got 0.5",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "error", "words"), REFUSED, ids=str)
+def test_impossible_settings_say_what_is_allowed(
+    kind: type[Strategy], options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        kind(**options)
+
+
+def test_settings_are_keywords_and_do_not_change() -> None:
+    with pytest.raises(TypeError):
+        SelSync(0.3)
+    with pytest.raises(AttributeError):
+        SelSync().delta = 0.1
+
+
+def too_many(rank: int, size: int) -> str:
+    model = make_model(seed=rank)
+    optimizer = sgd(model)
+    with pytest.raises(ValueError) as caught:
+        attach(model, optimizer, DiLoCo(fragments=7))
+    attach(model, optimizer, DiLoCo(fragments=6)).finish()
+    return str(caught.value)
+
+
+def test_a_strategy_that_does_not_fit_the_model_is_refused_by_attach() -> None:
+    """On every worker, and what was opened is closed: they may attach again."""
+    for text in run(too_many, workers=2):
+        assert text.startswith("the number of parts must be at most 6, the number of parameter")

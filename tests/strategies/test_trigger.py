@@ -1,0 +1,112 @@
+"""SelSync's trigger: the relative change and the threshold controller."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat.strategies.trigger import RelativeChange, ThresholdController
+from problems import changes
+
+norms = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=40)
+
+
+@settings(deadline=None, max_examples=150, derandomize=True, database=None)
+@given(norms, st.floats(0.01, 1.0), st.one_of(st.none(), st.integers(1, 12)))
+def test_relative_change_is_its_definition(
+    values: list[float], smoothing: float, window: int | None
+) -> None:
+    """Δ_i = |m_i − m_{i−1}| / m_{i−1} with the recursion, or over a window of the last norms."""
+    trigger = RelativeChange(window)
+    found = [trigger.update(value, smoothing) for value in values]
+    # Δ is a small difference of means: rounding is relative to the mean, not to Δ
+    assert found == pytest.approx(changes(values, smoothing, window), rel=1e-6, abs=1e-9)
+    assert found[0] == math.inf
+
+
+@settings(deadline=None, max_examples=100, derandomize=True, database=None)
+@given(
+    norms,
+    st.dictionaries(
+        st.integers(0, 40), st.lists(st.sampled_from([math.nan, math.inf]), max_size=2)
+    ),
+    st.one_of(st.none(), st.integers(1, 6)),
+)
+def test_an_overflow_now_and_then_changes_nothing(
+    values: list[float], bad: dict[int, list[float]], window: int | None
+) -> None:
+    """At most two in a row give Δ = 0, and the other steps see what they would have seen."""
+    clean, disturbed = RelativeChange(window), RelativeChange(window)
+    for i, value in enumerate(values):
+        for wrong in bad.get(i, []):
+            assert disturbed.update(wrong, 0.3) == 0.0
+        assert disturbed.update(value, 0.3) == clean.update(value, 0.3)
+    assert disturbed == clean
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("times", [3, 50])
+def test_after_many_norms_that_are_not_finite_it_begins_anew(
+    window: int | None, times: int
+) -> None:
+    """What was smoothed before says nothing of a model that was restored: Δ = ∞, then as fresh."""
+    trigger, fresh = RelativeChange(window), RelativeChange(window)
+    for value in (1e9, 2e9, 3e9):
+        trigger.update(value, 0.1)
+    assert [trigger.update(math.nan, 0.1) for _ in range(times)] == [0.0] * times
+    found = [trigger.update(value, 0.1) for value in (1.0, 1.5, 1.2, 2.0)]
+    assert found == [fresh.update(value, 0.1) for value in (1.0, 1.5, 1.2, 2.0)]
+    assert found[0] == math.inf
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+def test_zero_norms(window: int | None) -> None:
+    """0/0 is 0; the first gradient after zeros is an infinite change."""
+    trigger = RelativeChange(window)
+    assert [trigger.update(s, 0.5) for s in (0.0, 0.0, 2.0)] == [math.inf, 0.0, math.inf]
+
+
+def test_a_constant_norm_has_no_change() -> None:
+    """The window is normalised: a constant norm has Δ = 0 also while the window fills."""
+    for window in (None, 4):
+        trigger = RelativeChange(window)
+        assert [trigger.update(3.0, 0.16) for _ in range(9)][1:] == pytest.approx(
+            [0.0] * 8, abs=1e-15
+        )
+
+
+@pytest.mark.parametrize("target", [0.3, 0.5, 0.8, 0.9, 0.95])
+@pytest.mark.parametrize(("workers", "scale"), [(1, 0.2), (8, 1e-4), (8, 1e3)])
+def test_controller_reaches_the_target(target: float, workers: int, scale: float) -> None:
+    """δ starts at the mean Δ and follows the quantile of the largest, at any scale of Δ."""
+    generator = torch.Generator().manual_seed(3)
+    changed = torch.randn(2000, workers, generator=generator).exp().mul(scale)
+    controller = ThresholdController(target, 0.3)
+    controller.update(True, 0.0)  # the first step: Δ is ∞, which is sent as 0
+    assert controller == ThresholdController(target, 0.3, 0)
+    local, expected = 0, math.log(changed[0].mean().item())
+    for i, each in enumerate(changed):
+        fired = bool(each.max() >= controller.delta)
+        controller.update(fired, each.mean().item())
+        if i:
+            expected += max(0.1, 2 / math.sqrt(i + 1)) * (fired - (1 - target))
+        assert math.log(controller.delta) == pytest.approx(expected, abs=1e-9)
+        local += not fired
+    assert local / len(changed) == pytest.approx(target, abs=0.02)
+    quantile = changed.amax(1).quantile(target).item()
+    assert abs(math.log(controller.delta / quantile)) < 1
+    assert controller.steps == 2000
+
+
+def test_controller_stays_bounded() -> None:
+    """A trigger that never changes its mind moves δ to a bound, from where it comes back."""
+    for fired in (True, False):
+        controller = ThresholdController(0.5, 0.3)
+        for _ in range(5000):
+            controller.update(fired, 0.3)
+        assert 1e-12 <= controller.delta <= 1e12
+        extreme = controller.delta
+        controller.update(not fired, 0.3)
+        assert (controller.delta < extreme) == fired

@@ -1,0 +1,179 @@
+"""What is averaged: trainable parameters alone, and follower modules in a consensus."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import offbeat
+from loops import attach, close, error_of, everything, sgd
+from problems import Simulated, flat, make_batch, make_model, train_step
+from worlds import run
+
+STEPS = 5
+TEXTS = ["bsp", "local:period=2", "streaming", "easgd:period=2"]
+
+
+def adapted(seed: int) -> nn.Sequential:
+    """A large frozen layer beside small ones, as with LoRA."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        large = nn.Linear(4, 500), nn.Linear(500, 4)
+    model = nn.Sequential(*large, make_model(seed)).double()
+    model[0].requires_grad_(False)
+    model[1].requires_grad_(False)
+    return model
+
+
+def frozen(rank: int, size: int) -> Any:
+    found = []
+    for text in ("bsp", "local:period=2"):
+        sent = []
+        for everything_held in (True, False):
+            model = adapted(rank)
+            held = [p for p in model.parameters() if p.requires_grad or everything_held]
+            optimizer = torch.optim.SGD(held, lr=0.05)
+            sync = attach(model, optimizer, text)
+            for step in range(4):
+                train_step(model, optimizer, make_batch(rank, step))
+            sent.append((sync.stats.payload_bytes, flat(model)))
+            if everything_held:
+                model[0].requires_grad_(True)
+                late = error_of(lambda m=model, o=optimizer: train_step(m, o, make_batch(rank, 9)))
+            sync.detach()
+        found.append((sent, late))
+    return found
+
+
+def test_frozen_parameters_do_not_travel_although_the_optimizer_holds_them() -> None:
+    """As many bytes, and the same model, as where it does not; unfreezing later is refused."""
+    for of_rank in run(frozen, workers=2):
+        for ((bytes_held, model_held), (bytes_plain, model_plain)), late in of_rank:
+            assert bytes_held == bytes_plain
+            assert torch.equal(model_held, model_plain)
+            assert "frozen at attach() no longer are, and would not be averaged" in late[1]
+
+
+def test_an_optimizer_of_frozen_parameters_is_refused() -> None:
+    model = make_model().requires_grad_(False)
+    with pytest.raises(offbeat.AttachError, match="all parameters of the SGD are frozen"):
+        offbeat.attach(model, sgd(model), offbeat.BSP())
+
+
+def moving_average(model: nn.Module) -> AveragedModel:
+    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+
+
+def with_averages(rank: int, size: int, text: str) -> Any:
+    model = make_model(rank)
+    optimizer = sgd(model)
+    ema, statistics = moving_average(model), nn.BatchNorm1d(3)
+    sync = attach(model, optimizer, text)
+    if text != TEXTS[0]:
+        sync.follow(ema, statistics)
+    else:  # in turn
+        sync.follow(ema)
+        sync.follow(statistics)
+    start = everything(ema)
+    with torch.no_grad():
+        statistics.running_mean += 1.0 + rank  # type: ignore[operator]
+        statistics.num_batches_tracked += 5 * rank  # type: ignore[operator]
+    for step in range(STEPS - rank):  # one worker has a step less
+        train_step(model, optimizer, make_batch(rank, step))
+        ema.update_parameters(model)
+    own = everything(ema)
+    with sync.consensus():
+        inside = everything(ema)
+    back = everything(ema)
+    sync.finish()
+    return start, own, inside, back, everything(ema), everything(statistics)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_followers_are_the_mean_in_a_consensus(text: str) -> None:
+    """In consensus and after finish, and each worker's own in between."""
+    results = run(with_averages, text, workers=2)
+    owns = [result[1] for result in results]
+    for start, own, inside, back, final, statistics in results:
+        for one, other in zip(start, results[0][0], strict=True):
+            assert torch.equal(one, other)
+        for i, (mean, again) in enumerate(zip(inside, final, strict=True)):
+            if mean.is_floating_point():
+                close(mean, (owns[0][i] + owns[1][i]) / 2)
+            else:
+                assert mean == max(owns[0][i], owns[1][i])
+            assert torch.equal(mean, again)
+        for one, other in zip(own, back, strict=True):
+            assert torch.equal(one, other)
+        close(statistics[2], torch.full((3,), 1.5))
+        assert statistics[4] == 5
+
+
+def local_average(rank: int, size: int) -> tuple[Tensor, Tensor]:
+    """One mean after the last step: the average of the model is the mean of the averages, too."""
+    model = make_model(rank)
+    optimizer = sgd(model)
+    ema = moving_average(model)
+    with attach(model, optimizer, "local:period=2") as sync:
+        sync.follow(ema)
+        for step in range(4):
+            train_step(model, optimizer, make_batch(rank, step))
+            ema.update_parameters(model)
+    return flat(ema.module), flat(model)
+
+
+def test_a_moving_average_is_that_of_the_reference() -> None:
+    reference = Simulated.start(2, "sgd")
+    averages = [copy.deepcopy(flat(model)) for model in reference.models]
+    for step in range(4):
+        reference.step(step)
+        if step % 2:
+            reference.average()
+        averages = [
+            # The first update of AveragedModel is a copy.
+            flat(model) if step == 0 else 0.5 * one + 0.5 * flat(model)
+            for one, model in zip(averages, reference.models, strict=True)
+        ]
+    for ema, model in run(local_average, workers=2):
+        close(ema, (averages[0] + averages[1]) / 2)
+        close(model, reference.flat()[0])
+
+
+def wrong_followers(rank: int, size: int) -> Any:
+    model, other = make_model(0), nn.Linear(2, 2)
+    sync = attach(model, sgd(model), "bsp")
+    sync.follow(other)
+    found = [
+        error_of(lambda: sync.follow([other])),  # type: ignore[list-item]
+        error_of(lambda: sync.follow(flat(model))),
+        error_of(lambda: sync.follow(model[0])),
+        error_of(lambda: sync.follow(other)),
+    ]
+    sync.finish()
+    found.append(error_of(lambda: sync.follow(nn.Linear(2, 2))))
+    sync = attach(model, sgd(model), "bsp")
+    found.append(error_of(lambda: sync.follow(nn.Linear(2, 2 + rank))))
+    sync.detach()
+    return found
+
+
+def test_wrong_followers_are_refused() -> None:
+    """They must be modules with tensors of their own, the same on all workers.
+
+    Wrong arguments are found before anything is sent, so training continues.
+    """
+    expected = [
+        ("TypeError", "follow() takes modules, got"),
+        ("TypeError", "follow() takes modules, got"),
+        ("AttachError", "the follower Linear shares tensors with the model"),
+        ("AttachError", "the follower Linear shares tensors with the model"),
+        ("AttachError", "follow() after finish() or detach(): attach again first"),
+        ("MismatchError", "follower parameter '0.weight': shape (3, 2)"),
+    ]
+    for found in run(wrong_followers, workers=2):
+        for (kinds, text), (kind, words) in zip(found, expected, strict=True):
+            assert kinds[0] == kind, text
+            assert words in text

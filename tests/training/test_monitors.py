@@ -1,0 +1,469 @@
+"""``sync.monitor``: the distance between the models, and SelSync's Δ, under every strategy."""
+
+import itertools
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import workers
+import worlds
+from loops import Sink, attach, error_of
+from offbeat.fabric import Communicator, open_communicator
+from offbeat.fabric.faults import Fault, Faults
+from offbeat.training import monitors
+from problems import (
+    Simulated,
+    assign,
+    changes,
+    flat,
+    gradients,
+    loss_of,
+    make_batch,
+    make_model,
+    make_wide,
+    squared,
+    train_step,
+    wide_loss,
+)
+from worlds import run, simulated
+
+KEYS = ("distance", "distance_largest", "distance_step")
+IN_STEP = [
+    "bsp",
+    "local:period=4",
+    "selsync:delta=0.05",
+    "selsync:delta=0.05,aggregate=gradients",
+    "diloco:period=5,fragments=3,overlap=2",
+    "async:staleness=4",
+    "streaming:schedule=cyclic,staleness=4,parts=2",
+]
+FREE = [
+    "async:staleness=3,schedule=eager",
+    "streaming",
+    "ssp:staleness=2",
+    "easgd:period=2",
+]
+
+
+def apart(models: list[Tensor]) -> tuple[float, float]:
+    """Mean distance to the mean, and the largest of a pair, from the definition."""
+    mean = torch.stack(models).mean(0)
+    pairs = [float((a - b).norm()) for a, b in itertools.combinations(models, 2)]
+    return sum(float((model - mean).norm()) for model in models) / len(models), max(pairs)
+
+
+def train(
+    rank: int,
+    size: int,
+    text: str,
+    counts: list[int],
+    consensus_after: int | None = None,
+    every: Any = 3,
+) -> dict[str, Any]:
+    """Own data, ``counts[rank]`` steps, and a consensus after so many of them."""
+    model, sink, after = make_model(seed=rank), Sink(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    sync = attach(model, optimizer, text, log=sink)
+    sync.monitor(distance_every=every)
+    optimizer.register_step_post_hook(lambda *_: after.append(flat(model)))
+    for step in range(counts[rank]):
+        train_step(model, optimizer, make_batch(rank, step))
+        if step + 1 == consensus_after:
+            with sync.consensus():
+                pass
+    bytes_so_far = sync.stats.payload_bytes
+    sync.finish()
+    found = [{key: r[key] for key in KEYS} for r in sink.records if "distance" in r]
+    return {
+        "found": found,
+        "end": flat(model),
+        "own": sync.stats.details,
+        "bytes": (bytes_so_far, sync.stats.payload_bytes),
+        "waited": [r["wait_seconds"] for r in sink.records],
+    }
+
+
+def local_sgd() -> dict[int, tuple[float, float]]:
+    """Distances of three workers after each step, before the mean that comes every fourth step."""
+    sim, want = Simulated.start(3, "sgd"), {}
+    for step in range(40):
+        sim.step(step)
+        want[step + 1] = apart(sim.flat())
+        if (step + 1) % 4 == 0:
+            sim.average()
+    return want
+
+
+def cyclic_averaging() -> dict[int, tuple[float, float]]:
+    """Likewise with τ = 4: a mean of snapshots is launched and landed every other step."""
+    sim, want, launched = Simulated.start(3, "sgd"), {}, None
+    for step in range(40):
+        sim.step(step)
+        want[step + 1] = apart(sim.flat())
+        if (step + 1) % 2 == 0:
+            if launched is not None:
+                mean = torch.stack(launched).mean(0)
+                for model, own in zip(sim.models, launched, strict=True):
+                    assign(model, flat(model) + mean - own)
+            launched = sim.flat()
+    return want
+
+
+@pytest.mark.parametrize(
+    ("text", "reference"), [("local:period=4", local_sgd), ("async:staleness=4", cyclic_averaging)]
+)
+def test_the_distance_is_that_of_the_models_before_the_mean(text: str, reference: Any) -> None:
+    """Of the models after every fifth step, before the strategy synchronizes them."""
+    results = run(train, text, [40] * 3, None, 5, workers=3)
+    want = reference()
+    # Where no worker waits a measurement may still run when the next one is due.
+    none_skipped = worlds.world == "simulated" and text.startswith("local")
+    for result in results:
+        steps = [one["distance_step"] for one in result["found"]]
+        assert {*steps} <= {*range(5, 41, 5)}
+        assert len(steps) >= (4 if worlds.world == "simulated" else 1)
+        for one in result["found"]:
+            mean, largest = want[one["distance_step"]]
+            assert one["distance"] == pytest.approx(mean, rel=1e-9)
+            assert one["distance_largest"] == pytest.approx(largest, rel=1e-9)
+        assert result["found"] == results[0]["found"]
+        if none_skipped:
+            assert steps == [*range(5, 40, 5)]
+            assert result["own"]["distance_step"] == 40, "finish waits for a running measurement"
+            assert result["own"]["distances_measured"] == 8
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("text", IN_STEP)
+def test_measuring_changes_nothing_of_the_training(text: str) -> None:
+    """The same bits at the end, and the same bytes, with and without."""
+    measured = run(train, text, [20] * 3, 11, workers=3)
+    plain = run(train, text, [20] * 3, 11, None, workers=3)
+    for a, b in zip(measured, plain, strict=True):
+        assert torch.equal(a["end"], b["end"])
+        assert a["bytes"] == b["bytes"]
+        assert not b["found"]
+        assert a["own"]["distances_measured"] >= 2
+    if text == "bsp":
+        assert {one[key] for one in measured[0]["found"] for key in KEYS[:2]} == {0.0}
+    else:
+        assert all(one["distance_largest"] > 0 for one in measured[0]["found"])
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("text", [*IN_STEP, *FREE])
+def test_workers_may_take_different_numbers_of_steps(text: str) -> None:
+    """Nobody hangs, and all find the same; a triangle bounds the one distance by the other."""
+    results = run(train, text, [7, 26, 15], 5, workers=3)
+    for result in results:
+        assert result["own"]["distances_measured"] >= 1
+        assert {key: result["own"][key] for key in KEYS[:2]} == {
+            key: results[0]["own"][key] for key in KEYS[:2]
+        }
+        for one in result["found"]:
+            assert 0 <= one["distance"] <= one["distance_largest"] < math.inf
+
+
+@pytest.mark.parametrize(
+    "text", ["local:period=50", "async:staleness=8,schedule=eager", "downpour"]
+)
+def test_a_measurement_in_every_step_needs_no_more_than_one_copy(text: str) -> None:
+    """If the one before is under way it is left out: over a slow link, some of 40 steps are."""
+
+    def worker(rank: int, size: int) -> Any:
+        model = make_wide(rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        copies = []
+        kept = monitors.Distance._copy
+
+        def count(self: Any) -> list[Tensor]:
+            copies.append(self._free)
+            return kept(self)
+
+        monitors.Distance._copy = count  # type: ignore[method-assign]
+        try:
+            with attach(model, optimizer, text) as sync:
+                sync.monitor(distance_every=1)
+                for step in range(40):
+                    optimizer.zero_grad()
+                    wide_loss(model, rank, step).backward()
+                    optimizer.step()
+        finally:
+            monitors.Distance._copy = kept  # type: ignore[method-assign]
+        return all(copies), sync.stats.details["distances_measured"]
+
+    results = simulated(worker, workers=2)
+    assert all(free for free, _ in results)
+    assert {measured for _, measured in results} == {results[0][1]}
+    assert 5 <= results[0][1] < 40
+
+
+class Half(nn.Module):
+    """Parameters of several dtypes, sizes that three workers cannot divide, and an empty one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(7, dtype=torch.float16))
+        self.b = nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))
+        self.c = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        self.d = nn.Parameter(torch.zeros(0))
+
+
+def mixed(rank: int, size: int) -> Any:
+    model = Half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    sync = attach(model, optimizer, "local:period=9")
+    sync.monitor(distance_every=1)
+    model.a.grad = torch.full_like(model.a, -rank)
+    model.b.grad = torch.full_like(model.b, 2j * rank)
+    model.c.grad = torch.full_like(model.c, 3.0 * rank)
+    optimizer.step()
+    sync.finish()
+    return sync.stats.details
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_every_dtype_and_size_counts(size: int) -> None:
+    """Worker n is n·√(7 + 4·4 + 9) from zero: distances by hand; alone there is none."""
+    length = math.sqrt(7 * 1 + 4 * 4 + 9)
+    for details in run(mixed, workers=size):
+        assert details["distances_measured"] == 1
+        assert details["distance"] == pytest.approx(length * 2 / 3 if size == 3 else 0)
+        assert details["distance_largest"] == pytest.approx(length * 2 if size == 3 else 0)
+
+
+@pytest.mark.parametrize("text", ["selsync:delta=0.05", "ssp:staleness=2"])
+def test_processes_find_what_the_simulator_finds(text: str) -> None:
+    """Over gloo: the same numbers where they do not depend on time, and no hang where they do."""
+    found = workers.run(train, text, [14, 20], 9, workers=2)
+    simulation = simulated(train, text, [14, 20], 9, workers=2)
+    for result in found:
+        assert result["own"]["distances_measured"] >= 1
+        if text.startswith("selsync"):
+            for key in KEYS:
+                assert result["own"][key] == pytest.approx(simulation[0]["own"][key])
+
+
+class Broken:
+    """Communicators of which the second, beside the training, fails on rank 1 at one operation."""
+
+    def __init__(self, operation: int) -> None:
+        self._operation, self._made = operation, 0
+
+    def make_communicator(self, timeout_seconds: float) -> Communicator:
+        made = open_communicator(None, timeout_seconds, what="a test")
+        self._made += 1
+        fault = Fault("fail", rank=1, operation=self._operation)
+        return made if self._made == 1 else Faults(made, [fault])
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("text", ["local:period=2", "ssp:staleness=1"])
+@pytest.mark.parametrize("operation", [0, 1, 2, 3, 4])
+def test_a_measurement_that_fails_ends_the_measuring_alone(text: str, operation: int) -> None:
+    """A warning on every worker, at the latest when all meet; training goes on as without."""
+    told: list[str] = []
+
+    def worker(rank: int, size: int, every: int | None) -> Any:
+        model = make_model(seed=rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        sync = attach(model, optimizer, text, group=Broken(operation))
+        sync.monitor(distance_every=every)
+        for step in range(12):
+            train_step(model, optimizer, make_batch(rank, step))
+            if step == 8:
+                with sync.consensus():
+                    pass
+        sync.finish()
+        return flat(model)
+
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("offbeat")
+    logger.addHandler(handler)
+    try:
+        ends = simulated(worker, 3, workers=2)
+    finally:
+        logger.removeHandler(handler)
+    told = [line for line in told if "is no longer measured" in line]
+    assert len(told) == 2
+    assert any(line.startswith("rank 1: ") and "failed on purpose" in line for line in told)
+    assert torch.equal(ends[0], ends[1])
+    if text.startswith("local"):
+        assert torch.equal(ends[0], simulated(worker, None, workers=2)[0])
+
+
+def test_wrong_monitors_are_refused() -> None:
+    """At the call, and without a trace."""
+
+    def worker(rank: int, size: int) -> Any:
+        model = make_model(seed=rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = attach(model, optimizer, "bsp")
+        found = [
+            error_of(lambda: sync.monitor(distance_every=0)),
+            error_of(lambda: sync.monitor(distance_every=1.5)),
+        ]
+        sync.monitor(distance_every=2)
+        found.append(error_of(lambda: sync.monitor(distance_every=2)))
+        sync.detach()
+        sync = attach(model, optimizer, "bsp")
+        train_step(model, optimizer, make_batch(rank, 0))
+        found.append(error_of(lambda: sync.monitor(distance_every=2)))
+        sync.finish()
+        found.append(error_of(lambda: sync.monitor(gradient_change=True)))
+        return found
+
+    expected = [
+        ("ValueError", "distance_every must be at least 1, got 0"),
+        ("TypeError", "distance_every must be an integer of at least 1"),
+        ("AttachError", "monitor(distance_every=…): call it once, before the first step"),
+        ("AttachError", "monitor(distance_every=…): call it once, before the first step"),
+        ("AttachError", "monitor() after finish() or detach(): attach again first"),
+    ]
+    for found in simulated(worker, workers=2):
+        for (kinds, text), (kind, words) in zip(found, expected, strict=True):
+            assert kinds[0] == kind, text
+            assert words in text
+
+
+def test_records_are_json(tmp_path: Path) -> None:
+    """The numbers are plain ones."""
+
+    def worker(rank: int, size: int) -> None:
+        model = make_model(seed=rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        log = str(tmp_path / "run.jsonl")
+        with attach(model, optimizer, "local:period=3", log=log) as sync:
+            sync.monitor(distance_every=2, gradient_change=True)
+            for step in range(8):
+                train_step(model, optimizer, make_batch(rank, step))
+
+    simulated(worker, workers=2)
+    lines = (tmp_path / "run.rank1.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert records[0]["relative_change"] == "inf"
+    assert any(record.get("distance", 0) > 0 for record in records)
+
+
+# -- the change of the gradient --------------------------------------------------------------------
+
+
+def observed(
+    rank: int, size: int, text: str, wanted: bool, max_norm: float | None = None
+) -> dict[str, Any]:
+    """Records, and ‖g‖² of this worker's gradient at the model of each step."""
+    model, sink, norms = make_model(seed=rank), Sink(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    sync = attach(model, optimizer, text, log=sink)
+    sync.monitor(gradient_change=wanted)
+    for step in range(25):
+        batch = make_batch(rank, step)
+        norms.append(squared(gradients(model, batch)))
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        if max_norm is not None:
+            sync.clip_grad_norm_(max_norm)
+        optimizer.step()
+    sync.finish()
+    return {"records": sink.records, "norms": norms, "end": flat(model), "stats": sync.stats}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+@pytest.mark.parametrize(
+    "text", ["bsp", "local:period=3", "selsync:delta=0.05", "async:staleness=4", "ssp:staleness=0"]
+)
+def test_the_change_is_that_of_the_local_gradient(text: str, max_norm: float | None) -> None:
+    """Δ of ‖g‖² before averaging and clipping, from the definition; as SelSync's own."""
+    for result in run(observed, text, True, max_norm, workers=3):
+        found = [record["relative_change"] for record in result["records"]]
+        assert found == pytest.approx(changes(result["norms"], 0.03), rel=1e-8, abs=1e-12)
+        if text.startswith("selsync"):
+            assert found == [record["change"] for record in result["records"]]
+
+
+@pytest.mark.parametrize("text", ["bsp", "selsync:delta=0.05"])
+def test_measuring_the_change_changes_nothing(text: str) -> None:
+    """The same models and bytes; without being asked there is no such number."""
+    looked, plain = run(observed, text, True, workers=2), run(observed, text, False, workers=2)
+    for a, b in zip(looked, plain, strict=True):
+        assert torch.equal(a["end"], b["end"])
+        assert a["stats"].payload_bytes == b["stats"].payload_bytes
+        assert not any("relative_change" in record for record in b["records"])
+
+
+def several(rank: int, size: int) -> Any:
+    model, sink, norms = make_model(seed=rank), Sink(), []
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.05) for part in (model[0], model[2:])]
+    with attach(model, optimizers, "bsp", log=sink) as sync:
+        sync.monitor(gradient_change=True)
+        for step in range(10):
+            batch = make_batch(rank, step)
+            norms.append(squared(gradients(model, batch)))
+            model.zero_grad()
+            loss_of(model, batch).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    return [record["relative_change"] for record in sink.records], norms
+
+
+def test_the_change_is_over_all_optimizers() -> None:
+    """‖g‖² is over all parameters, whichever optimizer moves them."""
+    for found, norms in run(several, workers=2):
+        assert found == pytest.approx(changes(norms, 0.02), rel=1e-8)
+
+
+def scaled(rank: int, size: int, text: str) -> Any:
+    """A GradScaler whose scale changes on the way."""
+    model, sink, norms = make_model(rank, torch.float32), Sink(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+    with attach(model, optimizer, text, log=sink, scaler=scaler) as sync:
+        sync.monitor(gradient_change=True)
+        for step in range(10):
+            batch = make_batch(rank, step, dtype=torch.float32)
+            norms.append(squared(gradients(model, batch)))
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, batch)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert scaler.get_scale() > 8
+    return [record["relative_change"] for record in sink.records], norms
+
+
+@pytest.mark.parametrize("text", ["bsp", "local:period=2"])
+def test_the_scale_of_a_scaler_is_taken_out(text: str) -> None:
+    """BSP averages scaled gradients; Δ is that of the true ones, also when the scale grows."""
+    for found, norms in run(scaled, text, workers=2):
+        assert found == pytest.approx(changes(norms, 0.02), rel=1e-4, abs=1e-6)
+
+
+def test_the_change_of_an_overflow_is_0() -> None:
+    """A gradient that is not finite gives Δ = 0, as in SelSync."""
+
+    def worker(rank: int, size: int) -> list[float]:
+        model, sink = make_model(rank), Sink()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with attach(model, optimizer, "local:period=2", log=sink) as sync:
+            sync.monitor(gradient_change=True)
+            for step in range(4):
+                optimizer.zero_grad()
+                loss_of(model, make_batch(rank, step)).backward()
+                if step == 2:
+                    before = flat(model)
+                    model[0].weight.grad.fill_(float("inf"))
+                optimizer.step()
+                if step == 2:
+                    assign(model, before)  # 0·∞ is no number
+        return [record["relative_change"] for record in sink.records]
+
+    for found in run(worker, workers=1):
+        assert found[2] == 0.0
+        assert found[3] > 0
