@@ -16,8 +16,11 @@ from benchmarks.harness import Result, compare, interleave, slowest
 from benchmarks.processes import run
 from offbeat.averaging import Replica
 from offbeat.averaging.exact_mean import ExactMean
-from offbeat.averaging.snapshot_part import SnapshotPart
-from offbeat.fabric import Completed, Team, TorchCommunicator, Wire
+from offbeat.averaging.parts.snapshot_part import SnapshotPart
+from offbeat.quantization.wire import Wire
+from offbeat.transport.handle import Completed
+from offbeat.transport.team import Team
+from offbeat.transport.torch_distributed import TorchCommunicator
 
 MEANS = {"training": "mean of", "exact": "exact mean of"}
 

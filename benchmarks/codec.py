@@ -14,11 +14,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from benchmarks.harness import Result, compare, interleave
-from offbeat.averaging.update_part import UpdatePart
-from offbeat.fabric import Completed, Handle, SingleCommunicator, Team, Wire
-from offbeat.fabric.codec import BLOCK, CODECS, Codec, piece_elements
-from offbeat.fabric.operation import Exchange, Gather, Operation
-from offbeat.fabric.wire import Precision
+from offbeat.averaging.parts.update_part import UpdatePart
+from offbeat.quantization.codecs import BLOCK, CODECS, Codec, piece_elements
+from offbeat.quantization.wire import Precision, Wire
+from offbeat.transport.handle import Completed, Handle
+from offbeat.transport.operation import Exchange, Gather, Operation
+from offbeat.transport.single_process import SingleCommunicator
+from offbeat.transport.team import Team
 
 MILLIONS = 8
 WORKERS = 4

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from benchmarks.harness import Result, compare, interleave, slowest
 from benchmarks.processes import run
 from offbeat.averaging.replica import BUCKET_BYTES
-from offbeat.fabric import Team, TorchCommunicator, Wire
-from offbeat.fabric.codec import CODECS
-from offbeat.fabric.wire import Precision
 from offbeat.lab.cluster import Cluster
+from offbeat.quantization.codecs import CODECS
+from offbeat.quantization.wire import Precision, Wire
+from offbeat.transport.team import Team
+from offbeat.transport.torch_distributed import TorchCommunicator
 
 MILLIONS = 10
 WORKERS = 4

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import offbeat
 from benchmarks.harness import Result
-from offbeat.kernels import kernels
+from offbeat.quantization.kernels import kernels
 
 STRATEGIES = (
     "bsp",

@@ -17,7 +17,7 @@ from torch import nn
 
 import offbeat
 from offbeat import Compute, Network, simulate
-from offbeat.plots import new_figure
+from offbeat.display.plots import new_figure
 from offbeat.simulate.cluster import Span
 
 WORKERS, PARTS, SIDE = 4, 4, 512

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.race_names import EARLIER, is_default, is_diloco, is_peer
+from offbeat.display.plots import new_figure
 from offbeat.lab.report.rows import Row, ideal_of, rows_of
 from offbeat.lab.report.tables import seconds_to, targets_of
 from offbeat.lab.results import Result, read_results
-from offbeat.plots import new_figure
 
 SHARE = 0.98
 NONE_YET = "No cell of the race has been run yet."

@@ -40,10 +40,10 @@ from benchmarks.race_simulated import (
     tried,
 )
 from benchmarks.virtual import Row
+from offbeat.display.plots import new_figure
 from offbeat.lab.report.figures import PARTS, time_split
 from offbeat.lab.report.rows import rows_of
 from offbeat.lab.results import read_results
-from offbeat.plots import new_figure
 
 IMAGES = RESULTS.parents[1] / "docs" / "images"
 REAL = {"cifar-lan": "1Gbit/s", "cifar-office": "200Mbit/s", "cifar-wan": "50Mbit/s"}

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from benchmarks.harness import Result, compare, interleave, slowest
 from benchmarks.processes import run
 from offbeat.baselines.parameter_server import ParameterServer
-from offbeat.fabric import Team, TorchCommunicator
+from offbeat.transport.team import Team
+from offbeat.transport.torch_distributed import TorchCommunicator
 
 
 def _bare(flat: torch.Tensor) -> None:

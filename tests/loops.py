@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import offbeat
-from offbeat.fabric import Communicator, Handle, open_communicator
-from offbeat.fabric.communicator import Wrapper
-from offbeat.fabric.faults import Fault, Faults
-from offbeat.fabric.operation import Operation
-from offbeat.fabric.torch_distributed import TorchCommunicator
+from faults import Fault, Faults
+from offbeat.elastic.connect import open_communicator
 from offbeat.strategies.base import Strategy
+from offbeat.transport.communicator import Communicator, Wrapper
+from offbeat.transport.handle import Handle
+from offbeat.transport.operation import Operation
+from offbeat.transport.torch_distributed import TorchCommunicator
 from problems import flat, loss_of
 
 

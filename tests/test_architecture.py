@@ -28,17 +28,22 @@ MODULES = sorted(ROOT.rglob("*.py"))
 # From the bottom up. A module imports only from levels below, or from its own unit: a file or
 # folder of the package. A file inside a folder is a unit of its own if it is listed.
 LEVELS = [
-    {"errors", "units", "arguments", "kernels", "late", "table"},
-    {"checkpoint", "costs", "telemetry", "schedule", "batchnorm", "plots", "quantization"},
+    {"errors", "units", "arguments", "lazy_imports", "display"},
+    {"checkpoint/state", "telemetry", "quantization/precision"},
     {"strategies"},
-    {"fabric"},
+    {"transport"},
+    {"quantization"},
+    {"elastic"},
+    {"nodes"},
     {"simulate"},
     {"averaging"},
-    {"baselines"},
+    {"nodes/gradients", "nodes/shards", "baselines"},
     {"registry"},
     {"training"},
+    {"elastic/state_transfer", "checkpoint/synchronizer_state"},
+    {"elastic/views"},
     {"synchronizer"},
-    {"attach", "training/checkpoints"},
+    {"attach", "checkpoint"},
     {"data"},
     {"plan"},
     {"__init__"},
@@ -49,7 +54,7 @@ LEVELS = [
 # tested.
 STRATEGIES_IMPORT = {
     *("abc", "collections", "dataclasses", "logging", "math", "typing", "typing_extensions"),
-    *("offbeat.strategies", "offbeat.arguments", "offbeat.checkpoint"),
+    *("offbeat.strategies", "offbeat.arguments", "offbeat.checkpoint.state"),
     "offbeat.quantization.precision",
 }
 NETWORKS_THREADS_AND_CLOCKS = {
@@ -198,10 +203,10 @@ def test_the_layers_are_the_ones_of_the_design() -> None:
     def imported(name: str) -> set[str]:
         return {unit for unit, _ in units_imported(ROOT / name)}
 
-    assert {"fabric", "strategies"} <= imported("averaging/part.py")
+    assert {"transport", "strategies"} <= imported("averaging/parts/part.py")
     assert "training" in imported("synchronizer.py")
-    assert "synchronizer" in imported("training/checkpoints.py")
-    assert "torch.distributed.PrefixStore" in dict(uses(ROOT / "fabric" / "groups.py"))
+    assert "synchronizer" in imported("checkpoint/save_load.py")
+    assert "torch.distributed.PrefixStore" in dict(uses(ROOT / "transport" / "process_groups.py"))
 
 
 def test_strategies_are_pure() -> None:
@@ -252,7 +257,7 @@ def test_the_team_alone_holds_the_communicator() -> None:
         if unit_of_path(path) in asking
         for node in ast.walk(tree_of(path))
         for target in (node.targets if isinstance(node, ast.Assign) else [])
-        if isinstance(target, ast.Attribute) and "fabric" in target.attr
+        if isinstance(target, ast.Attribute) and "communicator" in target.attr
     ]
     assert wrong == []
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from offbeat import attach  # noqa: F401 - with all modules of the package
-from offbeat.kernels import kernels
+from offbeat.quantization.kernels import kernels
 
 # torch asks for the name of every loopback connection, and a name server that is out of reach keeps
 # it waiting for 5 s: nobody is asked.

@@ -1,7 +1,7 @@
 """Where tests of values run: on simulated workers, or on real processes with ``--world gloo``.
 
 The simulator gives what processes give, bit for bit where the order of sums does not matter: that
-is what tests/strategies/test_conformance.py and tests/fabric/test_conformance.py verify, on
+is what tests/strategies/test_conformance.py and tests/transport/test_communicators.py verify, on
 real processes always. It is their licence for this.
 """
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import offbeat
 from offbeat import BSP, AsyncAveraging, Compute, Network, SelSync, Strategy, simulate
 from offbeat.averaging.votes import Vote
-from offbeat.costs import all_reduce_seconds
+from offbeat.transport.costs import all_reduce_seconds
 
 LATENCY = 1e-4
 ROLL_BYTES = 8 * Vote.SLOTS

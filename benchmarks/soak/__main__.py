@@ -14,8 +14,8 @@ from benchmarks.harness import machine
 from benchmarks.soak.perform import working_folder
 from benchmarks.soak.plan import Case, case
 from benchmarks.soak.soak import POLICIES, Soak, table
-from offbeat.kernels import kernels
 from offbeat.lab.cluster import Cluster
+from offbeat.quantization.kernels import kernels
 
 
 def main() -> int:

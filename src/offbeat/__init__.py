@@ -6,7 +6,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from offbeat.late import late
+from offbeat.lazy_imports import import_lazily
 
 __version__ = "0.1.0"
 
@@ -54,7 +54,8 @@ if TYPE_CHECKING:
     from offbeat import data
     from offbeat.attach import attach
     from offbeat.baselines import EASGD, SSP, Downpour, FedAvg
-    from offbeat.batchnorm import recalibrate_batchnorm
+    from offbeat.checkpoint.save_load import load, save
+    from offbeat.elastic.joining import join
     from offbeat.errors import (
         AttachError,
         CheckpointError,
@@ -63,10 +64,8 @@ if TYPE_CHECKING:
         MismatchError,
         OffbeatError,
     )
-    from offbeat.fabric import join
     from offbeat.plan import Forecast, Plan, plan
     from offbeat.registry import parse_strategy
-    from offbeat.schedule import LinearScalingWarmup
     from offbeat.simulate import Compute, Network, Simulation, simulate
     from offbeat.strategies import (
         BSP,
@@ -79,15 +78,16 @@ if TYPE_CHECKING:
     )
     from offbeat.synchronizer import Synchronizer
     from offbeat.telemetry import JsonLines, Stats, TensorBoard, WandB
-    from offbeat.training.checkpoints import load, save
+    from offbeat.training.batchnorm import recalibrate_batchnorm
+    from offbeat.training.lr_schedule import LinearScalingWarmup
 else:
-    __getattr__ = late(
+    __getattr__ = import_lazily(
         __name__,
         __all__,
         (
-            *("data", "batchnorm", "errors", "fabric", "plan", "schedule", "simulate"),
-            *("strategies", "baselines", "registry", "telemetry", "attach", "synchronizer"),
-            "training.checkpoints",
+            *("data", "errors", "plan", "simulate", "strategies", "baselines", "registry"),
+            *("telemetry", "attach", "synchronizer", "elastic.joining", "checkpoint.save_load"),
+            *("training.batchnorm", "training.lr_schedule"),
         ),
     )
 

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, Literal
 
 Precision = Literal["float32", "bfloat16", "int8", "int4", "int2", "auto"]
-"""How numbers travel; ``offbeat.fabric.wire`` is where they do."""
+"""How numbers travel; ``offbeat.quantization.wire`` is where they do."""
 
 _LARGEST = 3.4e38  # of float32
 _LARGEST_INTEGER = 2**63 - 1

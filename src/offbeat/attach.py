@@ -12,10 +12,12 @@ from torch.optim import LBFGS, Optimizer
 
 from offbeat.arguments import require_integer
 from offbeat.averaging import AttachedOptimizer, NonFinite
+from offbeat.elastic.connect import open_communicator
 from offbeat.errors import AttachError
-from offbeat.fabric import NodeGroup, Team, Transport, open_communicator, open_nodes
-from offbeat.fabric.wire import Precision
-from offbeat.kernels import kernels
+from offbeat.nodes.detection import NodeGroup, open_nodes
+from offbeat.nodes.shards import shards_of
+from offbeat.quantization.kernels import kernels
+from offbeat.quantization.wire import Precision
 from offbeat.strategies.base import SharedModel, Strategy
 from offbeat.strategies.streaming import StreamingAveraging
 from offbeat.synchronizer import Synchronizer, attached
@@ -27,7 +29,8 @@ from offbeat.training.compatibility import (
 )
 from offbeat.training.ddp import AroundDDP, require_no_engine, unwrapped
 from offbeat.training.optimizers import require_own_state, unwrapped_optimizer
-from offbeat.training.shards import shards_of
+from offbeat.transport.communicator import Transport
+from offbeat.transport.team import Team
 
 T = TypeVar("T")
 _REPLACED = {
@@ -86,7 +89,7 @@ def attach(
         strategy: When to synchronize, for example ``offbeat.SelSync()``. None:
             ``offbeat.StreamingAveraging()``.
         group: The process group of the workers. None: the default group. Or a transport of your
-            own, which makes a communicator: see ``offbeat.fabric.Transport``.
+            own, which makes a communicator: see ``offbeat.transport.Transport``.
         node_group: The process group of this worker's node, whose workers are connected by a fast
             network. They average their gradients and buffers in every step, and the strategy works
             between the nodes, each of which counts as one worker. "auto": the nodes of torchrun.

@@ -17,9 +17,19 @@ from torch.optim import Optimizer
 
 from offbeat.arguments import require_integer
 from offbeat.averaging import AttachedOptimizer, NonFinite, Replica, Worker, flow_of
+from offbeat.checkpoint.synchronizer_state import (
+    answer_of,
+    check_state,
+    consensus_of,
+    load_state,
+    require_all,
+    state_of,
+)
+from offbeat.elastic.views import Views, open_wire
 from offbeat.errors import AttachError, CheckpointError
-from offbeat.fabric import Communicator, Team, Wire
-from offbeat.fabric.wire import Precision
+from offbeat.nodes.gradients import NodeBuffers, NodeMean
+from offbeat.nodes.shards import Shards
+from offbeat.quantization.wire import Precision, Wire
 from offbeat.strategies.base import Strategy
 from offbeat.telemetry import Stats
 from offbeat.training.agreement import copy_rank_0, describe, require_agreement, settings_of
@@ -32,18 +42,9 @@ from offbeat.training.hooks import Removable, ScalerHooks, hook_optimizer
 from offbeat.training.iteration import Iteration
 from offbeat.training.ledger import Ledger
 from offbeat.training.monitors import Distance, GradientChange
-from offbeat.training.node import NodeBuffers, NodeMean
 from offbeat.training.optimizers import unwrapped_optimizer
-from offbeat.training.shards import Shards
-from offbeat.training.state import (
-    answer_of,
-    check_state,
-    consensus_of,
-    load_state,
-    require_all,
-    state_of,
-)
-from offbeat.training.views import Views, open_wire
+from offbeat.transport.communicator import Communicator
+from offbeat.transport.team import Team
 
 attached: "weakref.WeakSet[Any]" = weakref.WeakSet()  # models and optimizers in use
 
@@ -129,7 +130,7 @@ class Synchronizer:
             min_workers=min_workers,
         )
         views.iteration, views.took = self._iteration, self._ledger.passed
-        self._consensus.views = self._iteration.recover = views
+        self._consensus.change_view = self._iteration.recover = views
         self._iteration.guard.elastic = True
         self._tasks.refuse = "min_workers cannot be combined with data injection"
         if began:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Protocol
 
-from offbeat.table import Table
+from offbeat.display.table import Table
 from offbeat.units import show_bytes, show_seconds
 
 Record = dict[str, Any]

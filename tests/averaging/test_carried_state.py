@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field
 
 from offbeat.averaging.carried_state import common_values, keep_local_values, load_common_values
-from offbeat.checkpoint import save
+from offbeat.checkpoint.state import save
 from offbeat.strategies.base import common, local, transient
 
 

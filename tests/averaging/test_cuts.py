@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from offbeat.averaging.cuts import cut_by_bytes, cut_by_tensors
+from offbeat.averaging.parts.cuts import cut_by_bytes, cut_by_tensors
 from problems import flat, make_wide
 
 

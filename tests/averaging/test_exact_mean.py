@@ -11,8 +11,10 @@ import offbeat
 from loops import Recorded, attach, bits, close, everything
 from offbeat.averaging import Replica
 from offbeat.averaging.exact_mean import ExactMean
-from offbeat.averaging.snapshot_part import SnapshotPart
-from offbeat.fabric import Completed, Team, Wire
+from offbeat.averaging.parts.snapshot_part import SnapshotPart
+from offbeat.quantization.wire import Wire
+from offbeat.transport.handle import Completed
+from offbeat.transport.team import Team
 from problems import OPTIMIZERS, Simulated, flat, loss_of, make_batch, train_step
 from worlds import run
 

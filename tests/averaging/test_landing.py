@@ -12,18 +12,20 @@ from torch import Tensor, nn
 import offbeat
 import worlds
 from cells import nightly
+from faults import Fault
 from loops import Faulty, attach, bits
-from offbeat.averaging import Replica, gradients, landing, replica, worker
+from offbeat.averaging import Replica, gradients, replica, worker
 from offbeat.averaging.exact_mean import ExactMean
 from offbeat.averaging.gradients import gradient_buckets
-from offbeat.averaging.landing import Landing, bucket_landing, land
 from offbeat.averaging.model_flow import ModelFlow
+from offbeat.averaging.parts import landing
+from offbeat.averaging.parts.landing import Landing, bucket_landing, land
 from offbeat.averaging.replica import Bucket
-from offbeat.fabric import Handle, Team
-from offbeat.fabric.communicator import Wrapper
-from offbeat.fabric.faults import Fault
-from offbeat.fabric.host import ThreadHost
-from offbeat.fabric.operation import Operation
+from offbeat.transport.communicator import Wrapper
+from offbeat.transport.handle import Handle
+from offbeat.transport.host import ThreadHost
+from offbeat.transport.operation import Operation
+from offbeat.transport.team import Team
 
 # -- by hand --------------------------------------------------------------------------------------
 
@@ -313,8 +315,8 @@ def final_mean(rank: int, size: int, operation: int) -> tuple[str, bool, int]:
     model = Everything(rank)
     faults = [Fault("fail", rank=one, operation=operation) for one in range(size)]
     transport = Slow(faults)
-    communicator = transport.make_communicator(5)
-    mean = ExactMean(Team(communicator), Replica(model, model.parameters()))
+    comm = transport.make_communicator(5)
+    mean = ExactMean(Team(comm), Replica(model, model.parameters()))
     before = [bits(tensor) for tensor in (*model.parameters(), *model.buffers())]
     error = ""
     try:

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from loops import Recorded, bits
-from offbeat.averaging.part import Part
-from offbeat.averaging.snapshot_part import SnapshotPart
-from offbeat.averaging.update_part import UpdatePart
-from offbeat.checkpoint import load, save
-from offbeat.fabric import Completed, Team, Wire
+from offbeat.averaging.parts.part import Part
+from offbeat.averaging.parts.snapshot_part import SnapshotPart
+from offbeat.averaging.parts.update_part import UpdatePart
+from offbeat.checkpoint.state import load, save
+from offbeat.quantization.wire import Wire
 from offbeat.strategies.base import Outer
+from offbeat.transport.handle import Completed
+from offbeat.transport.team import Team
 from problems import OPTIMIZERS, flat, make_batch, make_model, train_step
 from worlds import run, simulated
 
@@ -382,7 +384,7 @@ def test_launches_of_changing_precision_lose_nothing() -> None:
 def test_pieces_do_not_change_a_launch(outer: Outer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Worked on a block at a time or all at once: the same bits in P, in x and with the owners."""
     whole = run(fly_at_another_precision, outer, workers=3)
-    monkeypatch.setattr("offbeat.fabric.codec._PIECE_BLOCKS", 1)
+    monkeypatch.setattr("offbeat.quantization.codecs._PIECE_BLOCKS", 1)
     for (cut_up, owed), (at_once, same) in zip(
         run(fly_at_another_precision, outer, workers=3), whole, strict=True
     ):

@@ -9,13 +9,15 @@ from torch import nn
 
 from loops import Recorded
 from offbeat.averaging.finite import NonFiniteCheck
-from offbeat.averaging.pipeline import Pipeline
+from offbeat.averaging.parts.pipeline import Pipeline
+from offbeat.averaging.parts.shared_model import make_parts, view_of
 from offbeat.averaging.replica import Replica
-from offbeat.averaging.shared_model import make_parts, view_of
 from offbeat.averaging.votes import Round, Sums, Vote
 from offbeat.averaging.worker import AttachedOptimizer, NonFinite, Worker
-from offbeat.fabric import Completed, Team, Wire
+from offbeat.quantization.wire import Wire
 from offbeat.strategies.base import Launch, Outer, SharedModel, Strategy, Tally, WorkerView
+from offbeat.transport.handle import Completed
+from offbeat.transport.team import Team
 from worlds import simulated
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from offbeat import OffbeatError
 from offbeat.averaging.finite import NonFiniteCheck
 from offbeat.averaging.votes import Round, Sums, Vote
-from offbeat.fabric import Completed, Handle
+from offbeat.transport.handle import Completed, Handle
 
 VOTE = Vote(1.0, True, False, 1.0, 0, 0, True, 0)
 

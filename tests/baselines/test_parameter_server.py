@@ -13,7 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import offbeat
-from fabric.communicators import (
+from offbeat.baselines.parameter_server import ParameterServer
+from offbeat.baselines.shard import NO_CLOCK, Rule
+from offbeat.transport.team import Team
+from offbeat.transport.torch_distributed import TorchCommunicator
+from transport.communicators import (
     STEP_SECONDS,
     Function,
     World,
@@ -22,14 +26,11 @@ from fabric.communicators import (
     meet,
     worlds_of_several,
 )
-from offbeat.baselines.parameter_server import ParameterServer
-from offbeat.baselines.shard import NO_CLOCK, Rule
-from offbeat.fabric import Team, TorchCommunicator
 from workers import run
 
 
 def on_team(work: Callable[[Team], Any]) -> Function:
-    return lambda fabric: work(Team(fabric))
+    return lambda communicator: work(Team(communicator))
 
 
 def barrier(team: Team) -> None:
@@ -403,7 +404,7 @@ def test_a_message_that_is_no_request_is_refused(world: World, kind: int) -> Non
         server.barrier()
         if team.rank == 1:
             header = torch.tensor([kind, 0, 0])
-            team.fabric.send(header, destination=0, tag=1, what="test").wait()
+            team.communicator.send(header, destination=0, tag=1, what="test").wait()
         if team.rank > 0:
             return ""
         if world is gloo:

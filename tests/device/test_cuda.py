@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from loops import attach
-from offbeat.fabric.codec import BLOCK, CODECS
+from offbeat.quantization.codecs import BLOCK, CODECS
 from problems import make_batch, make_wide, train_step
 from workers import run
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from offbeat.display.table import Table
 from offbeat.errors import CommunicationError, OffbeatError
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.probe import (
@@ -24,7 +25,6 @@ from offbeat.lab.probe import (
     probe,
 )
 from offbeat.lab.probe.tables import by_pair, by_rank, caption, summary
-from offbeat.table import Table
 from workers import run
 
 needs_namespaces = pytest.mark.skipif(Cluster.why_not() is not None, reason=f"{Cluster.why_not()}")

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from offbeat import Stats
+from offbeat.display.plots import INK
 from offbeat.lab import report
 from offbeat.lab.events import Evaluation
 from offbeat.lab.job import Job
 from offbeat.lab.recipes import find_recipe
 from offbeat.lab.results import Result
-from offbeat.plots import INK
 
 NO_MORE: dict[str, float] = {}
 PNG = b"\x89PNG\r\n\x1a\n"

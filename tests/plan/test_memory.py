@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from offbeat.fabric.scaling import blank
 from offbeat.plan.forecast import measure
 from offbeat.plan.memory import reachable_bytes
 from offbeat.registry import parse_strategy
+from offbeat.transport.placeholder_tensors import blank
 from plan_settings import ELEMENTS, FAST, TENSORS, setting
 
 MODEL = 4 * TENSORS * ELEMENTS

@@ -8,16 +8,10 @@ from torch import Tensor, nn
 
 from offbeat.averaging.gradients import gradient_buckets
 from offbeat.averaging.replica import BUCKET_BYTES, Replica, group_tensors
-from offbeat.fabric.operation import Broadcast, Gather, Sum
-from offbeat.fabric.scaling import (
-    BlankCoding,
-    blank,
-    blanks,
-    bytes_of,
-    is_blank,
-    kept_bytes,
-)
 from offbeat.plan.phantom import Phantom, shapes_of
+from offbeat.quantization.placeholder_codecs import BlankCoding
+from offbeat.transport.operation import Broadcast, Gather, Sum
+from offbeat.transport.placeholder_tensors import blank, blanks, bytes_of, is_blank, kept_bytes
 
 
 def bytes_in(bucket: Any, scale: float) -> float:

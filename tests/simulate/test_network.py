@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat import costs
 from offbeat.simulate.network import Network
+from offbeat.transport import costs
 
 Formula = Callable[[float, int, float, float], float]
 COLLECTIVES: list[Formula] = [

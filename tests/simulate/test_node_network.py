@@ -156,21 +156,21 @@ def test_messages_of_a_node_queue_at_its_link() -> None:
 
     def worker() -> float:
         rank = dist.get_rank()
-        fabric: Any = dist.group.WORLD.make_communicator(60.0)  # type: ignore[union-attr]
+        communicator: Any = dist.group.WORLD.make_communicator(60.0)  # type: ignore[union-attr]
         x = torch.zeros(size // 4)
         if rank in (0, 1):
-            handles = [fabric.send(x, destination=rank + 2, what="across")]
+            handles = [communicator.send(x, destination=rank + 2, what="across")]
             if rank == 0:
-                handles.append(fabric.send(x, destination=1, tag=1, what="inside"))
+                handles.append(communicator.send(x, destination=1, tag=1, what="inside"))
             else:
-                handles.append(fabric.receive(x, source=0, tag=1, what="inside"))
+                handles.append(communicator.receive(x, source=0, tag=1, what="inside"))
                 handles[-1].wait()
-                return float(fabric.host.now())
+                return float(communicator.host.now())
         else:
-            handles = [fabric.receive(x, source=rank - 2, what="across")]
+            handles = [communicator.receive(x, source=rank - 2, what="across")]
         for one in handles:
             one.wait()
-        return float(fabric.host.now())
+        return float(communicator.host.now())
 
     result = simulate(worker, workers=4, network=network())
     assert result.results[1] == pytest.approx(IN_LATENCY + size / IN)

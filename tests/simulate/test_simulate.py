@@ -100,14 +100,14 @@ def test_messages_meet_a_bandwidth_that_changes() -> None:
     """4 kB at 1 MB/s, then at half of it: 4 ms and 8; the second has begun when it changes."""
 
     def worker() -> list[float]:
-        fabric = dist.group.WORLD.make_communicator(60.0)  # type: ignore[union-attr]
+        communicator = dist.group.WORLD.make_communicator(60.0)  # type: ignore[union-attr]
         times = []
         for _ in range(2):
-            if fabric.rank == 0:
-                fabric.send(torch.zeros(1_000), destination=1, what="part").wait()
+            if communicator.rank == 0:
+                communicator.send(torch.zeros(1_000), destination=1, what="part").wait()
             else:
-                fabric.receive(torch.zeros(1_000), source=0, what="part").wait()
-            times.append(float(fabric.host.now()))
+                communicator.receive(torch.zeros(1_000), source=0, what="part").wait()
+            times.append(float(communicator.host.now()))
         return times
 
     network = Network(8e6, latency=0.0, changes={0.004: 0.5, 0.005: 3.0})
@@ -441,17 +441,17 @@ def test_bad_worker_counts_are_refused(workers: Any) -> None:
 
 def all_to_all(elements: int) -> float:
     """Each worker sends to each other one, nearest first; the time when it has everything."""
-    fabric = dist.group.WORLD.make_communicator(60.0)  # type: ignore[union-attr]
-    others = [(fabric.rank + i) % fabric.size for i in range(1, fabric.size)]
+    communicator = dist.group.WORLD.make_communicator(60.0)  # type: ignore[union-attr]
+    others = [(communicator.rank + i) % communicator.size for i in range(1, communicator.size)]
     handles = [
-        fabric.send(torch.zeros(elements), destination=other, what="part") for other in others
+        communicator.send(torch.zeros(elements), destination=other, what="part") for other in others
     ]
     handles += [
-        fabric.receive(torch.zeros(elements), source=other, what="part") for other in others
+        communicator.receive(torch.zeros(elements), source=other, what="part") for other in others
     ]
     for handle in handles:
         handle.wait()
-    return float(fabric.host.now())
+    return float(communicator.host.now())
 
 
 def test_messages_queue_on_each_link_apart() -> None:
@@ -464,13 +464,13 @@ def test_messages_queue_on_each_link_apart() -> None:
 
 def to_one(elements: int) -> float:
     """All others send to rank 0, which asks for the last one first."""
-    fabric = dist.group.WORLD.make_communicator(60.0)  # type: ignore[union-attr]
-    if fabric.rank:
-        fabric.send(torch.zeros(elements), destination=0, what="push").wait()
+    communicator = dist.group.WORLD.make_communicator(60.0)  # type: ignore[union-attr]
+    if communicator.rank:
+        communicator.send(torch.zeros(elements), destination=0, what="push").wait()
     else:
-        for other in range(fabric.size - 1, 0, -1):
-            fabric.receive(torch.zeros(elements), source=other, what="push").wait()
-    return float(fabric.host.now())
+        for other in range(communicator.size - 1, 0, -1):
+            communicator.receive(torch.zeros(elements), source=other, what="push").wait()
+    return float(communicator.host.now())
 
 
 def test_a_server_takes_messages_one_after_the_other() -> None:

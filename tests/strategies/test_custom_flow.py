@@ -67,10 +67,12 @@ class GossipFlow(Flow):
         if worker.size == 1:
             return False
         for bucket in worker.replica.buckets("parameters"):
-            own, fabric = bucket.pack().clone(), worker.team.fabric
+            own, communicator = bucket.pack().clone(), worker.team.communicator
             right, left = (worker.rank + 1) % worker.size, (worker.rank - 1) % worker.size
-            sending = fabric.send(own, destination=right, what="gossip")
-            received = fabric.receive(torch.empty_like(own), source=left, what="gossip").wait()
+            sending = communicator.send(own, destination=right, what="gossip")
+            received = communicator.receive(
+                torch.empty_like(own), source=left, what="gossip"
+            ).wait()
             sending.wait()
             bucket.flat.copy_(own.lerp(received, self.strategy.share))
             bucket.unpack()

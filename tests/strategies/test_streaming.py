@@ -15,8 +15,8 @@ from torch import Tensor
 
 from loops import attach, sgd
 from offbeat import Compute, Network, StreamingAveraging, simulate
-from offbeat.averaging.part import Part
-from offbeat.averaging.update_part import UpdatePart
+from offbeat.averaging.parts.part import Part
+from offbeat.averaging.parts.update_part import UpdatePart
 from offbeat.quantization.precision import PRECISIONS
 from problems import flat, make_wide, wide_loss
 from worlds import run

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import offbeat
 from loops import attach, error_of, everything, sgd
-from offbeat.fabric import open_communicator
+from offbeat.elastic.connect import open_communicator
 from offbeat.strategies.base import Strategy
 from offbeat.training import agreement
 from offbeat.training.agreement import require_agreement
@@ -173,14 +173,14 @@ def test_equal_settings_are_not_told_of() -> None:
 
 
 def of_versions(rank: int, size: int) -> str:
-    fabric = open_communicator(None, 20, what="a test")
+    communicator = open_communicator(None, 20, what="a test")
     try:
-        require_agreement(fabric, ["strategy"], {"the version of torch": f"2.{rank}"})
+        require_agreement(communicator, ["strategy"], {"the version of torch": f"2.{rank}"})
         many = {f"the mode of module '{i}'": str(rank) for i in range(6)}
-        require_agreement(fabric, ["strategy"], many)
-        text = error_of(lambda: require_agreement(fabric, [f"wire {rank}"], many))[1]
+        require_agreement(communicator, ["strategy"], many)
+        text = error_of(lambda: require_agreement(communicator, [f"wire {rank}"], many))[1]
     finally:
-        fabric.close()
+        communicator.close()
     return text
 
 
@@ -197,13 +197,13 @@ def test_versions_are_compared_and_long_lists_are_cut() -> None:
 
 
 def another_protocol(rank: int, size: int, protocols: list[int]) -> tuple[list[str], str]:
-    fabric = open_communicator(None, 20, what="a test")
+    communicator = open_communicator(None, 20, what="a test")
     old, agreement.PROTOCOL = agreement.PROTOCOL, protocols[rank]
     try:
-        return error_of(lambda: require_agreement(fabric, ["the same"]))
+        return error_of(lambda: require_agreement(communicator, ["the same"]))
     finally:
         agreement.PROTOCOL = old
-        fabric.close()
+        communicator.close()
 
 
 def test_workers_of_other_protocols_are_refused() -> None:

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 import workers
 import worlds
+from faults import Fault, Faults
 from loops import Sink, attach, error_of
-from offbeat.fabric import Communicator, open_communicator
-from offbeat.fabric.faults import Fault, Faults
+from offbeat.elastic.connect import open_communicator
 from offbeat.training import monitors
+from offbeat.transport.communicator import Communicator
 from problems import (
     Simulated,
     assign,

@@ -6,9 +6,9 @@ every sum has arrived before anything is written, so a worker that loses a peer 
 
 import torch
 
-from offbeat.averaging.landing import Landing, bucket_landing, land
+from offbeat.averaging.parts.landing import Landing, bucket_landing, land
 from offbeat.averaging.replica import Bucket, Replica
-from offbeat.fabric import Team
+from offbeat.transport.team import Team
 
 
 class ExactMean:
@@ -68,13 +68,15 @@ class ExactMean:
         self.average_integers(what=what)
 
     def _launch(self, bucket: Bucket, weight: float, total: float, what: str) -> Landing:
-        return bucket_landing(self._team.fabric.sum(bucket.pack(weight), what=what), bucket, total)
+        return bucket_landing(
+            self._team.communicator.sum(bucket.pack(weight), what=what), bucket, total
+        )
 
     def _launch_integers(self, what: str) -> list[Landing]:
         integers = self._replica.integer_buffers()
         if not integers:
             return []
-        device = self._team.fabric.control_device
+        device = self._team.communicator.control_device
         flat = torch.cat([t.detach().reshape(-1).to(device, torch.int64) for t in integers])
 
         def write() -> None:
@@ -82,4 +84,4 @@ class ExactMean:
             for tensor, part in zip(integers, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))
 
-        return [Landing(self._team.fabric.maximum(flat, what=what), write)]
+        return [Landing(self._team.communicator.maximum(flat, what=what), write)]

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from offbeat.averaging.replica import as_real, staging_dtype
-from offbeat.fabric.numbers import Numbers
+from offbeat.quantization.decoding import Numbers
 
 
 class FlatView:

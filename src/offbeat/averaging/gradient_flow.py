@@ -11,10 +11,10 @@ from typing_extensions import override
 from offbeat.averaging.carried_state import common_values, keep_local_values, load_common_values
 from offbeat.averaging.flow import Flow
 from offbeat.averaging.gradients import GradientMean
-from offbeat.averaging.shared_model import view_of
+from offbeat.averaging.parts.shared_model import view_of
 from offbeat.averaging.votes import Round, Vote
 from offbeat.averaging.worker import AttachedOptimizer, Worker
-from offbeat.checkpoint import transient
+from offbeat.checkpoint.state import transient
 from offbeat.strategies.base import Gradients, Strategy, WorkerView
 
 
@@ -236,8 +236,10 @@ class GradientFlow(Flow):
         if not worker.excludes:
             return 1.0, float(worker.size)
         own = float(not any(bool(b.isnan().any()) for b in worker.replica.float_buffers()))
-        weights = torch.tensor([own], device=worker.team.fabric.control_device)
-        total = float(worker.team.fabric.sum(weights, what="workers with finite buffers").wait())
+        weights = torch.tensor([own], device=worker.team.communicator.control_device)
+        total = float(
+            worker.team.communicator.sum(weights, what="workers with finite buffers").wait()
+        )
         return (own, total) if total else (1.0, float(worker.size))
 
     @override

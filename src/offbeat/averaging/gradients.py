@@ -15,9 +15,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from offbeat.averaging.landing import Landing, land
+from offbeat.averaging.parts.landing import Landing, land
 from offbeat.averaging.replica import BUCKET_BYTES, Bucket, group_tensors, pack, swap, unpack
-from offbeat.fabric import Completed, Handle, Team, Wire
+from offbeat.quantization.wire import Wire
+from offbeat.transport.handle import Completed, Handle
+from offbeat.transport.team import Team
 
 FIRST_BUCKET_BYTES = 2**20  # small, so that the network gets to work early in backward
 _STRIKES = 2  # windows in a row that may start too early before the overlap is given up
@@ -193,7 +195,9 @@ class GradientMean:
             bucket.remember()
         if bucket.tail.numel():
             tail = bucket.tail.numel()
-            bucket.handle = self._team.fabric.sum(flat, what="mean of the gradients", tail=tail)
+            bucket.handle = self._team.communicator.sum(
+                flat, what="mean of the gradients", tail=tail
+            )
             return
         bucket.handle = self._wire.sum(
             flat,
@@ -271,5 +275,7 @@ class GradientMean:
         return handle
 
     def _sum(self, numbers: list[float]) -> Handle[Tensor]:
-        flat = torch.tensor(numbers, dtype=torch.float64, device=self._team.fabric.control_device)
-        return self._team.fabric.sum(flat, what="agreement on the gradients")
+        flat = torch.tensor(
+            numbers, dtype=torch.float64, device=self._team.communicator.control_device
+        )
+        return self._team.communicator.sum(flat, what="agreement on the gradients")

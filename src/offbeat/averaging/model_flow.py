@@ -29,11 +29,11 @@ from typing_extensions import override
 
 from offbeat.averaging.carried_state import common_values, keep_local_values, load_common_values
 from offbeat.averaging.flow import Flow
-from offbeat.averaging.pipeline import Pipeline, PipelineState
-from offbeat.averaging.shared_model import view_of
+from offbeat.averaging.parts.pipeline import Pipeline, PipelineState
+from offbeat.averaging.parts.shared_model import view_of
 from offbeat.averaging.votes import Round
 from offbeat.averaging.worker import AttachedOptimizer, Worker
-from offbeat.checkpoint import transient
+from offbeat.checkpoint.state import transient
 from offbeat.errors import OffbeatError
 from offbeat.strategies.base import SharedModel, Strategy, WorkerView
 

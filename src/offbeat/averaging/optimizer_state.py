@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from offbeat.averaging.landing import Landing, bucket_landing
 from offbeat.averaging.norm import squared_norm
+from offbeat.averaging.parts.landing import Landing, bucket_landing
 from offbeat.averaging.replica import Bucket, make_buckets
 from offbeat.errors import AttachError
-from offbeat.fabric import Team
+from offbeat.transport.team import Team
 
 
 def forget_non_finite(optimizer: Optimizer, over_shards: Callable[..., list[float]]) -> None:
@@ -80,7 +80,7 @@ class OptimizerState:
         what = "mean of the optimizer's state"
 
         def start(bucket: Bucket) -> Landing:
-            handle = self._team.fabric.sum(bucket.pack(own), what=what)
+            handle = self._team.communicator.sum(bucket.pack(own), what=what)
             return bucket_landing(handle, bucket, total)
 
         return [start(bucket) for bucket in make_buckets(found[name] for name in common)]
@@ -114,11 +114,13 @@ class OptimizerState:
         """What all workers have, in order; found out by a hash where they have the same."""
         digest = hashlib.sha256("\n".join(lines).encode()).digest()
         number = int.from_bytes(digest[:7], "big")
-        pair = torch.tensor([number, -number], device=self._team.fabric.control_device)
-        handle = self._team.fabric.maximum(pair, what="comparison of states")
+        pair = torch.tensor([number, -number], device=self._team.communicator.control_device)
+        handle = self._team.communicator.maximum(pair, what="comparison of states")
         largest, smallest = handle.wait().tolist()
         if largest == -smallest:
             return lines
-        everyone = self._team.fabric.gather_bytes("\n".join(lines).encode(), what="list of states")
+        everyone = self._team.communicator.gather_bytes(
+            "\n".join(lines).encode(), what="list of states"
+        )
         sets = [set(payload.decode().split("\n")) for payload in everyone]
         return sorted(set.intersection(*sets) - {""})

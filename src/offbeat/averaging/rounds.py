@@ -12,7 +12,7 @@ import torch
 from offbeat.averaging.finite import NonFiniteCheck
 from offbeat.averaging.votes import Round, Sums, Vote
 from offbeat.averaging.worker import Worker
-from offbeat.fabric import Completed, Handle
+from offbeat.transport.handle import Completed, Handle
 
 
 class Rounds:
@@ -58,9 +58,9 @@ class Rounds:
         worker, values, size = self._worker, vote.encode(), self._worker.size
         if size == 1:
             return self.arrived(vote, values, optimizer)
-        fabric = worker.team.fabric
-        tensor = torch.tensor(values, dtype=torch.float64, device=fabric.control_device)
-        handle = fabric.sum(tensor, what=f"votes at step {worker.step}")
+        communicator = worker.team.communicator
+        tensor = torch.tensor(values, dtype=torch.float64, device=communicator.control_device)
+        handle = communicator.sum(tensor, what=f"votes at step {worker.step}")
         sums = handle.then(lambda total: vote.tally(total.tolist(), size))
         return Round(optimizer, vote, self._checked(sums))
 

@@ -7,8 +7,8 @@ from typing import ClassVar
 from typing_extensions import override
 
 from offbeat.errors import OffbeatError
-from offbeat.fabric import Completed, Handle
 from offbeat.strategies.base import Tally
+from offbeat.transport.handle import Completed, Handle
 
 _NON_FINITE = 4096  # rank and count share one number; see ``Vote``
 _WRAP = 1024  # view and round numbers are sent modulo this, so that their sum is exact in float32

@@ -14,7 +14,8 @@ from offbeat.averaging.gradients import gradient_buckets
 from offbeat.averaging.norm import squared_norm
 from offbeat.averaging.optimizer_state import OptimizerState, forget_non_finite
 from offbeat.averaging.replica import Replica
-from offbeat.fabric import Team, Wire
+from offbeat.quantization.wire import Wire
+from offbeat.transport.team import Team
 
 NonFinite = Literal["raise", "warn", "exclude"]
 
@@ -148,5 +149,5 @@ class Worker:
 
     def barrier(self, what: str) -> None:
         """Wait until all workers have reached this point."""
-        fabric = self.team.fabric
-        fabric.sum(torch.zeros(1, device=fabric.control_device), what=what).wait()
+        communicator = self.team.communicator
+        communicator.sum(torch.zeros(1, device=communicator.control_device), what=what).wait()

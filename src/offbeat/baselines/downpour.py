@@ -12,7 +12,7 @@ from offbeat.averaging.replica import as_real, read, unpack
 from offbeat.averaging.worker import AttachedOptimizer
 from offbeat.baselines.server_strategy import ServerFlow, ServerState, ServerStrategy
 from offbeat.baselines.shard import NO_CLOCK, Rule
-from offbeat.checkpoint import transient
+from offbeat.checkpoint.state import transient
 from offbeat.strategies.base import setting
 
 

@@ -10,7 +10,7 @@ from offbeat.averaging.replica import add_to, read
 from offbeat.averaging.worker import AttachedOptimizer
 from offbeat.baselines.server_strategy import ServerFlow, ServerState, ServerStrategy
 from offbeat.baselines.shard import Rule
-from offbeat.checkpoint import transient
+from offbeat.checkpoint.state import transient
 from offbeat.strategies.base import setting
 
 

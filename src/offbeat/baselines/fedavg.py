@@ -11,7 +11,7 @@ from typing_extensions import override
 from offbeat.arguments import POSITIVE, require_number
 from offbeat.averaging.model_flow import ModelFlow
 from offbeat.averaging.votes import Round
-from offbeat.checkpoint import transient
+from offbeat.checkpoint.state import transient
 from offbeat.strategies.base import CustomFlow, SharedModel, Strategy, WorkerView, setting
 
 _PURPOSE = int.from_bytes(b"fedavg", "big")  # seed of the draws: (seed, purpose, round)

@@ -22,8 +22,10 @@ from torch import Tensor
 
 from offbeat.baselines.shard import NO_CLOCK, Answer, Request, RequestKind, Rule, Shard
 from offbeat.baselines.shard_service import ANSWER, CONTROL, PULLED, PUSHED, REQUEST, ShardService
-from offbeat.checkpoint import load, save
-from offbeat.fabric import Completed, Handle, Promise, Team, explained
+from offbeat.checkpoint.state import load, save
+from offbeat.transport.handle import Completed, Handle, explained
+from offbeat.transport.host import Promise
+from offbeat.transport.team import Team
 
 
 def shard_slices(elements: int, servers: int) -> list[slice]:
@@ -148,7 +150,7 @@ class ParameterServer:
             return
         if release and not self._in_flight.fulfilled:
             self._send_to_all(Request("release", self._team.rank), self.vector[:0])
-        outcome = self._team.fabric.fulfilment(self._in_flight, what=self._what).wait()
+        outcome = self._team.communicator.fulfilment(self._in_flight, what=self._what).wait()
         if isinstance(outcome, Exception):
             raise explained(outcome)
         self._in_flight, self._answer = None, outcome
@@ -272,17 +274,17 @@ class ParameterServer:
         self, request: Request, server: int, values: Tensor, *, background: bool
     ) -> Handle[Answer]:
         """Send the values of a request, if it pushes, and start to receive the answer."""
-        fabric = self._team.uncounted if background else self._team.fabric
+        communicator = self._team.uncounted if background else self._team.communicator
         patient = background and request.min_clock > -NO_CLOCK
         if server == self._team.rank:
             assert self._service is not None
-            return self._service.handle_own(request, values, fabric, patient=patient)
+            return self._service.handle_own(request, values, communicator, patient=patient)
         if request.pushes and values.numel():
             self._send_tensor(values, server, PUSHED, background=background)
         if not request.answered:
             return Completed(Answer(0))
         what = f"{request.kind} at the parameter server of rank {server}"
-        receive = partial(fabric.receive, source=server, what=what, patient=patient)
+        receive = partial(communicator.receive, source=server, what=what, patient=patient)
         numbers = torch.zeros(len(Answer._fields), dtype=torch.int64)
         header = receive(numbers, tag=ANSWER if request.pulls else CONTROL)
         if request.pulls and values.numel():
@@ -290,9 +292,9 @@ class ParameterServer:
         return header.then(lambda numbers: Answer(*numbers.tolist()))
 
     def _send_tensor(self, tensor: Tensor, server: int, tag: int, *, background: bool) -> None:
-        fabric = self._team.uncounted if background else self._team.fabric
+        communicator = self._team.uncounted if background else self._team.communicator
         what = f"request to the parameter server of rank {server}"
-        self._sent.append(fabric.send(tensor, destination=server, tag=tag, what=what))
+        self._sent.append(communicator.send(tensor, destination=server, tag=tag, what=what))
         if background:
             self._team.account.sent(tensor.nbytes)
 

@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 
 from offbeat.baselines.shard import Answer, Request, Shard
-from offbeat.fabric import Communicator, Completed, Handle, Promise, Team, explained
+from offbeat.transport.communicator import Communicator
+from offbeat.transport.handle import Completed, Handle, explained
+from offbeat.transport.host import Promise
+from offbeat.transport.team import Team
 
 REQUEST, PUSHED, ANSWER, PULLED, CONTROL = range(1, 6)
 """Message tags: headers and values of requests; headers and values of answers with values; headers
@@ -44,7 +47,7 @@ class ShardService:
         self._left[rank].fulfil(None)
 
     def _handle_requests(self, rank: int) -> None:
-        fabric = self._team.uncounted
+        communicator = self._team.uncounted
         what = f"a request of rank {rank} to the parameter server"
         # One buffer is enough for pushed and pulled values: a worker pushes again only after it has
         # received its last answer.
@@ -57,11 +60,11 @@ class ShardService:
                 messages[PULLED] = buffer.copy_(pulled)
             for tag, tensor in messages.items():
                 what = f"answer to rank {rank}"
-                sent.append(fabric.send(tensor, destination=rank, tag=tag, what=what))
+                sent.append(communicator.send(tensor, destination=rank, tag=tag, what=what))
 
         while True:
             header = torch.zeros(Request.NUMBERS, dtype=torch.int64)
-            fabric.receive(header, source=rank, tag=REQUEST, what=what, patient=True).wait()
+            communicator.receive(header, source=rank, tag=REQUEST, what=what, patient=True).wait()
             request = Request.decode(header, rank)
             while sent:
                 sent.popleft().wait()  # the rank receives them now, or has received them
@@ -70,7 +73,7 @@ class ShardService:
             values = buffer if request.pushes else None
             if request.pushes and buffer.numel():
                 pushed = f"values of rank {rank} for the parameter server"
-                fabric.receive(buffer, source=rank, tag=PUSHED, what=pushed).wait()
+                communicator.receive(buffer, source=rank, tag=PUSHED, what=pushed).wait()
             self._shard.handle(request, values, partial(send, request))
 
     # -- requests of this rank's own worker ------------------------------------------------------
@@ -81,14 +84,14 @@ class ShardService:
             raise explained(self._failure)
 
     def handle_own(
-        self, request: Request, values: Tensor, fabric: Communicator, *, patient: bool
+        self, request: Request, values: Tensor, communicator: Communicator, *, patient: bool
     ) -> Handle[Answer]:
         """Handle a request of this rank's own worker.
 
         Args:
             request: The request.
             values: The pushed values, which the answer replaces.
-            fabric: Waits for the answer.
+            communicator: Waits for the answer.
             patient: True if the answer has no time-out.
         """
         promise: Promise[Answer | Exception] = self._team.host.promise()
@@ -103,7 +106,7 @@ class ShardService:
         def read(outcome: Answer | Exception) -> Answer:
             if isinstance(outcome, Exception):
                 # Only the training thread may ask which worker is lost.
-                raise outcome if fabric is self._team.uncounted else explained(outcome)
+                raise outcome if communicator is self._team.uncounted else explained(outcome)
             return outcome
 
         self._shard.handle(request, values if request.pushes else None, deliver)
@@ -114,7 +117,7 @@ class ShardService:
         self._unanswered = [one for one in self._unanswered if not one.fulfilled] + [promise]
         self._fail_unanswered()
         what = f"{request.kind} at this rank's own parameter server"
-        return fabric.fulfilment(promise, what=what, patient=patient).then(read)
+        return communicator.fulfilment(promise, what=what, patient=patient).then(read)
 
     def _fail_unanswered(self) -> None:
         for promise in list(self._unanswered):
@@ -125,4 +128,4 @@ class ShardService:
         """Wait until all other ranks have left. Their last requests need this shard."""
         for rank, left in self._left.items():
             what = f"the end of the requests of rank {rank}"
-            self._team.fabric.fulfilment(left, what=what).wait()
+            self._team.communicator.fulfilment(left, what=what).wait()

@@ -11,15 +11,15 @@ import torch.distributed as dist
 from offbeat.arguments import POSITIVE, require_number
 from offbeat.cli.options import USUAL_LATENCY, USUAL_WORKERS
 from offbeat.cli.view import console, show
+from offbeat.display.table import Table
 from offbeat.errors import OffbeatError
-from offbeat.fabric.wire import Precision
 from offbeat.lab import probe as probing
 from offbeat.lab.baselines import is_baseline
 from offbeat.lab.measure import measure_recipe
 from offbeat.lab.probe import tables
 from offbeat.plan import plan as make_plan
 from offbeat.plan.question import Question
-from offbeat.table import Table
+from offbeat.quantization.wire import Precision
 
 _MOST_WORKERS = 10_000
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Concatenate, ParamSpec
 import typer
 
 from offbeat.arguments import types_of
-from offbeat.costs import USUAL_INSIDE, USUAL_INSIDE_LATENCY
 from offbeat.lab.job import Job, option_of
+from offbeat.transport.costs import USUAL_INSIDE, USUAL_INSIDE_LATENCY
 
 USUAL_LATENCY = "100us"
 USUAL_WORKERS = 4

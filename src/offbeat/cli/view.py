@@ -7,6 +7,7 @@ import rich.table
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from offbeat.display.table import Table
 from offbeat.lab.evaluation import MOST
 from offbeat.lab.events import (
     Chosen,
@@ -22,7 +23,6 @@ from offbeat.lab.events import (
 from offbeat.lab.job import Job
 from offbeat.lab.recipes import find_recipe
 from offbeat.lab.results import Result
-from offbeat.table import Table
 from offbeat.units import show_seconds
 
 console = Console()

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offbeat.data.partition import Labels, Share, check_parts, group_by_label
-from offbeat.plots import new_figure
+from offbeat.display.plots import new_figure
 
 _COLUMNS = 20  # labels shown by the table; as many as fit a wide terminal
 _TICKS = 30  # labels and workers named by the picture

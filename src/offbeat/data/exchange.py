@@ -29,7 +29,9 @@ from torch import Tensor
 
 from offbeat.data.samples import Parcel
 from offbeat.errors import OffbeatError
-from offbeat.fabric import Completed, Handle, Promise, Team, explained
+from offbeat.transport.handle import Completed, Handle, explained
+from offbeat.transport.host import Promise
+from offbeat.transport.team import Team
 
 Key: TypeAlias = tuple[int, int]
 """A step: how often all workers had met before (``Exchange.back``), and its number since then."""
@@ -173,7 +175,7 @@ class Exchange:
             answer: Promise[Answer] = self._team.host.promise()
             peer.answers[key] = answer
             self._send(peer, _Kind.ASK, key, number=epoch)
-            return self._team.fabric.fulfilment(answer, what=what)
+            return self._team.communicator.fulfilment(answer, what=what)
 
     def hurry(self, rank: int, key: Key) -> None:
         """Tell ``rank`` that the training waits for its samples of step ``key``."""

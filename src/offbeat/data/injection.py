@@ -12,10 +12,12 @@ from offbeat.arguments import require_integer
 from offbeat.data.exchange import Answer, Exchange, Key
 from offbeat.data.samples import Parcel, count_samples, join, take
 from offbeat.data.senders import draw_samples, draw_senders, require_fraction
+from offbeat.elastic.connect import open_communicator
 from offbeat.errors import MismatchError, OffbeatError
-from offbeat.fabric import Handle, Team, explained, open_communicator
 from offbeat.synchronizer import Synchronizer, background_tasks_of
 from offbeat.training.compatibility import require_timeout
+from offbeat.transport.handle import Handle, explained
+from offbeat.transport.team import Team
 
 
 @dataclass

@@ -5,7 +5,7 @@ The names here are those for a recipe of one's own.
 
 from typing import TYPE_CHECKING
 
-from offbeat.late import late
+from offbeat.lazy_imports import import_lazily
 
 __all__ = [
     "HeldOut",
@@ -23,4 +23,6 @@ if TYPE_CHECKING:
     from offbeat.lab.recipes.own import recipe
     from offbeat.lab.recipes.schedules import decay_at, decay_every, warmup_cosine
 else:
-    __getattr__ = late(__name__, __all__, ("recipes.base", "recipes.own", "recipes.schedules"))
+    __getattr__ = import_lazily(
+        __name__, __all__, ("recipes.base", "recipes.own", "recipes.schedules")
+    )

@@ -199,7 +199,7 @@ class Job:
 
     def _check_checkpoints(self) -> None:
         """Whether the options for them go together, and with what is in the directory."""
-        from offbeat.training.files import all_files
+        from offbeat.checkpoint.files import all_files
 
         if self.checkpoints is None:
             if self.save_every is not None or self.resume:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from offbeat.checkpoint.save_load import load, save
 from offbeat.errors import CheckpointError
 from offbeat.lab.evaluation import Looks
 from offbeat.lab.events import Chosen, Evaluation, Event, Left, Resumed, Turn, from_json, to_json
@@ -15,7 +16,6 @@ from offbeat.lab.leaving import Leaving
 from offbeat.lab.method import Attached, Method
 from offbeat.lab.recipes import Task
 from offbeat.synchronizer import Synchronizer
-from offbeat.training.checkpoints import load, save
 
 _FREE = {"checkpoints", "save_every", "resume", "log", "timeout_seconds", "evaluations", "data"}
 

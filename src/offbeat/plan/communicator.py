@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.fabric import Handle
-from offbeat.fabric.operation import Broadcast, Exchange, Gather, Maximum, Operation, Sum
-from offbeat.fabric.scaling import blank, blanks, bytes_of, is_blank
 from offbeat.plan.mirror import End, MirrorCluster
 from offbeat.simulate.cluster import Collective
 from offbeat.simulate.communicator import SimulatedCommunicator, SimulatedHandle
+from offbeat.transport.handle import Handle
+from offbeat.transport.operation import Broadcast, Exchange, Gather, Maximum, Operation, Sum
+from offbeat.transport.placeholder_tensors import blank, blanks, bytes_of, is_blank
 
 
 class MirrorCommunicator(SimulatedCommunicator):

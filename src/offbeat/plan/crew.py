@@ -5,15 +5,16 @@ from typing import Any
 
 from typing_extensions import override
 
-from offbeat.fabric import Communicator, Handle, Team
-from offbeat.fabric.nested import NodeCommunicator
-from offbeat.fabric.nodes import Node
-from offbeat.fabric.operation import Exchange, Gather, Maximum, Operation, Sum
-from offbeat.fabric.scaling import blank, bytes_of
+from offbeat.nodes.communicator import NodeCommunicator
 from offbeat.plan.communicator import MirrorCommunicator
 from offbeat.plan.mirror import MirrorCluster
 from offbeat.simulate.kernel import Kernel, Signal
 from offbeat.simulate.workers import DeadlockError, SimulatedWorker, Workers
+from offbeat.transport.communicator import Communicator
+from offbeat.transport.handle import Handle
+from offbeat.transport.operation import Exchange, Gather, Maximum, Operation, Sum
+from offbeat.transport.placeholder_tensors import blank, bytes_of
+from offbeat.transport.team import Node, Team
 
 
 class CalmWorkers(Workers):

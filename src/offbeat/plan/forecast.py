@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from offbeat.fabric.wire import Precision
 from offbeat.plan.play import Setting, play
 from offbeat.plan.steady import MOST_SECONDS, Watch
+from offbeat.quantization.wire import Precision
 from offbeat.strategies import Strategy
 from offbeat.units import show_seconds
 

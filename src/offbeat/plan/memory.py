@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from offbeat.fabric import Host
-from offbeat.fabric.scaling import kept_bytes
 from offbeat.simulate.cluster import SimulatedCluster
 from offbeat.simulate.kernel import Kernel, Signal
 from offbeat.simulate.workers import SimulatedWorker, Workers
+from offbeat.transport.host import Host
+from offbeat.transport.placeholder_tensors import kept_bytes
 
 _LEAVES = (str, bytes, int, float, complex, type, type(None), ModuleType, BuiltinFunctionType)
 # They hold no tensor of the strategy's, or lead to other workers.

@@ -1,8 +1,9 @@
 """The phantom model: a few thousand numbers, each of which stands for many.
 
 Its tensors keep the proportions of the full model, so that buckets, parts and fragments are cut in
-the same places (``offbeat.fabric.scaling``). Nothing is computed: the values never matter, except
-for the norm of the gradient, which rises at the steps at which SelSync should synchronize.
+the same places (``offbeat.transport.placeholder_tensors``). Nothing is computed: the values never
+matter, except for the norm of the gradient, which rises at the steps at
+which SelSync should synchronize.
 """
 
 import math

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from torch import nn
 
-from offbeat.fabric.wire import Precision
 from offbeat.plan.play import Setting, in_nodes
 from offbeat.plan.question import Question
 from offbeat.plan.recommend import recommend
 from offbeat.plan.result import Plan
 from offbeat.plan.suggest import Candidate, evaluate, suggestions
+from offbeat.quantization.wire import Precision
 from offbeat.strategies import BSP, SelSync, Strategy
 
 

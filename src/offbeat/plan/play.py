@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from offbeat.fabric.wire import Precision
 from offbeat.plan.crew import team_of, workers_for
 from offbeat.plan.mirror import DivergedError, MirrorCluster
 from offbeat.plan.phantom import Phantom, Shapes
 from offbeat.plan.record import Record
 from offbeat.plan.steps import Steps
 from offbeat.plan.trainee import Trainee
+from offbeat.quantization.wire import Precision
 from offbeat.registry import STRATEGIES
 from offbeat.simulate import Network
 from offbeat.simulate.randomness import RandomState

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from offbeat.arguments import require_integer, require_number
-from offbeat.fabric.wire import Precision, require_precision
 from offbeat.plan.phantom import shapes_of
 from offbeat.plan.play import Setting
+from offbeat.quantization.wire import Precision, require_precision
 from offbeat.registry import parse_strategy
 from offbeat.simulate import Network
 from offbeat.strategies import Strategy

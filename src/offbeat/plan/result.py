@@ -4,9 +4,9 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from offbeat.fabric.wire import Precision
+from offbeat.display.table import Table
 from offbeat.plan.forecast import Forecast, percent
-from offbeat.table import Table
+from offbeat.quantization.wire import Precision
 from offbeat.units import show_bandwidth, show_bytes, show_seconds
 
 HEADINGS = ("strategy", "step", "speed-up", "idle", "sent per step", "extra memory", "note")

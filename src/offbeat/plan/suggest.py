@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from offbeat.fabric.adaptive import CHOICES, MOST_WAITING
-from offbeat.fabric.wire import Precision
 from offbeat.plan.forecast import Measured, measure
 from offbeat.plan.play import Setting
+from offbeat.quantization.automatic_wire import CHOICES, MOST_WAITING
+from offbeat.quantization.wire import Precision
 from offbeat.simulate import Network
 from offbeat.strategies import (
     BSP,

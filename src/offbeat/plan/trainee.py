@@ -9,16 +9,17 @@ from typing import Any
 from typing_extensions import override
 
 from offbeat.averaging import AttachedOptimizer, Replica, Worker, flow_of
-from offbeat.fabric import Handle, Team
-from offbeat.fabric.wire import Precision
+from offbeat.elastic.views import open_wire
+from offbeat.nodes.gradients import NodeBuffers, NodeMean
 from offbeat.plan.phantom import Phantom
+from offbeat.quantization.wire import Precision
 from offbeat.strategies import Strategy
 from offbeat.telemetry import Stats
 from offbeat.training.background import BackgroundTasks
 from offbeat.training.iteration import Iteration
 from offbeat.training.ledger import Ledger
-from offbeat.training.node import NodeBuffers, NodeMean
-from offbeat.training.views import open_wire
+from offbeat.transport.handle import Handle
+from offbeat.transport.team import Team
 
 
 class _Averaged(NodeBuffers):

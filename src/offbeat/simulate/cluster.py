@@ -10,13 +10,18 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from offbeat.costs import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, broadcast_bytes
 from offbeat.errors import CommunicationError, CommunicationTimeout, OffbeatError
-from offbeat.fabric.scaling import bytes_of
 from offbeat.simulate.compute import Compute
 from offbeat.simulate.kernel import Signal
 from offbeat.simulate.network import Network
 from offbeat.simulate.workers import Workers
+from offbeat.transport.costs import (
+    all_gather_bytes,
+    all_reduce_bytes,
+    all_to_all_bytes,
+    broadcast_bytes,
+)
+from offbeat.transport.placeholder_tensors import bytes_of
 
 Collective = Literal["reduce", "broadcast", "gather", "exchange"]
 _Address = tuple[int, int, int, int]  # of messages: group, source, destination, tag

@@ -10,9 +10,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from offbeat.errors import CommunicationError, CommunicationTimeout
-from offbeat.fabric import Communicator, Handle
-from offbeat.fabric.membership import Membership
-from offbeat.fabric.operation import (
+from offbeat.simulate.cluster import Collective, Line, SimulatedCluster
+from offbeat.simulate.host import SimulatedHost, SimulatedPromise
+from offbeat.simulate.kernel import Signal
+from offbeat.transport.communicator import Communicator
+from offbeat.transport.handle import Handle
+from offbeat.transport.membership import Membership
+from offbeat.transport.operation import (
     Await,
     Broadcast,
     Exchange,
@@ -23,9 +27,6 @@ from offbeat.fabric.operation import (
     Send,
     Sum,
 )
-from offbeat.simulate.cluster import Collective, Line, SimulatedCluster
-from offbeat.simulate.host import SimulatedHost, SimulatedPromise
-from offbeat.simulate.kernel import Signal
 
 
 class SimulatedCommunicator(Communicator):
@@ -167,14 +168,14 @@ class SimulatedHandle(Handle[Any]):
 
     def __init__(
         self,
-        fabric: SimulatedCommunicator,
+        communicator: SimulatedCommunicator,
         signal: Signal,
         result: Any,
         what: str,
         *,
         patient: bool = False,
     ) -> None:
-        self._fabric, self._host, self._patient = fabric, fabric.host, patient
+        self._fabric, self._host, self._patient = communicator, communicator.host, patient
         self._signal, self._result, self._what = signal, result, what
 
     @override
@@ -185,15 +186,15 @@ class SimulatedHandle(Handle[Any]):
 
     @override
     def wait(self) -> Any:
-        fabric, began = self._fabric, self._host.now()
-        if not self._patient and fabric.timeout_seconds < math.inf:
-            fabric.cluster.limit(self._signal, fabric.timeout_seconds, self._what)
+        communicator, began = self._fabric, self._host.now()
+        if not self._patient and communicator.timeout_seconds < math.inf:
+            communicator.cluster.limit(self._signal, communicator.timeout_seconds, self._what)
         self._host.wait(self._signal, self._what)
         failure = self._signal.failure
-        if failure is None or fabric.member in self._signal.spared:
+        if failure is None or communicator.member in self._signal.spared:
             return self._result
         seconds = self._host.now() - began
-        text = f"rank {fabric.rank}: {self._what} failed after {seconds:.1f} s: {failure}"
+        text = f"rank {communicator.rank}: {self._what} failed after {seconds:.1f} s: {failure}"
         timed_out = isinstance(failure, CommunicationTimeout)
         raise (CommunicationTimeout if timed_out else CommunicationError)(text)
 

@@ -5,9 +5,9 @@ from typing import Any, TypeVar
 
 from typing_extensions import override
 
-from offbeat.fabric import Host, Promise
 from offbeat.simulate.cluster import SimulatedCluster
 from offbeat.simulate.kernel import Signal
+from offbeat.transport.host import Host, Promise
 
 T = TypeVar("T")
 _POLLS = 100  # in a row, without virtual time passing: a loop that waits for done()

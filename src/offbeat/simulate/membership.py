@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing_extensions import override
 
 from offbeat.errors import CommunicationError
-from offbeat.fabric.membership import EndedError, Membership, View
 from offbeat.simulate.cluster import NOTICE_SECONDS, SimulatedCluster
 from offbeat.simulate.communicator import SimulatedCommunicator
 from offbeat.simulate.host import SimulatedHost
 from offbeat.simulate.kernel import Signal
+from offbeat.transport.membership import EndedError, Membership, View
 
 _GROUPS = 1_000_000  # of later views; those before have small numbers
 

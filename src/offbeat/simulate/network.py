@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from offbeat.arguments import POSITIVE, require_integer, require_mapping, require_number
-from offbeat.costs import (
+from offbeat.transport.costs import (
     USUAL_INSIDE,
     USUAL_INSIDE_LATENCY,
     all_gather_seconds,

@@ -16,8 +16,9 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-from offbeat.fabric import Handle, NodeEnds
+from offbeat.nodes.detection import NodeEnds
 from offbeat.simulate.communicator import SimulatedCommunicator
+from offbeat.transport.handle import Handle
 
 _REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], object]] = {
     dist.ReduceOp.SUM: Tensor.add_,
@@ -60,7 +61,7 @@ class SimulatedGroup(dist.ProcessGroup):
         self._communicator, self.make_communicator = communicator, make
 
     def make_nodes(self, timeout_seconds: float) -> NodeEnds:
-        """See ``offbeat.fabric.NodeTransport``; nodes are those of the ``Network``."""
+        """See ``offbeat.nodes.detection.NodeTransport``; nodes are those of the ``Network``."""
         everyone = self.make_communicator(timeout_seconds)
         workers = everyone.cluster.network.workers_per_node
         node, place = divmod(everyone.rank, workers)

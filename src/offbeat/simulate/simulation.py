@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offbeat.plots import new_figure
+from offbeat.display.plots import new_figure
+from offbeat.display.table import Table
 from offbeat.simulate.cluster import SimulatedCluster, Span
 from offbeat.simulate.communicator import SimulatedCommunicator
-from offbeat.table import Table
 from offbeat.telemetry import Stats
 from offbeat.units import show_bytes, show_seconds
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from offbeat.arguments import Precision, check_settings, setting
-from offbeat.checkpoint import transient
+from offbeat.checkpoint.state import transient
 
 __all__ = [
     "CustomFlow",

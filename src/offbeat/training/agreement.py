@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from offbeat.averaging import AttachedOptimizer
 from offbeat.averaging.replica import Replica, make_buckets
 from offbeat.errors import MismatchError
-from offbeat.fabric import Communicator, Team
 from offbeat.strategies.base import Strategy
+from offbeat.transport.communicator import Communicator
+from offbeat.transport.team import Team
 
 logger = logging.getLogger("offbeat")
 
@@ -77,7 +78,7 @@ def _shown(value: object) -> str:
 
 
 def require_agreement(
-    fabric: Communicator, lines: Sequence[str], settings: Settings | None = None
+    communicator: Communicator, lines: Sequence[str], settings: Settings | None = None
 ) -> None:
     """Compare ``lines`` between the workers, first by hash, then line by line.
 
@@ -90,14 +91,14 @@ def require_agreement(
     settings = settings or {}
     text = "\n".join(versioned(lines)).encode()
     more = json.dumps(settings).encode()
-    hashes = fabric.gather_bytes(_hash(text) + _hash(more), what=what)
+    hashes = communicator.gather_bytes(_hash(text) + _hash(more), what=what)
     if len({one[: len(_hash(text))] for one in hashes}) > 1:
-        others = [one.decode().split("\n") for one in fabric.gather_bytes(text, what=what)]
+        others = [one.decode().split("\n") for one in communicator.gather_bytes(text, what=what)]
         _raise_difference(others)
     if len(set(hashes)) > 1:
-        told = [json.loads(one) for one in fabric.gather_bytes(more, what=what)]
+        told = [json.loads(one) for one in communicator.gather_bytes(more, what=what)]
         message = f"the workers are not alike, and train all the same: {_differences(told)}"
-        if fabric.rank == 0:
+        if communicator.rank == 0:
             logger.warning("%s", message)
         warnings.warn(message, stacklevel=4)  # in the line that called attach()
 
@@ -152,5 +153,5 @@ def copy_rank_0(team: Team, tensors: Iterable[Tensor]) -> None:
         return
     for bucket in make_buckets(tensors):
         bucket.pack()
-        team.fabric.broadcast(bucket.flat, what="copy of rank 0's model").wait()
+        team.communicator.broadcast(bucket.flat, what="copy of rank 0's model").wait()
         bucket.unpack()  # on rank 0 as well, which may be a node of several workers

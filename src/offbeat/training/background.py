@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from offbeat.errors import AttachError
-from offbeat.fabric import Team
+from offbeat.transport.team import Team
 
 
 class BackgroundTask(Protocol):

@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.averaging import AttachedOptimizer
-from offbeat.costs import FORWARD_SHARE
-from offbeat.fabric import Host
+from offbeat.transport.costs import FORWARD_SHARE
+from offbeat.transport.host import Host
 
 
 class Backward:

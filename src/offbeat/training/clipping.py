@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.averaging import AttachedOptimizer, Worker
+from offbeat.nodes.shards import Shard
 from offbeat.training.iteration import Iteration
-from offbeat.training.shards import Shard
 
 _NAMES = ("clip_grad_norm_", "clip_grad_value_")
 

@@ -14,9 +14,9 @@ from torch.nn.parameter import is_lazy
 from offbeat.arguments import POSITIVE, require_choice, require_number
 from offbeat.averaging import NonFinite
 from offbeat.errors import AttachError
-from offbeat.fabric.wire import Precision, require_precision
+from offbeat.nodes.shards import is_sharded
+from offbeat.quantization.wire import Precision, require_precision
 from offbeat.strategies.base import CustomFlow, Gradients, SharedModel, Strategy
-from offbeat.training.shards import is_sharded
 
 _LEAST_SECONDS, _YEAR_SECONDS = 0.001, 31_536_000
 _DIVIDED = (

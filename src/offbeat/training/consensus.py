@@ -8,14 +8,13 @@ from torch import Tensor
 from offbeat.averaging import Worker
 from offbeat.averaging.votes import Round
 from offbeat.errors import AttachError, CommunicationError
-from offbeat.fabric.membership import EndedError
+from offbeat.nodes.shards import Shards
 from offbeat.training.agreement import copy_rank_0
 from offbeat.training.background import BackgroundTasks
 from offbeat.training.followers import Followers
 from offbeat.training.iteration import Iteration
 from offbeat.training.monitors import Distance
-from offbeat.training.shards import Shards
-from offbeat.training.views import Views
+from offbeat.transport.membership import EndedError
 
 T = TypeVar("T")
 Snapshot = tuple[list[Tensor], list[Tensor]]
@@ -33,7 +32,7 @@ class Consensus:
 
     Attributes:
         followers: Modules that are averaged together with the model.
-        views: Continues training after the loss of a worker. None: a loss ends it.
+        change_view: Continues training after the loss of a worker. None: a loss ends it.
         distance: Measures the distance between the models, if it was asked for.
         ended: True once the model is the final one.
     """
@@ -48,7 +47,7 @@ class Consensus:
         self._worker, self._iteration = worker, iteration
         self._tasks, self._shards = tasks, shards
         self.followers = Followers(worker.team)
-        self.views: Views | None = None
+        self.change_view: Callable[[CommunicationError], object] | None = None
         self.distance: Distance | None = None
         self.ended = False
         self._versions: list[int] = []  # of the parameters after the last step
@@ -59,9 +58,9 @@ class Consensus:
             try:
                 return function()
             except CommunicationError as error:
-                if self.views is None or isinstance(error, EndedError):
+                if self.change_view is None or isinstance(error, EndedError):
                     raise
-                self.views(error)
+                self.change_view(error)
 
     # -- changes outside of a step ---------------------------------------------------------------
 
@@ -159,5 +158,7 @@ class Consensus:
             last = self._wait_for_all(finishing=True)
         self._average(last, final=True)
         self.ended = True
-        if self.views is not None:  # a worker that leaves now is not missed by one that restarts
+        if (
+            self.change_view is not None
+        ):  # a worker that leaves now is not missed by one that restarts
             worker.barrier("the end of training")

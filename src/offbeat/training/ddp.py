@@ -18,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import AttachError
-from offbeat.fabric import Transport
-from offbeat.fabric.wire import Precision
+from offbeat.quantization.wire import Precision
 from offbeat.strategies.base import Strategy
 from offbeat.training.compatibility import repeatable
+from offbeat.transport.communicator import Transport
 
 logger = logging.getLogger("offbeat")
 _Kind = TypeVar("_Kind", bound=nn.Module)

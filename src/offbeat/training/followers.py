@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from offbeat.averaging import Replica
 from offbeat.averaging.exact_mean import ExactMean
 from offbeat.errors import AttachError
-from offbeat.fabric import Team
 from offbeat.training.agreement import copy_rank_0, require_agreement
 from offbeat.training.compatibility import require_usable
+from offbeat.transport.team import Team
 
 
 class Followers:

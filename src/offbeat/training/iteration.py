@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from offbeat.averaging import AttachedOptimizer, Flow, Worker
 from offbeat.averaging.votes import Round
 from offbeat.errors import AttachError, CommunicationError, OffbeatError
+from offbeat.nodes.gradients import NodeBuffers
 from offbeat.training.background import BackgroundTasks
 from offbeat.training.backward import Backward
-from offbeat.training.node import NodeBuffers
 
 
 class Guard:

@@ -14,8 +14,9 @@ from torch import Tensor
 from offbeat.averaging import AttachedOptimizer, Worker
 from offbeat.averaging.replica import as_real, group_tensors, pack, staging_dtype
 from offbeat.errors import CommunicationError
-from offbeat.fabric import Communicator, Handle
 from offbeat.strategies.trigger import RelativeChange
+from offbeat.transport.communicator import Communicator
+from offbeat.transport.handle import Handle
 
 logger = logging.getLogger("offbeat")
 _PIECE = 2**14  # elements of each model that are compared at a time, in float64
@@ -130,12 +131,12 @@ class Distance:
 
     def pause(self) -> None:
         """All workers are at a barrier: finish the measurements in progress. Blocks."""
-        fabric = self._worker.team.fabric
+        communicator = self._worker.team.communicator
         with self._worker.team.account.paused():
             numbers = torch.tensor(
-                [self._requested, not self._active], device=fabric.control_device
+                [self._requested, not self._active], device=communicator.control_device
             )
-            handle = fabric.maximum(numbers, what="number of measurements")
+            handle = communicator.maximum(numbers, what="number of measurements")
             requested, failed = handle.wait().tolist()
         if failed and self._active:
             self._give_up("it has ended on another worker")

@@ -6,14 +6,14 @@ import time
 import torch
 from torch import Tensor
 
-from offbeat.fabric import Communicator
 from offbeat.lab.probe.link import END, PING_SHARE, PINGS, repeat
 from offbeat.lab.probe.result import AllReduce
+from offbeat.transport.communicator import Communicator
 from offbeat.units import show_bytes
 
 
 def measure_all_reduce(
-    fabric: Communicator, noise: Tensor, scratch: Tensor, seconds: float
+    communicator: Communicator, noise: Tensor, scratch: Tensor, seconds: float
 ) -> AllReduce | None:
     """Measure all-reduces as rank 0 directs; the result is there only."""
     taken: list[float] = []
@@ -21,13 +21,13 @@ def measure_all_reduce(
 
     def direct(number: int) -> int:
         order.fill_(number)
-        fabric.broadcast(order, what="next measurement").wait()
+        communicator.broadcast(order, what="next measurement").wait()
         return int(order.item())
 
     def reduce(count: int) -> float:
         scratch[:count].copy_(noise[:count])
         start = time.perf_counter()
-        fabric.sum(scratch[:count], what=f"all-reduce of {show_bytes(4 * count)}").wait()
+        communicator.sum(scratch[:count], what=f"all-reduce of {show_bytes(4 * count)}").wait()
         taken.append(time.perf_counter() - start)
         return taken[-1]
 
@@ -35,7 +35,7 @@ def measure_all_reduce(
         """Of each all-reduce since the last call, the time of the worker that had it last."""
         times = torch.tensor(taken, dtype=torch.float64)
         taken.clear()
-        fabric.maximum(times, what="times of the all-reduces").wait()
+        communicator.maximum(times, what="times of the all-reduces").wait()
         return [float(one) for one in times]
 
     least, most = PINGS
@@ -43,7 +43,7 @@ def measure_all_reduce(
     for _ in range(direct(max(least, min(most, int(PING_SHARE * seconds / once))))):
         reduce(1)
     latency = statistics.median(slowest()[least:])
-    if fabric.rank != 0:
+    if communicator.rank != 0:
         while (count := direct(0)) != END:
             reduce(count)
         slowest()
@@ -58,5 +58,5 @@ def measure_all_reduce(
         message_bytes=size,
         repetitions=len(times),
         algorithm_bytes_per_second=size / median,
-        bus_bytes_per_second=2 * (fabric.size - 1) / fabric.size * size / median,
+        bus_bytes_per_second=2 * (communicator.size - 1) / communicator.size * size / median,
     )

@@ -11,8 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from offbeat.fabric import Communicator, Handle
 from offbeat.lab.probe.result import Pair
+from offbeat.transport.communicator import Communicator
+from offbeat.transport.handle import Handle
 from offbeat.units import show_bytes
 
 PINGS = (5, 100)
@@ -37,13 +38,13 @@ class Link:
     """The side that measures; ``serve`` runs on the other one.
 
     Args:
-        fabric: Of both.
+        communicator: Of both.
         peer: Rank of the other side.
         payload: What is sent, bytes; a message is a beginning of it.
     """
 
-    def __init__(self, fabric: Communicator, peer: int, payload: Tensor) -> None:
-        self._fabric, self._peer, self._payload = fabric, peer, payload
+    def __init__(self, communicator: Communicator, peer: int, payload: Tensor) -> None:
+        self._fabric, self._peer, self._payload = communicator, peer, payload
         self._count, self._answer = _control()
 
     def _round_trip(self, tensor: Tensor, tag: int, what: str) -> float:
@@ -93,16 +94,16 @@ class Link:
         )
 
 
-def serve(fabric: Communicator, source: int, scratch: Tensor) -> None:
+def serve(communicator: Communicator, source: int, scratch: Tensor) -> None:
     """Answer the pings and payloads of ``source`` until it says that it has done."""
     asked, answer = _control()
 
     def listen() -> Handle[Tensor]:
-        return fabric.receive(asked, source=source, tag=_ASK, what=f"ping of rank {source}")
+        return communicator.receive(asked, source=source, tag=_ASK, what=f"ping of rank {source}")
 
     def reply() -> None:
         what = f"answer to rank {source}"
-        fabric.send(answer, destination=source, tag=_ANSWER, what=what).wait()
+        communicator.send(answer, destination=source, tag=_ANSWER, what=what).wait()
 
     ping = listen()
     while True:
@@ -112,7 +113,7 @@ def serve(fabric: Communicator, source: int, scratch: Tensor) -> None:
             return
         what = f"{show_bytes(count)} of rank {source}"
         payload = (
-            fabric.receive(scratch[:count], source=source, tag=_PAYLOAD, what=what)
+            communicator.receive(scratch[:count], source=source, tag=_PAYLOAD, what=what)
             if count
             else None
         )

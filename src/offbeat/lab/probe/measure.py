@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from offbeat.arguments import POSITIVE, require_integer, require_number
 from offbeat.errors import OffbeatError
-from offbeat.fabric import Communicator
-from offbeat.fabric.network_interface import interface_in_use
-from offbeat.fabric.torch_distributed import TorchCommunicator
 from offbeat.lab.probe.all_reduce import measure_all_reduce
 from offbeat.lab.probe.link import Link, serve
 from offbeat.lab.probe.result import AllReduce, Pair, Probe, Rank
 from offbeat.lab.probe.verdict import find_warnings
+from offbeat.transport.communicator import Communicator
+from offbeat.transport.network_interface import interface_in_use
+from offbeat.transport.torch_distributed import TorchCommunicator
 
 _ALL_PAIRS_UP_TO = 8  # workers; beyond, a ring of neighbours and a sample
 _PAIR_SHARE = 0.7  # of all the time; the rest is for all-reduces
@@ -55,42 +55,42 @@ def probe(
         raise OffbeatError(f"probe measures with gloo, and the process group is {backend}")
     if dist.get_world_size() < 2:
         raise OffbeatError("probe needs at least 2 workers: there is no network with 1")
-    fabric = TorchCommunicator(None, timeout_seconds=timeout_seconds)
-    _meet(fabric)
+    communicator = TorchCommunicator(None, timeout_seconds=timeout_seconds)
+    _meet(communicator)
     started = time.perf_counter()
     # Noise, as some tunnels compress. Floats, as random bits would hold slow denormal numbers.
     noise = torch.randn(size_bytes // 4, generator=torch.Generator().manual_seed(seed))
     scratch = torch.empty_like(noise)
-    order = choose_pairs(fabric.size, seed)
+    order = choose_pairs(communicator.size, seed)
     measured: list[Pair] = []
     for number, (source, destination) in enumerate(order):
         left = max(0.0, started + _PAIR_SHARE * seconds - time.perf_counter())
         # The others wait as long as one pair takes, and must not run into the time-out.
         share = min(left / (len(order) - number), timeout_seconds / 4)
-        if fabric.rank == source:
-            link = Link(fabric, destination, noise.view(torch.uint8))
+        if communicator.rank == source:
+            link = Link(communicator, destination, noise.view(torch.uint8))
             measured.append(link.measure(share))
-        elif fabric.rank == destination:
-            serve(fabric, source, scratch.view(torch.uint8))
-        _meet(fabric)
+        elif communicator.rank == destination:
+            serve(communicator, source, scratch.view(torch.uint8))
+        _meet(communicator)
     left = started + seconds - time.perf_counter()
-    reduced = measure_all_reduce(fabric, noise, scratch, max(0.0, left))
+    reduced = measure_all_reduce(communicator, noise, scratch, max(0.0, left))
     mine = {
         "rank": dataclasses.asdict(
-            Rank(fabric.rank, socket.gethostname(), interface_in_use(backend))
+            Rank(communicator.rank, socket.gethostname(), interface_in_use(backend))
         ),
         "pairs": [dataclasses.asdict(pair) for pair in measured],
         "all_reduce": dataclasses.asdict(reduced) if reduced else None,
         "seconds": time.perf_counter() - started,
     }
-    payloads = fabric.gather_bytes(json.dumps(mine).encode(), what="results of the probe")
+    payloads = communicator.gather_bytes(json.dumps(mine).encode(), what="results of the probe")
     told = [json.loads(payload) for payload in payloads]
     ranks = tuple(Rank(**one["rank"]) for one in told)
     pairs = sorted((Pair(**p) for one in told for p in one["pairs"]), key=lambda p: p.ends)
     return Probe(
         ranks=ranks,
         pairs=tuple(pairs),
-        possible_pairs=fabric.size * (fabric.size - 1),
+        possible_pairs=communicator.size * (communicator.size - 1),
         all_reduce=AllReduce(**told[0]["all_reduce"]),
         warnings=tuple(find_warnings(ranks, pairs)),
         seed=seed,
@@ -111,6 +111,6 @@ def choose_pairs(size: int, seed: int = 0) -> list[tuple[int, int]]:
     return pairs + [(a, (a + draw.randrange(2, size - 1)) % size) for a in range(size)]
 
 
-def _meet(fabric: Communicator) -> None:
+def _meet(communicator: Communicator) -> None:
     """Wait until all workers are here, so that only one pair has the network."""
-    fabric.sum(torch.zeros(1), what="meeting between two measurements").wait()
+    communicator.sum(torch.zeros(1), what="meeting between two measurements").wait()

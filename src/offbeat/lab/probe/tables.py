@@ -2,8 +2,8 @@
 
 import statistics
 
+from offbeat.display.table import Table
 from offbeat.lab.probe.result import DIRECTIONS, Probe, rate_of
-from offbeat.table import Table
 from offbeat.units import show_bandwidth, show_bytes, show_seconds
 
 

@@ -12,7 +12,7 @@ from offbeat.lab.recipes.base import Recipe, Setup, Task, accuracy, steps_for
 from offbeat.lab.recipes.googlenet import googlenet
 from offbeat.lab.recipes.image_folder import ImageFolder
 from offbeat.lab.recipes.plain_cnns import alexnet
-from offbeat.schedule import LinearScalingWarmup
+from offbeat.training.lr_schedule import LinearScalingWarmup
 
 TOP = {"top-1 accuracy": 1, "top-5 accuracy": 5, "top-10 accuracy": 10}
 READERS = 6

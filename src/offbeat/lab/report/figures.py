@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from offbeat.display.plots import INK, as_svg, new_figure
 from offbeat.lab.report.rows import Row, ideal_of, rows_of
 from offbeat.lab.report.tables import SHARES, caption, seconds_to, targets_of
 from offbeat.lab.results import Result
-from offbeat.plots import INK, as_svg, new_figure
 
 _WIDTH, _FONT = 4.4, 9  # inches and points: readable where a telephone shows it 350 pixels wide
 _WRAP = 26  # letters of a label

@@ -4,13 +4,13 @@ import statistics
 from collections.abc import Sequence
 
 from offbeat.baselines import FedAvg
+from offbeat.display.table import Table
 from offbeat.lab.report.clock import took_turns
 from offbeat.lab.report.intervals import interval_of
 from offbeat.lab.report.rows import Row, common_options, ideal_of, rows_of, share_of_ideal
 from offbeat.lab.results import Result
 from offbeat.registry import parse_strategy
 from offbeat.strategies.base import Gradients, SharedModel
-from offbeat.table import Table
 from offbeat.units import show_bandwidth, show_bytes, show_seconds
 
 HEADINGS = (

@@ -1,0 +1,1 @@
+"""The parts of a shared model: launched, in flight, landed."""

@@ -1,0 +1,294 @@
+"""The parts of a shared model on their way: decided, launched, in flight, landed."""
+
+import math
+from dataclasses import dataclass, field
+
+from offbeat.averaging.finite import NonFiniteCheck
+from offbeat.averaging.parts.landing import Landing
+from offbeat.averaging.parts.part import Part
+from offbeat.averaging.parts.shared_model import make_parts
+from offbeat.averaging.votes import Round
+from offbeat.averaging.worker import Worker
+from offbeat.checkpoint.state import transient
+from offbeat.strategies.base import Launch, Precision, SharedModel, Strategy, WorkerView
+from offbeat.transport.handle import Completed
+
+_SMOOTHED_PASSES = 5  # passes of the model over which ‖u‖² and ‖D‖² are smoothed
+
+
+@dataclass(frozen=True)
+class QueuedLaunch:
+    """A part that a round has decided to launch.
+
+    Attributes:
+        part: Its index.
+        round: The round.
+        precision: Precision of the part. None: that of the wire.
+    """
+
+    part: int
+    round: Round
+    precision: Precision | None
+
+
+@dataclass
+class PipelineState:
+    """What a checkpoint holds of the pipeline.
+
+    Attributes:
+        parts: The parts of the shared model.
+        next_part: Index of the part that is launched next.
+        in_flight: Indices of the parts in flight, the oldest first.
+        fresh_step: Local step of the newest launch that has landed.
+        flight_seconds: Sum over all landings of the time from launch to arrival.
+        queue: Launches that were decided and wait for their part to land.
+        spent: Seconds spent on each launch and landing since the last step boundary.
+    """
+
+    parts: list[Part]
+    next_part: int = 0
+    in_flight: list[int] = field(default_factory=list)
+    fresh_step: int = 0
+    flight_seconds: float = 0.0
+    queue: list[QueuedLaunch] = transient(default_factory=list)
+    spent: list[float] = transient(default_factory=list)
+
+
+class Pipeline:
+    """Launches and lands the parts of one worker in the order that the rounds decide.
+
+    Args:
+        worker: This worker.
+        strategy: Is asked for the outer step of each launch.
+        shared: How the model is shared.
+        view: Counters that the strategy sees; the pipeline maintains them.
+        check: Counts what is excluded after a vote.
+
+    Attributes:
+        state: What a checkpoint holds.
+        report_non_finite: True if a part became non-finite after the vote of its launch, so that
+            the next vote must report it.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        strategy: Strategy,
+        shared: SharedModel,
+        view: WorkerView,
+        check: NonFiniteCheck,
+    ) -> None:
+        self._worker, self._strategy, self._shared = worker, strategy, shared
+        self._view, self._check, self.report_non_finite = view, check, False
+        self.state = PipelineState(make_parts(worker, shared), fresh_step=worker.step)
+        view.count = len(self.state.parts)
+
+    @property
+    def parts(self) -> list[Part]:
+        """The parts of the shared model."""
+        return self.state.parts
+
+    @property
+    def next_part(self) -> Part:
+        """The part that is launched next."""
+        return self.state.parts[self.state.next_part]
+
+    @property
+    def oldest(self) -> Part | None:
+        """The part in flight that was launched first; None if no part is in flight."""
+        return self.state.parts[self.state.in_flight[0]] if self.state.in_flight else None
+
+    @property
+    def unsynced(self) -> bool:
+        """True if this worker's model holds steps that no other worker has received."""
+        step = self._worker.step
+        for part in self.state.parts:  # called after each step: any() takes three times as long
+            if step > part.synced_step:
+                return True
+        return self._worker.touched
+
+    def step_skipped(self) -> None:
+        """The current local step has changed nothing, so it is not an unsynchronized step."""
+        step = self._worker.step
+        for part in self.parts:
+            if part.synced_step == step - 1:
+                part.synced_step = step
+
+    def arrived(self) -> int:
+        """Number of the oldest parts in flight that have arrived."""
+        count = 0
+        for index in self.state.in_flight:
+            if not self.parts[index].arrived():
+                break
+            count += 1
+        return count
+
+    def finite(self, part: Part) -> bool:
+        """Whether all parameters of ``part`` are finite, on all workers of this node."""
+        (squared,) = self._worker.team.over_shards(part.squared_norm())
+        return math.isfinite(squared)
+
+    # -- launching -------------------------------------------------------------------------------
+
+    def add(self, launch: Launch, round: Round) -> None:
+        """Queue what a round has decided to launch: the next parts in turn."""
+        state, count = self.state, len(self.parts)
+        number = count if launch.parts == math.inf else int(launch.parts)
+        state.queue += [
+            QueuedLaunch((state.next_part + i) % count, round, launch.precision)
+            for i in range(number)
+        ]
+        state.next_part = (state.next_part + number) % count
+
+    def launch_queued(self, *, wait: bool) -> None:
+        """Launch what is queued, in order.
+
+        Args:
+            wait: Land a part that is still in flight from its last launch. Otherwise the queue
+                waits for it.
+        """
+        while self.state.queue:
+            queued = self.state.queue[0]
+            while self.parts[queued.part].in_flight:
+                if not wait:
+                    return
+                self.land()
+            self._launch(queued)
+            self.state.in_flight.append(queued.part)
+            self.state.queue.pop(0)
+
+    def _launch(self, queued: QueuedLaunch) -> None:
+        worker, shared, view = self._worker, self._shared, self._view
+        part, round = self.parts[queued.part], queued.round
+        view.launches += 1
+        began = worker.team.host.now()
+        weight = buffer_weight = round.own.weight
+        if shared.eager and worker.guarded and worker.size > 1 and not self.finite(part):
+            weight = 0.0  # it became non-finite after the vote: send an update of 0
+            buffer_weight = buffer_weight if worker.excludes else 0.0  # else they are not restored
+            self._found_non_finite()
+        outer_step = None
+        if shared.error_feedback and shared.outer.momentum:
+            strategy, index = self._strategy, queued.part
+            outer_step = round.then(lambda _: strategy.outer_step(view, index, round.tally()))
+        part.launch(
+            round.then(lambda sums: sums.weight),
+            weight=weight,
+            buffer_weight=buffer_weight,
+            step=worker.step,
+            what=f"launch {view.launches} (part {queued.part}) at step {worker.step}",
+            precision=queued.precision,
+            outer_step=outer_step,
+        )
+        if not shared.blocking:  # else the steps would be lost if a peer dies before the landing
+            part.synced_step = worker.step
+        self._spend(began)
+
+    def _found_non_finite(self) -> None:
+        """A part became non-finite after the vote of its launch."""
+        if self._worker.excludes:
+            self._check.exclude_late(self._worker.step)
+            self.restore()
+        else:
+            self.report_non_finite = True
+
+    def _spend(self, began: float) -> None:
+        if self._shared.eager:
+            self.state.spent.append(self._worker.team.host.now() - began)
+
+    # -- landing ---------------------------------------------------------------------------------
+
+    def land(self, *, take: bool = True) -> None:
+        """Land the part that was launched first. Waits for it.
+
+        Args:
+            take: False keeps this worker's own model, even if it has contributed to the mean.
+        """
+        state, view, worker = self.state, self._view, self._worker
+        view.step = worker.step  # ``outer_step`` may be asked now
+        part = self.parts[state.in_flight[0]]
+        if not self._shared.blocking:
+            part.wait()
+        began = worker.team.host.now()
+        if take:
+            part.land(worker.moves, extra=self._with(part))
+        else:
+            part.discard()
+        self._spend(began)
+        state.in_flight.pop(0)
+        view.landings += 1
+        state.fresh_step = max(state.fresh_step, part.launched_step)
+        if self._shared.blocking and take and part.weight:
+            part.synced_step = worker.step
+        if len(self.parts) > 1:
+            part.release()
+        state.flight_seconds += (part.arrived_seconds or 0.0) - part.launched_seconds
+        if self._shared.error_feedback:
+            keep = 1 - 1 / (_SMOOTHED_PASSES * len(self.parts))
+            sent, mean = worker.team.over_shards(part.sent_squared, part.mean_squared)
+            view.sent_squared = keep * view.sent_squared + sent
+            view.mean_squared = keep * view.mean_squared + mean
+
+    def _with(self, part: Part) -> list[Landing]:
+        """Sums that land together with ``part``: the optimizers' state lands with the last one."""
+        if not self._shared.optimizer_state or part is not self.parts[-1]:
+            return []
+        own, total = part.weights()
+        return self._worker.optimizer_state.launch(own, total) if total else []
+
+    def settle(self) -> None:
+        """Launch and land everything, and free the staging memory. Waits."""
+        self.launch_queued(wait=True)
+        while self.state.in_flight:
+            self.land()
+        for part in self.parts:
+            part.release()
+
+    def show(self) -> None:
+        """Change the model as if everything in flight had landed. Waits."""
+        self._view.step = self._worker.step
+        for index in self.state.in_flight:
+            self.parts[index].show(self._worker.moves)
+
+    def restore(self) -> None:
+        """x ← P, all of it, if P is kept: other parts may be non-finite, too."""
+        if all(part.keeps_base for part in self.parts):
+            for part in self.parts:
+                part.restore(self._worker.step)
+            self._worker.forget_non_finite()
+
+    def average_residuals(self) -> None:
+        """x ← P + mean(x − P), of which the mean travels in int8. Nothing is in flight.
+
+        x − P is small against P, so the exact mean of whole models would gain nothing: an entry is
+        off by at most a 254th of the largest residual in its block, and the rounding of the second
+        stage.
+        """
+        worker = self._worker
+        for index, part in enumerate(self.parts):
+            part.launch(
+                Completed(float(worker.size)),
+                weight=1.0,
+                step=worker.step,
+                what=f"final mean (part {index})",
+                precision="int8",
+                outer_step=Completed((1.0, 0.0)),
+            )
+        for part in self.parts:  # all of them, before anything is written
+            part.wait()
+        for part in self.parts:
+            part.land(worker.step)
+            part.restore(worker.step)
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    def before_save(self) -> None:
+        """Let everything in flight arrive."""
+        self.launch_queued(wait=True)
+        for part in self.parts:
+            part.before_save()
+
+    def after_load(self) -> None:
+        """``state`` was loaded from a checkpoint."""
+        for part in self.parts:
+            part.after_load()

@@ -1,0 +1,200 @@
+"""A part whose workers send snapshots of their tensors."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from offbeat.averaging.parts.landing import Landing, bucket_landing, land
+from offbeat.averaging.parts.part import Part, Tensors
+from offbeat.averaging.replica import add_to, unpack
+from offbeat.quantization.wire import Precision, Wire
+from offbeat.strategies.base import Outer
+from offbeat.transport.handle import Handle
+from offbeat.transport.team import Team
+
+
+class SnapshotPart(Part):
+    """A part whose workers send snapshots, or over a lossy wire the difference of these to P.
+
+    s is the snapshot of a worker at the launch, w its weight:
+
+        P kept:      D = Σ w·(s − P) / Σ w;  v ← μ·v + D;  P ← P + η·(D + μ·v)
+        P not kept:  P = Σ w·s / Σ w         the same for η = 1, μ = 0
+        landing:     x ← x + (P − s)         keeps the local steps since the launch
+                     x ← P                   if there are none
+
+    Floating-point buffers are averaged. If steps were taken since the launch they are shifted by
+    the same difference, but stay between their own value and the mean, so that a variance stays
+    positive.
+
+    Args:
+        team: As for ``Part``, like those below.
+        wire: With a lossy one P is kept, because quantization is relative to what is sent.
+        parameters: Tensors of this part.
+        name: Name of the part.
+        anchored: Keep P. Always kept with an outer step or a lossy wire.
+        keeps_steps: False if the part always lands before the worker's next step.
+        outer: The step of P.
+        buffers: Buffers that travel along.
+        step: Local steps so far.
+
+    *Memory*, in copies of the part: the sums; s with ``keeps_steps``; P, if kept; v.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        wire: Wire,
+        parameters: Tensors,
+        *,
+        name: str,
+        anchored: bool = False,
+        keeps_steps: bool = True,
+        outer: Outer | None = None,
+        buffers: Tensors = tuple,
+        step: int = 0,
+    ) -> None:
+        super().__init__(
+            team,
+            wire,
+            parameters,
+            name=name,
+            buffers=buffers,
+            outer=outer,
+            step=step,
+            riding=wire.exact,
+        )
+        self._keeps_steps = keeps_steps
+        dtype = None if self._outer.dtype is None else getattr(torch, self._outer.dtype)
+        self.keeps_base = anchored or not self._outer.plain or not wire.exact
+        if self.keeps_base:
+            self.base = [b.copy_parameters(dtype) for b in self.buckets[: self.parameter_buckets]]
+            self.buffer_base = [b.copy_buffers() for b in self.buckets]
+        if self._outer.momentum:
+            self.velocity = [torch.zeros_like(p) for p in self.base]
+        if keeps_steps:
+            self.sums = [b.flat for b in self.buckets]
+            self.own = [torch.empty_like(s) for s in self.sums]
+
+    @override
+    def launch(
+        self,
+        total: Handle[float],
+        *,
+        weight: float,
+        step: int,
+        what: str,
+        buffer_weight: float | None = None,
+        precision: Precision | None = None,
+        outer_step: Handle[tuple[float, float]] | None = None,
+    ) -> None:
+        assert precision is None, "a precision of one launch requires error feedback"
+        assert outer_step is None, "an outer step of one launch requires error feedback"
+        assert weight in (0, 1) or not self.keeps_base, (
+            "a weighted mean of differences is not defined"
+        )
+        self._begin(total, weight, step)
+        shared = weight if buffer_weight is None else buffer_weight
+        for i, bucket in enumerate(self.buckets):
+            flat = bucket.pack(weight or shared or 1.0)
+            if self.own:
+                self.own[i].copy_(flat)
+            if not weight:
+                bucket.parameter_values.zero_()
+            if not shared:
+                bucket.buffer_values.zero_()
+            if i >= self.parameter_buckets:
+                self._handles.append(self._team.communicator.sum(flat, what=what))
+                continue
+            if weight and self.base:
+                values = bucket.parameter_values
+                torch.sub(values, self.base[i], out=values)
+            stream = f"{self._name}, bucket {i}"
+            contribute = weight != 0 or (shared != 0 and bool(bucket.buffers))
+            self._handles.append(
+                self._wire.sum(flat, stream=stream, what=what, contribute=contribute)
+            )
+
+    @override
+    def wait(self) -> None:
+        if self._waited:
+            return
+        self.weight = self._total.wait()
+        for bucket, handle in zip(self.buckets, self._handles, strict=True):
+            bucket.flat.copy_(handle.wait())
+        self._handles, self._waited = [], True
+        if self.arrived_seconds is None:
+            self.arrived_seconds = self._team.host.now()
+
+    @override
+    def land(self, step: int, *, extra: Sequence[Landing] = ()) -> None:
+        if self.keeps_base or self._keeps_steps:
+            super().land(step, extra=extra)
+            return
+        self.weight = self._total.wait()
+        landings = list(self._plain_landings())
+        land([*landings, *extra], self._team.host)
+        self._handles, self._waited, self.in_flight = [], True, False
+        self.arrived_seconds = self._team.host.now()
+
+    def _plain_landings(self) -> Iterator[Landing]:
+        """x ← Σ w·s / Σ w, bucket by bucket as they arrive."""
+        for handle, bucket in zip(self._handles, self.buckets, strict=True):
+            if self.weight:
+                yield bucket_landing(handle, bucket, self.weight)
+            else:
+                yield Landing(handle, write=lambda: None)
+
+    @override
+    def _write(self, *, moved: bool, show: bool) -> None:
+        moved = moved and bool(self.own)
+        self._refresh_tensors()
+        for i, bucket in enumerate(self.buckets):
+            own = self.own[i] if moved else None
+            if i < self.parameter_buckets:
+                self._write_parameters(i, own, show)
+            self._write_buffers(i, None if own is None else bucket.buffers_of(own), show=show)
+
+    def _write_parameters(self, i: int, own: Tensor | None, show: bool) -> None:
+        bucket = self.buckets[i]
+        values = bucket.parameter_values
+        if own is not None:
+            own = bucket.parameters_of(own)
+        if not self.base:
+            if own is None:
+                unpack(values, bucket.parameters, self.weight)
+                return
+            shift = values.clone() if show else values
+            shift.sub_(own, alpha=self.weight)
+            add_to(bucket.parameters, shift, 1 / self.weight)
+            return
+        base = self._moved_base(i, show)
+        if own is None:
+            unpack(base, bucket.parameters)
+        else:
+            add_to(bucket.parameters, (base - own).to(values.dtype), 1.0)
+
+    def _moved_base(self, i: int, show: bool) -> Tensor:
+        """P of bucket i after its outer step; with ``show`` P and v stay as they are."""
+        kept, flat = self.base[i], self.buckets[i].parameter_values
+        dtype = torch.promote_types(kept.dtype, flat.dtype)
+        mean = flat.to(dtype, copy=True).div_(self.weight)  # D
+        if self.velocity:
+            velocity = self.velocity[i].to(dtype, copy=True).mul_(self._outer.momentum).add_(mean)
+            if not show:
+                self.velocity[i].copy_(velocity)
+            mean.add_(velocity, alpha=self._outer.momentum)
+        base = kept.to(dtype, copy=True).add_(mean, alpha=self._outer.lr)
+        return base.to(kept.dtype) if show else kept.copy_(base)
+
+    @override
+    def _restored(self, index: int) -> None:
+        if self.own:
+            self.buckets[index].parameters_of(self.own[index]).copy_(self.base[index])
+
+    @override
+    def _restored_buffers(self, index: int) -> None:
+        if self.own:
+            self.buckets[index].buffers_of(self.own[index]).copy_(self.buffer_base[index])

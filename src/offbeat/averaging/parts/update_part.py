@@ -1,0 +1,274 @@
+"""A part that keeps the quantization error in the model: error feedback without memory.
+
+A worker sends u = C(x − P), where C is the quantization. It moves its model by the mean of all u
+minus its own u, so that the part of x − P that C could not represent stays in x − P.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from typing_extensions import override
+
+from offbeat.averaging.flat_view import Difference, FlatView
+from offbeat.averaging.parts.part import Part, Tensors
+from offbeat.quantization.codecs import compiled, piece_elements
+from offbeat.quantization.decoding import Numbers, Packed, Plain, Update
+from offbeat.quantization.kernels import Kernels
+from offbeat.quantization.wire import Precision, Wire
+from offbeat.strategies.base import Outer
+from offbeat.transport.handle import Completed, Handle
+from offbeat.transport.team import Team
+
+Squares = NDArray[np.float64]  # ‖D‖² and ‖u‖²
+
+
+@dataclass(init=False, eq=False)
+class UpdatePart(Part):
+    """A part with error feedback.
+
+        launch:   u = C(x − P)
+        landing:  D = Σ w·u / Σ w
+                  v ← μ·v + D;  Δ = η·(D + a·v)
+                  P ← P + Δ
+                  x ← x + Δ − u
+
+    μ and a come with each launch. D, u and Δ are never stored as a whole: a landing reads the
+    payloads piece by piece and moves P, v and x while a piece is in the processor's cache.
+
+    Args:
+        team: As for ``Part``, like those below.
+        wire: Sums the updates.
+        parameters: Tensors of this part.
+        name: Name of the part.
+        outer: The step of P. With momentum v is kept.
+        buffers: Buffers that travel along.
+        step: Local steps so far.
+
+    Attributes:
+        fade: μ of the launch in flight.
+        ahead: a of the launch in flight.
+
+    *Memory*, in copies of the part: P, v; in flight u and the sum, as they travel.
+    """
+
+    fade: float = 0.0
+    ahead: float = 0.0
+
+    def __init__(
+        self,
+        team: Team,
+        wire: Wire,
+        parameters: Tensors,
+        *,
+        name: str,
+        outer: Outer | None = None,
+        buffers: Tensors = tuple,
+        step: int = 0,
+    ) -> None:
+        super().__init__(team, wire, parameters, name=name, buffers=buffers, outer=outer, step=step)
+        self.keeps_base = True
+        for bucket in self.buckets[: self.parameter_buckets]:
+            self.base.append(bucket.copy_parameters())
+        for bucket in self.buckets:
+            self.buffer_base.append(bucket.copy_buffers())
+            bucket.release()
+        if self._outer.momentum:
+            self.velocity = [torch.zeros_like(p) for p in self.base]
+        self.fade = self.ahead = self._outer.momentum
+        self._fixed_step = Completed((self._outer.momentum, self._outer.momentum))
+        self._outer_step: Handle[tuple[float, float]] = self._fixed_step
+        self._updates: list[Update] = []
+        self._own_buffers: list[Tensor] = []
+
+    @override
+    def launch(
+        self,
+        total: Handle[float],
+        *,
+        weight: float,
+        step: int,
+        what: str,
+        buffer_weight: float | None = None,
+        precision: Precision | None = None,
+        outer_step: Handle[tuple[float, float]] | None = None,
+    ) -> None:
+        self._begin(total, weight, step)
+        self._outer_step = self._fixed_step if outer_step is None else outer_step
+        self.sums, self.own = [], []  # of a checkpoint
+        self._updates, self._own_buffers = [], []
+        for i, bucket in enumerate(self.buckets):
+            if i < self.parameter_buckets:
+                update = self._wire.sum_updates(
+                    Difference(FlatView(bucket.parameters), self.base[i]),
+                    stream=f"{self._name}, bucket {i}",
+                    what=what,
+                    contribute=weight != 0,
+                    precision=precision,
+                )
+                self._updates.append(update)
+                self._handles.append(update)
+                continue
+            flat = bucket.pack()
+            self._own_buffers.append(flat.clone())
+            if not (weight if buffer_weight is None else buffer_weight):
+                flat.zero_()
+            self._handles.append(self._team.communicator.sum(flat, what=what))
+
+    @override
+    def wait(self) -> None:
+        if self._waited:
+            return
+        self.weight = self._total.wait()
+        self.fade, self.ahead = self._outer_step.wait()
+        for i, handle in enumerate(self._handles):
+            result = handle.wait()
+            if i >= self.parameter_buckets:
+                self.buckets[i].flat.copy_(result)
+        self._handles, self._waited = [], True
+        if self.arrived_seconds is None:
+            self.arrived_seconds = self._team.host.now()
+
+    @override
+    def _write(self, *, moved: bool, show: bool) -> None:
+        self.mean_squared = self.sent_squared = 0.0
+        self._refresh_tensors()
+        for i in range(len(self.buckets)):
+            if i < self.parameter_buckets:
+                self._write_bucket(i, show)
+            else:
+                own = self._own_buffers[i - self.parameter_buckets]
+                self._write_buffers(i, own if moved else None, show=show)
+        if not show:
+            self._updates, self._own_buffers = [], []
+
+    def _write_bucket(self, i: int, show: bool) -> None:
+        """P ← P + Δ; x ← x + Δ − u, one piece after the other."""
+        update, base = self._updates[i], self.base[i]
+        view = FlatView(self.buckets[i].parameters)
+        total, step = update.wait(), piece_elements(base.numel(), base.device)
+        scratch = torch.empty(2, min(step, base.numel()), dtype=view.dtype, device=base.device)
+        squares, start = np.zeros(2), 0
+        while start < base.numel():
+            count = min(step, base.numel() - start)
+            compiles = not show and self._team.host.scale == 1
+            loops = compiled(scratch, base, *self.velocity[i : i + 1]) if compiles else None
+            packed = None if loops is None else total.packed(start, count)
+            sent = None if packed is None else update.sent.packed(start, packed.count)
+            if loops is not None and packed is not None and sent is not None:
+                count = sent.count
+                self._land_packed(loops, packed, sent, scratch[0, :count], squares, i, start)
+            else:
+                self._land_numbers(
+                    loops, total, update.sent, scratch[:, :count], squares, i, start, show
+                )
+            view.add(scratch[0, :count], start)
+            start += count
+        view.write_back()
+        self.mean_squared += float(squares[0])
+        self.sent_squared += float(squares[1])
+
+    def _land_packed(
+        self,
+        loops: Kernels,
+        total: Packed,
+        sent: Packed,
+        shift: Tensor,
+        squares: Squares,
+        i: int,
+        start: int,
+    ) -> None:
+        """Shift ← Δ − u, from payloads in one pass; P and v move."""
+        piece = slice(start, start + shift.numel())
+        base = self.base[i]
+        kept = self.velocity[i][piece] if self.velocity else base[:0]
+        loops.land(
+            *(total.rows, total.bits, sent.rows[0], sent.bits, total.first, self.weight),
+            *(t.numpy() for t in (shift, base[piece], kept)),
+            *(self.fade, self.ahead, self._outer.lr, squares),
+        )
+
+    def _land_numbers(
+        self,
+        loops: Kernels | None,
+        total: Numbers,
+        update: Numbers,
+        scratch: Tensor,
+        squares: Squares,
+        i: int,
+        start: int,
+        show: bool,
+    ) -> None:
+        """The first row of ``scratch`` ← Δ − u; P and v move, unless it is only shown."""
+        shift, sent = scratch
+        base = self.base[i][start : start + shift.numel()]
+        kept = self.velocity[i][start : start + shift.numel()] if self.velocity else base[:0]
+        total.read(shift, start)
+        update.read(sent, start)
+        shift.div_(self.weight)
+        if loops is not None:
+            loops.measure(shift.numpy(), squares, 0)
+            loops.measure(sent.numpy(), squares, 1)
+            arrays = (t.numpy() for t in (shift, sent, base, kept))
+            loops.move(*arrays, self.fade, self.ahead, self._outer.lr)
+            return
+        if not show:
+            # In one tensor, because each reading waits for a GPU.
+            squares += torch.stack([torch.dot(one, one) for one in (shift, sent)]).tolist()
+        self._outer_shift(shift, kept, show)
+        if not show:
+            base.add_(shift)
+        shift.sub_(sent)
+
+    def _outer_shift(self, shift: Tensor, kept: Tensor, show: bool) -> None:
+        """Shift ← Δ, given D; with ``show`` v stays as it is.
+
+        Each product is rounded before it is added, as in ``kernels.move``.
+        """
+        if kept.numel():
+            velocity = shift + self.fade * kept
+            if not show:
+                kept.copy_(velocity)
+            shift.add_(velocity.mul_(self.ahead))
+        if self._outer.lr != 1:
+            shift.mul_(self._outer.lr)
+
+    @override
+    def _restored(self, index: int) -> None:
+        """Add u of the launch in flight, which the landing will subtract."""
+        if self.in_flight:
+            view = FlatView(self.buckets[index].parameters)
+            view.add(self._updates[index].sent.whole(), 0)
+            view.write_back()
+
+    @override
+    def _restored_buffers(self, index: int) -> None:
+        if self.in_flight and index >= self.parameter_buckets:
+            self._own_buffers[index - self.parameter_buckets].copy_(self.buffer_base[index])
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    @override
+    def before_save(self) -> None:
+        self.wait()
+        if self.in_flight:
+            buffers = self.buckets[self.parameter_buckets :]
+            self.sums = [one.wait().whole() for one in self._updates] + [b.flat for b in buffers]
+            self.own = [*(one.sent.whole() for one in self._updates), *self._own_buffers]
+
+    @override
+    def after_load(self) -> None:
+        if self.in_flight:
+            sums, own = (
+                [one.to(b.tensors[0].device) for one, b in zip(some, self.buckets, strict=True)]
+                for some in (self.sums, self.own)
+            )
+            count = self.parameter_buckets
+            numbers = [(Plain(total), Plain(u)) for total, u in zip(sums, own, strict=True)]
+            self._updates = [Update(Completed(total), u) for total, u in numbers[:count]]
+            self._own_buffers = own[count:]
+            for bucket, total in zip(self.buckets[count:], sums[count:], strict=True):
+                bucket.flat.copy_(total)
+        self.sums, self.own = [], []

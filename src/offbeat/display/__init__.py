@@ -1,0 +1,1 @@
+"""How results are displayed: tables and plots."""

@@ -1,0 +1,1 @@
+"""Elastic training: workers that fail or join while the others continue."""

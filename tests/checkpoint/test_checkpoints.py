@@ -1,0 +1,619 @@
+"""``offbeat.save`` and ``offbeat.load``: the same run, whatever crashed, or an error on all."""
+
+import logging
+import os
+import random
+import re
+import shutil
+import signal
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offbeat
+import workers
+from loops import attach, error_of, everything, sgd
+from offbeat.checkpoint import files
+from problems import loss_of, make_batch, make_model, make_wide
+from worlds import run
+
+STEPS = 9
+ROWS = [
+    ("local:period=3", "int8"),
+    ("async:staleness=4,outer_momentum=0.5", "float32"),
+    ("streaming:parts=3,schedule=cyclic,staleness=4", "int8"),
+    ("ssp:staleness=0", "float32"),
+    ("bsp", "int8"),
+    ("selsync:target_lssr=0.5,flags=deferred", "float32"),
+]
+"""Every strategy is saved and resumed in tests/strategies/test_conformance.py."""
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([t.reshape(-1).double() for t in everything(model)])
+
+
+class Training:
+    """A worker with all that has a state: dropout, a schedule, a scaler, draws of its own."""
+
+    def __init__(self, rank: int, text: str = "local:period=3", wire: str = "float32") -> None:
+        for seed in (torch.manual_seed, np.random.seed, random.seed):
+            seed(rank)
+        self.rank = rank
+        self.model = nn.Sequential(make_wide(rank, norm=True), nn.Dropout(0.2), nn.Linear(1, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.05, total_steps=30)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+        strategy = offbeat.parse_strategy(text)
+        self.sync = offbeat.attach(
+            self.model,
+            self.optimizer,
+            strategy,
+            wire=wire,
+            scaler=self.scaler,
+            timeout_seconds=20,
+        )
+        self.mine = 0.0  # the user's own
+        self.trace: list[Tensor] = []
+
+    def step(self) -> None:
+        self.mine += random.random() + float(np.random.rand())
+        self.optimizer.zero_grad()
+        batch = make_batch(self.rank, self.sync.step, dtype=torch.float32)
+        self.scaler.scale(loss_of(self.model, batch)).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.scheduler.step()
+        self.trace.append(torch.cat([flat(self.model), torch.tensor([self.mine])]))
+
+    def steps(self, number: int) -> None:
+        for _ in range(number):
+            self.step()
+
+    def save(self, folder: Path, **options: Any) -> Path:
+        extra = {"mine": self.mine, "tensor": torch.tensor([self.mine])}
+        return offbeat.save(
+            folder,
+            self.sync,
+            scheduler=self.scheduler,
+            scaler=self.scaler,
+            **{"extra": extra, **options},
+        )
+
+    def load(self, folder: Path) -> Any:
+        found = offbeat.load(folder, self.sync, scheduler=self.scheduler, scaler=self.scaler)
+        if found is not None:
+            self.mine = found.extra["mine"]
+            assert found.extra["tensor"] == torch.tensor([self.mine])
+            assert found.step == self.sync.step
+        return found
+
+    def end(self) -> Tensor:
+        totals = self.sync.stats
+        self.sync.finish()
+        counted = [totals.steps, totals.syncs, totals.payload_bytes]
+        last = torch.cat([flat(self.model), torch.tensor([self.mine])])
+        counts = torch.zeros_like(last)
+        counts[:3] = torch.tensor(counted)
+        return torch.stack([*self.trace, last, counts])
+
+
+# -- the same run --------------------------------------------------------------------------------
+
+
+def whole(rank: int, size: int, text: str, wire: str) -> Tensor:
+    training = Training(rank, text, wire)
+    training.steps(STEPS)
+    return training.end()
+
+
+def saving(rank: int, size: int, text: str, wire: str, folder: Path) -> Tensor:
+    training = Training(rank, text, wire)
+    assert training.load(folder) is None
+    for _ in range(STEPS):
+        training.step()
+        if training.sync.step in (2, 4, 5):
+            path = training.save(folder)
+            assert path == folder / f"step-{training.sync.step}.rank{rank}.pt"
+    return training.end()
+
+
+def resuming(rank: int, size: int, text: str, wire: str, folder: Path) -> Any:
+    training = Training(rank + 7, text, wire)  # another process has other models and seeds
+    training.rank = rank
+    found = training.load(folder)
+    training.steps(STEPS - training.sync.step)
+    return found.step, training.end()
+
+
+@pytest.mark.parametrize(
+    ("text", "wire"),
+    [
+        pytest.param(*row, id="-".join(row), marks=[pytest.mark.nightly] * (i > 3))
+        for i, row in enumerate(ROWS)
+    ],
+)
+def test_a_loaded_training_goes_on_bit_for_bit(text: str, wire: str, tmp_path: Path) -> None:
+    """Model, optimizer, schedule, scaler, random states, totals; and saving changes nothing."""
+    plain = run(whole, text, wire, workers=3)
+    # SSP's server adds up what comes in the order in which it comes; and who waits at a server asks
+    # again as often as others do something there, which counts in the last row.
+    atol = 1e-5 if text.startswith("ssp") else 0.0
+    last = STEPS + 1 if text.startswith("ssp") else STEPS + 2
+    for got, want in zip(run(saving, text, wire, tmp_path, workers=3), plain, strict=True):
+        torch.testing.assert_close(got[:last], want[:last], rtol=0, atol=atol)
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    assert kept == [f"step-{step}.rank{rank}.pt" for step in (4, 5) for rank in range(3)]
+    resumed = run(resuming, text, wire, tmp_path, workers=3)
+    for (step, got), want in zip(resumed, plain, strict=True):
+        assert step == 5
+        torch.testing.assert_close(got[: last - 5], want[5:last], rtol=0, atol=atol)
+
+
+# -- whatever crashed ----------------------------------------------------------------------------
+
+
+def two_saves(rank: int, size: int, folders: list[Path], keep: int = 2) -> Tensor:
+    """Of steps 3 and 5; the course of the training after step 3."""
+    training = Training(rank)
+    for number in (3, 2):
+        training.steps(number)
+        training.save(folders[rank], keep=keep)
+    training.steps(2)
+    return torch.stack(training.trace[3:])
+
+
+def go_on(rank: int, size: int, folders: list[Path]) -> Any:
+    """From whatever is found: the step, and the course; and what a save at the next step leaves."""
+    training = Training(rank)
+    found = training.load(folders[rank])
+    training.step()
+    course = torch.stack(training.trace)
+    training.save(folders[rank])
+    training.sync.finish()
+    return found.step, course
+
+
+def cut(path: Path, share: float) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: min(len(data) - 1, int(len(data) * share))])
+
+
+def flip(path: Path) -> None:
+    """A bit of a parameter, which torch.load does not notice."""
+    data = bytearray(path.read_bytes())
+    value = torch.load(path, weights_only=True)["model"]["0.0.weight"].numpy().tobytes()
+    data[bytes(data).index(value)] ^= 1
+    path.write_bytes(data)
+    torch.load(path, weights_only=True)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "gone": Path.unlink,
+    "empty": lambda path: cut(path, 0),
+    "half": lambda path: cut(path, 0.5),
+    "a byte short": lambda path: cut(path, 1),
+    "a bit": flip,
+    "another file": lambda path: torch.save({"weights": torch.ones(3)}, path),
+    "text": lambda path: path.write_text("no checkpoint"),
+}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("shared", [True, False], ids=["one directory", "one each"])
+@pytest.mark.parametrize("name", DAMAGES)
+def test_all_go_on_from_the_step_before_where_one_file_is_damaged(
+    name: str, shared: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 1's newest file: rank 0 leaves its own, too; it is said; and saving goes on."""
+    folders = [tmp_path / ("both" if shared else str(rank)) for rank in range(2)]
+    courses = run(two_saves, folders, workers=2)
+    DAMAGES[name](folders[1] / "step-5.rank1.pt")
+    with caplog.at_level(logging.INFO, "offbeat"):
+        results = run(go_on, folders, workers=2)
+    for (step, course), want in zip(results, courses, strict=True):
+        assert step == 3
+        assert torch.equal(course, want[:1])
+    said = caplog.text
+    assert "training goes on from step 3" in said
+    if name == "gone" and not shared:
+        assert "passed over" not in said  # rank 1 never had it
+    else:
+        assert "the checkpoint of step 5 is passed over: rank 1: " in said
+    for rank, folder in enumerate(folders):
+        own = {path.name for path in folder.iterdir() if f"rank{rank}" in path.name}
+        aside = {f"step-5.rank{rank}.pt.damaged"} if (rank == 0 or name != "gone") else set()
+        assert own == {f"step-{step}.rank{rank}.pt" for step in (3, 4)} | aside
+
+
+def test_files_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
+    """The same names, from disks of two runs: they were not saved together."""
+    (one, other), folders = (tmp_path / "one", tmp_path / "other"), [tmp_path / "one"] * 2
+    run(two_saves, folders, workers=2)
+    run(two_saves, [other] * 2, workers=2)
+    shutil.copy(other / "step-5.rank1.pt", one / "step-5.rank1.pt")
+    assert [step for step, _ in run(go_on, folders, workers=2)] == [3, 3]
+
+
+def nothing_whole(rank: int, size: int, folder: Path) -> Any:
+    training = Training(rank)
+    before = flat(training.model)
+    error = error_of(lambda: training.load(folder))
+    assert torch.equal(flat(training.model), before)
+    training.steps(2)
+    return error, training.end()
+
+
+def test_where_nothing_is_whole_nothing_is_loaded(tmp_path: Path) -> None:
+    """Beginning anew in silence would lose the run."""
+    run(two_saves, [tmp_path] * 2, 1, workers=2)
+    cut(tmp_path / "step-5.rank0.pt", 0.7)
+    results = run(nothing_whole, tmp_path, workers=2)
+    for (kinds, message), _ in results:
+        assert kinds[0] == "CheckpointError"
+        assert message.startswith(f"no checkpoint in {tmp_path} is whole on all workers: step 5: ")
+    (tmp_path / "step-5.rank0.pt").unlink()
+    for (_, message), _ in run(nothing_whole, tmp_path, workers=2):
+        assert "rank 0 has none; rank 1 has step 5" in message
+
+
+def killed(rank: int, size: int, folder: Path, moment: str) -> str:
+    """Rank 1 is killed while it writes its second checkpoint."""
+    model = make_model(rank)
+    sync = attach(model, sgd(model), "local:period=2")
+    offbeat.save(folder, sync)
+    loss_of(model, make_batch(rank, 0)).backward()
+    sync_of = sync._worker.optimizers[0].optimizer
+    sync_of.step()
+    if rank == 1:
+
+        def die(*args: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if moment == "in the file":  # half-way through the bytes
+            torch.save = lambda contents, file: (file.write(b"PK" * 99), file.flush(), die())
+        elif moment == "before its name":
+
+            def die_later(*args: Any) -> None:  # rank 0's has its name, and is the only one left
+                while [path.name for path in folder.glob("*.rank0.pt")] != ["step-1.rank0.pt"]:
+                    time.sleep(0.001)
+                die()
+
+            Path.replace = die_later  # type: ignore[method-assign,assignment]
+        else:
+            Path.unlink = die  # type: ignore[method-assign,assignment]
+    kinds, _ = error_of(lambda: offbeat.save(folder, sync, keep=1))
+    return kinds[0] if kinds else ""
+
+
+def found_after(rank: int, size: int, folder: Path) -> int:
+    model = make_model(rank)
+    sync = attach(model, sgd(model), "local:period=2")
+    found = offbeat.load(folder, sync)
+    assert found is not None
+    offbeat.save(folder, sync, keep=1)
+    return found.step
+
+
+@pytest.mark.parametrize(
+    ("moment", "step"), [("in the file", 0), ("before its name", 1), ("while others go", 1)]
+)
+def test_a_killed_writer_leaves_this_checkpoint_or_the_one_before(
+    moment: str, step: int, tmp_path: Path
+) -> None:
+    """Even where one alone is kept: it goes only when the new one is on the disks of all."""
+    (error, _) = workers.run(killed, tmp_path, moment, workers=2, may_die=(1,))
+    assert (error == "CommunicationError") == (step == 0)
+    assert run(found_after, tmp_path, workers=2) == [step, step]
+    names = {path.name for path in tmp_path.iterdir() if not path.name.endswith(".damaged")}
+    again = "-1"  # the same step once more
+    assert names == {f"step-{step}{again}.rank{rank}.pt" for rank in range(2)}
+
+
+def killed_at_first(rank: int, size: int, folder: Path) -> list[str]:
+    """Rank 1 is killed while it writes the first checkpoint; the others have written theirs."""
+    model = make_model(rank)
+    sync = attach(model, sgd(model), "local:period=2")
+    if rank == 1:
+
+        def die(contents: Any, file: Any) -> None:
+            while len(list(folder.glob(".*.partial"))) < size - 1:
+                time.sleep(0.001)
+            file.write(b"PK" * 99)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        torch.save = die
+    return error_of(lambda: offbeat.save(folder, sync))[0]
+
+
+def none_yet(rank: int, size: int, folder: Path) -> bool:
+    model = make_model(rank)
+    sync = attach(model, sgd(model), "local:period=2")
+    found = offbeat.load(folder, sync)
+    offbeat.save(folder, sync)
+    return found is None
+
+
+def test_a_first_checkpoint_that_was_not_written_by_all_is_none(tmp_path: Path) -> None:
+    """A restart begins anew: the others' files of it are no checkpoint that was lost."""
+    first, _, last = workers.run(killed_at_first, tmp_path, workers=3, may_die=(1,))
+    assert (first[0], last[0]) == ("CommunicationError", "CommunicationError")
+    assert run(none_yet, tmp_path, workers=3) == [True] * 3
+    assert {path.name for path in tmp_path.iterdir()} == {f"step-0.rank{r}.pt" for r in range(3)}
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+def refused(rank: int, size: int, folder: Path) -> Any:
+    """Saving and loading in ways that cannot be honoured; the training goes on between them."""
+    training, seen = Training(rank), {}
+    training.steps(2)
+    training.save(folder / "good")
+    extra: Any = [flat] if rank else None
+    seen["extra"] = error_of(lambda: training.save(folder / "good", extra=extra))
+    (folder / "file").write_text("in the way")
+    elsewhere = folder / ("file" if rank else "good")
+    seen["disk"] = error_of(lambda: training.save(elsewhere))
+    seen["keep"] = error_of(lambda: training.save(folder, keep=0))
+    sync: Any = None
+    seen["sync"] = error_of(lambda: offbeat.save(folder, sync))
+    good, sync = folder / "good", training.sync
+    seen["scheduler"] = error_of(lambda: offbeat.load(good, sync, scaler=training.scaler))
+    other: Any = torch.optim.lr_scheduler.ConstantLR(sgd(make_model()))
+    seen["another scheduler"] = error_of(lambda: offbeat.load(good, sync, scheduler=other))
+    seen["scaler"] = error_of(lambda: offbeat.load(good, sync, scheduler=training.scheduler))
+    seen["optimizer"] = error_of(
+        lambda: offbeat.load(good, sync, optimizer=sgd(training.model), scheduler=other)
+    )
+    groups = torch.optim.AdamW(training.model[0].parameters())
+    seen["groups"] = error_of(lambda: offbeat.load(good, sync, optimizer=groups, scheduler=other))
+    rest = {"scheduler": training.scheduler, "scaler": training.scaler}
+    seen["model"] = error_of(lambda: offbeat.load(good, sync, model=make_model(), **rest))
+    with sync.consensus():
+        seen["consensus"] = error_of(lambda: training.load(good))
+    for _ in range(2):
+        training.step()
+    result = torch.stack(training.trace)
+    sync.finish()
+    seen["finish"] = error_of(lambda: training.save(good))
+    seen["load after finish"] = error_of(lambda: training.load(good))
+
+    late = Training(rank)
+    late.step()
+    seen["later"] = error_of(lambda: late.save(good))
+    late.sync.detach()
+    bsp = Training(rank, "bsp")
+    seen["strategy"] = error_of(lambda: bsp.load(good))
+    bsp.sync.detach()
+    return seen, result, sorted(path.name for path in good.iterdir())
+
+
+def test_what_cannot_be_honoured_is_refused_by_all_and_changes_nothing(tmp_path: Path) -> None:
+    expected = {
+        "extra": (
+            r"rank 1 cannot save, so no worker does: the checkpoint\['extra'\]\[0\] is a function, "
+            "and a checkpoint holds numbers"
+        ),
+        "disk": "rank 1 cannot save, so no worker does: .*file/step-2-1.rank1.pt could not be writ",
+        "keep": "keep must be at least 1, got 0",
+        "sync": "sync must be what offbeat.attach.. returned, got None",
+        "scheduler": "step-2.rank.*.pt: it was saved with scheduler OneCycleLR, here is none: give",
+        "another scheduler": "with scheduler OneCycleLR, here is ConstantLR: give the same as to ",
+        "scaler": r"it was saved with a scaler, and load\(\) was called the other way",
+        "optimizer": "it was saved with optimizer AdamW, here is SGD: give the same as to save",
+        "groups": r"the AdamW was saved with groups of \[12\] parameters, here they are \[10\]",
+        "model": "saved for another model: of '0.weight' that one has none, this one \\(5, 4\\)",
+        "consensus": r"offbeat.load\(\) inside consensus\(\)",
+        "finish": r"offbeat.save\(\) after .* detach\(\): call it before, or inside consensus\(\)",
+        "load after finish": r"offbeat.load\(\) after finish\(\) or detach\(\)",
+        "later": "good holds a checkpoint of step 2, this is step 1: go on from it with offbeat.lo",
+        "strategy": r"the state was saved under LocalSGD\(period=3\), this is BSP\(\)",
+    }
+    plain = run(two_saves, [tmp_path / "other"] * 2, workers=2)
+    for rank, (seen, course, names) in enumerate(run(refused, tmp_path, workers=2)):
+        assert seen.keys() == expected.keys()
+        for name, pattern in expected.items():
+            kinds, message = seen[name]
+            assert re.search(pattern, message), (name, message)
+            other = {"keep": "ValueError", "sync": "TypeError"}
+            at = "AttachError" if "finish" in name or name == "consensus" else "CheckpointError"
+            assert kinds[0] == other.get(name, at), (name, kinds)
+        assert names == ["step-2.rank0.pt", "step-2.rank1.pt"]
+        assert torch.equal(course[3:4], plain[rank][:1])
+
+
+def other_steps(rank: int, size: int, folder: Path) -> str:
+    training = Training(rank, "async:staleness=8")
+    training.steps(1 + rank)
+    message = error_of(lambda: training.save(folder))[1]
+    training.sync.finish()
+    return message
+
+
+def test_all_save_at_the_same_step(tmp_path: Path) -> None:
+    want = (
+        "rank 1 saves the state of a worker at step 2, rank 0 that of a worker at step 1: all "
+        "workers save at the same step"
+    )
+    assert run(other_steps, tmp_path, workers=2) == [want] * 2
+    assert not list(tmp_path.iterdir())
+
+
+# -- the consensus -------------------------------------------------------------------------------
+
+
+def save_consensus(rank: int, size: int, folder: Path) -> Any:
+    training = Training(rank, "async:staleness=4")
+    training.steps(4 - rank)  # one has less data
+    with training.sync.consensus():
+        training.save(folder)
+        seen = training.model.state_dict()
+        kept = {name: value.clone() for name, value in seen.items()}
+    training.sync.finish()
+    return kept
+
+
+def from_consensus(rank: int, size: int, text: str, folder: Path, model: Any) -> Any:
+    """From the file; or from the model, loaded before ``attach``, and rank 0's optimizer."""
+    torch.manual_seed(0)
+    net = nn.Sequential(make_wide(rank, norm=True), nn.Dropout(0.0), nn.Linear(1, 1))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=30)
+    scaler = torch.amp.GradScaler("cpu")
+    if model is not None:
+        net.load_state_dict(model)
+    wire = "float32" if text.startswith("ssp") else "int8"  # baselines send exact messages
+    sync = attach(net, optimizer, text, wire=wire)
+    step = 0
+    if model is None:
+        found = offbeat.load(folder, sync, scheduler=scheduler, scaler=scaler)
+        assert found is not None
+        step = found.step
+    else:
+        own = torch.load(folder / f"step-4.rank{rank if rank < 3 else 0}.pt", weights_only=True)
+        optimizer.load_state_dict(own["optimizer"][0][1])
+    for i in range(3):
+        optimizer.zero_grad()
+        loss_of(net, make_batch(rank, i, dtype=torch.float32)).backward()
+        optimizer.step()
+    sync.finish()
+    return step, flat(net)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("text", ["diloco:period=2", "streaming:schedule=cyclic"])
+def test_a_consensus_is_loaded_by_any_number_of_workers(
+    text: str, size: int, tmp_path: Path
+) -> None:
+    """As if they had been attached to its model; new workers take rank 0's optimizer."""
+    model, *_ = run(save_consensus, tmp_path, workers=3)
+    assert {path.name for path in tmp_path.iterdir()} == {f"step-4.rank{i}.pt" for i in range(3)}
+    want = run(from_consensus, text, tmp_path, model, workers=size)
+    got = run(from_consensus, text, tmp_path, None, workers=size)
+    for (step, end), (_, expected) in zip(got, want, strict=True):
+        assert step == 4
+        assert torch.equal(end, expected)
+
+
+# -- what can be saved, and where ----------------------------------------------------------------
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "multistep": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [2, 4]),
+    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "chained": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.ExponentialLR(o, 0.5)],
+        [3],
+    ),
+    "restarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "warm-up": lambda o: offbeat.LinearScalingWarmup(o, workers=4, warmup_steps=5),
+}
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adagrad": torch.optim.Adagrad,
+    "rprop": torch.optim.Rprop,
+    "rmsprop": torch.optim.RMSprop,
+    "adafactor": torch.optim.Adafactor,
+}
+
+
+def scheduled(rank: int, size: int, schedule: str, kind: str, folder: Path, resumes: bool) -> Any:
+    model = make_model(rank + resumes)
+    halves = [[*model[0].parameters()], [*model[2].parameters(), *model[3].parameters()]]
+    optimizers = [torch.optim.SGD(halves[0], lr=0.1), KINDS[kind](halves[1])]
+    schedules = [SCHEDULES[schedule](one) for one in optimizers]
+    sync = attach(model, optimizers, "local:period=2")
+    if resumes:
+        assert offbeat.load(folder, sync, scheduler=schedules)
+    trace = []
+    while sync.step < 7:
+        loss_of(model, make_batch(rank, sync.step)).backward()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+        for one in schedules:
+            one.step()
+        if sync.step == 4 and not resumes:
+            offbeat.save(folder, sync, scheduler=schedules)
+        trace.append(
+            torch.cat([flat(model), torch.tensor([g["lr"] for g in optimizers[0].param_groups])])
+        )
+    sync.finish()
+    return torch.stack(trace)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "kind"),
+    [(name, [*KINDS][i % len(KINDS)]) for i, name in enumerate(SCHEDULES)],
+)
+def test_schedules_and_optimizers_go_along(schedule: str, kind: str, tmp_path: Path) -> None:
+    """Of several kinds, and several of them; torch.load reads their states without pickles."""
+    plain = run(scheduled, schedule, kind, tmp_path, False, workers=2)
+    resumed = run(scheduled, schedule, kind, tmp_path, True, workers=2)
+    for got, want in zip(resumed, plain, strict=True):
+        assert torch.equal(got, want[4:])
+
+
+def over_and_again(rank: int, size: int, text: str, folder: Path) -> Any:
+    """Save at step 4, go two steps further, and back to it."""
+    model = make_wide(rank, norm=True)
+    sync = attach(model, optimizer := sgd(model), text, wire=None)
+    seen = []
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(model, make_batch(rank, step, dtype=torch.float32)).backward()
+        optimizer.step()
+        if step == 3:
+            offbeat.save(folder, sync)
+            seen.append(flat(model))
+    found = offbeat.load(folder, sync)
+    seen.append(flat(model))
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, make_batch(rank, step, dtype=torch.float32)).backward()
+        optimizer.step()
+    step = sync.step
+    offbeat.save(folder, sync)
+    sync.finish()
+    return found.step, step, torch.stack(seen), flat(model)
+
+
+@pytest.mark.parametrize("text", ["streaming", "async:schedule=eager", "downpour"])
+def test_processes_save_and_load_while_training(text: str, tmp_path: Path) -> None:
+    """Real ones, with whatever is on its way between them at that moment."""
+    results = workers.run(over_and_again, text, tmp_path, workers=2)
+    for found, step, (saved, loaded), end in results:
+        assert (found, step) == (4, 7)
+        assert torch.equal(saved, loaded)
+        assert torch.equal(end, results[0][3])
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the name thereafter: a machine that loses its power leaves no empty file of that name."""
+    order, path = [], tmp_path / "step-1.rank0.pt"
+    sync, replace = os.fsync, Path.replace
+
+    def flushed(handle: int) -> None:
+        order.append((stat.S_ISDIR(os.fstat(handle).st_mode), path.exists()))
+        sync(handle)
+
+    def named(partial: Path, target: Path) -> Path:
+        order.append(("named", partial.parent == target.parent))
+        return replace(partial, target)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(Path, "replace", named)
+    files.write(path, {**files.sealed({"a": torch.ones(3)}), "id": "x"})
+    files.give_name(path)
+    assert order == [(False, False), ("named", True), (True, True)]
+    assert torch.equal(files.read(path)["a"], torch.ones(3))

@@ -1,0 +1,505 @@
+"""A state that is damaged or belongs elsewhere is refused by all, and nothing has changed then."""
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offbeat
+from loops import attach, error_of, everything
+from offbeat.checkpoint import state as checkpoint
+from problems import OPTIMIZERS, loss_of, make_batch, make_wide
+from worlds import run
+
+State = dict[str, Any]
+STEPS, SAVE_AT = 8, 4
+ROWS = [
+    ("local:period=3", "int8"),
+    ("selsync:target_lssr=0.5,flags=deferred,window=4", "float32"),
+    ("async:staleness=4,outer_momentum=0.5", "float32"),
+    ("streaming:parts=3,schedule=cyclic,staleness=4", "int8"),
+    ("bsp", "int8"),
+    ("selsync:delta=0.02,aggregate=gradients", "float32"),
+    ("diloco:period=3,fragments=2,overlap=1", "bfloat16"),
+    ("ssp:staleness=0", "float32"),
+]
+every_row = pytest.mark.parametrize(
+    ("text", "wire"),
+    [
+        pytest.param(*row, id=row[0], marks=[pytest.mark.nightly] * (i > 3))
+        for i, row in enumerate(ROWS)
+    ],
+)
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([t.reshape(-1).double() for t in everything(model)])
+
+
+def train(model: nn.Module, optimizer: Any, rank: int, step: int) -> Tensor:
+    optimizer.zero_grad()
+    loss_of(model, make_batch(rank, step, dtype=torch.float32)).backward()
+    optimizer.step()
+    return flat(model)
+
+
+def start(rank: int, text: str, wire: str) -> Any:
+    model = make_wide(rank, norm=True)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    return model, optimizer, attach(model, optimizer, text, wire=wire)
+
+
+def tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, dict | list):
+        for one in values.values() if isinstance(values, dict) else values:
+            yield from tensors(one)
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+def flip(values: State) -> None:
+    """One bit of the last byte of the last tensor; of a number, if there is no tensor."""
+    found = [one for one in tensors([values["state"], values["errors"]]) if one.numel()]
+    if found:
+        found[-1].reshape(-1)[-1:].view(torch.uint8)[-1] ^= 1
+    else:
+        values["stats"]["payload_bytes"] ^= 1
+
+
+SPOILED: dict[str, tuple[Callable[[State], object], str]] = {
+    "negative": (lambda s: s.update(step=-5), "step must be at least 0, got -5"),
+    "nan": (lambda s: s.update(step=float("nan")), "step must be a whole number, got nan"),
+    "seconds": (
+        lambda s: s["stats"].update(wait_seconds=float("nan")),
+        "stats.wait_seconds must be a finite number, got nan",
+    ),
+    "total": (lambda s: s["stats"].update(syncs=-1), "stats.syncs must be at least 0, got -1"),
+    "missing": (lambda s: s.pop("errors"), "it was saved without errors"),
+    "unknown": (lambda s: s.update(more=1), "with 'more', which there is not"),
+    "type": (lambda s: s.update(step=True), "step must be a whole number, got True"),
+    "bit": (flip, "its values are not those that were saved, by their digest"),
+    "digest": (lambda s: s.update(digest=None), "digest must be a whole number, got None"),
+    "of": (lambda s: s.update(of="others"), "of must be 'worker' or 'consensus', got 'others'"),
+    "format": (
+        lambda s: s.update(format=1),
+        "the state was saved in format 1, this version reads 2: resume with the version that",
+    ),
+    "older": (lambda s: s.pop("format"), "this is no state that sync.state_dict"),
+    "model": (
+        lambda s: s["model"].__setitem__(0, "parameter 'other': shape (3,)"),
+        r"saved for another model: that one has parameter 'other': shape \(3,\), this one has par",
+    ),
+    "tensors": (lambda s: s["model"].pop(), "another model: that one has nothing more, this one"),
+    "wire": (
+        lambda s: s.update(wire="int4"),
+        "the state was saved with wire='int4', this is wire=",
+    ),
+    "strategy": (
+        lambda s: s.update(strategy="BSP(9)"),
+        r"the state was saved under BSP\(9\), this is ",
+    ),
+}
+
+
+def load_spoiled(rank: int, size: int, text: str, wire: str, spoil: bool) -> Any:
+    """Train, and half-way be given states of all the wrong kinds on rank 1; the model's course."""
+    model, optimizer, sync = start(rank, text, wire)
+    seen, trace = {}, []
+    for step in range(STEPS):
+        if step == SAVE_AT - 1:
+            before = sync.state_dict()
+        if step == SAVE_AT:
+            own = sync.state_dict()
+            given = {name: copy.deepcopy(own) for name in SPOILED} if spoil else {}
+            for name, state in given.items():
+                if rank == 1:
+                    SPOILED[name][0](state)
+                seen[name] = error_of(lambda state=state: sync.load_state_dict(state))
+            if spoil:
+                more = {"another step": before if rank == 1 else own, "nothing": None}
+                for name, state in more.items():
+                    seen[name] = error_of(lambda state=state: sync.load_state_dict(state))
+        trace.append(train(model, optimizer, rank, step))
+    sync.finish()
+    return seen, torch.stack([*trace, flat(model)])
+
+
+@pytest.mark.sampled
+@every_row
+def test_a_damaged_state_is_refused_by_all_and_changes_nothing(text: str, wire: str) -> None:
+    """Whatever is wrong on rank 1: it says so, rank 0 says so of it, both train on as before."""
+    plain = run(load_spoiled, text, wire, False, workers=2)
+    for rank, (seen, trace) in enumerate(run(load_spoiled, text, wire, True, workers=2)):
+        assert torch.equal(trace, plain[rank][1])
+        expected = {name: pattern for name, (_, pattern) in SPOILED.items()}
+        expected["another step"] = "rank 1 was given the state of a worker at step 3, rank 0 that "
+        expected["nothing"] = "this is no state that sync.state_dict"
+        assert seen.keys() == expected.keys()
+        for name, pattern in expected.items():
+            kinds, message = seen[name]
+            assert kinds[:3] == ["CheckpointError", "OffbeatError", "RuntimeError"], (name, message)
+            assert "ValueError" in kinds
+            assert re.search(pattern, message), (name, message)
+            alone = name not in ("another step", "nothing")
+            assert message.startswith("rank 1 cannot load, so no worker does: ") == (
+                rank == 0 and alone
+            ), (name, message)
+
+
+def states(rank: int, size: int, text: str, wire: str) -> State:
+    """Of each worker after some steps."""
+    model, optimizer, sync = start(rank, text, wire)
+    for step in range(SAVE_AT):
+        train(model, optimizer, rank, step)
+    found: State = sync.state_dict()
+    sync.detach()
+    return found
+
+
+def load_of(rank: int, size: int, text: str, wire: str, given: list[State]) -> Any:
+    model, optimizer, sync = start(rank, text, wire)
+    error = error_of(lambda: sync.load_state_dict(given[rank]))
+    trace = [train(model, optimizer, rank, step) for step in range(3)]
+    sync.finish()
+    return error, torch.stack([*trace, flat(model)])
+
+
+@pytest.mark.sampled
+@every_row
+def test_states_of_other_ranks_and_worlds_are_refused(text: str, wire: str) -> None:
+    """Rank 0's file on both ranks, swapped files, and files of three workers on two."""
+    two, three = (run(states, text, wire, workers=size) for size in (2, 3))
+    fresh = run(load_of, text, wire, [None, None], workers=2)
+    cannot = "rank {} cannot load, so no worker does: "
+    rank = "the state was saved by rank {}, this is rank {}: each worker loads what it has saved "
+    world = "the state was saved by one of 3 workers, here are 2: start as many, or load a chec"
+    cases = [
+        ([two[0], two[0]], [cannot.format(1) + rank.format(0, 1), rank.format(0, 1)]),
+        ([two[1], two[0]], [rank.format(1, 0), rank.format(0, 1)]),
+        (three[:2], [world, world]),
+        ([two[0], three[1]], [cannot.format(1) + world, world]),
+    ]
+    for given, expected in cases:
+        results = run(load_of, text, wire, given, workers=2)
+        for ((kinds, message), trace), start, (_, undisturbed) in zip(
+            results, expected, fresh, strict=True
+        ):
+            assert kinds[0] == "CheckpointError"
+            assert message.startswith(start), message
+            assert torch.equal(trace, undisturbed)
+    for (kinds, message), _ in run(load_of, text, wire, two, workers=2):
+        assert not kinds, message
+
+
+@pytest.mark.parametrize(
+    ("text", "spoil", "message"),
+    [
+        (
+            "async:staleness=4,outer_momentum=0.5",
+            lambda s: s["pipeline"]["parts"][0].pop("weight"),
+            r"state.pipeline.parts\[0\] was saved without weight",
+        ),
+        (
+            "async:staleness=4,outer_momentum=0.5",
+            lambda s: s["pipeline"]["parts"][0]["base"].append(torch.zeros(3)),
+            r"state.pipeline.parts\[0\].base must be 1 tensors, got 2",
+        ),
+        (
+            "async:staleness=4,outer_momentum=0.5",
+            lambda s: s.update(staleness={1: 0.5}),
+            r"state.staleness\[1\] must be a whole number, got 0.5",
+        ),
+        (
+            "diloco:period=3,fragments=2,overlap=1",
+            lambda s: s["pipeline"]["parts"].pop(),
+            "state.pipeline.parts must be a list, got",
+        ),
+        (
+            "diloco:period=3,fragments=2,overlap=1",
+            lambda s: s["pipeline"]["parts"][1].update(weight=float("inf")),
+            r"state.pipeline.parts\[1\].weight must be a finite number, got inf",
+        ),
+        (
+            "diloco:period=3,fragments=2,overlap=1",
+            lambda s: s["view"].update(launches=0.5),
+            "state.view.launches must be a whole number, got 0.5",
+        ),
+        (
+            "selsync:target_lssr=0.5",
+            lambda s: s["view"]["state"]["controller"].update(steps=None),
+            "state.view.state.controller.steps must be a whole number, got None",
+        ),
+        (
+            "selsync:delta=0.02,aggregate=gradients",
+            lambda s: s["views"][0]["state"].pop("change"),
+            r"state.views\[0\].state was saved without change",
+        ),
+        (
+            "streaming:parts=3,schedule=cyclic,staleness=4",
+            lambda s: s["view"]["state"]["rate"]["control"].update(precision="int3"),
+            "state.view.state.rate.control.precision must be one of .*, got 'int3'",
+        ),
+        ("bsp", lambda s: s.update(more=1), "state was saved with 'more', which there is not"),
+    ],
+)
+def test_every_field_of_a_strategy_s_state_is_checked(
+    text: str, spoil: Callable[[State], object], message: str
+) -> None:
+    """Its name is in the error, with what was required and what was there."""
+
+    def load(rank: int, size: int) -> Any:
+        model, optimizer, sync = start(rank, text, "float32")
+        train(model, optimizer, rank, 0)
+        state = sync.state_dict()
+        spoil(state["state"])
+        error = error_of(lambda: sync.load_state_dict(state))
+        sync.finish()
+        return error
+
+    for kinds, found in run(load, workers=2):
+        assert kinds[0] == "CheckpointError"
+        assert re.search(message, found), found
+
+
+# -- the consensus -------------------------------------------------------------------------------
+
+
+def consensus_states(rank: int, size: int, text: str, wire: str) -> Any:
+    """Model and state, in the middle and after the end; and in a consensus."""
+    model, optimizer, sync = start(rank, text, wire)
+    found = []
+    for step in range(SAVE_AT):
+        train(model, optimizer, rank, step)
+    with sync.consensus():
+        found.append((copy.deepcopy(model.state_dict()), sync.state_dict()))
+    train(model, optimizer, rank, SAVE_AT)
+    sync.finish()
+    found.append((copy.deepcopy(model.state_dict()), sync.state_dict()))
+    return found
+
+
+def go_on(
+    rank: int, size: int, text: str, wire: str, saved: tuple[State, State], before: bool
+) -> Any:
+    """From a consensus: the model loaded before ``attach``, or all of it loaded afterwards."""
+    model = make_wide(rank + 5, norm=True)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    if before:
+        model.load_state_dict(saved[0])
+    sync = attach(model, optimizer, text, wire=wire)
+    if not before:
+        with sync.consensus():  # leaves no trace
+            pass
+        model.load_state_dict(saved[0])
+        sync.load_state_dict(saved[1])
+    steps = sync.step
+    trace = [train(model, optimizer, rank, step) for step in range(STEPS)]
+    synced = sync.stats.steps - steps
+    sync.finish()
+    return steps, synced, torch.stack([*trace, flat(model)])
+
+
+@pytest.mark.sampled
+@every_row
+def test_training_starts_again_from_a_consensus_with_any_number_of_workers(
+    text: str, wire: str
+) -> None:
+    """Loaded after ``attach`` it is as if ``attach`` had found that model; the steps go on.
+
+    Whatever the flow keeps of the model: the last mean, P, the server's shards.
+    """
+    (_, last), *_ = found = run(consensus_states, "async:staleness=4", "float32", workers=3)
+    assert all(torch.equal(found[2][1][0][name], value) for name, value in last[0].items())
+    for size, at in ((2, 0), (3, 1), (1, 1)):
+        saved = found[0][at]
+        want = run(go_on, text, wire, saved, True, workers=size)
+        got = run(go_on, text, wire, saved, False, workers=size)
+        for (fresh, taken, expected), (steps, same, trace) in zip(want, got, strict=True):
+            assert (fresh, steps) == (0, SAVE_AT + at)
+            assert taken == same == STEPS
+            assert torch.equal(trace, expected)
+
+
+@every_row
+def test_every_strategy_gives_the_state_of_its_consensus_at_once(text: str, wire: str) -> None:
+    """Inside consensus() and after finish(), where nobody answers any more; and without a wait."""
+    for own in run(consensus_states, text, wire, workers=2):
+        for (_, state), steps in zip(own, (SAVE_AT, SAVE_AT + 1), strict=True):
+            assert (state["of"], state["stats"]["steps"]) == ("consensus", steps)
+            assert not list(tensors(state)), "it holds nothing of the strategy"
+
+
+def load_late(rank: int, size: int, saved: State, own: State) -> Any:
+    model, optimizer, sync = start(rank, "bsp", "float32")
+    mixed = error_of(lambda: sync.load_state_dict(saved if rank else sync.state_dict()))
+    train(model, optimizer, rank, 0)
+    late = error_of(lambda: sync.load_state_dict(saved))
+    sync.finish()
+    return mixed[1], late[1]
+
+
+def test_a_consensus_is_loaded_first_of_all_and_by_all() -> None:
+    """After a step training would not start again; on one worker alone it would be another's."""
+    ((_, saved), _), _ = run(consensus_states, "bsp", "float32", workers=2)
+    for mixed, late in run(load_late, saved, {}, workers=2):
+        assert mixed == (
+            "rank 1 was given the state of a consensus, rank 0 that of a worker at step 0: load "
+            "states that were saved together"
+        )
+        assert re.search("consensus, from which training starts again, and 1 steps were", late)
+
+
+# -- when ----------------------------------------------------------------------------------------
+
+
+def wrong_moments(rank: int, size: int, text: str, wire: str) -> Any:
+    model, optimizer, sync = start(rank, text, wire)
+    state = sync.state_dict()
+    seen = {}
+    with sync.consensus():
+        seen["load inside"] = error_of(lambda: sync.load_state_dict(state))
+    loss_of(model, make_batch(rank, 0, dtype=torch.float32)).backward()
+    sync.clip_grad_norm_(1.0)
+    seen["save half-way"] = error_of(sync.state_dict)
+    seen["load half-way"] = error_of(lambda: sync.load_state_dict(state))
+    optimizer.step()
+    sync.state_dict()
+    sync.load_state_dict(state)  # back to the start
+    assert sync.step == 0
+    sync.finish()
+    seen["load after finish"] = error_of(lambda: sync.load_state_dict(state))
+    other = attach(model, optimizer, text, wire=wire)
+    other.detach()
+    seen["save after detach"] = error_of(other.state_dict)
+    seen["load after detach"] = error_of(lambda: other.load_state_dict(state))
+    return seen
+
+
+@every_row
+def test_states_at_the_wrong_moment_are_refused_at_once(text: str, wire: str) -> None:
+    expected = {
+        "load inside": r"load_state_dict\(\) inside consensus\(\)",
+        "save half-way": r"state_dict\(\) in the middle of an iteration: call it after all",
+        "load half-way": r"load_state_dict\(\) in the middle of an iteration",
+        "load after finish": r"load_state_dict\(\) after finish\(\) or detach\(\)",
+        "save after detach": r"state_dict\(\) after finish\(\) or detach\(\)",
+        "load after detach": r"load_state_dict\(\) after finish\(\) or detach\(\)",
+    }
+    for seen in run(wrong_moments, text, wire, workers=2):
+        assert seen.keys() == expected.keys()
+        for name, pattern in expected.items():
+            kinds, message = seen[name]
+            assert kinds[:1] == ["AttachError"], (name, message)
+            assert re.search(pattern, message), (name, message)
+
+
+def gone_back(rank: int, size: int, text: str, wire: str, at: int) -> Tensor:
+    """Train, and go back once from two steps after ``at`` to the state of ``at``."""
+    model, optimizer, sync = start(rank, text, wire)
+    trace, step, back = [], 0, at > 0
+    while step < STEPS:
+        if step == at:
+            state = copy.deepcopy([sync.state_dict(), model.state_dict(), optimizer.state_dict()])
+        if step == at + 2 and back:
+            model.load_state_dict(state[1])
+            optimizer.load_state_dict(state[2])
+            sync.load_state_dict(state[0])
+            assert sync.step == sync.stats.steps == at
+            step, back = at, False
+            del trace[at:]
+        trace.append(train(model, optimizer, rank, step))
+        step += 1
+    sync.finish()
+    return torch.stack([*trace, flat(model)])
+
+
+@pytest.mark.sampled
+@every_row
+def test_a_training_goes_back_to_a_state_of_its_own(text: str, wire: str) -> None:
+    """With whatever was in flight then, and nothing of what is in flight when it is loaded."""
+    size = 1 if text.startswith("ssp") else 2  # a server adds in the order of arrival
+    whole = run(gone_back, text, wire, 0, workers=size)
+    for at in (1, 3):
+        for got, want in zip(run(gone_back, text, wire, at, workers=size), whole, strict=True):
+            assert torch.equal(got, want)
+
+
+# -- the digest ----------------------------------------------------------------------------------
+
+DTYPES = [torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_flipped_bit_changes_the_digest(dtype: torch.dtype) -> None:
+    values = torch.arange(6).remainder(2).to(dtype)
+    whole = checkpoint.digest(values)
+    assert checkpoint.digest(values.clone()) == whole
+    raw = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
+    raw = raw.view(torch.uint8)
+    for place in range(raw.numel()):
+        for bit in range(1 if dtype == torch.bool else 8):
+            raw[place] ^= 1 << bit
+            assert checkpoint.digest(values) != whole
+            raw[place] ^= 1 << bit
+    assert checkpoint.digest(values) == whole
+
+
+def test_the_digest_tells_shapes_types_and_names() -> None:
+    """A view has that of its values; what differs in any other way has another."""
+    values = torch.arange(6.0)
+    assert checkpoint.digest(values.view(2, 3).t()) == checkpoint.digest(
+        values.view(2, 3).t().contiguous()
+    )
+    different = [
+        *(values, values.view(2, 3), values.double(), values.view(torch.int32), torch.empty(0)),
+        *({"a": 1}, {"b": 1}, {"a": 1.0}, {"a": True}, {"a": "1"}, [1], [1, None], {}, [], None),
+        *({"a": {"b": 1}}, {"a": {}, "b": 1}, b"1", 1 + 0j),
+    ]
+    digests = [checkpoint.digest(one) for one in different]
+    assert len(set(digests)) == len(digests)
+
+
+def test_what_cannot_be_read_back_has_no_digest() -> None:
+    with pytest.raises(offbeat.CheckpointError, match=r"it\['a'\]\[1\] is a function, and a check"):
+        checkpoint.digest({"a": [1, flat]})
+
+
+@dataclass
+class Kinds:
+    """Fields of all kinds."""
+
+    number: float = 0.0
+    choice: int | str | None = None
+    names: list[str] = field(default_factory=list)
+    counts: dict[str, list[int]] = field(default_factory=dict)
+    anything: Any = None
+    dtype: torch.dtype = torch.float32
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"number": 1, "choice": 3, "names": ["a"], "counts": {"a": [1]}, "anything": [{}]}, ""),
+        ({"number": True}, "it.number must be a finite number, got True"),
+        ({"choice": 0.5}, "it.choice must be None, got 0.5"),
+        ({"names": ["a", 1]}, "it.names[1] must be text, got 1"),
+        ({"counts": {1: []}}, "a key of it.counts must be text, got 1"),
+        ({"counts": {"a": [True]}}, "it.counts['a'][0] must be a whole number, got True"),
+        ({"dtype": "float32"}, "it.dtype must be a dtype, got 'float32'"),
+    ],
+)
+def test_values_have_the_annotated_types(values: State, message: str) -> None:
+    state = {**checkpoint.save(Kinds()), **values}
+    if not message:
+        checkpoint.check(Kinds(), state, "it")
+        return
+    with pytest.raises(offbeat.CheckpointError, match=f"^{re.escape(message)}$"):
+        checkpoint.check(Kinds(), state, "it")

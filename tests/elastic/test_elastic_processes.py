@@ -1,0 +1,140 @@
+"""Training that continues when real workers die and join."""
+
+import os
+import re
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import offbeat
+from cells import some
+from loops import sgd
+from offbeat.elastic import views
+from offbeat.elastic import watch as regroup_watch
+from offbeat.errors import CommunicationError
+from problems import flat, loss_of, make_batch, make_model
+from workers import run
+
+STRATEGIES = [
+    "bsp",
+    "local:period=3",
+    "selsync:target_lssr=0.5",
+    "async:staleness=4",
+    "streaming",
+    "diloco:period=4",
+]
+
+
+def store() -> Any:
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
+
+
+def stumble() -> None:
+    """Let this worker lose a connection when it first begins a view."""
+    real = views.open_wire
+
+    def fail(*args: Any) -> Any:
+        views.open_wire = real
+        raise CommunicationError("stumbled")
+
+    views.open_wire = fail
+
+
+def train(rank: int, size: int, strategy: str, stumbles: bool = False) -> Any:
+    """Rank 1 dies at step 10; a newcomer comes then; all take some steps more."""
+    regroup_watch._STORE_SECONDS = 0.1  # between looks whether somebody asks
+    os.environ["OFFBEAT_KERNELS"] = "0"  # numba is slow to import
+    kept = store()
+    if rank == size:
+        kept.wait(["died"])
+        if stumbles:
+            stumble()
+    model, group = make_model(rank), offbeat.join() if rank == size else None
+    optimizer = sgd(model)
+    sync = offbeat.attach(
+        model,
+        optimizer,
+        offbeat.parse_strategy(strategy),
+        group=group,
+        min_workers=1,
+        timeout_seconds=20,
+    )
+    begun, more, deadline = sync.step, 8, time.monotonic() + 40
+    while more:
+        assert time.monotonic() < deadline, sync.stats
+        if rank == 1 and sync.step == 10:
+            kept.set("died", "")
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        loss_of(model, make_batch(rank, sync.step)).backward()
+        optimizer.step()
+        members = [n for n in range(size + 1) if n != 1]
+        more -= sync.stats.details["members"] == members
+        time.sleep(0.002)
+    sync.finish()
+    return flat(model), begun, sync.step, dict(sync.stats.details)
+
+
+def check(results: list[Any], least: int = 0) -> None:
+    """All end with one model and the same members; the newcomer begins where the others are."""
+    first, _, *others = results
+    model, begun, steps, details = first
+    assert begun == 0
+    assert steps >= least + 8
+    assert details["members"] == [0, 2, 3, 4]
+    assert model.isfinite().all()
+    for other, _, _, others_details in others:
+        assert torch.equal(other, model)
+        assert others_details["members"] == [0, 2, 3, 4]
+    assert others[-1][1] >= least
+
+
+@pytest.mark.parametrize("strategy", some(STRATEGIES, 0, 4))
+def test_training_continues(strategy: str) -> None:
+    """Without one that is killed, with one that joins."""
+    least = 10 if strategy == "bsp" else 1  # in the others, workers go apart
+    check(run(train, strategy, workers=4, newcomers=1, may_die=(1,)), least)
+
+
+def test_a_newcomer_may_fail_before_it_has_begun() -> None:
+    """It starts again with the next view, still with nothing to contribute, within seconds."""
+    started = time.monotonic()
+    check(run(train, "streaming", True, workers=4, newcomers=1, may_die=(1,)))
+    assert time.monotonic() - started < 15
+
+
+def be_stopped(rank: int, size: int) -> Any:
+    kept, model = store(), make_model(rank)
+    optimizer = sgd(model)
+    sync = offbeat.attach(model, optimizer, offbeat.BSP(), min_workers=1, timeout_seconds=1.0)
+    for step in range(20):
+        if rank == 1 and step == 10:
+            kept.set("stopped", str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if rank == 0 and sync.stats.details["view"] == 1 and not kept.check(["told"]):
+            os.kill(int(kept.get("stopped")), signal.SIGCONT)
+        optimizer.zero_grad()
+        loss_of(model, make_batch(rank, step)).backward()
+        try:
+            optimizer.step()
+        except CommunicationError as error:
+            kept.set("told", "")
+            sync.detach()
+            return str(error), sync.step
+    while rank == 0 and not kept.check(["told"]):
+        time.sleep(0.01)
+    sync.finish()
+    return flat(model), sync.step, sync.stats.details["members"]
+
+
+def test_one_that_was_stopped_raises_and_the_others_finish() -> None:
+    """Its step raises that it was left behind; it has taken no step by itself."""
+    first, (text, steps), third = run(be_stopped, workers=3, newcomers=0)
+    assert steps == 10
+    assert re.match(r"rank 1 was left behind at step 10: ranks 0, 2 are in view 1", text), text
+    assert torch.equal(first[0], third[0])
+    assert first[1:] == third[1:] == (20, [0, 2])

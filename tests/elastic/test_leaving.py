@@ -1,0 +1,242 @@
+"""A worker dies, gives up or is interrupted: the others learn it at once, wherever they wait."""
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offbeat
+from cells import some
+from loops import attach, error_of, meet, sgd
+from offbeat.errors import CommunicationError
+from offbeat.transport.communicator import Communicator
+from offbeat.transport.torch_distributed import TorchCommunicator
+from problems import make_batch, make_model, train_step
+from transport.communicators import meet as meet_in_store
+from workers import run
+
+SECONDS = 6  # within which everyone knows; the time-outs are 30 s
+
+# -- one dies or gives up --------------------------------------------------------------------------
+
+
+def leave(rank: int, size: int, text: str, where: str, way: str, folder: str) -> Any:
+    """Rank 0 computes for long, the last rank leaves, and those between wait for both."""
+    model = make_model(seed=rank)
+    optimizer = sgd(model)
+    sync = attach(model, optimizer, text, timeout_seconds=30)
+    others = range(size - 1)
+
+    def train() -> None:
+        for step in range(30):
+            if step == 3 and rank == 0:
+                meet(folder, rank, others)  # until the others have noticed
+            if step == 3 and rank == size - 1:
+                if way == "dies":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise ZeroDivisionError
+            if step == 4 and where == "consensus":
+                with sync.consensus():
+                    pass
+            if step == 4 and where == "finish":
+                sync.finish()
+                return
+            train_step(model, optimizer, make_batch(rank, step))
+
+    started = time.perf_counter()
+    try:
+        with sync:
+            train()
+    except ZeroDivisionError:
+        meet(folder, rank, range(size))  # its process lives on
+        return None
+    except CommunicationError as error:
+        seconds = time.perf_counter() - started
+        meet(folder, rank, range(size) if way == "gives up" else others)
+        return str(error), seconds
+    return "nothing was raised", 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("ssp:staleness=2,servers=0", "training"),
+        ("ssp:staleness=2,servers=0", "consensus"),
+        ("easgd:synchronous=true,period=1,servers=0", "finish"),
+        pytest.param("downpour:servers=0", "finish", marks=pytest.mark.nightly),
+        pytest.param("ssp:staleness=2", "training", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_busy_server_passes_on_the_death_of_a_client(
+    text: str, where: str, tmp_path: Path
+) -> None:
+    """Pitfall 19: nobody is left to the time-out, and the dead rank is named, not the server."""
+    results = run(leave, text, where, "dies", str(tmp_path), workers=4, may_die=(3,))
+    for rank in (1, 2):
+        message, seconds = results[rank]
+        assert "lost the connection to rank 3, which died" in message, message
+        assert seconds < SECONDS
+    assert "lost the connection to rank 3, which died" in results[0][0], "when it is back"
+
+
+@pytest.mark.parametrize(
+    "text", some(["bsp", "local:period=1", "async:staleness=2", "streaming"], 2)
+)
+def test_all_learn_that_one_gives_up(text: str, tmp_path: Path) -> None:
+    """Those in the ring that wait for a busy one, too; the error says who, and that it gave up."""
+    results = run(leave, text, "training", "gives up", str(tmp_path), workers=4)
+    for rank in (0, 1, 2):
+        message, seconds = results[rank]
+        assert "lost the connection to rank 3, which gave up" in message, message
+        assert re.match(rf"rank {rank}: .* failed after", message)
+        assert seconds < SECONDS
+
+
+def fail_beside(rank: int, size: int) -> Any:
+    """What rank 0 has started with rank 2 fails, while it waits for a message of rank 1."""
+    communicator = TorchCommunicator(None, timeout_seconds=30)
+    twin = communicator.twin()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    seen = None
+    if rank == 0:
+        kept = twin.broadcast(torch.ones(1), source=2, what="rank 2's")
+        started = time.perf_counter()
+        text = error_of(communicator.receive(torch.zeros(1), source=1, what="a message").wait)[1]
+        seen = text, time.perf_counter() - started, error_of(kept.wait)[1]
+    meet_in_store("rank 0 knows", [0, 1])  # rank 1 is busy until then, and notices nothing
+    communicator.close()
+    return seen
+
+
+def test_an_operation_that_nobody_waits_for_may_be_the_one_that_fails() -> None:
+    """gloo may leave others on the same connections waiting: they are ended."""
+    text, seconds, kept = run(fail_beside, workers=3, may_die=(2,))[0]
+    assert text.startswith("rank 0: a message failed after "), text
+    assert "lost the connection to rank 2, which died" in text
+    assert seconds < SECONDS
+    assert kept == text
+
+
+# -- Ctrl-C ----------------------------------------------------------------------------------------
+
+
+def interrupted(wait: Callable[[], object]) -> float:
+    """Seconds from a Ctrl-C until ``wait`` lets it through."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sent: list[float] = []
+
+    def send() -> None:
+        time.sleep(0.3)
+        sent.append(time.perf_counter())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+    seconds = time.perf_counter() - sent[0]
+    thread.join()
+    return seconds
+
+
+WAITS: dict[str, Callable[[Communicator], Any]] = {
+    "a sum": lambda communicator: communicator.sum(torch.ones(4), what="a sum").wait(),
+    "a gather": lambda communicator: communicator.gather(torch.ones(4), what="a gather").wait(),
+    "an exchange": lambda communicator: communicator.exchange(
+        torch.ones(4), what="an exchange"
+    ).wait(),
+    "a message": lambda communicator: communicator.receive(
+        torch.ones(4), source=1, what="a message"
+    ).wait(),
+    "a promise": lambda communicator: communicator.fulfilment(
+        communicator.host.promise(), what="promise"
+    ).wait(),
+}
+
+
+def interrupt_waits(rank: int, size: int, folder: str) -> Any:
+    seconds = {}
+    for name, wait in WAITS.items():
+        communicator = TorchCommunicator(None, timeout_seconds=30)
+        if rank == 0:
+            seconds[name] = interrupted(lambda f=communicator, w=wait: w(f))
+        meet_in_store(f"after {name}", [0, 1])
+        communicator.close()
+    if rank == 0:
+        seconds["opening"] = interrupted(lambda: TorchCommunicator(None, timeout_seconds=30))
+        meet_in_store("after the opening", [0, 1])
+        meet(folder, rank, [0, 1])  # rank 0 keeps the store
+        return seconds
+    meet_in_store("after the opening", [0, 1])
+    started = time.perf_counter()
+    text = error_of(lambda: TorchCommunicator(None, timeout_seconds=30))[1]
+    waited = time.perf_counter() - started
+    meet(folder, rank, [0, 1])
+    return text, waited
+
+
+def test_ctrl_c_gets_through_every_wait(tmp_path: Path) -> None:
+    """In 0.2 s or so, however gloo waits; who comes to an opening that was left is told."""
+    seconds, (text, waited) = run(interrupt_waits, str(tmp_path), workers=2)
+    assert sorted(seconds) == sorted([*WAITS, "opening"])
+    assert all(one < 1.0 for one in seconds.values()), seconds
+    assert re.match(r"rank 1: opening connections failed after 0\.\d s: rank 0 has given up", text)
+    assert waited < 5
+
+
+# -- attaching -------------------------------------------------------------------------------------
+
+
+def attach_without_one(rank: int, size: int, dies: int, folder: str) -> Any:
+    meet(folder, rank, range(size))
+    if rank == dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    model = make_model()
+    kinds, text = error_of(lambda: attach(model, sgd(model), "bsp", timeout_seconds=1.0))
+    if dies:  # else the store has gone with it
+        meet_in_store("all have seen it", [r for r in range(size) if r != dies])
+    return kinds, text
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+def test_attach_without_a_worker_is_one_clear_error(dies: int, tmp_path: Path) -> None:
+    """The store's own errors do not come out; rank 0 may have kept the store."""
+    results = run(attach_without_one, dies, str(tmp_path), workers=3, may_die=(dies,))
+    for rank, seen in enumerate(results):
+        if rank == dies:
+            continue
+        kinds, text = seen
+        assert "CommunicationError" in kinds, (kinds, text)
+        assert text.startswith(f"rank {rank}: opening connections failed after "), text
+        if dies:
+            assert "rank 1 did not come" in text or "has given up" in text, text
+        assert "Exception raised" not in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "error", "text"),
+    [
+        (float("inf"), ValueError, "must be positive and finite, got inf"),
+        (float("nan"), ValueError, "must be positive and finite, got nan"),
+        (0, ValueError, "must be positive and finite, got 0"),
+        (-1.5, ValueError, "must be positive and finite, got -1.5"),
+        (1e30, ValueError, r"must be at most 31536000, a year, got 1e\+30"),
+        (10**400, ValueError, "must be at most 31536000, a year, got 10000"),
+        (True, TypeError, "must be a number, got True"),
+        ("300", TypeError, "must be a number, got '300'"),
+        (None, TypeError, "must be a number, got None"),
+    ],
+)
+def test_a_time_out_that_is_none_is_refused(seconds: Any, error: Any, text: str) -> None:
+    """Before anything is done: there is no process group here."""
+    model = make_model()
+    with pytest.raises(error, match=f"^timeout_seconds {text}"):
+        offbeat.attach(model, sgd(model), offbeat.BSP(), timeout_seconds=seconds)

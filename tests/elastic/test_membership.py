@@ -1,0 +1,630 @@
+"""Real workers that die, are stopped, or come later: who goes on, how soon, and who is told what.
+
+Each adds up 2 to the power of its number, so that a sum says who has taken part.
+"""
+
+import gc
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import offbeat
+from cells import some
+from offbeat.elastic import agreement as regroup
+from offbeat.elastic import joining as regroup_join
+from offbeat.elastic import store as regroup_board
+from offbeat.elastic import watch as regroup_watch
+from offbeat.elastic.agreement import open_elastic
+from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout
+from offbeat.transport import process_groups as groups
+from offbeat.transport.membership import EndedError, membership_of
+from transport.communicators import meet
+from workers import run
+
+TIMEOUT_SECONDS = 20.0
+SUMS = 3  # of the last view
+
+
+def mask(*numbers: int) -> float:
+    return float(sum(2**number for number in numbers))
+
+
+class Worker:
+    """One that goes on adding, through all views."""
+
+    def __init__(
+        self, number: int, size: int, *, address: str | None = None, **settings: float
+    ) -> None:
+        regroup_watch._STORE_SECONDS = 0.1  # between looks whether somebody asks
+        settings = {"timeout_seconds": TIMEOUT_SECONDS, **settings}
+        if number < size:
+            self.communicator = open_elastic(None, **settings)
+        else:
+            self.communicator = offbeat.join(address).make_communicator(settings["timeout_seconds"])
+        self.number, self.steps, self.totals = number, 0, []
+        self.views: list[Any] = []
+        self.changed = 0.0
+        self._enter(self.membership.view)
+
+    @property
+    def membership(self) -> Any:
+        return membership_of(self.communicator)
+
+    def _enter(self, view: Any) -> None:
+        self.communicator, self.view = view.communicator, view
+        self.views.append((view.number, view.members, sorted(view.newcomers)))
+        self.totals.append([])
+
+    def change(self) -> None:
+        """Begin a view change, or take part in one."""
+        self.communicator.close()
+        self._enter(self.membership.regroup(view=self.view.number, step=self.steps))
+        self.changed = time.monotonic()
+
+    def step(self, ready: bool = True) -> None:
+        """Add once, or go over to the next view."""
+        try:
+            if self.membership.wanted():
+                raise CommunicationError("wanted")
+            x = torch.tensor([mask(self.number), ready])
+            total = self.communicator.sum(x, what="a sum").wait().tolist()
+        except CommunicationError:
+            self.change()
+        else:
+            self.steps += 1
+            self.totals[-1].append(total)
+
+    def until(self, *numbers: int, key: str | None = None) -> "Worker":
+        """Go on until these and no others are in the view, and see ``key`` in the store.
+
+        All of them stop after the same sum.
+        """
+        deadline, kept = time.monotonic() + 40, key and store()
+        while True:
+            assert time.monotonic() < deadline, (self.views, numbers)
+            self.step(len(self.totals[-1]) >= SUMS and (not kept or kept.check([key])))
+            if self.view.members == numbers and [mask(*numbers), len(numbers)] in self.totals[-1]:
+                self.totals[-1][-1][1] = 0.0  # another time, anew
+                return self
+
+    def finish(self) -> Any:
+        """The views and what was summed in each."""
+        self.membership.leave(ended=True)
+        self.communicator.close(together=True)
+        for (_, members, _), totals in zip(self.views, self.totals, strict=True):
+            assert {total for total, _ in totals} <= {mask(*members)}
+        return self.views
+
+
+def store() -> Any:
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
+
+
+def die() -> None:
+    store().set("died", str(time.monotonic()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# -- deaths ---------------------------------------------------------------------------------------
+
+
+def lose(rank: int, size: int, victims: list[int]) -> Any:
+    worker = Worker(rank, size).until(*range(size))
+    if rank in victims:
+        die()
+    survivors = [other for other in range(size) if other not in victims]
+    return worker.until(*survivors).finish(), worker.changed - float(store().get("died"))
+
+
+@pytest.mark.parametrize("victims", some([[0], [1], [2], [3], [0, 2], [1, 2, 3]], 0, 3, 5), ids=str)
+def test_the_others_go_on(victims: list[int]) -> None:
+    """Whoever dies, rank 0 too; two at once; all but one. It takes a fraction of a second."""
+    results = run(lose, victims, workers=4, newcomers=0, may_die=tuple(victims))
+    survivors = [rank for rank in range(4) if rank not in victims]
+    for rank in survivors:
+        views, seconds = results[rank]
+        assert views[0] == (0, (0, 1, 2, 3), [])
+        assert views[-1][1:] == (tuple(survivors), [])
+        assert seconds < 5
+
+
+def kill_at(place: str) -> None:
+    """Let this process die when it comes to ``place`` of the next view change."""
+    if place == "before it is here":
+        regroup.Participant._agree = lambda *args, **named: die()
+    elif place == "before it proposes":
+        regroup.Participant._propose = lambda *args, **named: die()
+    elif place == "before it opens":
+        regroup.Participant.enter = lambda *args, **named: die()
+    else:
+        groups.GroupFactory._make = lambda *args, **named: die()
+
+
+PLACES = ["before it is here", "before it proposes", "before it opens", "while all connect"]
+
+
+def lose_another(rank: int, size: int, place: str) -> Any:
+    worker = Worker(rank, size).until(*range(size))
+    if rank == 0:  # the lowest, who proposes
+        kill_at(place)
+    if rank == 2:
+        die()
+    return worker.until(1, 3).finish(), worker.changed - float(store().get("died"))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_one_may_die_while_the_others_agree(place: str) -> None:
+    """Wherever it has come to: the next lowest proposes, or another view follows; at once."""
+    results = run(lose_another, place, workers=4, newcomers=0, may_die=(0, 2))
+    for rank in (1, 3):
+        views, seconds = results[rank]
+        assert views[-1][1:] == ((1, 3), [])
+        assert views[-1][0] == (1 if place in PLACES[:2] else 2)
+        assert seconds < 5
+
+
+def leave_a_child(rank: int, size: int) -> Any:
+    worker = Worker(rank, size).until(*range(size))
+    if rank == 1:
+        child = os.fork()  # as one that loads data
+        if child == 0:
+            time.sleep(15)
+            os._exit(0)
+        store().set("child", str(child))
+        die()
+    worker.until(0, 2)
+    if rank == 0:
+        os.kill(int(store().get("child")), signal.SIGKILL)
+    return worker.finish(), worker.changed - float(store().get("died"))
+
+
+def test_a_child_that_lives_on_hides_no_death() -> None:
+    """It has inherited the connections of gloo, and keeps them open for a while."""
+    results = run(leave_a_child, workers=3, newcomers=0, may_die=(1,))
+    for rank in (0, 2):
+        views, seconds = results[rank]
+        assert views[-1][1] == (0, 2)
+        assert seconds < 5
+
+
+def keep_the_store(rank: int, size: int) -> Any:
+    worker = Worker(rank, size).until(*range(size))
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(CommunicationError) as caught:
+        worker.until(1, 2)
+    return str(caught.value), time.monotonic() - started
+
+
+def test_without_the_store_nobody_goes_on() -> None:
+    """If a worker kept it, the error says so, and what to do."""
+    for rank, (text, seconds) in enumerate(run(keep_the_store, workers=3, may_die=(0,))[1:], 1):
+        assert text.startswith(f"rank {rank}: agreeing on who goes on failed: the store of the ")
+        assert ", which rank 0 kept, cannot be reached" in text
+        assert "keep it in one that outlives them" in text
+        assert seconds < 8
+
+
+# -- silence --------------------------------------------------------------------------------------
+
+
+def be_stopped(rank: int, size: int) -> Any:
+    worker = Worker(rank, size, timeout_seconds=1.0, silence_seconds=0.5).until(*range(size))
+    if rank == 2:
+        store().set("stopped", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+        with pytest.raises(CommunicationError) as caught:
+            worker.until(0, 1)
+        worker.communicator.close()
+        store().set("told", "")
+        again = Worker(size, size)  # this process, anew
+        return str(caught.value), again.until(0, 1, size).finish()
+    worker.until(0, 1)
+    if rank == 0:
+        os.kill(int(store().get("stopped")), signal.SIGCONT)
+    before = list(worker.until(0, 1, key="told").views)
+    return before, worker.until(0, 1, size).finish()
+
+
+def test_one_that_was_stopped_is_left_behind_and_disturbs_nobody() -> None:
+    """It is told so when it comes back, and may join as a newcomer."""
+    *others, (text, views) = run(be_stopped, workers=3, newcomers=0)
+    for before, after in others:
+        assert before == [(0, (0, 1, 2), []), (1, (0, 1), [])]
+        assert after == [*before, (2, (0, 1, 3), [3])]
+    assert re.match(r"rank 2 was left behind at step \d+: ranks 0, 1 are in view 1", text), text
+    assert "they wait 0.5 s for one that is silent" in text
+    assert "group=offbeat.join(...)" in text
+    assert views == [(2, (0, 1, 3), [3])]
+
+
+def be_busy(rank: int, size: int) -> Any:
+    worker = Worker(rank, size).until(*range(size))
+    if rank == 1:
+        die()
+    if rank == 2:
+        time.sleep(0.7)  # computing
+    return worker.until(0, 2).finish()
+
+
+def test_one_that_is_busy_is_waited_for() -> None:
+    """For as long as a silent one may take."""
+    results = run(be_busy, workers=3, newcomers=0, may_die=(1,))
+    assert results[0] == results[2] == [(0, (0, 1, 2), []), (1, (0, 2), [])]
+
+
+def stop_before_proposing(rank: int, size: int) -> Any:
+    worker = Worker(rank, size, timeout_seconds=0.6).until(*range(size))
+    if rank == 0:
+
+        def stop(*args: Any) -> None:
+            store().set("stopped", str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        regroup.Participant._propose = stop  # type: ignore[method-assign, assignment]
+    if rank == 1:
+        die()
+    worker.until(2, 3)
+    if rank == 2:
+        os.kill(int(store().get("stopped")), signal.SIGKILL)
+    return worker.finish()
+
+
+def test_one_that_falls_silent_before_it_proposes_is_left_behind() -> None:
+    """Having come, it is in the list that another one makes; the others go on without it."""
+    results = run(stop_before_proposing, workers=4, newcomers=0, may_die=(0, 1))
+    for views in results[2:]:
+        assert views == [(0, (0, 1, 2, 3), []), (2, (2, 3), [])]
+
+
+def be_stopped_before_opening(rank: int, size: int) -> Any:
+    worker = Worker(rank, size, timeout_seconds=1.5, silence_seconds=0.2).until(*range(size))
+    if rank == 0:
+        die()
+    if rank == 2:
+        enter = regroup.Participant.enter
+
+        def stop(*args: Any) -> Any:
+            regroup.Participant.enter = enter  # type: ignore[method-assign]
+            store().set("stopped", str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return enter(*args)
+
+        regroup.Participant.enter = stop  # type: ignore[assignment, method-assign]
+        with pytest.raises(CommunicationError) as caught:
+            worker.until(1, 3)
+        worker.communicator.close()
+        store().set("told", "")
+        return str(caught.value)
+    worker.until(1, 3)
+    if rank == 1:  # later than agreeing may take
+        threading.Timer(2.0, os.kill, (int(store().get("stopped")), signal.SIGCONT)).start()
+    return worker.until(1, 3, key="told").finish()
+
+
+def test_one_that_was_stopped_while_all_open_is_left_behind() -> None:
+    """However long it was, it is told that, and not that its time is over."""
+    _, first, text, last = run(be_stopped_before_opening, workers=4, newcomers=0, may_die=(0,))
+    assert re.match(r"rank 2 was left behind at step \d+: ranks 1, 3 are in view 2", text), text
+    assert float(re.findall(r"not taken part for (.*) s, ", text)[0]) >= 2
+    assert first == last == [(0, (0, 1, 2, 3), []), (2, (1, 3), [])]
+
+
+def be_stopped_at_the_store(rank: int, size: int) -> int:
+    if rank == 0:
+        time.sleep(0.1)
+        os.kill(int(store().get("pid")), signal.SIGSTOP)
+        time.sleep(0.6)
+        os.kill(int(store().get("pid")), signal.SIGCONT)
+        return 0
+
+    def ask() -> int:
+        for _ in range(20):
+            time.sleep(0.01)
+        return 1
+
+    store().set("pid", str(os.getpid()))
+    board = regroup_board.Board(store(), "here")
+    return board.promptly(ask, "this worker", seconds=0.5)
+
+
+def test_a_worker_that_was_stopped_does_not_miss_the_store() -> None:
+    """The time in which it was stopped is not the store's."""
+    assert run(be_stopped_at_the_store, workers=2, newcomers=0) == [0, 1]
+
+
+def have_a_thread_that_stays(rank: int, size: int) -> Any:
+    worker = Worker(rank, size, silence_seconds=1.0).until(*range(size))
+    if rank == 1:
+        die()
+    if rank == 2:  # as one that waits for the rest of a message, which gloo does not give up
+        worker.communicator.host.spawn(lambda: time.sleep(4), what="a thread that stays")
+    return worker.until(0, 2).finish()
+
+
+def test_a_thread_that_does_not_end_leaves_nobody_behind() -> None:
+    """It is waited for before a worker says that it is there, but not for long."""
+    results = run(have_a_thread_that_stays, workers=3, newcomers=0, may_die=(1,))
+    assert results[0] == results[2] == [(0, (0, 1, 2), []), (1, (0, 2), [])]
+
+
+def be_hasty(rank: int, size: int) -> Any:
+    worker = Worker(rank, size, silence_seconds=0.6).until(*range(size))
+    if rank == 0:
+        worker.change()  # by itself, as if its link had failed for a moment
+    else:
+        time.sleep(1.0 + 0.3 * rank)  # computing
+    return worker.until(*range(size)).finish()
+
+
+def test_one_alone_does_not_leave_the_others_behind() -> None:
+    """Where most are silent they have timeout_seconds; once one has come the others have a while.
+
+    The second comes 0.3 s after the first, for whom 1.3 s were waited.
+    """
+    for views in run(be_hasty, workers=3, newcomers=0):
+        assert views == [(0, (0, 1, 2), []), (1, (0, 1, 2), [])]
+
+
+def go_away(rank: int, size: int) -> Any:
+    worker = Worker(rank, size).until(*range(size))
+    if rank == 1:
+        worker.membership.leave(ended=False)
+        worker.communicator.close()
+        meet("the others have gone on", [0, 1, 2])
+        return None
+    started = time.monotonic()
+    worker.until(0, 2)
+    meet("the others have gone on", [0, 1, 2])
+    return worker.finish(), time.monotonic() - started
+
+
+def test_one_that_has_left_is_not_waited_for() -> None:
+    """Though its process lives."""
+    results = run(go_away, workers=3, newcomers=0)
+    for views, seconds in (results[0], results[2]):
+        assert views == [(0, (0, 1, 2), []), (1, (0, 2), [])]
+        assert seconds < 5
+
+
+def come_too_late(rank: int, size: int) -> Any:
+    worker = Worker(rank, size).until(*range(size))
+    if rank < 2:
+        worker.membership.leave(ended=True)
+        worker.communicator.close()
+        return None
+    started = time.monotonic()
+    with pytest.raises(EndedError) as caught:
+        worker.until(2)
+    return str(caught.value), time.monotonic() - started
+
+
+def test_nobody_goes_on_once_training_has_ended() -> None:
+    """Who comes too late is told so, at once."""
+    text, seconds = run(come_too_late, workers=3, newcomers=0)[2]
+    assert text == "rank 2: the others have ended the training"
+    assert seconds < 5
+
+
+# -- newcomers ------------------------------------------------------------------------------------
+
+
+def come(rank: int, size: int, deaths: bool) -> Any:
+    if rank == size:
+        store().wait(["come"])
+    worker = Worker(rank, size)
+    if rank < size:
+        worker.until(*range(size))
+        store().set("come", "")
+    if rank == 1 and deaths:
+        die()
+    return worker.until(*(n for n in range(size + 1) if n != 1 or not deaths)).finish()
+
+
+@pytest.mark.parametrize("deaths", [False, True])
+def test_a_newcomer_is_taken_in(deaths: bool) -> None:
+    """By a view change, with a number that nobody had; perhaps while another one dies."""
+    results = run(come, deaths, workers=3, newcomers=1, may_die=(1,) if deaths else ())
+    members = (0, 2, 3) if deaths else (0, 1, 2, 3)
+    for rank in members:
+        assert results[rank][-1][1] == members
+        assert results[rank][-1] == results[0][-1]
+        assert all(newcomers in ([], [3]) for _, _, newcomers in results[rank])
+    (entry, *_) = results[3]
+    assert entry[2] == [3]
+    assert entry in results[0]
+
+
+def come_and_die(rank: int, size: int, place: str) -> Any:
+    if rank >= size:
+        store().wait(["come"])
+        kill_at(place)
+        if place == "having asked":
+            regroup_join.Newcomer._ask = lambda *args, **named: die()
+        Worker(rank, size)
+    worker = Worker(rank, size).until(*range(size))
+    if rank == 0:
+        store().set("come", "")
+    worker.until(*range(size), key="died")
+    return worker.finish(), worker.changed - float(store().get("died"))
+
+
+@pytest.mark.parametrize("place", ["having asked", *PLACES[2:]])
+def test_a_newcomer_that_dies_is_left_out(place: str) -> None:
+    """Wherever it has come to, the others go on."""
+    results = run(come_and_die, place, workers=2, newcomers=1, may_die=(2,))
+    for views, seconds in results[:2]:
+        assert views[0] == (0, (0, 1), [])
+        assert views[-1][1:] == ((0, 1), [])
+        assert seconds < 5
+        assert all(newcomers in ([], [2]) for _, _, newcomers in views)
+
+
+def join_the_last(rank: int, size: int) -> Any:
+    if rank == size:
+        store().wait(["alone"])
+        return Worker(rank, size).until(0, 2).finish()
+    worker = Worker(rank, size).until(*range(size))
+    if rank == 1:
+        die()
+    worker.until(0)
+    store().set("alone", "")
+    return worker.until(0, 2).finish()
+
+
+def test_the_last_one_can_be_joined() -> None:
+    """Alone is a view as any other."""
+    first, _, newcomer = run(join_the_last, workers=2, newcomers=1, may_die=(1,))
+    assert first == [(0, (0, 1), []), (1, (0,), []), (2, (0, 2), [2])]
+    assert newcomer == first[-1:]
+
+
+@pytest.mark.parametrize("address", ["", "here", "host:", ":29500", "host:port"])
+def test_an_address_that_is_none_is_refused(address: str) -> None:
+    """Before anybody is asked."""
+    with pytest.raises(ValueError, match=r"host:port or file://path, got"):
+        offbeat.join(address)
+
+
+def test_without_an_address_the_environment_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the error says which variable is missing."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    with pytest.raises(ValueError, match=r"join\(\) needs.*MASTER_PORT in the environment"):
+        offbeat.join()
+
+
+def test_nobody_to_join_is_an_error(tmp_path: Path) -> None:
+    """In finite time, and it says what is missing: the store, or the training."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = "{}:{}".format(*closed.getsockname())
+    with pytest.raises(CommunicationError, match=rf"joining failed: nobody keeps .* {address}"):
+        offbeat.join(address).make_communicator(0.5)
+    with socket.create_server(("127.0.0.1", 0)) as stuck:  # it listens, and never answers
+        address = "{}:{}".format(*stuck.getsockname())
+        with pytest.raises(CommunicationError, match=rf"joining failed: nobody keeps .* {address}"):
+            offbeat.join(address).make_communicator(0.2)
+    path = tmp_path / "rendezvous"
+    with pytest.raises(CommunicationError, match="there is no store at"):
+        offbeat.join(f"file://{path}").make_communicator(0.5)
+    kept = dist.FileStore(str(path))
+    kept.set("something", "else")
+    with pytest.raises(CommunicationTimeout, match=r"no training .*timeout_seconds=0\.2"):
+        offbeat.join(f"file://{path}").make_communicator(0.2)
+
+
+# -- stores and messages --------------------------------------------------------------------------
+
+
+def begin_from(rank: int, _: int, size: int, folder: str) -> Any:
+    """Rank 0 dies, and another one comes; in a group made from the environment or a file."""
+    address = f"file://{folder}/store" if folder else None
+    if rank < size:
+        os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", RANK=str(rank), WORLD_SIZE=str(size))
+        settings: Any = {"rank": rank, "world_size": size} if folder else {}
+        limit = timedelta(seconds=30)
+        dist.init_process_group("gloo", init_method=address, timeout=limit, **settings)
+    else:
+        store().wait(["died"])
+    worker = Worker(rank, size, address=address)
+    if rank < size:
+        worker.until(*range(size))
+    if rank == 0:
+        die()
+    return worker.until(*range(1, size + 1)).finish()
+
+
+@pytest.mark.parametrize("kind", ["environment", "file"])
+def test_every_way_to_begin(kind: str, tmp_path: Path) -> None:
+    """As torchrun or a launcher of one's own sets the environment, or through a file."""
+    folder = str(tmp_path) if kind == "file" else ""
+    results = run(begin_from, 3, folder, workers=0, newcomers=4, may_die=(0,))
+    for views in results[1:]:
+        assert views[-1][1] == (1, 2, 3)
+
+
+def use_another_backend(rank: int, size: int) -> str:
+    dist.get_backend = lambda group=None: "nccl"
+    with pytest.raises(AttachError) as caught:
+        open_elastic(None, TIMEOUT_SECONDS)
+    return str(caught.value)
+
+
+def test_another_backend_is_refused() -> None:
+    """At attach, by name."""
+    (text,) = run(use_another_backend, workers=1)
+    assert text.startswith("min_workers needs a process group of gloo, got nccl")
+
+
+def be_late(rank: int, size: int) -> Any:
+    worker = Worker(rank, size, silence_seconds=0.3).until(*range(size))
+    if rank == 0:
+        worker.change()
+    worker.until(*range(size))
+    communicator, late, total = worker.communicator, torch.zeros(1), torch.ones(1)
+    if rank == 0:
+        time.sleep(0.7)
+        communicator.send(torch.ones(1), destination=1, what="a message").wait()
+        time.sleep(0.7)
+    else:
+        communicator.receive(late, source=0, what="a message").wait()
+    communicator.sum(total, what="a sum").wait()
+    worker.finish()
+    return late.item(), total.item(), len(worker.views)
+
+
+def test_an_operation_of_a_later_view_has_its_time() -> None:
+    """timeout_seconds, though opening the view has less."""
+    assert run(be_late, workers=2, newcomers=0) == [(0.0, 2.0, 2), (1.0, 2.0, 2)]
+
+
+# -- many views -----------------------------------------------------------------------------------
+
+
+def held(most: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+    """Threads and descriptors, as soon as they are at ``most`` so many: some take a moment."""
+    deadline = time.monotonic() + 5
+    while True:
+        gc.collect()
+        found = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+        settled = all(a <= b for a, b in zip(found, most, strict=True))
+        if not any(most) or settled or time.monotonic() > deadline:
+            return found
+        time.sleep(0.01)
+
+
+def change_often(rank: int, size: int, times: int) -> Any:
+    gc.freeze()  # else each look would go through all that the tests have imported
+    worker, first = Worker(rank, size), (0, 0)
+    while worker.view.number < times:
+        worker.until(*range(size))
+        if worker.view.number == 3:
+            first = held()
+        if worker.view.number % size == rank:
+            worker.change()
+        else:
+            worker.step()
+    last = held(first)
+    return first, last, worker.until(*range(size)).finish()
+
+
+@pytest.mark.parametrize("times", some([8, 30], 0))
+def test_many_view_changes_leave_nothing_behind(times: int) -> None:
+    """No thread and no descriptor of a view that has ended.
+
+    One more may be there: at the first look a connection may not have been used yet.
+    """
+    for first, last, views in run(change_often, times, workers=3, newcomers=0):
+        assert [number for number, _, _ in views] == list(range(times + 1))
+        assert all(a <= b + 1 for a, b in zip(last, first, strict=True)), (first, last)

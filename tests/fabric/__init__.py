@@ -1,1 +1,0 @@
-"""Tests of offbeat.fabric; a package, so that a file here may be named like one above."""

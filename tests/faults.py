@@ -1,0 +1,96 @@
+"""Faults at a named operation: what a strategy does when a network or a worker breaks just there.
+
+For tests, of Offbeat and of strategies of one's own. Put between the workers by a transport:
+
+    class Faulty:
+        def make_communicator(self, timeout_seconds):
+            inner = open_communicator(None, timeout_seconds, what="a test")
+            return Faults(inner, [Fault("fail", rank=1, operation=7)])
+
+    offbeat.attach(model, optimizer, strategy, group=Faulty())
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from typing_extensions import override
+
+from offbeat.errors import CommunicationError
+from offbeat.transport.communicator import Communicator, Wrapper
+from offbeat.transport.handle import Handle
+from offbeat.transport.operation import Operation
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens at one operation of one worker.
+
+    Attributes:
+        kind: "fail": ``wait`` raises CommunicationError here, and the others do not notice.
+            "delay": the operation is started ``seconds`` late. "cut": this worker's connections
+            end just before it.
+        rank: Of which worker.
+        operation: Which of its operations, from 0, those of twins and of set-up counted.
+        seconds: Of a delay (≥ 0).
+    """
+
+    kind: Literal["fail", "delay", "cut"]
+    rank: int
+    operation: int
+    seconds: float = 0.0
+
+
+class Faults(Wrapper):
+    """A communicator in which the given faults happen.
+
+    Attributes:
+        count: Operations started so far; twins count along.
+    """
+
+    def __init__(
+        self, inner: Communicator, faults: Iterable[Fault], counter: list[int] | None = None
+    ) -> None:
+        super().__init__(inner)
+        self._faults = {f.operation: f for f in faults if f.rank == inner.rank}
+        self._counter = [0] if counter is None else counter
+
+    @property
+    def count(self) -> int:
+        """Operations started so far."""
+        return self._counter[0]
+
+    @override
+    def start(self, operation: Operation[T]) -> Handle[T]:
+        fault = self._faults.get(self._counter[0])
+        self._counter[0] += 1
+        if fault is not None and fault.kind == "delay":
+            self.host.sleep(fault.seconds, f"a delay before {operation.what}")
+        elif fault is not None and fault.kind == "cut":
+            self.inner.close()
+        handle = self.inner.start(operation)
+        if fault is not None and fault.kind == "fail":
+            return _Failing(handle, f"rank {self.rank}: {operation.what} failed on purpose")
+        return handle
+
+    @override
+    def twin(self) -> Communicator:
+        return Faults(self.inner.twin(), self._faults.values(), self._counter)
+
+
+class _Failing(Handle[T]):
+    """An operation that takes place, and whose result is lost."""
+
+    def __init__(self, handle: Handle[T], text: str) -> None:
+        self._handle, self._text = handle, text
+
+    @override
+    def done(self) -> bool:
+        return self._handle.done()
+
+    @override
+    def wait(self) -> T:
+        self._handle.wait()
+        raise CommunicationError(self._text)

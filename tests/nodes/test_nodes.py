@@ -1,0 +1,588 @@
+"""Nodes of several workers: ``attach(..., node_group=...)``, on real processes, 2 × 2."""
+
+import gc
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import offbeat
+import offbeat.nodes.detection
+from loops import Faulty, attach, bits, close, error_of, everything, sgd, trained
+from offbeat.nodes.communicator import NodeCommunicator
+from offbeat.nodes.detection import layout
+from offbeat.transport.single_process import SingleCommunicator
+from problems import bsp_reference, flat, loss_of, make_batch, make_model, make_wide, train_step
+from recording import Recording
+from workers import run
+from worlds import simulated
+
+STEPS = 9
+TEXTS = [
+    "bsp",
+    "local:period=1",
+    "local:period=4",
+    "selsync:delta=0.05",
+    "diloco:period=4,fragments=2,overlap=1",
+    "streaming:schedule=cyclic,staleness=4,parts=2",
+]
+"""One strategy of each kind; eager schedules are in test_eager_nodes."""
+
+
+def in_environment(rank: int) -> None:
+    """As torchrun starts two workers on each of two nodes."""
+    os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
+
+
+def listened() -> list[Recording]:
+    """The communicators across nodes that are made from now on."""
+    made: list[Recording] = []
+
+    class Listening(NodeCommunicator):
+        def __init__(self, across: Any, inside: Any) -> None:
+            across = across if isinstance(across, Recording) else Recording(across)
+            made.append(across)
+            super().__init__(across, inside)
+
+        def twin(self) -> NodeCommunicator:
+            return Listening(self._across.twin(), self._inside.twin())
+
+    offbeat.nodes.detection.NodeCommunicator = Listening  # type: ignore[misc]
+    return made
+
+
+def across(made: list[Recording]) -> tuple[int, int]:
+    """Bytes and operations so far, set-up included."""
+    started = made[0].started
+    return sum(one.sent_bytes for one in started), len(started)
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+def of_a_node(rank: int, size: int, listens: bool = True) -> Any:
+    """Of each strategy: the model after each step and at the end, bytes, and decisions."""
+    if listens:  # a process of its own
+        in_environment(rank)
+    found = []
+    for text in TEXTS:
+        made = listened() if listens else [Recording(SingleCommunicator(1.0))]
+        model = make_model(rank)
+        sync = attach(model, sgd(model), text, node_group="auto")
+        before = across(made)
+        trace = trained(sync, model, [make_batch(rank, step) for step in range(STEPS)])
+        after = across(made)
+        carried = after[0] - before[0], after[1] - before[1]
+        sync.finish()
+        stats = sync.stats
+        found.append((trace, flat(model), carried, stats.payload_bytes, stats.syncs))
+        assert (sync.rank, sync.size) == (rank, size)
+    return found
+
+
+def of_one_worker(rank: int, size: int, text: str) -> Any:
+    """The same without nodes: each worker has the data of two, and takes the mean of the losses."""
+    model = make_model(2 * rank)
+    sync = attach(model, sgd(model), text)
+    batches = [[make_batch(2 * rank + i, step) for i in (0, 1)] for step in range(STEPS)]
+    trace = trained(sync, model, batches)
+    sent = sync.stats.payload_bytes
+    sync.finish()
+    return trace, flat(model), sent, sync.stats.payload_bytes, sync.stats.syncs
+
+
+def test_a_node_is_one_worker_that_has_the_data_of_all_of_its_own() -> None:
+    """In every step, at the end, and in what is decided; its workers have the same bits.
+
+    On real processes, and the same on simulated ones.
+    """
+    results = run(of_a_node, workers=4)
+    for i, text in enumerate(TEXTS):
+        plain = simulated(of_one_worker, text, workers=2)
+        for rank, found in enumerate(results):
+            trace, final, _, _, syncs = found[i]
+            expected, at_end, _, _, decided = plain[rank // 2]
+            assert syncs == decided, text
+            twin = results[rank ^ 1][i]
+            for one, same, other in zip(trace, twin[0], expected, strict=True):
+                assert torch.equal(one, same), text
+                close(one, other, 1e-11)
+            assert torch.equal(final, results[0][i][1]), text
+            close(final, at_end, 1e-11)
+        node = [results[rank][i] for rank in (0, 1)]
+        sent, payload = plain[0][2:4]
+        carried, operations = (sum(one[2][k] for one in node) for k in (0, 1))
+        assert 0 <= carried - sent <= 8 * operations, f"{text}: one number of padding at most"
+        assert abs(sum(one[3] for one in node) - payload) <= len(node), text
+    assert results[0][3][4] not in (0, STEPS), "selsync has decided both ways"
+    reference = bsp_reference(4, "sgd", STEPS)
+    for i in (0, 1):
+        for one, other in zip(results[3][i][0], reference, strict=True):
+            close(one, other, 1e-12)
+    virtual = simulated(of_a_node, False, workers=4, workers_per_node=2)
+    for real, other in zip(results, virtual, strict=True):
+        for one, same in zip(real, other, strict=True):
+            for a, b in zip([*one[0], one[1]], [*same[0], same[1]], strict=True):
+                close(a, b, 1e-11)
+            assert one[3:] == same[3:], "bytes and decisions"
+
+
+# -- the rest of the front door -------------------------------------------------------------------
+
+
+def with_statistics(seed: int) -> nn.Sequential:
+    return nn.Sequential(make_model(seed), nn.BatchNorm1d(1, dtype=torch.float64))
+
+
+def statistics(rank: int, size: int, folder: str, nodes: bool) -> Any:
+    """Clipping, accumulation, a moving average, consensus, and a checkpoint in the middle."""
+    options: dict[str, Any] = {"node_group": node_of(rank)} if nodes else {}
+    model = with_statistics(rank)
+    ema = torch.optim.swa_utils.AveragedModel(with_statistics(rank + 10), use_buffers=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with attach(model, optimizer, "local:period=1", **options) as sync:
+        sync.follow(ema)
+        for step in range(4):
+            optimizer.zero_grad()
+            for half in (0, 1):
+                loss_of(model, make_batch(rank, 2 * step + half)).backward()
+            sync.clip_grad_norm_(0.5)
+            optimizer.step()
+            if step == 0:
+                ema.update_parameters(model)
+            if step == 1 and nodes:
+                offbeat.save(folder, sync)
+                saved = everything(model)
+        with sync.consensus():
+            shown = everything(model)
+    final = everything(model)
+    if not nodes:
+        return final, shown, [], [], everything(ema)
+    again = with_statistics(rank + 20)
+    optimizer = torch.optim.SGD(again.parameters(), lr=0.05, momentum=0.9)
+    sync = attach(again, optimizer, "local:period=1", **options)
+    loaded = offbeat.load(folder, sync)
+    assert loaded is not None
+    assert loaded.path.name.endswith(f"rank{rank}.pt")
+    same = all(torch.equal(a, b) for a, b in zip(everything(again), saved, strict=True))
+    for step in (2, 3):
+        optimizer.zero_grad()
+        for half in (0, 1):
+            loss_of(again, make_batch(rank, 2 * step + half)).backward()
+        sync.clip_grad_norm_(0.5)
+        optimizer.step()
+    sync.finish()
+    return final, shown, everything(again), [same], everything(ema)
+
+
+def node_of(rank: int) -> Any:
+    nodes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    return nodes[rank // 2]
+
+
+def averaged_gradients(rank: int, size: int) -> Any:
+    return statistics(rank, size, "", False)
+
+
+def test_statistics_and_everything_around_them(tmp_path: Any) -> None:
+    """As four workers without nodes have it under BSP, but for a clip of each node's gradient.
+
+    The clip is so high or low that it matters; with one step between two means of SGD with
+    momentum, which is linear but for the clip, the reference below does the same by hand.
+    """
+    results = run(statistics, str(tmp_path), True, workers=4)
+    model = reference_of_statistics()
+    for final, shown, again, same, ema in results:
+        assert same == [True]
+        for one, other, resumed, first in zip(final, shown, again, results[0][0], strict=True):
+            assert torch.equal(one, first)
+            close(other.double(), one.double())
+            close(resumed.double(), one.double())
+        for one, other in zip(final, everything(model), strict=True):
+            close(one.double(), other.double())
+        assert all(torch.equal(a, b) for a, b in zip(ema, results[0][4], strict=True))
+
+
+def reference_of_statistics() -> nn.Module:
+    """Two nodes by hand: mean gradient of a node, its clip, momentum, the mean of the models."""
+    model = with_statistics(0)
+    parameters, buffers = list(model.parameters()), dict(model[1].named_buffers())
+    momenta = [[torch.zeros_like(p) for p in parameters] for _ in (0, 1)]
+    for step in range(4):
+        moved, kept = [], {name: b.clone() for name, b in buffers.items()}
+        seen: list[dict[str, Tensor]] = []
+        for node in (0, 1):
+            gradients = [torch.zeros_like(p) for p in parameters]
+            for rank in (2 * node, 2 * node + 1):
+                for name, buffer in buffers.items():
+                    buffer.copy_(kept[name])
+                for half in (0, 1):
+                    loss = loss_of(model, make_batch(rank, 2 * step + half))
+                    for g, one in zip(
+                        gradients, torch.autograd.grad(loss, parameters), strict=True
+                    ):
+                        g += one / 2
+                seen.append({name: b.clone() for name, b in buffers.items()})
+            norm = torch.cat([g.reshape(-1) for g in gradients]).norm()
+            for velocity, g in zip(momenta[node], gradients, strict=True):
+                velocity.mul_(0.9).add_(g * min(1.0, 0.5 / (float(norm) + 1e-6)))
+            moved.append([p - 0.05 * v for p, v in zip(parameters, momenta[node], strict=True)])
+        with torch.no_grad():
+            for p, one, other in zip(parameters, *moved, strict=True):
+                p.copy_((one + other) / 2)
+            for name, buffer in buffers.items():
+                if buffer.is_floating_point():
+                    buffer.copy_(sum(one[name] for one in seen) / 4)
+                else:
+                    buffer.copy_(seen[0][name])
+    return model
+
+
+def lossy(rank: int) -> Any:
+    """A wire whose sums have two stages on a twin; several of them are under way at once."""
+    model, same = make_wide(rank), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    text = "streaming:schedule=cyclic,staleness=4,parts=2"
+    with attach(model, optimizer, text, wire="int8", node_group="auto"):
+        for step in range(6):
+            train_step(model, optimizer, make_batch(rank, step, 8, torch.float32))
+            same.append(bits(flat(model)))
+    return torch.stack(same), bits(flat(model))
+
+
+def scaled(rank: int) -> Any:
+    """Rank 1 overflows in step 2: how many steps each has not skipped, and its models."""
+    found = []
+    for text in ("bsp", "local:period=5"):
+        model, scaler = make_model(rank), torch.amp.GradScaler("cpu", init_scale=4.0)
+        optimizer = sgd(model)
+        sync = attach(model, optimizer, text, scaler=scaler, node_group="auto")
+        models = []
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = loss_of(model, make_batch(rank, step))
+            scaler.scale(loss * (float("inf") if (rank, step) == (1, 2) else 1)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            models.append(flat(model))
+        steps = sync.step
+        sync.finish()
+        found.append((steps, scaler.get_scale(), torch.stack(models)))
+    return found
+
+
+def large(seed: int) -> nn.Sequential:
+    """Three buckets of gradients."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        layers = [nn.Linear(4, 500), nn.Tanh(), nn.Linear(500, 400), nn.Linear(400, 1)]
+        return nn.Sequential(*layers).double()
+
+
+def overlapped(rank: int) -> Any:
+    """The means of two buckets leave during backward; in later steps that has two passes."""
+    began: list[int] = []
+    model = large(rank)
+    optimizer = sgd(model)
+    sync = attach(model, optimizer, "local:period=1", node_group="auto")
+    node = sync._iteration.node
+    start = node.start
+
+    def watched(bucket: int) -> bool:
+        began.append(bucket)
+        return bool(start(bucket))
+
+    node.start = watched
+    for step, passes in enumerate((1, 2, 2)):
+        optimizer.zero_grad()
+        for half in range(passes):
+            loss_of(model, make_batch(rank, 2 * step + half)).backward()
+        optimizer.step()
+    sync.finish()
+    return began, flat(model)
+
+
+def several(rank: int, size: int, text: str) -> Any:
+    """Two optimizers, which step in turn."""
+    model = make_model(rank)
+    halves = list(model[:1].parameters()), list(model[1:].parameters())
+    optimizers = [torch.optim.SGD(half, lr=0.05) for half in halves]
+    sync = attach(model, optimizers, text, node_group="auto")
+    for step in range(STEPS):
+        model.zero_grad()
+        loss_of(model, make_batch(rank, step)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    sync.finish()
+    return flat(model)
+
+
+def uneven_nodes(rank: int) -> Any:
+    """The second node has two batches less than the first."""
+    model = make_model(rank)
+    optimizer = sgd(model)
+    with attach(model, optimizer, "local:period=2", node_group="auto") as sync:
+        for step in range(7 - rank // 2 * 2):
+            optimizer.zero_grad()
+            loss_of(model, make_batch(rank, step)).backward()
+            optimizer.step()
+    return sync.step, flat(model)
+
+
+def held() -> tuple[int, int]:
+    """Threads and descriptors of this process."""
+    gc.collect()
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def left_behind(rank: int) -> Any:
+    """What is held before a training and, as soon as that is no more, after it."""
+    in_environment(rank)
+    model, before = make_model(rank), held()
+    with attach(model, sgd(model), "local:period=2", node_group="auto") as sync:
+        train_step(model, sync._worker.optimizers[0].optimizer, make_batch(rank, 0))
+    deadline, after = time.monotonic() + 5, held()
+    while any(a > b for a, b in zip(after, before, strict=True)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+        after = held()
+    return before, after
+
+
+def more(rank: int, size: int) -> Any:
+    return lossy(rank), scaled(rank), overlapped(rank), uneven_nodes(rank)
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Any]:
+    """In the simulator, which gives what processes give: see above."""
+    return simulated(more, workers=4, workers_per_node=2)
+
+
+def test_a_lossy_wire_keeps_a_node_equal(found: list[Any]) -> None:
+    for rank, of_rank in enumerate(found):
+        trace, final = of_rank[0]
+        assert torch.equal(trace, found[rank ^ 1][0][0])
+        assert torch.equal(final, found[0][0][1])
+
+
+def test_a_node_skips_a_step_together(found: list[Any]) -> None:
+    """One of it has seen an overflow. Under BSP all have."""
+    for rank, (_, of_rank, *_) in enumerate(found):
+        for (steps, scale, models), skips in zip(of_rank, (True, rank < 2), strict=True):
+            assert steps == 4
+            assert scale == (2.0 if skips else 4.0)
+            assert torch.equal(models[2], models[1]) or not skips
+            assert models.isfinite().all()
+        for one, other in zip(of_rank, found[rank ^ 1][1], strict=True):
+            assert torch.equal(one[2], other[2])
+
+
+def test_means_inside_the_node_leave_during_backward(found: list[Any]) -> None:
+    model = large(0)
+    for step, passes in enumerate((1, 2, 2)):
+        model.zero_grad()
+        for rank in range(4):
+            for half in range(passes):
+                (loss_of(model, make_batch(rank, 2 * step + half)) / 4).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.05 * p.grad  # type: ignore[operator]
+    for one in found:
+        began, final = one[2]
+        assert began, "buckets were announced"
+        close(final, flat(model))
+
+
+@pytest.mark.parametrize(
+    ("text", "workers"), [("local:period=1", 2), ("local:period=4", 4), ("bsp", 1)]
+)
+def test_any_number_of_workers_in_a_node_and_of_optimizers(text: str, workers: int) -> None:
+    """A lone node is DDP, and nodes of one worker are none."""
+    expected = bsp_reference(4, "sgd", STEPS)[-1]
+    for final in simulated(several, text, workers=4, workers_per_node=workers):
+        close(final, expected)
+
+
+def test_nodes_may_take_different_numbers_of_steps(found: list[Any]) -> None:
+    assert [one[3][0] for one in found] == [7, 7, 5, 5]
+    for one in found:
+        assert torch.equal(one[3][1], found[0][3][1])
+
+
+def left(rank: int, size: int) -> Any:
+    """What is left; then a lossy wire, and a lone node, which is made in another way."""
+    found = [left_behind(rank)]
+    in_environment(rank)
+    coded = lossy(rank)
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="4")
+    final = several(rank, size, "local:period=4")
+    return found, final, coded
+
+
+@pytest.mark.nightly
+def test_nothing_is_left_behind() -> None:
+    """No thread and no descriptor of the communicators; and more on the real processes."""
+    expected = bsp_reference(4, "sgd", STEPS)[-1]
+    results = run(left, workers=4)
+    for rank, (found, final, coded) in enumerate(results):
+        close(final, expected)
+        assert torch.equal(coded[0], results[rank ^ 1][2][0]), "of its node, after every step"
+        assert torch.equal(coded[1], results[0][2][1])
+        for before, after in found:
+            assert all(a <= b for a, b in zip(after, before, strict=True)), (before, after)
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+CASES: list[dict[str, Any]] = [
+    {"strategy": "bsp", "node_group": "auto"},
+    {"strategy": "bsp", "node_group": "other"},
+    {"strategy": "local:period=2", "node_group": "auto", "wire": "auto"},
+    {"strategy": "bsp", "node_group": "auto", "min_workers": 1},
+]
+
+
+def refused(rank: int, size: int) -> Any:
+    os.environ.pop("LOCAL_RANK", None)
+    found = []
+    for case in CASES:
+        model = make_model(rank)
+        options = {name: value for name, value in case.items() if name != "strategy"}
+        found.append(
+            error_of(lambda m=model, c=case, o=options: attach(m, sgd(m), c["strategy"], **o))
+        )
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")  # of a node of three
+    model = make_model(rank)
+    found.append(error_of(lambda: attach(model, sgd(model), "bsp", node_group="auto")))
+    in_environment(rank)
+    sync = attach(model, sgd(model), "local:period=8", node_group="auto")
+    found.append(error_of(lambda: sync.monitor(distance_every=4)))
+    found.append(
+        error_of(
+            lambda: offbeat.data.DataInjection([torch.ones(1)], alpha=0.5, beta=0.5, sync=sync)
+        )
+    )
+    optimizer = sync._worker.optimizers[0].optimizer
+    dist.barrier()
+
+    def uneven() -> None:
+        for step in range(2 if rank % 2 else 3):
+            loss_of(model, make_batch(rank, step)).backward()
+            optimizer.step()
+        sync.finish()
+
+    found.append(error_of(uneven))
+    sync.detach()
+    return found
+
+
+TEXTS_OF_ERRORS = [
+    'rank 0: node_group="auto" reads LOCAL_RANK',
+    "rank 0: node_group must be",
+    'wire="auto" with node_group: the precision follows from the time that each worker waits',
+    "min_workers with node_group: a node cannot continue without one of its workers",
+    "LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2 do not fit rank 2",
+    "monitor(distance_every=…) with node_group",
+    "node_group cannot be combined with data injection",
+    "The workers of a node must stop together",
+]
+
+
+def test_what_cannot_be_is_refused_on_all_workers() -> None:
+    for found in run(refused, workers=4):
+        for (kinds, text), part in zip(found, TEXTS_OF_ERRORS, strict=True):
+            assert part in text
+            assert "OffbeatError" in kinds
+
+
+@pytest.mark.parametrize(
+    ("told", "text"),
+    [
+        ([[0, 1], [0, 1], [2], [3]], "that of rank 0 has 2, that of rank 2 has 1"),
+        ([[0, 1], [0, 1], [1, 2], [3]], "that of rank 2 has ranks 1, 2"),
+        ([[1], [0]], "do not fit together"),
+        ([[0], "it has none"], "rank 1: it has none"),
+    ],
+)
+def test_nodes_that_do_not_fit_are_named(told: list[Any], text: str) -> None:
+    with pytest.raises(offbeat.AttachError, match=text):
+        layout(told)
+
+
+def test_nodes_are_in_the_order_of_their_first_rank() -> None:
+    assert layout([[0, 3], [1, 2], [1, 2], [0, 3]]) == [[0, 3], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("case", "part"),
+    [
+        ({"strategy": "bsp", "node_group": "other"}, 'node_group must be "auto"'),
+        *zip(CASES[2:], TEXTS_OF_ERRORS[2:4], strict=True),
+    ],
+)
+def test_the_simulator_refuses_the_same(case: dict[str, Any], part: str) -> None:
+    def work(rank: int, size: int) -> Any:
+        model = make_model(rank)
+        return error_of(lambda: attach(model, sgd(model), **case))
+
+    for kinds, text in simulated(work, workers=4, workers_per_node=2):
+        assert "AttachError" in kinds
+        assert part in text
+
+
+def test_simulated_nodes_of_one_worker_are_none() -> None:
+    def work(rank: int, size: int) -> Any:
+        model = make_model(rank)
+        sync = attach(model, sgd(model), "bsp", node_group="auto")
+        trace = trained(sync, model, [make_batch(rank, step) for step in range(3)])
+        sync.finish()
+        return trace
+
+    for trace in simulated(work, workers=3):
+        for one, other in zip(trace, bsp_reference(3, "sgd", 3), strict=True):
+            close(one, other)
+
+
+def test_a_transport_without_nodes_is_refused() -> None:
+    def work(rank: int, size: int) -> Any:
+        model = make_model(rank)
+        return error_of(lambda: attach(model, sgd(model), "bsp", node_group="auto", group=Faulty()))
+
+    for kinds, text in simulated(work, workers=2):
+        assert "AttachError" in kinds
+        assert "make_nodes" in text
+
+
+def one_dies(rank: int, size: int) -> Any:
+    in_environment(rank)
+    model = make_model(rank)
+    sync = attach(model, sgd(model), "local:period=2", node_group="auto")
+    optimizer = sync._worker.optimizers[0].optimizer
+
+    def train() -> None:
+        for step in range(8):
+            if rank == 3 and step == 3:
+                os._exit(0)
+            loss_of(model, make_batch(rank, step)).backward()
+            optimizer.step()
+
+    started = time.monotonic()
+    kinds, text = error_of(train)
+    sync.detach()
+    return kinds, text, time.monotonic() - started
+
+
+def test_all_learn_of_a_worker_that_dies() -> None:
+    """Those of its node at once, the others through them; nobody waits for the time-out."""
+    results = run(one_dies, workers=4, may_die=(3,))
+    for kinds, _, seconds in results[:3]:
+        assert "CommunicationError" in kinds
+        assert seconds < 15
+    assert "rank 1" in results[2][1], "its place in its node"
+    assert "(inside the node)" in results[2][1]
+    assert "(between nodes)" in results[1][1], "of its counterpart"

@@ -1,0 +1,204 @@
+"""What each codec rounds to: bounds computed by themselves, extremes, and numbers that are none."""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from offbeat.quantization import codecs as module
+from offbeat.quantization.codecs import BLOCK, CODECS
+from quantization.rounding import most, values
+
+
+@pytest.fixture(autouse=True, scope="module", params=["compiled", "torch"])
+def loops(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test by the compiled loops, and by the operations of torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setattr(module, "kernels", lambda: None)
+        else:
+            assert module.kernels() is not None, "numba is part of the tests' environment"
+        yield
+
+
+both = pytest.mark.parametrize("precision", ["bfloat16", "int8", "int4", "int2"])
+
+
+def round_trip(x: Tensor, precision: str) -> tuple[Tensor, Tensor]:
+    """What ``x`` decodes to, and the error that the codec reports."""
+    codec = CODECS[precision]()
+    blocks = -(-x.numel() // BLOCK)
+    errors = torch.zeros(blocks * BLOCK)
+    payload = torch.full((blocks * codec.block_bytes,), 7, dtype=torch.uint8)
+    codec.encode(errors, payload, plus=x)
+    out = torch.empty_like(x)
+    codec.decode(payload, out)
+    total = torch.ones(blocks * BLOCK)
+    codec.add(payload, total)
+    torch.testing.assert_close(total[: x.numel()], 1 + out.float(), equal_nan=True)
+    return out, errors[: x.numel()]
+
+
+def rounded(x: Tensor, precision: str) -> Tensor:
+    """What ``x`` decodes to when its error is kept elsewhere."""
+    codec = CODECS[precision]()
+    blocks = -(-x.numel() // BLOCK)
+    numbers = torch.zeros(blocks * BLOCK)
+    numbers[: x.numel()] = x
+    payload = torch.full((blocks * codec.block_bytes,), 7, dtype=torch.uint8)
+    codec.round(numbers, payload)
+    codec.decode(payload, out := torch.empty_like(x))
+    return out
+
+
+@pytest.mark.sampled
+@both
+@given(
+    elements=st.integers(1, 4 * BLOCK + 1),
+    seed=st.integers(0, 10**6),
+    scale=st.sampled_from([1e-20, 1e-3, 1.0, 1e10]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+@settings(deadline=None, max_examples=60)
+def test_the_error_is_bounded(
+    precision: str, elements: int, seed: int, scale: float, dtype: torch.dtype
+) -> None:
+    """|x − decode(encode(x))| ≤ largest of the block / 254 (int8); x = decoded + error."""
+    x = values(seed, elements, dtype) * scale
+    decoded, errors = round_trip(x, precision)
+    assert decoded.dtype == dtype
+    assert ((decoded.double() - x.double()).abs() <= most(x, precision)).all()
+    assert ((rounded(x, precision).double() - x.double()).abs() <= most(x, precision)).all()
+    torch.testing.assert_close(
+        decoded.double() + errors, x.double(), rtol=2e-7, atol=1e-6 * float(x.abs().max())
+    )
+
+
+@pytest.mark.sampled
+@both
+def test_many_pieces_and_odd_ends(precision: str) -> None:
+    """A tensor longer than what is worked on at a time, which ends inside of a block."""
+    x = values(0, 1300 * BLOCK + 17)
+    decoded, _ = round_trip(x, precision)
+    for one in (decoded, rounded(x, precision)):
+        assert ((one.double() - x.double()).abs() <= most(x, precision)).all()
+
+
+def unpacked(payload: Tensor, bits: int) -> npt.NDArray[np.float32]:
+    """What a payload of integers holds by its description, bit by bit."""
+    data = payload.numpy()
+    blocks = len(data) // (BLOCK * bits // 8 + 4)
+    scales = data[: 4 * blocks].view("<f4")[:, None]
+    packed = data[4 * blocks :].reshape(blocks, -1)
+    fields = [(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
+    integers = np.concatenate(fields, axis=1).astype(np.int64)
+    integers -= (integers >= 2 ** (bits - 1)) * 2**bits
+    return (integers * scales).astype(np.float32)
+
+
+@pytest.mark.parametrize(("precision", "bits"), [("int8", 8), ("int4", 4), ("int2", 2)])
+@pytest.mark.parametrize("start", [0, 2, 299])
+def test_integers_are_rounded_to_nearest_even(precision: str, bits: int, start: int) -> None:
+    """Ties, too, with and without an error kept, anywhere in a payload; numpy reads its bits."""
+    levels, codec = 2 ** (bits - 1) - 1, CODECS[precision]()
+    generator = np.random.default_rng(start)
+    x = generator.integers(-2 * levels, 2 * levels + 1, (301, BLOCK)).astype(np.float32) / 2
+    x[:, 7] = levels  # so the scale is 1
+    part = torch.from_numpy(x[start:].reshape(-1).copy())
+    for keep in (True, False):
+        payload = torch.zeros(301 * codec.block_bytes, dtype=torch.uint8)
+        numbers = part.clone()
+        (codec.encode if keep else codec.round)(numbers, payload, start=start * BLOCK)
+        found = unpacked(payload, bits)
+        assert not found[:start].any()
+        np.testing.assert_array_equal(found[start:], np.rint(x[start:]))
+        if keep:
+            np.testing.assert_array_equal(numbers.reshape(-1, BLOCK), (x - np.rint(x))[start:])
+        codec.decode(payload, out := torch.empty_like(part), start=start * BLOCK)
+        codec.add(payload, total := torch.ones_like(part), start=start * BLOCK)
+        np.testing.assert_array_equal(out.reshape(-1, BLOCK), np.rint(x[start:]))
+        np.testing.assert_array_equal(total.reshape(-1, BLOCK), 1 + np.rint(x[start:]))
+
+
+def test_bfloat16_is_rounded_to_nearest_even() -> None:
+    """The upper half of the float32, by numpy, anywhere in a payload."""
+    x = values(3, 4 * BLOCK)
+    x[:512] = torch.arange(512) * 2.0**-8 + 1  # ties
+    word = x.numpy().view(np.uint32).astype(np.uint64)
+    expected = ((word + 0x7FFF + ((word >> 16) & 1)) >> 16).astype(np.uint16)
+    codec = CODECS["bfloat16"]()
+    for keep in (True, False):
+        payload = torch.zeros(5 * codec.block_bytes, dtype=torch.uint8)
+        (codec.encode if keep else codec.round)(x.clone(), payload, start=BLOCK)
+        np.testing.assert_array_equal(payload.numpy().view(np.uint16)[BLOCK:], expected)
+        assert not payload[: codec.block_bytes].any()
+
+
+@both
+def test_zeros_are_exact_and_tiny_blocks_are_kept_for_later(precision: str) -> None:
+    x = torch.zeros(2 * BLOCK + 5)
+    x[BLOCK + 3] = 1e-35
+    decoded, errors = round_trip(x, precision)
+    assert not decoded[:BLOCK].any()
+    assert not decoded[BLOCK + 4 :].any()
+    assert torch.equal(decoded + errors, x)
+    assert torch.equal(rounded(x, precision), decoded)
+
+
+@pytest.mark.parametrize(("precision", "most"), [("int4", 7), ("int2", 1)])
+def test_few_bits_keep_what_they_can_represent(precision: str, most: int) -> None:
+    """Every integer at every place of a block, whichever byte it is packed into."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-most, most + 1, (3 * BLOCK + 5,), generator=generator) / 8.0
+    x[::BLOCK] = most / 8.0
+    decoded, errors = round_trip(x, precision)
+    assert torch.equal(decoded, x)
+    assert not errors.any()
+
+
+def test_int8_keeps_what_it_can_represent() -> None:
+    """Multiples of the scale are exact, and rounding is to the nearest."""
+    x = torch.arange(-127.0, 128.0) / 4
+    decoded, errors = round_trip(x, "int8")
+    assert torch.equal(decoded, x)
+    assert not errors.any()
+    decoded, _ = round_trip(torch.tensor([127.0, 2.4, 2.6, -2.4, -2.6]), "int8")
+    assert decoded.tolist() == [127.0, 2.0, 3.0, -2.0, -3.0]
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4", "int2"])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, 1e300])
+def test_a_block_that_is_not_finite_decodes_to_nan(bad: float, precision: str) -> None:
+    """Of integers: the whole block, never garbage, and nothing else; its error is forgotten."""
+    x = values(1, 3 * BLOCK, torch.float64)
+    x[BLOCK + 9] = bad
+    decoded, errors = round_trip(x, precision)
+    assert decoded[BLOCK : 2 * BLOCK].isnan().all()
+    assert decoded[:BLOCK].isfinite().all()
+    assert decoded[2 * BLOCK :].isfinite().all()
+    assert errors.isfinite().all()
+    assert not errors[BLOCK : 2 * BLOCK].any()
+    torch.testing.assert_close(rounded(x, precision), decoded, equal_nan=True)
+
+
+def test_bfloat16_keeps_what_is_not_finite() -> None:
+    """Each number by itself; what overflows becomes infinite; no error is poisoned."""
+    x = torch.tensor([math.inf, -math.inf, math.nan, 3.4e38, 1.0])
+    decoded, errors = round_trip(x, "bfloat16")
+    assert decoded[:2].tolist() == [math.inf, -math.inf]
+    assert decoded[2].isnan()
+    assert decoded[3:].tolist() == [math.inf, 1.0]
+    assert not errors.any()
+
+
+def test_bytes_of_a_block() -> None:
+    assert CODECS["int8"].block_bytes == BLOCK + 4
+    assert CODECS["int4"].block_bytes == BLOCK // 2 + 4
+    assert CODECS["int2"].block_bytes == BLOCK // 4 + 4
+    assert CODECS["bfloat16"].block_bytes == 2 * BLOCK

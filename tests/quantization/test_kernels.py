@@ -1,0 +1,136 @@
+"""The compiled loops give the bits that torch's operations give, where all workers need the same.
+
+That they round well is tested with the codecs, in tests/communicator/test_codec.py.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import offbeat
+import worlds
+from offbeat.quantization import codecs as codec
+from offbeat.quantization import kernels
+from offbeat.quantization.codecs import BLOCK, CODECS, Integers
+from problems import flat, make_wide, wide_loss
+
+PRECISIONS = ["int8", "int4", "int2"]
+
+
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "kernels", lambda: None)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("elements", [1, BLOCK - 1, 3 * BLOCK, 300 * BLOCK + 77])
+def test_any_bytes_decode_alike(
+    precision: str, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever another worker has sent: integers that nobody encodes, and any scales."""
+    rounding = CODECS[precision]()
+    blocks = -(-elements // BLOCK)
+    generator = torch.Generator().manual_seed(elements)
+    payload = torch.randint(
+        256, (blocks * rounding.block_bytes,), dtype=torch.uint8, generator=generator
+    )
+    scales = payload[: 4 * blocks].view(torch.float32)
+    scales.copy_(torch.randn(blocks, generator=generator).exp())
+    scales[::5] = 0.0
+    scales[3::7] = float("nan")
+    found = []
+    for _ in range(2):
+        decoded, total = torch.zeros(elements), torch.full((blocks * BLOCK,), 0.25)
+        rounding.decode(payload, decoded)
+        rounding.add(payload, total)
+        found.append((decoded, total))
+        by_torch(monkeypatch)
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours.isnan(), theirs.isnan())
+    assert torch.equal(found[0][0].nan_to_num(), found[1][0].nan_to_num())
+    # torch may round once where it multiplies and adds.
+    torch.testing.assert_close(found[0][1], found[1][1], equal_nan=True)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_same_integers(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for ties that one rounding more decides."""
+    x = torch.randn(64 * BLOCK, generator=torch.Generator().manual_seed(1))
+    x[: 4 * BLOCK] *= 1e-5
+    payloads = []
+    for _ in range(2):
+        rounding = CODECS[precision]()
+        assert isinstance(rounding, Integers)
+        payloads.append(torch.empty(64 * rounding.block_bytes, dtype=torch.uint8))
+        rounding.encode(x.clone(), payloads[-1])
+        by_torch(monkeypatch)
+    assert (payloads[0] != payloads[1]).float().mean() < 1e-4
+    assert torch.equal(payloads[0][: 4 * 64], payloads[1][: 4 * 64]), "the scales"
+
+
+@pytest.mark.parametrize("wire", ["int8", "int2"])
+@pytest.mark.parametrize("gain", [1.0, 1.7])
+def test_a_worker_without_them_trains_with_others(
+    wire: str, gain: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P is the same bits on all workers, two of which have no numba."""
+    calls = {True: 0, False: 0}
+
+    def train(rank: int, size: int) -> dict[str, Any]:
+        model = make_wide(0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        strategy = offbeat.StreamingAveraging(
+            parts=2, schedule="cyclic", staleness=4, outer_gain=gain
+        )
+        sync = offbeat.attach(model, optimizer, strategy, wire=wire)
+        for step in range(12):
+            optimizer.zero_grad()
+            wide_loss(model, rank, step).backward()
+            optimizer.step()
+        parts = sync.state_dict()["state"]["pipeline"]["parts"]
+        bases: list[Tensor] = [base for part in parts for base in part["base"]]
+        sync.finish()
+        return {"P": torch.cat(bases), "end": flat(model)}
+
+    everyone = kernels.kernels
+
+    def some() -> Any:
+        found = everyone() if dist.get_rank() == 0 else None
+        calls[found is not None] += 1
+        return found
+
+    monkeypatch.setattr(codec, "kernels", some)
+    results = worlds.simulated(train, workers=3)
+    assert calls[True] > 20
+    assert calls[False] > 20
+    for result in results[1:]:
+        assert torch.equal(result["P"], results[0]["P"])
+        assert torch.equal(result["end"], results[0]["end"])
+
+
+def test_squares_do_not_depend_on_the_pieces() -> None:
+    """A flight that was loaded from a checkpoint lands in others, and must give the same gain."""
+    loops = kernels.kernels()
+    assert loops is not None
+    x = torch.randn(7 * BLOCK + 91, generator=torch.Generator().manual_seed(0)).numpy()
+    whole, cut = np.zeros(2), np.zeros(2)
+    loops.measure(x, whole, 1)
+    for start, stop in ((0, 2), (2, 3), (3, 8)):
+        loops.measure(x[start * BLOCK : stop * BLOCK], cut, 1)
+    assert whole.tolist() == cut.tolist()
+    assert whole[1] == pytest.approx(float((x.astype(np.float64) ** 2).sum()), rel=1e-5)
+    assert whole[0] == 0
+
+
+def test_they_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OFFBEAT_KERNELS", "0")
+    kernels.kernels.cache_clear()
+    try:
+        assert kernels.kernels() is None
+    finally:
+        monkeypatch.undo()
+        kernels.kernels.cache_clear()
+    assert kernels.kernels() is not None

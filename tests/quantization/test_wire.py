@@ -1,0 +1,532 @@
+"""Quantised sums: bounds, error feedback, and the order of the second stages."""
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import offbeat
+from offbeat.quantization.codecs import BLOCK, CODECS
+from offbeat.quantization.decoding import Plain
+from offbeat.quantization.payloads import gathers, update_bits
+from offbeat.quantization.wire import Wire
+from offbeat.transport.communicator import Communicator
+from offbeat.transport.single_process import SingleCommunicator
+from offbeat.transport.team import Team
+from quantization.rounding import largest, most, values
+from transport import communicators
+
+Function = Callable[[Wire, Team], Any]
+both = pytest.mark.parametrize("precision", ["bfloat16", "int8", "int4", "int2"])
+SIZE = 3
+
+
+def gloo(function: Function, precision: Any) -> list[Any]:
+    return communicators.gloo(lambda communicator: _on_wire(function, communicator, precision))
+
+
+def simulated(function: Function, precision: Any) -> list[Any]:
+    return communicators.simulated(lambda communicator: _on_wire(function, communicator, precision))
+
+
+def _on_wire(function: Function, communicator: Communicator, precision: Any) -> Any:
+    team = Team(communicator)
+    return function(Wire(team, precision), team)
+
+
+every_world = pytest.mark.parametrize("world", [gloo, simulated], ids=["gloo", "simulated"])
+
+
+# -- sums -----------------------------------------------------------------------------------------
+
+ELEMENTS = 10_007
+
+
+def quantised(wire: Wire, team: Team) -> Any:
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        x = values(team.rank, ELEMENTS, dtype)
+        handle = wire.sum(x, stream=str(dtype), what="test")
+        result = handle.wait()
+        results.append(result)
+        assert result is x
+        assert handle.done()
+        assert handle.wait() is x
+    return results
+
+
+@both
+def test_a_sum_is_within_its_bound_and_the_same_bits_everywhere(precision: str) -> None:
+    """Errors add up: one rounding of each worker's numbers, one of their sum; none on the way."""
+    on_gloo, in_simulator = gloo(quantised, precision), simulated(quantised, precision)
+    for index, dtype in enumerate((torch.float32, torch.float64)):
+        each = [values(rank, ELEMENTS, dtype).double() for rank in range(SIZE)]
+        exact = sum(each)
+        first = sum(most(x, precision) for x in each)
+        bound = first + most(exact.abs() + largest(first), precision) + 1e-6 * exact.abs()
+        for result in (*on_gloo, *in_simulator):
+            assert result[index].dtype == dtype
+            assert ((result[index].double() - exact).abs() <= bound).all()
+            assert torch.equal(result[index], on_gloo[0][index])
+        assert not torch.equal(on_gloo[0][index].double(), exact)
+
+
+def repeated(wire: Wire, team: Team) -> Any:
+    x = values(team.rank, 4000)
+    fed = fresh = torch.zeros(4000, dtype=torch.float64)
+    for i in range(64):
+        fed = fed + wire.sum(x.clone(), stream="a", what="test").wait()
+        fresh = fresh + wire.sum(x.clone(), stream=f"b {i}", what="test").wait()
+    errors = wire.state_dict()["a"]
+    return fed, fresh, errors["sent"].reshape(-1)[:4000].double(), errors["summed"].double()
+
+
+@both
+def test_error_feedback_loses_nothing(precision: str) -> None:
+    """The sum of T results is T times the exact one but for the errors kept, which do not grow.
+
+    So the time average converges like 1/T; without feedback it does not.
+    """
+    results = simulated(repeated, precision)
+    exact = sum(values(rank, 4000).double() for rank in range(SIZE))
+    kept = sum(sent for _, _, sent, _ in results)
+    kept += torch.cat([summed for *_, summed in results])[:4000]
+    bound = sum(2 * most(values(rank, 4000), precision) for rank in range(SIZE))
+    bound += most(exact.abs() + largest(bound), precision)
+    for fed, fresh, _, _ in results:
+        scale = float(exact.abs().max())
+        torch.testing.assert_close(fed + kept, 64 * exact, rtol=1e-5, atol=1e-5 * scale)
+        assert ((fed / 64 - exact).abs() <= bound / 64 + 1e-5 * exact.abs() + 1e-9).all()
+        assert (fresh / 64 - exact).norm() > 10 * (fed / 64 - exact).norm()
+
+
+CHANGING: list[Any] = ["int4", "int2", None, "bfloat16", "float32", "int2", "int8", "int4"]
+
+
+def changing(wire: Wire, team: Team) -> Any:
+    """Updates whose residual stays here, as in a model, summed at another precision each time."""
+    gain = residual = put_in = torch.zeros(4000, dtype=torch.float64)
+    totals = []
+    for i, precision in enumerate(CHANGING):
+        update = values(10 * i + team.rank, 4000).double()
+        one = wire.sum_updates(
+            Plain((residual + update).float()),
+            stream="a",
+            what="test",
+            contribute=(i, team.rank) != (2, 1),  # it goes with the next one
+            precision=precision,
+        )
+        totals.append(one.wait().whole())
+        gain = gain + totals[-1]
+        put_in = put_in + update
+        residual = residual + update - one.sent.whole()
+    return totals, gain, residual, put_in, wire.state_dict()["a"], team.account.payload_bytes
+
+
+@every_world
+def test_sums_of_changing_precision_lose_nothing(world: Any) -> None:
+    """Results, what stays with the senders and with the owners add up to what was put in."""
+    results = world(changing, "int8")
+    gain = results[0][1]
+    for totals, *_ in results:
+        for total, same in zip(totals, results[0][0], strict=True):
+            assert torch.equal(total, same)
+    kept = sum(residual for _, _, residual, *_ in results)
+    kept += torch.cat([state["summed"] for *_, state, _ in results])[:4000]
+    put_in = sum(one for _, _, _, one, *_ in results)
+    torch.testing.assert_close(
+        gain + kept, put_in, rtol=1e-5, atol=1e-6 * float(put_in.abs().max())
+    )
+    assert not torch.equal(gain, put_in)
+    # Blocks of both stages: three chunks of three, and one. The eight of int2 are gathered whole.
+    stages = {"int8": 516, "int4": 260, "bfloat16": 1024}
+    sent = [stages[one or "int8"] for one in CHANGING if one not in ("float32", "int2")]
+    for *_, payload_bytes in results:
+        assert payload_bytes == sum(12 * block for block in sent) + 2 * 8 * 132 + 16_000
+
+
+def gathered(wire: Wire, team: Team) -> Any:
+    """Updates of few bits, as each worker sends them, and the sum; rank 1 has none the 2nd time."""
+    found = []
+    for i in range(2):
+        one = wire.sum_updates(
+            Plain(values(10 * i + team.rank, 3900)),
+            stream="a",
+            what="test",
+            contribute=(i, team.rank) != (1, 1),
+        )
+        total = one.wait()
+        stretch = torch.empty(700)
+        total.read(stretch, 2 * BLOCK)
+        found.append((total.whole(), one.sent.whole(), stretch))
+    return found, wire.state_dict()
+
+
+@every_world
+def test_updates_of_few_bits_are_gathered_and_nothing_rounded_again(world: Any) -> None:
+    """With three workers: the sum is that of what they have sent, in the order of the ranks."""
+    results = world(gathered, "int2")
+    for i in range(2):
+        first, second, third = (seen[i][1] for seen, _ in results)
+        assert first.any()
+        assert bool(second.any()) == (i == 0)
+        for seen, errors in results:
+            total, _, stretch = seen[i]
+            assert torch.equal(total, first + second + third)
+            assert torch.equal(stretch, total[2 * BLOCK : 2 * BLOCK + 700])
+            assert not errors
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "int8", "int4", "int2"])
+def test_updates_are_gathered_where_that_sends_little_more(precision: str) -> None:
+    """At most 1.1 times the bytes of two stages, which is what they are then taken to send."""
+    first = CODECS[precision].block_bytes
+    second = CODECS["int4" if precision == "int2" else precision].block_bytes
+    for workers in range(2, 9):
+        whole, stages = workers * first, first + second
+        assert gathers(precision, workers) == (whole <= 1.1 * stages)
+        sent = whole if gathers(precision, workers) else stages
+        assert update_bits(precision, workers) == pytest.approx(8 * sent / BLOCK)
+
+
+def weighted(wire: Wire, team: Team) -> Any:
+    def total(*contributors: int) -> Tensor:
+        x, contribute = values(team.rank, 4000), team.rank in contributors
+        return wire.sum(x, stream="a", what="test", contribute=contribute).wait()
+
+    total(0, 1, 2)
+    before = wire.state_dict()["a"]
+    nobody = total()
+    unmoved = wire.state_dict()["a"]
+    some = total(0, 2)
+    return before, nobody, unmoved, some, wire.state_dict()["a"]
+
+
+@both
+def test_who_does_not_contribute_keeps_its_errors(precision: str) -> None:
+    """Weight 0 sends zeros, whatever the tensor holds; if nobody contributes, the sum is 0."""
+    results = simulated(weighted, precision)
+    exact = values(0, 4000).double() + values(2, 4000).double()
+    kept = sum(r[0]["sent"].reshape(-1)[:4000].double() for r in (results[0], results[2]))
+    kept += torch.cat([r[0]["summed"] for r in results])[:4000].double()
+    first = sum(2 * most(values(rank, 4000), precision) for rank in (0, 2))
+    bound = first + 2 * most(exact.abs() + largest(first), precision) + 1e-6 * exact.abs()
+    for rank, (before, nobody, unmoved, some, after) in enumerate(results):
+        assert before["sent"].any()
+        assert not nobody.any()
+        for name in ("sent", "summed"):
+            assert torch.equal(before[name], unmoved[name])
+        assert torch.equal(before["sent"], after["sent"]) == (rank == 1)
+        assert ((some - exact - kept).abs() <= bound).all()
+
+
+def tentative(wire: Wire, team: Team) -> Any:
+    seen = []
+    for i in range(4):
+        x = values(10 * i + team.rank, 4000)
+        wrong = wire.sum(values(99, 4000), stream="a", what="test", tentative=True)
+        wrong.wait()
+        wire.take_back("a")
+        seen.append(wire.sum(x.clone(), stream="a", what="test", tentative=i % 2 == 0).wait())
+        plain = wire.sum(x.clone(), stream="b", what="test").wait()
+        assert torch.equal(seen[-1], plain)
+    assert torch.equal(wire.state_dict()["a"]["sent"], wire.state_dict()["b"]["sent"])
+    assert torch.equal(wire.state_dict()["a"]["summed"], wire.state_dict()["b"]["summed"])
+    return seen
+
+
+@both
+def test_a_tentative_sum_can_be_taken_back(precision: str) -> None:
+    """Errors of both stages are again what they were."""
+    assert len(simulated(tentative, precision)) == SIZE
+
+
+def poisoned(wire: Wire, team: Team) -> Any:
+    x = values(team.rank, ELEMENTS)
+    if team.rank == 1:
+        x[600], x[9000] = math.nan, math.inf
+    bad = wire.sum(x, stream="a", what="test").wait()
+    good = wire.sum(values(team.rank, ELEMENTS), stream="a", what="test").wait()
+    return bad, good
+
+
+@pytest.mark.sampled
+@both
+@every_world
+def test_what_is_not_finite_is_seen_by_all_and_gone_next_time(world: Any, precision: str) -> None:
+    """An overflow on one worker reaches every worker, and poisons no error."""
+    for bad, good in world(poisoned, precision):
+        assert not bad[600].isfinite()
+        assert not bad[9000].isfinite()
+        assert bad[2 * BLOCK : 17 * BLOCK].isfinite().all()
+        assert good.isfinite().all()
+
+
+# -- order and blocking ---------------------------------------------------------------------------
+
+LENGTHS = [5000, 700, 3000, 10, 9000, 2000, 4001]  # the fourth one goes as it is
+
+
+def in_any_order(wire: Wire, team: Team) -> Any:
+    """Every worker asks and waits at other moments, in another order, between other operations."""
+    moments = random.Random(team.rank)
+    results = []
+    for repetition in range(3):
+        handles = []
+        for i, length in enumerate(LENGTHS):
+            x = values(100 * repetition + 10 * i + team.rank, length)
+            handles.append(wire.sum(x, stream=str(i), what=f"sum {i}"))
+            for _ in range(moments.randrange(4)):
+                moments.choice(handles).done()
+            if i == 4:
+                assert team.communicator.sum(torch.ones(1), what="test").wait().item() == team.size
+        order = list(range(len(LENGTHS)))
+        moments.shuffle(order)
+        totals = {i: handles[i].wait() for i in order}
+        results.append([totals[i] for i in range(len(LENGTHS))])
+    return results
+
+
+def in_order(wire: Wire, team: Team) -> Any:
+    return [
+        [
+            wire.sum(
+                values(100 * repetition + 10 * i + team.rank, length), stream=str(i), what="test"
+            ).wait()
+            for i, length in enumerate(LENGTHS)
+        ]
+        for repetition in range(3)
+    ]
+
+
+@every_world
+def test_the_moments_of_asking_do_not_matter(world: Any) -> None:
+    """Second stages start in the order of the first ones, whoever asks when."""
+    expected = simulated(in_order, "int8")
+    for result in world(in_any_order, "int8"):
+        for got, want in zip(result, expected[0], strict=True):
+            for i, (a, b) in enumerate(zip(got, want, strict=True)):
+                if LENGTHS[i] > 10:
+                    assert torch.equal(a, b)
+
+
+def ask_early(wire: Wire, team: Team) -> bool:
+    tensor = torch.zeros(1)
+    if team.rank == 0:
+        handle = wire.sum(torch.ones(4000), stream="a", what="test")
+        early = handle.done()
+        for other in range(1, team.size):  # only now let the others start
+            team.communicator.send(tensor, destination=other, tag=5, what="go").wait()
+    else:
+        team.communicator.receive(tensor, source=0, tag=5, what="go").wait()
+        handle, early = wire.sum(torch.ones(4000), stream="a", what="test"), False
+    while not handle.done():
+        pass  # asking alone brings it to its end
+    return not early and bool((handle.wait() == team.size).all())
+
+
+@every_world
+def test_done_never_blocks_and_drives_both_stages(world: Any) -> None:
+    assert all(world(ask_early, "int8"))
+
+
+def blocked_elsewhere(wire: Wire, team: Team) -> float:
+    handle = wire.sum(torch.ones(4000), stream="a", what="test")
+    if team.rank == 0:  # the others are in the maximum already, and have not asked for the sum
+        total = handle.wait()
+        team.communicator.maximum(torch.ones(1), what="test").wait()
+    else:
+        team.communicator.maximum(torch.ones(1), what="test").wait()
+        total = handle.wait()
+    return float(total[0])
+
+
+@every_world
+def test_who_waits_for_something_else_does_not_hold_up_a_sum(world: Any) -> None:
+    """Before a worker blocks in another operation it starts the second stages others need."""
+    assert world(blocked_elsewhere, "int8") == [SIZE] * SIZE
+
+
+# -- several wires --------------------------------------------------------------------------------
+
+
+def on_two_wires(wire: Wire, team: Team) -> Any:
+    """Sums of two wires of one team, of which each worker waits for another one first."""
+    other = Wire(team, "bfloat16")
+    moments, totals = random.Random(team.rank), []
+    for _ in range(4):
+        handles = []
+        for i, one in enumerate((wire, other, other, wire)):
+            x = torch.full((4000,), float(2**i))
+            handles.append(one.sum(x, stream=str(i), what=f"sum {i}"))
+            if moments.random() < 0.5:
+                moments.choice(handles).wait()
+        totals.append([handle.wait().unique().tolist() for handle in handles])
+    return totals
+
+
+@every_world
+def test_wires_of_one_team_do_not_wait_for_each_other(world: Any) -> None:
+    """Second stages of both come in one order, whichever sum each worker waits for first."""
+    for totals in world(on_two_wires, "int8"):
+        assert totals == [[[SIZE * 2.0**i] for i in range(4)]] * 4
+
+
+def blocked_with_two_wires(wire: Wire, team: Team) -> Any:
+    other, handles = Wire(team, "bfloat16"), []
+    if team.rank == 0:
+        handles = [one.sum(torch.ones(4000), stream="a", what="a sum") for one in (wire, other)]
+        return [handle.wait()[0].item() for handle in handles]
+    first = wire.sum(torch.ones(4000), stream="a", what="a sum").wait()
+    return [first[0].item(), other.sum(torch.ones(4000), stream="a", what="a sum").wait()[0].item()]
+
+
+@every_world
+def test_a_sum_is_not_held_up_by_a_later_one_of_another_wire(world: Any) -> None:
+    """Rank 0 has started both when it waits; the others wait for the first before they start."""
+    assert world(blocked_with_two_wires, "int8") == [[SIZE, SIZE]] * SIZE
+
+
+def blocked_elsewhere_with_two_wires(wire: Wire, team: Team) -> Any:
+    other = Wire(team, "bfloat16")
+    handles = [one.sum(torch.ones(4000), stream="a", what="a sum") for one in (wire, other)]
+    if team.rank == 0:
+        totals = [handle.wait()[0].item() for handle in handles]
+    team.communicator.maximum(torch.ones(1), what="something else").wait()
+    return totals if team.rank == 0 else [handle.wait()[0].item() for handle in handles]
+
+
+@every_world
+def test_who_waits_for_something_else_starts_the_second_stages_of_all_wires(world: Any) -> None:
+    """The account tells every wire before the worker blocks, not the first or the last alone."""
+    assert world(blocked_elsewhere_with_two_wires, "int8") == [[SIZE, SIZE]] * SIZE
+
+
+def test_two_wires_count_their_bytes_on_one_account() -> None:
+    """Each its own payload: 516 and 1024 bytes a block of 512."""
+
+    def work(wire: Wire, team: Team) -> int:
+        other = Wire(team, "bfloat16")
+        for one in (wire, other):
+            one.sum(torch.ones(3 * BLOCK), stream="a", what="test").wait()
+        return team.account.payload_bytes
+
+    assert simulated(work, "int8") == [4 * 516 + 4 * 1024] * SIZE
+
+
+# -- what it costs --------------------------------------------------------------------------------
+
+
+def cost(wire: Wire, team: Team) -> list[int]:
+    counts = []
+    for elements in (3 * 40 * BLOCK, 3 * BLOCK, 100):
+        before = team.account.payload_bytes
+        handle = wire.sum(torch.ones(elements), stream=str(elements), what="test")
+        at_once = team.account.payload_bytes - before
+        handle.wait()
+        assert team.account.payload_bytes - before == at_once
+        counts.append(at_once)
+    with team.account.paused():
+        handle = wire.sum(torch.ones(4000), stream="paused", what="test")
+    before = team.account.payload_bytes
+    handle.wait()
+    assert team.account.payload_bytes == before
+    return counts
+
+
+def test_payload_bytes_are_those_after_compression() -> None:
+    """All chunks in the first stage, one in the second; a small tensor goes as it is."""
+    assert simulated(cost, "int8") == [[160 * 516, 4 * 516, 400]] * SIZE
+    assert simulated(cost, "bfloat16") == [[160 * 1024, 4 * 1024, 400]] * SIZE
+
+
+def test_the_simulated_link_carries_a_quarter() -> None:
+    """Bytes sent for one int8 sum against one exact sum of a large tensor."""
+
+    def work(precision: Any) -> Callable[[], None]:
+        def one() -> None:
+            team = Team(dist.group.WORLD.make_communicator(20.0))
+            Wire(team, precision).sum(torch.ones(300_000), stream="a", what="test").wait()
+
+        return one
+
+    sent = {
+        precision: offbeat.simulate(work(precision), workers=4).sent_bytes[0]
+        for precision in ("float32", "bfloat16", "int8")
+    }
+    assert sent["float32"] / sent["int8"] == pytest.approx(4 / (1 + 4 / BLOCK), rel=0.01)
+    assert sent["float32"] / sent["bfloat16"] == pytest.approx(2, rel=0.01)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+def test_a_lone_worker_loses_nothing(precision: Any) -> None:
+    wire = Wire(Team(SingleCommunicator()), precision)
+    x = values(0, 4000)
+    handle = wire.sum(x.clone(), stream="a", what="test")
+    assert wire.exact
+    assert handle.done()
+    assert torch.equal(handle.wait(), x)
+    assert wire.state_dict() == {}
+
+
+def test_float32_is_the_communicators_sum() -> None:
+    def work(wire: Wire, team: Team) -> Any:
+        x = values(team.rank, 4000)
+        quiet = wire.sum(x.clone(), stream="a", what="test", contribute=team.rank > 0).wait()
+        return wire.sum(x, stream="a", what="test").wait(), quiet, wire.state_dict()
+
+    for total, without, state in simulated(work, "float32"):
+        assert torch.equal(total, values(0, 4000) + values(1, 4000) + values(2, 4000))
+        assert torch.equal(without, values(1, 4000) + values(2, 4000))
+        assert state == {}
+
+
+# -- mistakes -------------------------------------------------------------------------------------
+
+
+def test_a_stream_is_of_one_size() -> None:
+    def work(wire: Wire, team: Team) -> str:
+        wire.sum(torch.ones(4000), stream="a", what="test").wait()
+        try:
+            wire.sum(torch.ones(9000), stream="a", what="test")
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    for text in simulated(work, "int8"):
+        assert "stream 'a'" in text
+        assert "a stream of its own" in text
+
+
+def test_unknown_precisions_are_refused() -> None:
+    message = 'wire must be "float32", "bfloat16", "int8", "int4", "int2" or "auto", got \'int3\''
+    with pytest.raises(ValueError, match=message):
+        Wire(Team(SingleCommunicator()), "int3")
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4", "int2"])
+def test_numbers_that_are_not_there_do_not_count(precision: str) -> None:
+    """What ends inside a block is rounded by its own largest, not by what was there before."""
+    x = values(0, 4000).flip(0)  # the last block is smaller than the others by far
+
+    def work(wire: Wire, team: Team) -> Tensor:
+        return wire.sum_updates(Plain(x), stream="a", what="test").sent.whole()
+
+    for sent in simulated(work, precision):
+        assert ((sent.double() - x.double()).abs() <= most(x, precision)).all()
+
+
+def test_an_exact_wire_refuses_a_lossy_sum() -> None:
+    def work(wire: Wire, team: Team) -> str:
+        try:
+            wire.sum_updates(Plain(torch.ones(4000)), stream="a", what="test", precision="int4")
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    assert all("over a wire of 'float32'" in text for text in simulated(work, "float32"))

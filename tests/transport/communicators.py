@@ -1,0 +1,74 @@
+"""Ways to run a function on all workers of one communicator; results come in rank order.
+
+A row of ``WORLDS`` is a communicator that is held to the suites of this folder.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import offbeat
+import workers
+from offbeat.transport.communicator import Communicator
+from offbeat.transport.single_process import SingleCommunicator
+from offbeat.transport.torch_distributed import TorchCommunicator
+
+Function = Callable[[Communicator], Any]
+World = Callable[[Function], list[Any]]
+
+STEP_SECONDS = 0.05
+"""What ``host.computed(1)`` takes in the simulated world."""
+TIMEOUT_SECONDS = 20.0
+
+
+_open: list[Communicator] = []
+"""Those of this process, which ends with them: to close one takes longer than most tests."""
+
+
+def _on_gloo(rank: int, size: int, function: Function) -> Any:
+    _open.append(TorchCommunicator(None, timeout_seconds=TIMEOUT_SECONDS))
+    result = function(_open[0])
+    dist.barrier()  # who leaves early would end connections that others still need
+    return result
+
+
+def gloo(function: Function) -> list[Any]:
+    """Three processes."""
+    return workers.run(_on_gloo, function, workers=3)
+
+
+def single(function: Function) -> list[Any]:
+    """A lone worker."""
+    return [function(SingleCommunicator(TIMEOUT_SECONDS))]
+
+
+def simulated(function: Function) -> list[Any]:
+    """Three workers in virtual time."""
+    return offbeat.simulate(
+        lambda: function(dist.group.WORLD.make_communicator(TIMEOUT_SECONDS)),
+        workers=3,
+        network=offbeat.Network("100Mbit/s"),
+        compute=offbeat.Compute(STEP_SECONDS),
+    ).results
+
+
+WORLDS = [pytest.param(world, id=world.__name__) for world in (gloo, single, simulated)]
+every_world = pytest.mark.parametrize("world", WORLDS)
+worlds_of_several = pytest.mark.parametrize("world", [WORLDS[0], WORLDS[2]])
+worlds_without_processes = pytest.mark.parametrize("world", WORLDS[1:])
+
+
+def meet(name: str, ranks: list[int]) -> None:
+    """Wait until all of ``ranks`` have come to the meeting ``name``; processes only.
+
+    Through the store of the test, not a communicator: it holds whoever dies or gives up.
+    """
+    store = dist.group.WORLD.get_group_store()
+    store.set(f"meeting {name}/{dist.get_rank()}", "here")
+    store.wait([f"meeting {name}/{rank}" for rank in ranks], timedelta(seconds=30))
+    store.set(f"after {name}/{dist.get_rank()}", "seen")
+    if dist.get_rank() == 0:  # who may end next, and serves the store that the others still ask
+        store.wait([f"after {name}/{rank}" for rank in ranks], timedelta(seconds=30))

@@ -1,0 +1,307 @@
+"""What counts as sent and as waiting, and what a team makes of it."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+import offbeat
+from offbeat.transport.accounting import Account, Accounting
+from offbeat.transport.communicator import Communicator
+from offbeat.transport.handle import Handle
+from offbeat.transport.host import Promise, ThreadHost
+from offbeat.transport.operation import Operation
+from offbeat.transport.single_process import SingleCommunicator
+from offbeat.transport.team import Team
+from transport.communicators import World, every_world, simulated, worlds_without_processes
+
+
+@worlds_without_processes
+def test_what_this_worker_hands_over_counts(world: World) -> None:
+    """payload_bytes: sums, maxima and gathers in full, a broadcast at its source only."""
+
+    def work(inner: Communicator) -> Any:
+        communicator = Accounting(inner)
+        counts = []
+        operations: list[Callable[[], object]] = [
+            lambda: communicator.sum(torch.zeros(7), what="test").wait(),
+            lambda: communicator.maximum(torch.zeros(7, dtype=torch.float64), what="test").wait(),
+            lambda: communicator.gather(torch.zeros(5, dtype=torch.uint8), what="test").wait(),
+            lambda: communicator.broadcast(torch.zeros(6), source=0, what="test").wait(),
+            lambda: communicator.gather_bytes(b"x" * (communicator.rank + 1), what="test"),
+            lambda: communicator.exchange(torch.zeros(2 * communicator.size), what="test").wait(),
+        ]
+        for operation in operations:
+            before = communicator.account.payload_bytes
+            operation()
+            counts.append(communicator.account.payload_bytes - before)
+        return counts
+
+    results = world(work)
+    size = len(results)
+    for rank, counts in enumerate(results):
+        # gather_bytes: an int64 length, then padded to the longest payload
+        assert counts == [28, 56, 5, 24 if rank == 0 else 0, 8 + size, 8 * size]
+
+
+def test_what_is_received_does_not_count() -> None:
+    """A push counts at its sender alone."""
+
+    def work(inner: Communicator) -> int:
+        communicator = Accounting(inner)
+        if communicator.rank == 0:
+            communicator.send(torch.zeros(9), destination=1, what="test").wait()
+        if communicator.rank == 1:
+            communicator.receive(torch.zeros(9), source=0, what="test").wait()
+        return communicator.account.payload_bytes
+
+    assert simulated(work) == [36, 0, 0]
+
+
+def test_what_was_refused_does_not_count() -> None:
+    """An operation that could not be started has sent nothing."""
+    communicator = Accounting(SingleCommunicator())
+    with pytest.raises(ValueError, match="no rank 3 to send to"):
+        communicator.send(torch.zeros(9), destination=3, what="test")
+    assert communicator.account.payload_bytes == 0
+
+
+@worlds_without_processes
+def test_a_twin_counts_on_the_same_account(world: World) -> None:
+    """Its bytes and its waits, those of a twin of a twin too; and nothing while paused."""
+
+    def work(inner: Communicator) -> Any:
+        communicator = Accounting(inner)
+        account, twin = communicator.account, communicator.twin()
+        other = twin.twin()
+        alike = (twin.rank, twin.size, twin.host) == (inner.rank, inner.size, inner.host)
+        twin.sum(torch.zeros(7), what="test").wait()
+        other.gather(torch.zeros(3), what="test").wait()
+        counted, waited = account.payload_bytes, account.wait_seconds
+        with account.paused():
+            twin.sum(torch.zeros(7), what="test").wait()
+            twin.exchange(torch.zeros(2 * inner.size), what="test").wait()
+        paused = account.payload_bytes - counted, account.wait_seconds - waited
+        return alike, counted, waited, paused
+
+    for alike, counted, waited, paused in world(work):
+        assert alike
+        assert counted == 28 + 12
+        assert waited > 0
+        assert paused == (0, 0.0)
+
+
+@every_world
+def test_what_happens_beside_the_training_does_not_count(world: World) -> None:
+    """What an activity sends and waits for does not; the worker's wait for its promise does."""
+
+    def work(inner: Communicator) -> Any:
+        team = Team(inner)
+        promise: Promise[float] = team.host.promise()
+        after, before = (team.rank + 1) % team.size, (team.rank - 1) % team.size
+
+        def activity() -> None:
+            communicator, message = team.uncounted, torch.full((9,), 1.0 + team.rank)
+            if team.size > 1:
+                send = communicator.send(message, destination=after, tag=6, what="test")
+                message = torch.zeros(9)
+                communicator.receive(message, source=before, tag=6, what="test").wait()
+                send.wait()
+                communicator.receive(torch.zeros(1), source=before, tag=7, what="test").wait()
+            promise.fulfil(message[0].item())
+
+        team.host.spawn(activity, what="a test activity")
+        nothing = team.account.payload_bytes, team.account.wait_seconds
+        if team.size > 1:
+            team.uncounted.send(torch.zeros(1), destination=after, tag=7, what="test").wait()
+        start = team.host.now()
+        got = team.communicator.fulfilment(promise, what="a message").wait()
+        elapsed = team.host.now() - start
+        return nothing, got, team.account.payload_bytes, team.account.wait_seconds, elapsed
+
+    results = world(work)
+    for rank, (nothing, got, payload, waited, elapsed) in enumerate(results):
+        assert nothing == (0, 0.0)
+        assert got == 1.0 + (rank - 1) % len(results)
+        assert payload == 0
+        assert 0 < waited <= elapsed or waited == elapsed == 0
+
+
+def test_waiting_for_a_promise_takes_virtual_time_that_counts() -> None:
+    """Exactly the time until it is fulfilled; an activity that waits meanwhile adds nothing."""
+
+    def work() -> Any:
+        team = Team(dist.group.WORLD.make_communicator(20.0))
+        promise: Promise[int] = team.host.promise()
+
+        def activity() -> None:
+            message, before = torch.zeros(250), (team.rank - 1) % team.size
+            team.uncounted.receive(message, source=before, tag=6, what="test").wait()
+            promise.fulfil(1)
+
+        team.host.spawn(activity, what="a test activity")
+        after = (team.rank + 1) % team.size
+        team.uncounted.send(torch.zeros(250), destination=after, tag=6, what="test")
+        team.communicator.fulfilment(promise, what="a message").wait()
+        return team.account.wait_seconds, team.account.payload_bytes
+
+    network = offbeat.Network("8Mbit/s", latency="1ms")  # 1000 bytes: 1 ms + 1 ms
+    result = offbeat.simulate(work, workers=2, network=network)
+    for waited, payload in result.results:
+        assert waited == pytest.approx(2e-3, rel=1e-9)
+        assert payload == 0
+    assert {span.kind for span in result.timeline} == {"wait", "transfer"}
+    assert sum(span.kind == "wait" for span in result.timeline) == 2
+
+
+def test_an_activity_that_sleeps_or_polls_does_not_wait_for_the_worker() -> None:
+    """What a worker computed and waited still fills its time, which the simulator verifies."""
+
+    def work() -> float:
+        team = Team(dist.group.WORLD.make_communicator(20.0))
+        never = team.communicator.fulfilment(team.host.promise(), what="nothing")
+
+        def activity() -> None:
+            team.host.sleep(0.01, "a nap")
+            for _ in range(500):
+                never.done()
+
+        team.host.spawn(activity, what="a test activity")
+        team.host.computed(1)
+        return team.host.now()
+
+    compute = offbeat.Compute("1s")
+    result = offbeat.simulate(work, workers=2, compute=compute)
+    assert result.results == pytest.approx([1.0, 1.0])
+    assert {span.kind for span in result.timeline} == {"compute"}
+    assert result.idle == 0
+
+
+@worlds_without_processes
+def test_while_paused_nothing_counts(world: World) -> None:
+    """Inside paused() neither bytes nor waits count, also nested and after an exception."""
+
+    def work(inner: Communicator) -> Any:
+        communicator = Accounting(inner)
+        account = communicator.account
+        with account.paused():
+            communicator.sum(torch.zeros(7), what="test").wait()
+            with account.paused():
+                communicator.sum(torch.zeros(7), what="test").wait()
+            communicator.sum(torch.zeros(7), what="test").wait()
+        try:
+            with account.paused():
+                raise KeyError
+        except KeyError:
+            pass
+        nothing = account.payload_bytes, account.wait_seconds
+        communicator.sum(torch.zeros(7), what="test").wait()
+        return nothing, account.payload_bytes, account.wait_seconds
+
+    for nothing, payload, waited in world(work):
+        assert nothing == (0, 0.0)
+        assert payload == 28
+        assert waited > 0
+
+
+class Clock(ThreadHost):
+    """A clock that the test moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = 0.0
+
+    @override
+    def now(self) -> float:
+        return self.seconds
+
+
+class Slow(SingleCommunicator):
+    """Operations of which each takes 1.5 s of ``Clock``; those of NaN fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host: Clock = Clock()
+
+    @override
+    def start(self, operation: Operation[Any]) -> Handle[Any]:
+        return _Slow(self.host, super().start(operation).wait())
+
+
+class _Slow(Handle[Tensor]):
+    def __init__(self, clock: Clock, tensor: Tensor) -> None:
+        self._clock, self._tensor = clock, tensor
+
+    @override
+    def done(self) -> bool:
+        return False
+
+    @override
+    def wait(self) -> Tensor:
+        self._clock.seconds += 1.5
+        if self._tensor.isnan().any():
+            raise offbeat.CommunicationError("lost")
+        return self._tensor
+
+
+def test_wait_seconds_are_those_blocked_in_wait() -> None:
+    """Only time inside wait() is waiting, through then() and failures too."""
+    inner = Slow()
+    communicator, clock = Accounting(inner), inner.host
+    account = communicator.account
+    handle = communicator.sum(torch.zeros(2), what="test")
+    clock.seconds += 10  # computing
+    assert not handle.done()
+    handle.wait()
+    assert account.wait_seconds == 1.5
+    communicator.sum(torch.zeros(2), what="test").then(lambda result: result).wait()
+    assert account.wait_seconds == 3.0
+    failing = communicator.sum(torch.tensor([math.nan]), what="test")
+    with pytest.raises(offbeat.CommunicationError):
+        failing.wait()
+    assert account.wait_seconds == 4.5
+    assert communicator.host.now() == clock.seconds == 14.5
+
+
+def test_everyone_is_told_before_the_worker_waits_for_a_collective() -> None:
+    """All callbacks, at each wait, with the handle; of twins too; not before done() or messages."""
+    account, told = Account(), []
+    communicator = Accounting(Slow(), account)
+    for name in ("first", "second"):
+        account.before_waiting.append(lambda handle, name=name: told.append((name, handle.done())))
+    promise: Promise[int] = communicator.host.promise()
+    promise.fulfil(1)
+    communicator.sum(torch.zeros(2), what="test").done()
+    assert Accounting(SingleCommunicator(), account).fulfilment(promise, what="test").wait() == 1
+    assert told == []
+    communicator.sum(torch.zeros(2), what="test").wait()
+    assert told == [("first", False), ("second", False)]
+    Accounting(SingleCommunicator(), account).twin().sum(torch.zeros(2), what="test").wait()
+    assert told[2:] == [("first", True), ("second", True)]
+
+
+@worlds_without_processes
+def test_a_team_is_all_workers(world: World) -> None:
+    """It has their communicator, whose operations count, and a twin that counts with it."""
+
+    def work(inner: Communicator) -> Any:
+        team = Team(inner)
+        twin = team.twin()
+        assert team.uncounted is inner
+        assert twin.account is team.account is team.communicator.account
+        assert (team.host, twin.host) == (inner.host, inner.host)
+        team.uncounted.sum(torch.zeros(5), what="test").wait()
+        assert team.account.payload_bytes == 0
+        team.communicator.sum(torch.zeros(5), what="test").wait()
+        twin.communicator.sum(torch.zeros(5), what="test").wait()
+        assert team.account.payload_bytes == 40
+        return team.rank, team.size, team.members
+
+    results = world(work)
+    everyone = tuple(range(len(results)))
+    assert results == [(rank, len(results), everyone) for rank in everyone]

@@ -1,0 +1,424 @@
+"""Closing gives everything back, ends what is under way, and takes nothing from others."""
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from offbeat.errors import CommunicationError
+from offbeat.transport import process_groups as groups
+from offbeat.transport.communicator import Communicator
+from offbeat.transport.handle import Handle
+from offbeat.transport.torch_distributed import TorchCommunicator
+from transport.communicators import meet
+from workers import run
+
+
+def open_one(**settings: float) -> TorchCommunicator:
+    return TorchCommunicator(None, **{"timeout_seconds": 20, "health_seconds": 5.0, **settings})
+
+
+def why(wait: Callable[[], Any]) -> str:
+    try:
+        wait()
+    except CommunicationError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+# -- what is held ---------------------------------------------------------------------------------
+
+
+def held(most: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+    """Threads and descriptors of this process, as soon as they are at ``most`` so many.
+
+    A thread that has been joined is in this list for a moment longer.
+    """
+    deadline = time.monotonic() + 5
+    while True:
+        found = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+        settled = all(a <= b for a, b in zip(found, most, strict=True))
+        if not any(most) or settled or time.monotonic() > deadline:
+            return found
+        time.sleep(0.001)
+
+
+def close_together(communicator: Communicator, twin: Communicator) -> Any:
+    twin.sum(torch.ones(1000), what="a sum").wait()
+    communicator.close(together=True)
+    communicator.close()
+
+
+def close_alone(communicator: Communicator, twin: Communicator) -> Any:
+    twin.sum(torch.ones(1000), what="a sum").wait()
+    dist.barrier()
+    communicator.close()
+
+
+def close_under_way(communicator: Communicator, twin: Communicator) -> Any:
+    """Operations that nobody answers, whose handles are kept."""
+    after, before = (
+        (communicator.rank + 1) % communicator.size,
+        (communicator.rank - 1) % communicator.size,
+    )
+    handles: list[Handle[Any]] = [
+        communicator.receive(torch.zeros(1), source=before, tag=7, what="a message"),
+        twin.send(torch.zeros(10**6), destination=after, tag=8, what="a message"),
+    ]
+    if communicator.rank == 0:
+        handles.append(twin.sum(torch.ones(1000), what="a sum"))
+    dist.barrier()
+    communicator.close()
+    assert "has given up" in why(handles[0].wait)
+    return handles
+
+
+def close_with_an_activity(communicator: Communicator, twin: Communicator) -> Any:
+    """A thread inside gloo."""
+    before = (communicator.rank - 1) % communicator.size
+    errors: list[Exception] = []
+
+    def activity() -> None:
+        try:
+            twin.receive(torch.zeros(1), source=before, what="x", patient=True).wait()
+        except Exception as error:  # another one that has closed first is unexplained here
+            errors.append(error)
+
+    communicator.host.spawn(activity, what="a test activity")
+    dist.barrier()
+    communicator.close()
+    assert len(errors) == 1
+    return errors
+
+
+def close_after_a_failure(communicator: Communicator, twin: Communicator) -> Any:
+    """Rank 0 steps aside, the others miss it, keep their errors, and close, too."""
+    kept: list[Any] = []
+    if communicator.rank > 0:
+        kept.append(communicator.sum(torch.ones(1000), what="a sum"))
+        for _ in range(2):  # the first one fails under way, the next one at its start
+            with pytest.raises(CommunicationError, match="lost the connection to rank 0") as caught:
+                twin.receive(torch.zeros(1), source=0, what="a message").wait()
+            kept.append(caught.value)
+    communicator.close()
+    return kept
+
+
+WAYS = [
+    close_together,
+    close_alone,
+    close_under_way,
+    close_with_an_activity,
+    close_after_a_failure,
+]
+
+
+def open_and_close(rank: int, size: int, ways: list[Any], times: int) -> Any:
+    gc.disable()  # nothing may be left to it: nobody knows when it comes
+    counts, kept = [held()], []
+    for i in range(times):
+        communicator = open_one()
+        kept.append(ways[i % len(ways)](communicator, communicator.twin()))
+        counts.append(held(counts[0]))
+    dist.barrier()
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("size", "times"), [(2, 40), pytest.param(3, 25, marks=pytest.mark.nightly)]
+)
+def test_nothing_is_left_of_communicators_that_were_closed(size: int, times: int) -> None:
+    """Pitfall 32: as many threads and descriptors as before, after each of them.
+
+    However it was closed; while the errors and the handles of operations live on.
+    """
+    for counts in run(open_and_close, WAYS, times, workers=size):
+        assert counts == [counts[0]] * (times + 1)
+
+
+# -- what is under way ----------------------------------------------------------------------------
+
+
+def close_one(rank: int, size: int) -> Any:
+    communicator = open_one()
+    started = time.perf_counter()
+    if rank == 0:
+        outcome: list[str] = []
+
+        def activity() -> None:
+            request = communicator.receive(torch.zeros(1), source=1, what="a request", patient=True)
+            communicator.send(torch.zeros(1), destination=1, tag=1, what="test").wait()
+            outcome.append(why(request.wait))
+            time.sleep(0.2)  # it has something to finish
+            outcome.append("ended")
+
+        communicator.host.spawn(activity, what="a test activity")
+        meet("rank 0 is being asked", [0, 1])
+        communicator.close()
+        alive = [t.name for t in threading.enumerate() if t.name == "a test activity"]
+        seconds = time.perf_counter() - started
+        communicator.close()  # again: nothing
+        meet("all have seen it", [0, 1, 2])  # alive while the others ask what has happened
+        return alive, outcome, seconds
+    if rank == 1:
+        communicator.receive(torch.zeros(1), source=0, tag=1, what="test").wait()
+        meet("rank 0 is being asked", [0, 1])
+    text = why(communicator.receive(torch.zeros(1), source=0, tag=9, what="an answer").wait)
+    seconds = time.perf_counter() - started
+    meet("all have seen it", [0, 1, 2])
+    communicator.close()
+    return text, seconds
+
+
+def test_closing_ends_activities_and_whoever_waits_for_this_worker() -> None:
+    """close() is no collective: own threads end, the others' operations fail long before 20 s."""
+    (alive, outcome, seconds), *others = run(close_one, workers=3)
+    assert alive == []
+    assert outcome == ["rank 0 has given up", "ended"]
+    assert seconds < 5
+    for rank, (text, waited) in enumerate(others, start=1):
+        assert text.startswith(f"rank {rank}: an answer failed after"), text
+        assert "lost the connection to rank 0, which gave up" in text
+        assert waited < 10
+
+
+def leave_one_behind(rank: int, size: int) -> Any:
+    communicator, forever = open_one(farewell_seconds=0.2), threading.Event()
+    communicator.host.spawn(forever.wait, what="one that does not end")
+    dist.barrier()
+    started = time.perf_counter()
+    communicator.close()
+    seconds = time.perf_counter() - started
+    forever.set()
+    return seconds
+
+
+def test_an_activity_that_does_not_end_is_left_behind() -> None:
+    """close() waits farewell_seconds for it, and no longer."""
+    assert all(0.2 <= seconds < 5 for seconds in run(leave_one_behind, workers=2))
+
+
+def interrupt_the_end(rank: int, size: int) -> list[str]:
+    communicator = open_one()
+    sent = communicator.send(torch.zeros(1), destination=1 - rank, what="a message")
+    communicator.receive(torch.zeros(1), source=1 - rank, what="a message").wait()  # by a thread
+    sent.wait()
+    if rank == 1:
+        meet("rank 0 has left", [0, 1])
+        communicator.close()
+        return []
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it may have been started without
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        communicator.close(together=True)
+    meet("rank 0 has left", [0, 1])
+    return [thread.name for thread in threading.enumerate() if thread.name == "messages"]
+
+
+def test_a_ctrl_c_in_the_end_leaves_nothing_open() -> None:
+    """While this worker waits for the others to leave, too."""
+    assert run(interrupt_the_end, workers=2) == [[], []]
+
+
+def leave_one_inside(rank: int, size: int) -> tuple[float, bool]:
+    communicator = open_one()
+    groups.hang_up = lambda group: None  # as if gloo did not let go of half of a message
+    if rank == 1:
+        meet("rank 0 has left", [0, 1])
+        return 0.0, True
+    message = communicator.receive(torch.zeros(1), source=1, what="a message", patient=True)
+    ended = threading.Event()
+
+    def finish() -> None:
+        time.sleep(2)
+        ended.set()
+
+    communicator.host.spawn(message.wait, what="one that waits")
+    communicator.host.spawn(finish, what="one that computes")
+    started = time.perf_counter()
+    communicator.close()
+    seconds = time.perf_counter() - started
+    meet("rank 0 has left", [0, 1])
+    assert [thread.name for thread, _ in groups._left] == ["one that waits"]  # for at the very end
+    groups._left.clear()
+    return seconds, ended.is_set()
+
+
+def test_closing_waits_for_who_computes_and_not_for_who_waits() -> None:
+    """For a message whose connection has ended: a second is enough for that."""
+    (seconds, ended), _ = run(leave_one_inside, workers=2)
+    assert ended
+    assert 2 <= seconds < 4
+
+
+def lose_track_of_one(rank: int, size: int) -> float:
+    communicator = open_one(timeout_seconds=4)
+    groups.hang_up = lambda group: None  # as if gloo's operation had missed it
+    if rank == 1:
+        meet("rank 0 has left", [0, 1])
+        return 0.0
+    kept = communicator.sum(torch.ones(4), what="a sum")
+    started = time.perf_counter()
+    communicator.close()
+    seconds = time.perf_counter() - started
+    meet("rank 0 has left", [0, 1])
+    assert "has given up" in why(kept.wait)
+    return seconds
+
+
+def test_closing_does_not_wait_for_an_operation_that_gloo_cannot_end() -> None:
+    """Now and then one runs on although its connections have ended; until its time-out."""
+    assert run(lose_track_of_one, workers=2)[0] < 2
+
+
+def use_a_closed_one(rank: int, size: int, under_way: bool) -> Any:
+    communicator = open_one()
+    twin, x = communicator.twin(), torch.ones(1)
+    ended = communicator.sum(torch.ones(1), what="an early sum")
+    ended.wait()
+    handles: list[Handle[Any]] = []
+    if under_way:
+        handles = [communicator.receive(x, source=1 - rank, tag=3, what="a message")]
+        handles += [communicator.fulfilment(communicator.host.promise(), what="a promise")]
+    dist.barrier()
+    communicator.close()
+    texts = [why(handle.wait) for handle in handles]
+    starts: list[Callable[[], Handle[Any]]] = [
+        lambda: communicator.sum(x, what="a sum"),
+        lambda: twin.gather(x, what="a gather"),
+        lambda: communicator.send(x, destination=1 - rank, what="a send"),
+        lambda: twin.receive(x, source=1 - rank, what="a receive"),
+        lambda: communicator.fulfilment(communicator.host.promise(), what="a promise"),
+    ]
+    texts += [why(lambda start=start: start().wait()) for start in starts]
+    kept = communicator.host.promise()
+    kept.fulfil(3)
+    assert communicator.fulfilment(kept, what="a kept promise").wait() == 3
+    assert all(handle.done() for handle in handles[:1])
+    return texts, ended.wait().item()
+
+
+@pytest.mark.parametrize("under_way", [False, True])
+def test_an_operation_after_the_end_says_so(under_way: bool) -> None:
+    """Of the twin, too, at once; results that were there before are still there."""
+    names = ["a sum", "a gather", "a send", "a receive", "a promise"]
+    for rank, (texts, early) in enumerate(run(use_a_closed_one, under_way, workers=2)):
+        if under_way:
+            assert texts == [f"rank {rank} has given up"] * 7
+        else:
+            left = "after this worker has left: attach again"
+            assert texts == [f"rank {rank}: {name} {left}" for name in names]
+        assert early == 2.0
+
+
+# -- together -------------------------------------------------------------------------------------
+
+
+def end_together(rank: int, size: int, times: int) -> Any:
+    store = dist.group.WORLD.get_group_store()
+    alone, totals, slowest = 0, [], 0.0
+    for i in range(times):
+        communicator = open_one()
+        busy = communicator.twin()
+        last = [communicator.sum(torch.full((30_000,), 1.0 + rank), what="a sum") for _ in range(3)]
+        gathered = busy.gather(torch.full((30_000,), float(rank)), what="a gather")
+        if rank == i % size:  # another one each time, which has not seen its results
+            time.sleep(0.02)
+        totals.append([handle.wait().unique().tolist() for handle in last])
+        totals[-1] += [part.unique().tolist() for part in gathered.wait()]
+        store.set(f"closing {i}/{rank}", "")
+        started = time.perf_counter()
+        communicator.close(together=True)
+        slowest = max(slowest, time.perf_counter() - started)
+        alone += not store.check([f"closing {i}/{other}" for other in range(size)])
+    dist.barrier()
+    return alone, totals, slowest
+
+
+def test_who_closes_together_waits_for_all_and_costs_nobody_a_result() -> None:
+    """Every time, whoever comes last."""
+    results = [1.0 + 2.0 + 3.0] * 3 + [0.0, 1.0, 2.0]
+    for alone, totals, slowest in run(end_together, 10, workers=3):
+        assert alone == 0
+        assert totals == [[[value] for value in results]] * 10
+        assert slowest < 5, "nobody asked who is missing"
+
+
+def end_together_without_one(rank: int, size: int) -> float:
+    communicator = open_one()
+    dist.barrier()  # else it may be gone while others still connect to it
+    started = time.perf_counter()
+    communicator.close(together=rank > 0)  # rank 0 has failed, and goes
+    return time.perf_counter() - started
+
+
+def test_closing_together_is_not_held_up_by_one_that_is_gone() -> None:
+    """And raises nothing: training is over."""
+    assert all(seconds < 5 for seconds in run(end_together_without_one, workers=3))
+
+
+# -- again ----------------------------------------------------------------------------------------
+
+
+def total(communicator: Communicator) -> float:
+    return communicator.sum(torch.full((1,), 1.0 + communicator.rank), what="a sum").wait().item()
+
+
+def open_again(rank: int, size: int) -> Any:
+    """Communicators and groups of torch's own, opened and closed in between each other."""
+    totals: list[float] = []
+    kept = dist.new_group([0, 1])
+    for i in range(6):
+        communicator = open_one()
+        before = dist.new_group([0, 1]) if i % 2 else None
+        second = open_one()
+        totals += [total(one) for one in (communicator, second, communicator.twin())]
+        if before is not None:
+            dist.destroy_process_group(before)
+        communicator.close(together=True)
+        third = open_one()  # while the second one is open
+        totals += [total(one) for one in (third, second)]
+        x = torch.full((1,), 10.0 + rank)
+        for group in (kept, None):
+            dist.all_reduce(x, group=group)
+        totals.append(x.item())
+        second.close(together=True)
+        third.close(together=True)
+    dist.barrier()
+    return totals
+
+
+def test_communicators_can_be_opened_again_and_again() -> None:
+    """Though torch would give the name of a group that has ended to the next one."""
+    for totals in run(open_again, workers=2):
+        assert totals == [*[3.0] * 5, 42.0] * 6
+
+
+def of_a_part(rank: int, size: int) -> Any:
+    """A communicator of ranks 0 and 2, and one of all, several times."""
+    group, totals = dist.new_group([0, 2]), []
+    for _ in range(3):
+        if rank != 1:
+            part = TorchCommunicator(group, timeout_seconds=20)
+            totals.append((part.rank, part.sum(torch.ones(1), what="a sum").wait().item()))
+            part.close(together=True)
+        whole = open_one()
+        totals.append((whole.rank, whole.sum(torch.ones(1), what="a sum").wait().item()))
+        whole.close(together=True)
+    dist.barrier()
+    return totals
+
+
+def test_some_of_the_workers_may_have_one_of_their_own() -> None:
+    """Their ranks in it are those within the group."""
+    first, second, third = run(of_a_part, workers=3)
+    assert first == [(0, 2.0), (0, 3.0)] * 3
+    assert second == [(1, 3.0)] * 3
+    assert third == [(1, 2.0), (2, 3.0)] * 3

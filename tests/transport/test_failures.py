@@ -1,0 +1,249 @@
+"""Real workers that come late, die, or never answer: who is named, how soon, and by whom."""
+
+import os
+import re
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import offbeat
+from offbeat.errors import CommunicationError, CommunicationTimeout
+from offbeat.transport.communicator import Communicator
+from offbeat.transport.handle import Handle, explained
+from offbeat.transport.host import Promise
+from offbeat.transport.single_process import SingleCommunicator
+from offbeat.transport.torch_distributed import TorchCommunicator
+from transport.communicators import meet
+from workers import run
+
+KNOB = "raise it in attach(..., timeout_seconds=...)"
+
+
+def outcome(handle: Handle[Any]) -> tuple[str, str, float]:
+    """Class and text of the error, and after how many seconds it was raised."""
+    started = time.perf_counter()
+    try:
+        handle.wait()
+    except CommunicationError as error:
+        return type(error).__name__, str(error), time.perf_counter() - started
+    return "", "nothing was raised", time.perf_counter() - started
+
+
+# -- opening --------------------------------------------------------------------------------------
+
+
+def come_late(rank: int, size: int) -> float:
+    if rank == 1:
+        time.sleep(0.4)
+    communicator = TorchCommunicator(None, timeout_seconds=20, health_seconds=0.1)
+    total = communicator.sum(torch.ones(1), what="test").wait().item()
+    communicator.close(together=True)
+    return total
+
+
+def test_workers_may_come_as_late_as_an_operation_may_take() -> None:
+    """Opening has timeout_seconds, not the few seconds of those who look for a missing worker."""
+    assert run(come_late, workers=2) == [2.0, 2.0]
+
+
+def come_without(rank: int, size: int) -> Any:
+    if rank == 1:
+        meet("rank 0 has given up", [0, 1])
+        return None
+    started = time.perf_counter()
+    with pytest.raises(CommunicationTimeout) as caught:
+        TorchCommunicator(None, timeout_seconds=0.5)
+    meet("rank 0 has given up", [0, 1])
+    return str(caught.value), time.perf_counter() - started
+
+
+def test_who_does_not_come_is_named() -> None:
+    """Pitfall 19: in finite time, with the knob to turn."""
+    text, seconds = run(come_without, workers=2)[0]
+    assert re.match(r"rank 0: opening connections failed after [\d.]+ s: rank 1 did not come", text)
+    assert "timeout_seconds=0.5" in text
+    assert KNOB in text
+    assert 0.45 <= seconds < 10
+
+
+# -- operations -----------------------------------------------------------------------------------
+
+
+def lose_one(rank: int, size: int) -> Any:
+    communicator = TorchCommunicator(None, timeout_seconds=20, health_seconds=5.0)
+    twin = communicator.twin()
+    communicator.sum(torch.ones(1), what="a sum").wait()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    first = outcome(communicator.sum(torch.ones(1), what="the next sum"))
+    seen = [first]
+    for one in (communicator, twin):
+        with pytest.raises(CommunicationError) as caught:
+            one.sum(torch.ones(1), what="another sum").wait()
+        seen.append((type(caught.value).__name__, str(caught.value), 0.0))
+        assert caught.value.__cause__ is None
+    communicator.close()
+    return seen
+
+
+def test_a_dead_worker_is_named_at_once_and_ever_after() -> None:
+    """Pitfall 19: long before the time-out; later operations, of twins too, tell the same story."""
+    results = run(lose_one, workers=3, may_die=(1,))
+    for rank in (0, 2):
+        (kind, text, seconds), *later = results[rank]
+        assert kind == "CommunicationError"
+        assert re.match(rf"rank {rank}: the next sum failed after \d\.\d s: lost the ", text), text
+        assert "lost the connection to rank 1, which died or was cut off" in text
+        assert seconds < 5
+        assert [(kind, text) for kind, text, _ in later] == [(kind, text)] * 2
+
+
+def be_stuck(rank: int, size: int) -> Any:
+    communicator = TorchCommunicator(None, timeout_seconds=0.5, health_seconds=0.3)
+    seen = None
+    if rank == 0:
+        seen = outcome(communicator.sum(torch.ones(1), what="a sum"))
+    meet("rank 0 has given up", [0, 1])
+    communicator.close()
+    return seen
+
+
+def test_a_worker_that_is_stuck_is_named() -> None:
+    """Pitfall 19: alive, and silent; with the knob to turn."""
+    kind, text, seconds = run(be_stuck, workers=2)[0]
+    assert kind == "CommunicationTimeout"
+    assert "rank 0: a sum failed after 0." in text
+    assert "no answer from rank 1, busy elsewhere or stuck" in text
+    assert "timeout_seconds=0.5" in text
+    assert KNOB in text
+    assert 0.45 <= seconds < 10
+
+
+def be_patient(rank: int, size: int) -> Any:
+    communicator = TorchCommunicator(None, timeout_seconds=0.1, health_seconds=5.0)
+    seen: Any = None
+    if rank == 0:
+        late = communicator.receive(torch.zeros(1), source=1, what="a push", patient=True)
+        value = late.wait().item()
+        communicator.send(torch.zeros(1), destination=2, what="go").wait()
+        lost = communicator.receive(torch.zeros(1), source=2, what="a push", patient=True)
+        seen = value, outcome(lost)
+    elif rank == 1:
+        time.sleep(0.3)  # more than two time-outs
+        communicator.send(torch.tensor([7.0]), destination=0, what="a push").wait()
+        seen = outcome(communicator.receive(torch.zeros(1), source=2, what="never", patient=True))
+    else:
+        communicator.receive(torch.zeros(1), source=0, what="go", patient=True).wait()
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    communicator.close()
+    return seen
+
+
+def test_a_patient_receive_has_no_time_out_but_ends_with_its_connection() -> None:
+    """The message may come late; when the sender dies the error comes at once and names it.
+
+    It is no time-out, however long that took.
+    """
+    (value, lost), other, _ = run(be_patient, workers=3, may_die=(2,))
+    assert value == 7.0
+    for kind, text, seconds in (lost, other):
+        assert kind == "CommunicationError"
+        assert "lost the connection to rank 2, which died" in text
+        assert "time-out" not in text
+        assert 0.25 < seconds < 5
+    assert lost[1].startswith("rank 0: a push failed after 0.")
+
+
+# -- promises -------------------------------------------------------------------------------------
+
+
+def break_a_promise(rank: int, size: int) -> Any:
+    communicator = TorchCommunicator(None, timeout_seconds=0.3, health_seconds=5.0)
+    promise: Promise[int] = communicator.host.promise()
+    seen = outcome(communicator.fulfilment(promise, what="an answer of this rank's own"))
+    communicator.close()
+    return seen
+
+
+def test_a_promise_that_is_not_kept_ends_in_a_time_out() -> None:
+    """Finite, and the error names the rank, what was waited for and the knob."""
+    for rank, (kind, text, seconds) in enumerate(run(break_a_promise, workers=2)):
+        assert kind == "CommunicationTimeout"
+        assert text.startswith(f"rank {rank}: an answer of this rank's own failed after 0."), text
+        assert "timeout_seconds=0.3" in text
+        assert 0.28 <= seconds < 5
+
+
+def test_a_lone_workers_promise_ends_in_a_time_out() -> None:
+    """Without a network, too; kept in time by an activity it is kept."""
+    communicator = SingleCommunicator(timeout_seconds=0.01)
+    promise: Promise[int] = communicator.host.promise()
+    answer = communicator.fulfilment(promise, what="an answer")
+    assert not answer.done()
+    with pytest.raises(CommunicationTimeout, match=r"an answer.*timeout_seconds=0\.01"):
+        answer.wait()
+    assert communicator.twin().timeout_seconds == 0.01
+
+
+def test_a_simulated_promise_that_is_not_kept_is_a_deadlock() -> None:
+    """There nobody has to wait for a time-out to know."""
+
+    def work() -> None:
+        communicator: Communicator = dist.group.WORLD.make_communicator(20.0)
+        communicator.fulfilment(
+            communicator.host.promise(), what="an answer that never comes"
+        ).wait()
+
+    with pytest.raises(offbeat.OffbeatError, match=r"deadlock.*\n.*an answer that never comes"):
+        offbeat.simulate(work, workers=2)
+
+
+# -- activities -----------------------------------------------------------------------------------
+
+
+def lose_one_beside(rank: int, size: int) -> Any:
+    communicator = TorchCommunicator(None, timeout_seconds=2.0, health_seconds=5.0)
+    if rank == 2:
+        communicator.receive(torch.zeros(1), source=0, what="go", patient=True).wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+    promise: Promise[Exception] = communicator.host.promise()
+
+    def activity() -> None:
+        try:
+            communicator.receive(torch.zeros(1), source=2, what="a request", patient=True).wait()
+        except CommunicationError as error:
+            promise.fulfil(error)
+
+    communicator.host.spawn(activity, what="a test activity")
+    if rank == 0:
+        communicator.send(torch.zeros(1), destination=2, what="go").wait()
+    raw = communicator.fulfilment(promise, what="the error of the activity").wait()
+    time.sleep(0.6)  # the worker has something better to do
+    first, again = explained(raw), explained(raw)
+    communicator.close()
+    return type(raw).__name__, str(raw), type(first).__name__, str(first), str(again)
+
+
+def test_the_worker_finds_out_whom_an_activity_misses() -> None:
+    """The activity's own error names nobody; explained() by the worker does, also much later."""
+    results = run(lose_one_beside, workers=3, may_die=(2,))
+    for rank in (0, 1):
+        raw_kind, raw, kind, text, again = results[rank]
+        assert raw_kind != "CommunicationError"
+        assert raw.startswith("a request failed: ")
+        assert "rank" not in raw
+        assert kind == "CommunicationError"
+        assert re.match(rf"rank {rank}: a request failed after 0\.[0-5] s: lost the ", text), text
+        assert "lost the connection to rank 2, which died or was cut off" in text
+        assert again == text
+
+
+def test_other_errors_are_explained_by_themselves() -> None:
+    """explained() changes only errors of operations beside the worker."""
+    for error in (ValueError("x"), CommunicationError("y")):
+        assert explained(error) is error
