@@ -6,7 +6,7 @@ DEMO := runs/demo
 SEED ?= 0
 MINUTES ?= 20
 
-.PHONY: help demo test install collect side-by-side alone nightly soak frameworks launchers lowest lint bench docs dist clean
+.PHONY: help demo test install side-by-side alone nightly soak frameworks launchers lowest lint bench docs dist clean
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -41,23 +41,19 @@ demo: $(VENV)/.demo  ## train digits under five strategies on 4 workers, about 3
 	echo "$$*"; "$$@"
 
 test:  ## all checks: lint, types, tests
-	@MAKE='$(MAKE)' .ci/timed install 'lint collect' side-by-side alone
+	@MAKE='$(MAKE)' .ci/timed install 'lint side-by-side' alone
 
 install: $(VENV)/.dev
 
 side-by-side: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not quiet and not nightly"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not quiet and not nightly"
 
-# What pytest makes of the assertions is kept, once for all that run side by side.
-collect: $(VENV)/.dev
-	@$(BIN)/python -m pytest --collect-only --quiet > /dev/null
-
-# Of the files that have some: to collect all takes longer than to run these.
+# Only the files that have such tests: collecting all files takes longer than running these.
 alone: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "quiet and not nightly" $$(grep -rl mark.quiet tests)
 
 nightly: $(VENV)/.dev  ## the tests of values on real processes, too
-	$(BIN)/python -m pytest -n 2 -m "not quiet" --world gloo
+	$(BIN)/python -m pytest -n 2 -m "not quiet" --world gloo --hypothesis-profile nightly
 	$(BIN)/python -m pytest -m quiet $$(grep -rl mark.quiet tests)
 
 soak: $(VENV)/.dev  ## random faults over real processes, of both policies, for MINUTES=20, from SEED=0

@@ -6,6 +6,16 @@ import pytest
 
 import worlds
 
+try:
+    from hypothesis import settings
+except ImportError:  # an environment for tests/frameworks alone
+    pass
+else:
+    every = settings(deadline=None, derandomize=True, database=None)
+    settings.register_profile("default", every, max_examples=30)
+    settings.register_profile("nightly", every, max_examples=300)
+    settings.load_profile("default")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -22,9 +32,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before the selection by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a grid that is sampled, half is nightly: by the parity of the bits of a cell's number.
+    """Mark half of each sampled grid as nightly: cells whose number has an odd number of set bits.
 
-    So a factor with two values has both in what is left, wherever it stands.
+    The other half still has both values of every two-valued factor, wherever it stands.
     """
     seen: Counter[str] = Counter()
     for item in items:
