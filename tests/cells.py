@@ -1,4 +1,4 @@
-"""Which cells of a grid every run of the tests takes; `make nightly` takes them all."""
+"""Choose the cells of a grid that every run tests; `make nightly` tests all of them."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -7,10 +7,10 @@ import pytest
 
 
 def nightly(values: Iterable[Any]) -> list[Any]:
-    """Parameters that only the nightly run takes."""
+    """Mark parameters that only the nightly run tests."""
     return [pytest.param(value, marks=pytest.mark.nightly) for value in values]
 
 
 def some(values: Sequence[Any], *places: int) -> list[Any]:
-    """All parameters; those at other places than these only nightly."""
+    """Return all parameters; those at other positions than ``places`` are marked nightly."""
     return [v if i in places else nightly([v])[0] for i, v in enumerate(values)]

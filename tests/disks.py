@@ -1,4 +1,4 @@
-"""A disk that is really full."""
+"""A small file system that can be filled."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ MEGABYTE = 2**20
 
 @contextlib.contextmanager
 def small_disk(path: Path) -> Iterator[Path]:
-    """One of a megabyte at ``path``, unmounted whatever comes. Skips where none can be made."""
+    """Mount a disk of one megabyte at ``path``. Skips the test where that is not allowed."""
     if os.geteuid() != 0:
         pytest.skip("mounting a disk needs root")
     path.mkdir()
@@ -28,7 +28,7 @@ def small_disk(path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> None:
-    """Leave no room on it."""
+    """Fill the disk."""
     with contextlib.suppress(OSError), (disk / "filler").open("ab", buffering=0) as file:
         while True:
             file.write(bytes(4096))

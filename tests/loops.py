@@ -1,4 +1,4 @@
-"""What tests of training share: attaching, sinks, and transports that record or fail."""
+"""Shared by the tests of training: attaching, sinks, transports that record or fail."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -21,7 +21,7 @@ from problems import flat, loss_of
 
 
 def attach(model: nn.Module, optimizer: Any, strategy: Strategy | str, **options: Any) -> Any:
-    """``offbeat.attach`` with a time-out that ends a test; a strategy may be text."""
+    """Call ``offbeat.attach`` with a short time-out. The strategy may be text."""
     if isinstance(strategy, str):
         strategy = offbeat.parse_strategy(strategy)
     return offbeat.attach(model, optimizer, strategy, **{"timeout_seconds": 20, **options})
@@ -32,12 +32,12 @@ def close(a: Tensor, b: Tensor, atol: float = 1e-12) -> None:
 
 
 def everything(model: nn.Module) -> list[Tensor]:
-    """Copies of all parameters and buffers."""
+    """Return copies of all parameters and buffers."""
     return [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The bytes of a copy, by which NaN equals itself and 0 differs from −0."""
+    """Return the bytes of a tensor, so that NaN equals NaN and 0 differs from −0."""
     value = tensor.detach().clone(memory_format=torch.contiguous_format)
     return (
         (torch.view_as_real(value) if value.is_complex() else value).reshape(-1).view(torch.uint8)
@@ -49,7 +49,7 @@ def sgd(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
 
 
 def trained(sync: Any, model: nn.Module, batches: list[Any]) -> list[Tensor]:
-    """The model after each step. A list of batches is one step on the mean of their losses."""
+    """Train and return the model after each step. A list of batches is one accumulated step."""
     optimizer, trace = sync._worker.optimizers[0].optimizer, []
     for batch in batches:
         optimizer.zero_grad()
@@ -61,7 +61,7 @@ def trained(sync: Any, model: nn.Module, batches: list[Any]) -> list[Tensor]:
 
 
 class Sink:
-    """Keeps the records in memory."""
+    """A telemetry sink that keeps the records in memory."""
 
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
@@ -76,7 +76,7 @@ class Sink:
 
 
 def error_of(function: Callable[[], object]) -> tuple[list[str], str]:
-    """Class names and text of the error that ``function`` raises."""
+    """Return the class names and the text of the error that ``function`` raises."""
     try:
         function()
     except Exception as error:
@@ -85,14 +85,14 @@ def error_of(function: Callable[[], object]) -> tuple[list[str], str]:
 
 
 def meet(folder: str, rank: int, ranks: Iterable[int]) -> None:
-    """Wait until all of ``ranks`` are here; not through Offbeat and not through the group."""
+    """A barrier of ``ranks`` that uses neither Offbeat nor the process group."""
     store = dist.FileStore(f"{folder}/meeting", -1)
     store.set(str(rank), "here")
     store.wait([str(other) for other in ranks], timedelta(seconds=40))
 
 
 class Quick:
-    """gloo, with less patience after a failure than a user needs."""
+    """A transport over gloo with short time-outs after a failure."""
 
     def make_communicator(self, timeout_seconds: float) -> Communicator:
         return TorchCommunicator(
@@ -101,7 +101,7 @@ class Quick:
 
 
 class Faulty:
-    """The world's own communicators, in which the given faults happen.
+    """A transport whose communicators inject the given faults.
 
     Attributes:
         made: The communicator of this worker.
@@ -121,11 +121,11 @@ class Faulty:
 
 
 class Recorded:
-    """The world's own communicators, which record the operations that this worker starts.
+    """A transport whose communicators record the operations that this worker starts.
 
     Attributes:
         operations: Kind, name and bytes of each operation, in order.
-        tensors: The tensors sent, which are not kept alive.
+        tensors: Weak references to the tensors sent.
     """
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class Recorded:
         return _Recording(open_communicator(None, timeout_seconds, what="a test"), self)
 
     def sums(self, name: str) -> list[int]:
-        """Bytes of the sums whose names begin with ``name``."""
+        """Return the bytes of each sum whose name begins with ``name``."""
         return [b for kind, what, b in self.operations if kind == "Sum" and what.startswith(name)]
 
 

@@ -1,13 +1,13 @@
-"""Code on the pages of the documentation, as a reader would copy it.
+"""Read the blocks of code on the pages of the documentation.
 
-A comment in the line before a block says that it is treated in a way of its own:
+A comment in the line before a block changes how the tests treat it:
 
-- ``<!-- not run: WHY -->``: it is only checked without being run;
+- ``<!-- not run: WHY -->``: its names are checked, and it is not run;
 - ``<!-- nightly: WHY -->``: only ``make nightly`` runs it;
-- ``<!-- file: NAME -->``: the reader keeps it in that file;
-- ``<!-- raises: ERROR -->``: it shows how that error looks.
+- ``<!-- file: NAME -->``: the reader stores it in that file;
+- ``<!-- raises: ERROR -->``: it shows an error.
 
-Of a ``diff`` the text after the change is taken, as Python.
+A ``diff`` is read as the Python code after the change.
 """
 
 import re
@@ -33,12 +33,12 @@ class Block:
     """One block of code.
 
     Attributes:
-        page: Its path below the root of the repository.
-        line: Where its code begins.
-        language: As on the page.
-        code: Without the page's indentation.
-        way: How it is treated, of ``WAYS``; None: as any.
-        told: What the comment says of that.
+        page: Path of the page, relative to the root of the repository.
+        line: First line of the code.
+        language: Language named on the page.
+        code: The code, without the page's indentation.
+        way: Treatment, one of ``WAYS``. None: the default.
+        told: Text of the comment after the treatment.
     """
 
     page: str
@@ -53,14 +53,14 @@ class Block:
 
 
 def pages() -> list[str]:
-    """What a reader is told: the README, how to contribute, and everything below docs/."""
+    """Return the paths of all pages: the README, CONTRIBUTING, and those in docs/."""
     below = sorted(path.relative_to(ROOT).as_posix() for path in DOCS.glob("*.md"))
     return ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", *below]
 
 
 @cache
 def blocks_of(page: str) -> tuple[Block, ...]:
-    """All blocks of a page that name their language, in their order."""
+    """Return all blocks of a page that name their language, in order."""
     text = (ROOT / page).read_text(encoding="utf-8")
     return tuple(
         Block(
@@ -80,17 +80,17 @@ def _after(diff: str) -> str:
 
 
 def blocks_in(*languages: str) -> list[Block]:
-    """Those of all pages in one of these languages."""
+    """Return the blocks of all pages in one of ``languages``."""
     return [one for page in pages() for one in blocks_of(page) if one.language in languages]
 
 
 def files_of(page: str) -> dict[str, str]:
-    """What the page's reader keeps in files, by their names."""
+    """Return the files that a page tells its reader to store: name → content."""
     return {one.told or "": one.code for one in blocks_of(page) if one.way == "file"}
 
 
 def code_on(page: str, containing: str) -> str:
-    """The one Python block of ``docs/{page}.md`` with that text in it."""
+    """Return the one Python block of ``docs/{page}.md`` that contains the text."""
     blocks = blocks_of(f"docs/{page}.md")
     (found,) = (one for one in blocks if one.language == "python" and containing in one.code)
     return found.code

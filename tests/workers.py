@@ -1,9 +1,9 @@
-"""Real worker processes for tests: gloo over loopback, finite time-outs, ports that are free.
+"""Real worker processes for tests: gloo over loopback, finite time-outs, free ports.
 
 ``run(function, workers=3)`` starts processes that each call ``function(rank, size)`` inside an
-initialised process group and returns their results in rank order. With ``newcomers`` as many more
-call it outside of one, and the store is kept by a process that nobody kills; its address is in
-``MASTER_ADDR`` and ``MASTER_PORT``.
+initialised process group, and returns their results in rank order. With ``newcomers=n``, n further
+processes call it without a process group, and a process of its own serves the store, so that every
+worker may be killed. ``MASTER_ADDR`` and ``MASTER_PORT`` hold the address of the store.
 """
 
 import faulthandler
@@ -26,10 +26,10 @@ import torch.multiprocessing as mp
 from offbeat import attach  # noqa: F401 - with all modules of the package
 from offbeat.quantization.kernels import kernels
 
-# torch asks for the name of every loopback connection, and a name server that is out of reach keeps
-# it waiting for 5 s: nobody is asked.
+# torch looks up the host name of every loopback connection, and waits 5 s for a name server that is
+# out of reach. This setting prevents the lookup.
 os.environ["RES_OPTIONS"] = "attempts:0"
-# What every child needs is imported and compiled once, here.
+# Import and compile once in the parent what every child needs.
 torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports more of torch when it is made
 kernels()
 
@@ -39,7 +39,7 @@ class WorkerFailedError(AssertionError):
 
 
 class StartError(Exception):
-    """The workers were not connected: gloo's own start fails now and then on a busy machine."""
+    """The workers could not connect: gloo's start-up fails now and then on a busy machine."""
 
 
 def _main(
@@ -49,7 +49,7 @@ def _main(
     args: tuple[Any, ...],
     folder: str,
     listener: socket.socket,
-    kept: bool,
+    own_store: bool,
 ) -> None:
     gc.freeze()  # the objects of the parent: collecting them would copy their memory to each child
     faulthandler.enable()
@@ -58,11 +58,11 @@ def _main(
     os.environ.update(GLOO_SOCKET_IFNAME="lo", MASTER_ADDR=host, MASTER_PORT=str(port))
     connected = False
     try:
-        if kept or rank > 0:
+        if own_store or rank > 0:
             listener.close()
         if rank < size:
-            # No file: it would be polled, which takes longer than most tests.
-            store = _store(port, None if kept or rank > 0 else listener)
+            # A file store would be polled, which takes longer than most tests.
+            store = _store(port, None if own_store or rank > 0 else listener)
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30)
             )
@@ -86,9 +86,9 @@ def _store(port: int, listener: socket.socket | None = None) -> Any:
     )
 
 
-def _keep(listener: socket.socket) -> None:
-    kept = _store(listener.getsockname()[1], listener)
-    while kept is not None:
+def _serve_store(listener: socket.socket) -> None:
+    store = _store(listener.getsockname()[1], listener)
+    while store is not None:
         signal.pause()
 
 
@@ -100,9 +100,16 @@ def run(
     may_die: tuple[int, ...] = (),
     newcomers: int | None = None,
 ) -> list[Any]:
-    """Run ``function(rank, size, *args)`` on ``workers`` processes; None for one that died.
+    """Run ``function(rank, size, *args)`` on ``workers`` processes.
 
-    ``newcomers`` come with the ranks after them; 0 has the store kept apart, too.
+    Args:
+        function: Called by every worker.
+        args: Its further arguments.
+        workers: Number of processes in the process group.
+        seconds: Time limit. Workers that exceed it print their stacks and are killed.
+        may_die: Ranks that may be killed; their result is None.
+        newcomers: Number of processes without a process group; they have the ranks after the
+            workers. With 0, too, the store has a process of its own.
 
     Raises:
         WorkerFailedError: a worker raised, or died without being in ``may_die``, or the time ran
@@ -125,19 +132,19 @@ def _run(
     newcomers: int | None,
 ) -> list[Any]:
     context = mp.get_context("fork")  # torch is imported once
-    kept, everyone = newcomers is not None, range(workers + (newcomers or 0))
+    own_store, ranks = newcomers is not None, range(workers + (newcomers or 0))
     listener = socket.create_server(("127.0.0.1", 0))  # rank 0 serves the store behind it
     with tempfile.TemporaryDirectory() as folder, listener:
         processes = [
             context.Process(
                 target=_main,
-                args=(rank, workers, function, args, folder, listener, kept),
+                args=(rank, workers, function, args, folder, listener, own_store),
                 daemon=True,
             )
-            for rank in everyone
+            for rank in ranks
         ]
-        keeper = context.Process(target=_keep, args=(listener,), daemon=True)
-        for process in [*processes, *([keeper] if kept else [])]:
+        keeper = context.Process(target=_serve_store, args=(listener,), daemon=True)
+        for process in [*processes, *([keeper] if own_store else [])]:
             process.start()
         deadline = time.monotonic() + seconds
         try:
@@ -148,11 +155,11 @@ def _run(
                 os.kill(processes[rank].pid or 0, signal.SIGABRT)
                 processes[rank].join(5)
         finally:
-            for process in [*processes, *([keeper] if kept else [])]:
+            for process in [*processes, *([keeper] if own_store else [])]:
                 process.kill()
         results: list[Any] = []
         errors = [f"ranks {stuck} did not end within {seconds} s"] if stuck else []
-        for rank in everyone:
+        for rank in ranks:
             path = Path(folder, f"result{rank}")
             if not path.exists():
                 results.append(None)

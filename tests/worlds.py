@@ -1,8 +1,8 @@
-"""Where tests of values run: on simulated workers, or on real processes with ``--world gloo``.
+"""Run a test function on simulated workers, or on real processes with ``--world gloo``.
 
-The simulator gives what processes give, bit for bit where the order of sums does not matter: that
-is what tests/strategies/test_conformance.py and tests/transport/test_communicators.py verify, on
-real processes always. It is their licence for this.
+The simulator computes the same values as real processes, bit for bit where the order of a sum does
+not matter. tests/strategies/test_conformance.py and tests/transport/test_communicators.py verify
+this; they always use real processes.
 """
 
 from collections.abc import Callable
@@ -18,9 +18,9 @@ world = "simulated"  # set by conftest.py
 
 
 def run(function: Callable[..., Any], *args: Any, workers: int, seconds: float = 60) -> list[Any]:
-    """Results of ``function(rank, size, *args)`` on so many workers, in rank order.
+    """Run ``function(rank, size, *args)`` on ``workers`` workers; return results in rank order.
 
-    A failure raises what the worker raised (or, from a process, its traceback as text).
+    Raises the exception of a worker that failed. A process reports its traceback as text.
     """
     if world == "gloo":
         return real(function, *args, workers=workers, seconds=seconds)
@@ -30,13 +30,13 @@ def run(function: Callable[..., Any], *args: Any, workers: int, seconds: float =
 def simulated(
     function: Callable[..., Any], *args: Any, workers: int, workers_per_node: int = 1
 ) -> list[Any]:
-    """The same on simulated workers, whatever the world."""
+    """Do the same on simulated workers, also with ``--world gloo``."""
 
     def worker() -> Any:
         return function(dist.get_rank(), dist.get_world_size(), *args)
 
     threads = torch.get_num_threads()
-    # What oneDNN has prepared here for several threads would hang in processes forked later.
+    # oneDNN with several threads in this process would make processes that are forked later hang.
     torch.set_num_threads(1)
     try:
         return simulate(
