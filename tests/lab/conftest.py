@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lab import tiny
-from offbeat.lab.recipes import plain_cnns, resnet
+from offbeat.lab.recipes import resnet, sequential_cnns
 from offbeat.lab.recipes.resnet import ResNet
 
 
@@ -28,6 +28,6 @@ def no_task_is_kept() -> Iterator[None]:
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recipes build models with fewer and narrower layers; all else of them is as it is."""
-    monkeypatch.setattr(plain_cnns, "HIDDEN", 16)
-    monkeypatch.setattr(plain_cnns, "VGG11", (8, "pool", 8, "pool", 512, "pool"))
+    monkeypatch.setattr(sequential_cnns, "HIDDEN", 16)
+    monkeypatch.setattr(sequential_cnns, "VGG11", (8, "pool", 8, "pool", 512, "pool"))
     monkeypatch.setattr(resnet, "ResNet", lambda block, _, classes: ResNet(block, (1, 1), classes))

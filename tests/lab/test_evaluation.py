@@ -19,8 +19,9 @@ from offbeat.lab.events import Chosen, Evaluation, Event, Step, Waiting
 from offbeat.lab.job import Job
 from offbeat.lab.places import VirtualCluster
 from offbeat.lab.recipes import find_recipe
-from offbeat.lab.recipes.base import HeldOut, Setup, accuracy
-from offbeat.lab.recipes.samples import TensorData
+from offbeat.lab.recipes.base import Setup
+from offbeat.lab.recipes.datasets import TensorData
+from offbeat.lab.recipes.held_out import HeldOut, accuracy
 from workers import run as on_processes
 from worlds import run
 from worlds import simulated as run_simulated

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lab.standins import write_idx_files
 from offbeat.lab.recipes import RECIPES, Setup, digits, find_recipe, mnist, stdlib_lm
-from offbeat.lab.recipes.samples import shared
+from offbeat.lab.recipes.files import find_file, shared
 
 REAL_MNIST = Path(__file__).parents[3] / "shared" / "data" / "mnist"
 
@@ -182,7 +182,7 @@ def test_mnist_names_what_it_looked_for(idx: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=rf"{nowhere}, which does not exist"):
         find_recipe("mnist").build(Setup(2, 1, data=nowhere))
     (idx / "t10k-labels-idx1-ubyte").unlink()
-    with pytest.raises(FileNotFoundError, match=r"t10k-labels-idx1-ubyte\.gz in .* not there"):
+    with pytest.raises(FileNotFoundError, match=r"t10k-labels-idx1-ubyte\.gz in .* neither is"):
         find_recipe("mnist").build(Setup(2, 1, data=idx))
 
 
@@ -207,8 +207,8 @@ def test_corrupt_idx_files_are_refused(tmp_path: Path, data: bytes, message: str
 @pytest.mark.skipif(not REAL_MNIST.is_dir(), reason=f"no MNIST files in {REAL_MNIST}")
 def test_real_mnist_is_read() -> None:
     """The official files hold 60,000 and 10,000 images of 28 × 28."""
-    images = mnist.read_idx(mnist.find(REAL_MNIST, "train-images-idx3-ubyte"))
-    labels = mnist.read_idx(mnist.find(REAL_MNIST, "t10k-labels-idx1-ubyte"))
+    images = mnist.read_idx(find_file(REAL_MNIST, ["train-images-idx3-ubyte"]))
+    labels = mnist.read_idx(find_file(REAL_MNIST, ["t10k-labels-idx1-ubyte"]))
     assert images.shape == (60000, 28, 28)
     assert labels.bincount().tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
 

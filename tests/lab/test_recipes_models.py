@@ -13,13 +13,13 @@ from offbeat.lab.compare import run_and_record
 from offbeat.lab.job import Job
 from offbeat.lab.places import Loopback
 from offbeat.lab.recipes import RECIPES, Setup, Task, find_recipe, imagenet
-from offbeat.lab.recipes.base import accuracy
+from offbeat.lab.recipes.datasets import TensorData
 from offbeat.lab.recipes.googlenet import googlenet
-from offbeat.lab.recipes.plain_cnns import alexnet, small_cnn, vgg11
+from offbeat.lab.recipes.held_out import accuracy
 from offbeat.lab.recipes.resnet import resnet18, resnet50, resnet101
-from offbeat.lab.recipes.samples import TensorData
 from offbeat.lab.recipes.schedules import decay_at, decay_every
-from offbeat.lab.recipes.word_transformer import WordTransformer
+from offbeat.lab.recipes.sequential_cnns import alexnet, small_cnn, vgg11
+from offbeat.lab.recipes.transformers import WordTransformer
 from offbeat.lab.samplers import Batches, make_sampler
 from offbeat.lab.train import choose_backend
 

@@ -14,9 +14,9 @@ from offbeat.lab.compare import run_and_record
 from offbeat.lab.job import Job
 from offbeat.lab.places import VirtualCluster
 from offbeat.lab.recipes import RECIPES, Setup, Task, imagenet, stdlib_lm
-from offbeat.lab.recipes.base import HeldOut
+from offbeat.lab.recipes.custom import first_samples
+from offbeat.lab.recipes.held_out import HeldOut
 from offbeat.lab.recipes.image_folder import ImageFolder
-from offbeat.lab.recipes.own import First
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def shorten(task: Task) -> Task:
     """Two samples a step, and no more than four to evaluate."""
     held_out = task.evaluate
     assert isinstance(held_out, HeldOut)
-    few = replace(held_out, dataset=First(held_out.samples, 4))
+    few = replace(held_out, dataset=first_samples(held_out.dataset, 4))
     return replace(task, batch_size=2, evaluate=few)
 
 

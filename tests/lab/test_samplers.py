@@ -23,8 +23,8 @@ from offbeat.lab.compare import run_and_record
 from offbeat.lab.job import Job
 from offbeat.lab.places import VirtualCluster
 from offbeat.lab.recipes import Task
-from offbeat.lab.recipes.base import HeldOut
-from offbeat.lab.recipes.samples import Batch, Samples, TensorData, as_samples
+from offbeat.lab.recipes.datasets import Batch, Samples, TensorData, as_samples
+from offbeat.lab.recipes.held_out import HeldOut
 from offbeat.lab.results import Result
 from offbeat.lab.samplers import Batches, make_partition, make_sampler, parse_injection
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.lab.recipes import RECIPES, Setup, Task
-from offbeat.lab.recipes.base import HeldOut, Recipe
-from offbeat.lab.recipes.samples import TensorData
+from offbeat.lab.recipes.base import Recipe
+from offbeat.lab.recipes.datasets import TensorData
+from offbeat.lab.recipes.held_out import HeldOut
 from offbeat.lab.samplers import Batches, make_sampler
 
 STEPS = 9

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from offbeat.errors import CommunicationError, OffbeatError
-from offbeat.lab.recipes.base import HeldOut
+from offbeat.lab.recipes.held_out import HeldOut
 
 MOST = 24
 """Evaluations of a run whose number is left to it."""

@@ -178,7 +178,7 @@ class Job:
             FileNotFoundError: the data are not there.
         """
         from offbeat.lab.recipes import find_recipe
-        from offbeat.lab.recipes.own import try_out
+        from offbeat.lab.recipes.custom import try_out
         from offbeat.lab.samplers import parse_injection
 
         check_settings(self)

@@ -41,7 +41,7 @@ from offbeat.lab.leaving import Leaving
 from offbeat.lab.links import measure_links
 from offbeat.lab.method import Attached, Baseline, Method
 from offbeat.lab.recipes import Task, find_recipe
-from offbeat.lab.recipes.samples import to_device
+from offbeat.lab.recipes.datasets import to_device
 from offbeat.lab.resume import Checkpoints, History
 from offbeat.lab.samplers import Batches, parse_injection
 from offbeat.lab.turns import take_turn

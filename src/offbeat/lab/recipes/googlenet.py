@@ -3,25 +3,23 @@
 import torch
 from torch import Tensor, nn
 
+from offbeat.lab.recipes.sequential_cnns import conv_norm
+
 
 def conv(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Sequential:
-    """Convolution, BatchNorm and ReLU."""
-    return nn.Sequential(
-        nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False),
-        nn.BatchNorm2d(outputs, eps=0.001),
-        nn.ReLU(),
-    )
+    """Return a convolution, BatchNorm and ReLU."""
+    return nn.Sequential(*conv_norm(inputs, outputs, size, stride, eps=0.001), nn.ReLU())
 
 
 class Inception(nn.Module):
-    """Four branches side by side: 1×1; 1×1 then 3×3, twice; a 3×3 maximum then 1×1.
+    """Concatenation of four branches: 1×1, 1×1 then 3×3 (twice), 3×3 max-pooling then 1×1.
 
     Args:
-        inputs: Channels that come in.
-        one: Channels of the first branch.
-        two: Channels inside and at the end of the second.
-        three: The same of the third.
-        pool: Channels of the fourth.
+        inputs: Input channels.
+        one: Output channels of the first branch.
+        two: Inner and output channels of the second branch.
+        three: Inner and output channels of the third branch.
+        pool: Output channels of the fourth branch.
     """
 
     def __init__(
@@ -38,18 +36,18 @@ class Inception(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, inputs, H, W) → (n, channels of all branches, H, W)."""
+        """(n, inputs, H, W) → (n, sum of output channels, H, W)."""
         return torch.cat([branch(x) for branch in self.branches], 1)
 
 
 def googlenet(classes: int) -> nn.Sequential:
-    """GoogLeNet without its auxiliary classifiers; 6,624,904 parameters with 1000 classes.
+    """Return GoogLeNet without auxiliary classifiers; 6,624,904 parameters with 1000 classes.
 
-    BatchNorm takes the auxiliary classifiers' part of keeping gradients alive; the third branch's
-    convolutions are 3×3 instead of the paper's 5×5. Both are as in torchvision.
+    BatchNorm replaces the auxiliary classifiers, whose purpose is to keep gradients from vanishing.
+    The third branch has 3×3 convolutions where the paper has 5×5. Both are as in torchvision.
 
     Returns:
-        Images (n×3×224×224) to logits (n×classes).
+        Network from images (n×3×224×224) to logits (n×classes).
 
     Source: Szegedy et al., arXiv 1409.4842, table 1; BatchNorm: arXiv 1502.03167.
     """

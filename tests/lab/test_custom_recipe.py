@@ -17,7 +17,7 @@ from offbeat.lab.job import Job
 from offbeat.lab.measure import measure_recipe
 from offbeat.lab.places import Loopback, VirtualCluster
 from offbeat.lab.recipes import Setup, find_recipe
-from offbeat.lab.recipes.base import HeldOut
+from offbeat.lab.recipes.held_out import HeldOut
 from offbeat.lab.results import read_results
 from offbeat.plan.phantom import shapes_of
 from pages import code_on
