@@ -13,10 +13,10 @@ from lab import tiny
 from offbeat import Stats
 from offbeat.errors import CommunicationError
 from offbeat.lab import ideal
-from offbeat.lab.baselines import BASELINES, parse_method, require_virtual
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.events import End, Evaluation, Event
 from offbeat.lab.job import Job
+from offbeat.lab.methods.registry import BASELINES, parse_method, require_virtual
 from offbeat.lab.places import Loopback
 from offbeat.lab.train import train_worker
 

@@ -14,8 +14,8 @@ from lab import tiny
 from offbeat.lab import launch
 from offbeat.lab.events import Evaluation, Event
 from offbeat.lab.job import Job
-from offbeat.lab.peers import PEERS
-from offbeat.lab.peers.torchft import fragments_of
+from offbeat.lab.methods.registry import PEERS
+from offbeat.lab.methods.torchft import fragments_of
 from offbeat.lab.train import train_worker
 
 H = 3

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 import offbeat
 from offbeat import Compute, Network
 from offbeat.errors import OffbeatError
-from offbeat.lab.baselines import parse_method
 from offbeat.lab.events import Evaluation
 from offbeat.lab.job import Job
+from offbeat.lab.methods.registry import parse_method
 from offbeat.lab.recipes.cifar_files import read_archive, read_batch
 from offbeat.lab.recipes.mnist import read_idx
 from offbeat.lab.recipes.wikitext import read_words, windows

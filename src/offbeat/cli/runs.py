@@ -20,9 +20,9 @@ from offbeat.cli.view import Bar, console, show_narrow
 from offbeat.errors import OffbeatError
 from offbeat.lab import compare as comparison
 from offbeat.lab import report, slurm
-from offbeat.lab.baselines import require_virtual
 from offbeat.lab.job import Job
 from offbeat.lab.measure import measure_recipe
+from offbeat.lab.methods.registry import require_virtual
 from offbeat.lab.places import Launched, Loopback, Place, ShapedLinks, VirtualCluster
 from offbeat.lab.results import Result
 from offbeat.lab.train import choose_backend, share_cores

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from offbeat.lab.baselines import is_ideal, require_virtual
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.evaluation import MOST, gather
 from offbeat.lab.events import Evaluation, Event, Start, Step
 from offbeat.lab.job import Job
 from offbeat.lab.launch import Nodes, run_job
+from offbeat.lab.methods.registry import is_ideal, require_virtual
 from offbeat.lab.train import own_device, train_worker
 from offbeat.simulate import Compute, Network, Simulation, simulate
 from offbeat.units import show_bandwidth, show_seconds

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from offbeat.lab.baselines import is_ideal, is_peer
 from offbeat.lab.events import Evaluation, Measured, Turn, stats_of
 from offbeat.lab.job import Job
+from offbeat.lab.methods.registry import is_ideal, is_peer
 from offbeat.telemetry import Stats
 
 

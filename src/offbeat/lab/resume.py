@@ -13,7 +13,7 @@ from offbeat.lab.evaluation import Looks
 from offbeat.lab.events import Chosen, Evaluation, Event, Left, Resumed, Turn, from_json, to_json
 from offbeat.lab.job import Job
 from offbeat.lab.leaving import Leaving
-from offbeat.lab.method import Attached, Method
+from offbeat.lab.methods.base import Attached, Method
 from offbeat.lab.recipes import Task
 from offbeat.synchronizer import Synchronizer
 

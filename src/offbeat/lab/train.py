@@ -22,7 +22,6 @@ import torch.distributed as dist
 from offbeat.attach import attach
 from offbeat.data import DataInjection, injected_batch_size
 from offbeat.errors import OffbeatError
-from offbeat.lab.baselines import is_ideal, parse_method
 from offbeat.lab.evaluation import Looks, affordable, evaluate_together, expected_seconds, gather
 from offbeat.lab.events import (
     Chosen,
@@ -39,7 +38,8 @@ from offbeat.lab.events import (
 from offbeat.lab.job import Job
 from offbeat.lab.leaving import Leaving
 from offbeat.lab.links import measure_links
-from offbeat.lab.method import Attached, Baseline, Method
+from offbeat.lab.methods.base import Attached, Baseline, Method
+from offbeat.lab.methods.registry import is_ideal, parse_method
 from offbeat.lab.recipes import Task, find_recipe
 from offbeat.lab.recipes.datasets import to_device
 from offbeat.lab.resume import Checkpoints, History
