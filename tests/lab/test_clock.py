@@ -104,6 +104,6 @@ def test_tables_are_told_on_it_and_say_so() -> None:
     turned = [ideal, took_turns(plain[1], *[2 * pace] * 3)]
     assert report.table(plain).rows[1][-4].startswith("40.0 s")
     assert report.table(turned).rows[1][-4].startswith("20.0 s")
-    note = "Seconds are told on one clock"
+    note = "Seconds are on one clock"
     assert (note in report.markdown(plain), note in report.page(plain)) == (False, False)
     assert (note in report.markdown(turned), note in report.page(turned)) == (True, True)

@@ -123,7 +123,8 @@ def test_a_row_is_a_strategy_with_its_options() -> None:
     runs = [make(text, [(1, 0.9)]) for text in ("bsp", "bsp --wire int8", "bsp --lr-scale 2")]
     assert [row[0] for row in rows(runs)] == ["bsp", "bsp --wire int8", "bsp --lr-scale 2"]
     assert "--wire" not in report.caption(runs)
-    assert [*report.groups([*runs, make("bsp", [(1, 0.9)], seed=1)])] == [one.label for one in runs]
+    names = [row[0] for row in rows([*runs, make("bsp", [(1, 0.9)], seed=1)])]
+    assert names == [one.label for one in runs]
     assert runs[1].to_dict()["label"] == "bsp --wire int8"
     assert runs[1].to_dict()["job"]["wire"] == "int8"
 
@@ -275,7 +276,7 @@ def test_further_metrics_are_told_below_the_table() -> None:
     assert f"<li><code>bsp</code>: {first}</li><li><code>async</code>: {second}</li>" in page
     assert Elements(page).cells == [text for row in rows(runs) for text in row]
     alone = [make("bsp", [(1, 0.5)])]
-    assert report.further(alone) == []
+    assert report.other_metrics(alone) == []
     assert "At the end" not in report.markdown(alone) + report.page(alone)
 
 

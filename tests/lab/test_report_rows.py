@@ -87,18 +87,18 @@ IDEAL = make("ideal", [(1, 0.5), (2, 0.96), (3, 0.985), (4, 1.0)])
 def test_arrivals_are_at_shares_of_the_ideal() -> None:
     """Targets 0.95, 0.98 and 0.995 of a final metric of 1; brackets have the ideal's over them."""
     slow = make("bsp", [(5, 0.95), (8, 0.97), (10, 0.984)])
-    found = report.arrivals([IDEAL, slow])
+    found = report.times_to_targets([IDEAL, slow])
     assert found is not None
     assert found.headings == ("strategy", "95%: 0.95", "98%: 0.98", "99.5%: 0.995")
     assert found.rows[0] == ("ideal", "2.0 s [100 %]", "3.0 s [100 %]", "4.0 s [100 %]")
     assert found.rows[1] == ("bsp", "5.0 s [40 %]", "10.0 s [30 %]", "never")
-    assert report.arrivals([slow]) is None
+    assert report.times_to_targets([slow]) is None
 
 
 def test_runs_that_never_arrive_are_counted() -> None:
     ideals = [IDEAL, replace(IDEAL, job=replace(IDEAL.job, seed=1))]
     runs = [make("bsp", [(5, 0.96)]), make("bsp", [(4, 0.9)], seed=1)]
-    found = report.arrivals([*ideals, *runs])
+    found = report.times_to_targets([*ideals, *runs])
     assert found is not None
     assert found.rows[1][1:] == ("1 of 2 runs, 5.0 s at best", "never", "never")
 
@@ -106,7 +106,7 @@ def test_runs_that_never_arrive_are_counted() -> None:
 def test_a_loss_is_over_the_share() -> None:
     """2.0 at the end: 95 % of that is a loss of 2.0 / 0.95."""
     one = make("ideal", [(1, 2.2), (2, 2.1), (3, 2.0)], recipe="stdlib-lm")
-    found = report.arrivals([one])
+    found = report.times_to_targets([one])
     assert found is not None
     assert found.headings[1] == f"95%: {2.0 / 0.95:.4g}"
     assert found.rows[0][1] == "2.0 s [100 %]"

@@ -306,7 +306,7 @@ def _show(results: list[Result]) -> None:
     show_narrow(report.table(results, ranges=False))  # there is no room for them
     for note in report.notes(results):
         console.print(f"{note}\n", style="dim", highlight=False)
-    for table in (report.arrivals(results, ranges=False), report.differences(results)):
+    for table in (report.times_to_targets(results, ranges=False), report.differences(results)):
         if table is not None and len(results) > 1:
             show_narrow(table)
 
