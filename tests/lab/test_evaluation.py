@@ -14,7 +14,13 @@ from offbeat import Compute, Network
 from offbeat.errors import CommunicationError
 from offbeat.lab import evaluation, train
 from offbeat.lab.compare import run_and_record
-from offbeat.lab.evaluation import Looks, affordable, evaluate_together, expected_seconds, gather
+from offbeat.lab.evaluation import (
+    EvaluationSchedule,
+    affordable,
+    evaluate_together,
+    expected_seconds,
+    gather,
+)
 from offbeat.lab.events import Chosen, Evaluation, Event, Step, Waiting
 from offbeat.lab.job import Job
 from offbeat.lab.places import VirtualCluster
@@ -182,12 +188,15 @@ def test_a_missing_share_is_an_error() -> None:
 
 
 def test_looks_are_even_and_the_end_is_not_asked_for() -> None:
-    looks = Looks(100, 4)
+    looks = EvaluationSchedule(100, 4)
     assert [step for step in range(1, 101) if step in looks] == [25, 50, 75]
     assert not looks.open
     for more_than_steps in (24, 10**18):
-        assert [step for step in range(1, 4) if step in Looks(3, more_than_steps)] == [1, 2]
-    assert [step for step in range(1, 100) if step in Looks(100, 1)] == []
+        assert [step for step in range(1, 4) if step in EvaluationSchedule(3, more_than_steps)] == [
+            1,
+            2,
+        ]
+    assert [step for step in range(1, 100) if step in EvaluationSchedule(100, 1)] == []
 
 
 @pytest.mark.parametrize(
