@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lab import tiny
-from offbeat.lab.recipes import resnet, sequential_cnns
+from offbeat.lab.recipes import googlenet, resnet, sequential_cnns
 from offbeat.lab.recipes.resnet import ResNet
 
 
@@ -30,4 +30,5 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recipes build models with fewer and narrower layers; all else of them is as it is."""
     monkeypatch.setattr(sequential_cnns, "HIDDEN", 16)
     monkeypatch.setattr(sequential_cnns, "VGG11", (8, "pool", 8, "pool", 512, "pool"))
+    monkeypatch.setattr(googlenet, "LAYERS", ((4, (4, 4), (4, 4), 4), 3, 2))
     monkeypatch.setattr(resnet, "ResNet", lambda block, _, classes: ResNet(block, (1, 1), classes))

@@ -274,7 +274,7 @@ def test_in_virtual_time_evaluation_is_free_and_nothing_is_chosen() -> None:
     """24 evaluations, whatever they take here, and the training as without them."""
     results = []
     for evaluations in (None, 1):
-        job = Job("digits", "bsp", 2, epochs=2.1, evaluations=evaluations)
+        job = Job("digits", "bsp", 2, epochs=1.2, evaluations=evaluations)
         heard: list[Event] = []
         place = VirtualCluster(Network("1Gbit/s"), Compute("5ms"))
         results.append(run_and_record(job, heard.append, place))

@@ -244,6 +244,7 @@ def test_steps_cover_the_epochs(data: Path) -> None:
     assert found == pytest.approx([0.01] * 4 + [0.001] + [0.0001] * 2)
 
 
+@pytest.mark.usefixtures("narrow")
 def test_classes_follow_the_folders(data: Path) -> None:
     """Two folders, two outputs; top-5 of two classes is always right."""
     task = build("imagenet:googlenet", data)

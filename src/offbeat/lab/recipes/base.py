@@ -44,6 +44,8 @@ class Setup:
 class Task:
     """Everything that one worker needs to train. Every worker builds the same task.
 
+    Custom recipes may leave ``steps`` and the scheduler to ``complete``.
+
     Attributes:
         model: The model.
         optimizer: The optimizer of the model's parameters.
@@ -143,10 +145,6 @@ class Recipe:
     build: Callable[[Setup], Task]
     needs_data: str | None = None
     file: Path | None = None
-
-    def reached(self, value: float) -> bool:
-        """Return True if ``value`` is at the target or better."""
-        return value >= self.target if self.higher_is_better else value <= self.target
 
 
 def steps_for(setup: Setup, samples: int, batch_size: int) -> int:

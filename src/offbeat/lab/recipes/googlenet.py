@@ -26,6 +26,7 @@ class Inception(nn.Module):
         self, inputs: int, one: int, two: tuple[int, int], three: tuple[int, int], pool: int
     ) -> None:
         super().__init__()
+        self.outputs = one + two[1] + three[1] + pool
         self.branches = nn.ModuleList(
             [
                 conv(inputs, one, 1),
@@ -36,8 +37,24 @@ class Inception(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, inputs, H, W) → (n, sum of output channels, H, W)."""
+        """(n, inputs, H, W) → (n, outputs, H, W)."""
         return torch.cat([branch(x) for branch in self.branches], 1)
+
+
+# Kernel size of a pooling layer with stride 2, or the channels of an Inception module.
+LAYERS: tuple[int | tuple[int, tuple[int, int], tuple[int, int], int], ...] = (
+    (64, (96, 128), (16, 32), 32),
+    (128, (128, 192), (32, 96), 64),
+    3,
+    (192, (96, 208), (16, 48), 64),
+    (160, (112, 224), (24, 64), 64),
+    (128, (128, 256), (24, 64), 64),
+    (112, (144, 288), (32, 64), 64),
+    (256, (160, 320), (32, 128), 128),
+    2,
+    (256, (160, 320), (32, 128), 128),
+    (384, (192, 384), (48, 128), 128),
+)
 
 
 def googlenet(classes: int) -> nn.Sequential:
@@ -51,28 +68,28 @@ def googlenet(classes: int) -> nn.Sequential:
 
     Source: Szegedy et al., arXiv 1409.4842, table 1; BatchNorm: arXiv 1502.03167.
     """
-    model = nn.Sequential(
+    modules: list[nn.Module] = [
         conv(3, 64, 7, stride=2),
         nn.MaxPool2d(3, 2, ceil_mode=True),
         conv(64, 64, 1),
         conv(64, 192, 3),
         nn.MaxPool2d(3, 2, ceil_mode=True),
-        Inception(192, 64, (96, 128), (16, 32), 32),
-        Inception(256, 128, (128, 192), (32, 96), 64),
-        nn.MaxPool2d(3, 2, ceil_mode=True),
-        Inception(480, 192, (96, 208), (16, 48), 64),
-        Inception(512, 160, (112, 224), (24, 64), 64),
-        Inception(512, 128, (128, 256), (24, 64), 64),
-        Inception(512, 112, (144, 288), (32, 64), 64),
-        Inception(528, 256, (160, 320), (32, 128), 128),
-        nn.MaxPool2d(2, 2, ceil_mode=True),
-        Inception(832, 256, (160, 320), (32, 128), 128),
-        Inception(832, 384, (192, 384), (48, 128), 128),
+    ]
+    channels = 192
+    for layer in LAYERS:
+        if isinstance(layer, int):
+            modules.append(nn.MaxPool2d(layer, 2, ceil_mode=True))
+        else:
+            inception = Inception(channels, *layer)
+            modules.append(inception)
+            channels = inception.outputs
+    modules += [
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Dropout(0.2),
-        nn.Linear(1024, classes),
-    )
+        nn.Linear(channels, classes),
+    ]
+    model = nn.Sequential(*modules)
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             nn.init.trunc_normal_(module.weight, std=0.01)

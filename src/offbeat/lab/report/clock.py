@@ -17,13 +17,12 @@ def on_one_clock(results: Sequence[Result], step_seconds: float | None = None) -
     """Scale the times of runs with turns to a machine of constant speed.
 
     The constant is the time of a step alone, one per seed: that of the ideal's run with the seed,
-    or without an ideal the mean of all turns with the seed. Runs without turns are unchanged. The
-    function is idempotent.
+    or without an ideal the mean of all turns with the seed. The ideal's times become steps × that
+    constant. Other runs without turns are unchanged. The function is idempotent.
 
     Args:
         results: Results of one comparison.
-        step_seconds: Time of a step alone for all seeds instead. The ideal's times are then scaled,
-            too.
+        step_seconds: Time of a step alone for all seeds, instead of one per seed.
     """
     by_seed = _step_seconds(results) if took_turns(results) else {}
     scaled = []

@@ -127,7 +127,8 @@ def time_split(row: Row, rows: Sequence[Row]) -> dict[str, float]:
 
     Computing is the time of as many steps of the ideal. Other work is the rest of the time not
     spent waiting: encoding, averaging, hooks. The waiting time of a peer is unknown, so waiting and
-    other work are one part. Without the ideal, computing is all time not spent waiting.
+    other work are one part. Without the ideal, computing is all time not spent waiting, and for a
+    peer all time is one part.
     """
     ideal = ideal_of(rows)
     step_seconds = None
