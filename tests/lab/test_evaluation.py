@@ -1,4 +1,4 @@
-"""Evaluation: shared by the workers, the same figures as of the whole, and not too often."""
+"""Evaluation divided among workers: values, and how often."""
 
 import math
 import time
@@ -57,7 +57,7 @@ def top(batch_size: int) -> HeldOut:
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 200])
 @pytest.mark.parametrize("batch_size", [1, 10, 1000])
 def test_shares_together_are_the_whole(size: int, batch_size: int) -> None:
-    """Every sample is evaluated once, by whatever number of workers: the share that is right."""
+    """Any number of workers together evaluates every sample once."""
     model, inputs, labels = problem()
     order = model(inputs).argsort(1, descending=True)
     right = [labels[i] in order[i, :k] for k in (1, 3) for i in range(SAMPLES)]
@@ -69,8 +69,8 @@ def test_shares_together_are_the_whole(size: int, batch_size: int) -> None:
     }
 
 
-def test_everyone_has_about_as_much() -> None:
-    """Where there are fewer batches than workers, batches become smaller."""
+def test_shares_are_balanced() -> None:
+    """Batches become smaller if there are fewer batches than workers."""
     read: list[int] = []
 
     def count(model: nn.Module, batch: Any) -> dict[str, Tensor]:
@@ -86,7 +86,7 @@ def test_everyone_has_about_as_much() -> None:
 
 
 def test_real_numbers_add_up_to_the_same_bits() -> None:
-    """With the same batches, whoever evaluates them; the sum is the one in order."""
+    """The same batches give the same bits for any division among workers."""
     model, inputs, labels = problem()
 
     def nats(model: nn.Module, batch: Any) -> dict[str, Tensor]:
@@ -104,7 +104,7 @@ def test_real_numbers_add_up_to_the_same_bits() -> None:
 
 
 def test_metrics_are_made_of_means() -> None:
-    """As a perplexity: of the mean over all samples, not the mean of perplexities."""
+    """A perplexity is computed from the mean over all samples."""
     model, inputs, _ = problem()
 
     def first(model: nn.Module, batch: Any) -> dict[str, Tensor]:
@@ -117,8 +117,8 @@ def test_metrics_are_made_of_means() -> None:
     assert evaluate.combine(shares)["exp"] == pytest.approx(math.exp(float(inputs[:, 0].mean())))
 
 
-def test_an_evaluation_leaves_no_trace() -> None:
-    """Training mode, and a random state that scores have used, are as before."""
+def test_an_evaluation_changes_no_state() -> None:
+    """Training mode and random state are as before."""
     model, inputs, _ = problem()
 
     def noise(model: nn.Module, batch: Any) -> dict[str, Tensor]:
@@ -131,8 +131,7 @@ def test_an_evaluation_leaves_no_trace() -> None:
     assert model.training
 
 
-def test_what_a_share_takes_is_told_by_its_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times the number of its batches."""
+def test_the_first_batch_predicts_the_time_of_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
 
     def scores(model: nn.Module, batch: Any) -> dict[str, Tensor]:
@@ -149,8 +148,8 @@ def test_what_a_share_takes_is_told_by_its_first_batch(monkeypatch: pytest.Monke
     assert clock[0] == 40
 
 
-def test_scores_are_one_a_sample() -> None:
-    """A mean over the batch would weigh the last batch wrongly, and is refused."""
+def test_scores_need_one_value_per_sample() -> None:
+    """A mean over the batch would give the last batch too much weight."""
     model, inputs, _ = problem()
     evaluate = HeldOut(TensorData(inputs), lambda model, batch: {"mean": batch[0].mean()}, 10)
     with pytest.raises(ValueError, match=r"each of the 10 samples .* got 'mean' of shape \(\)"):
@@ -162,8 +161,7 @@ def together(rank: int, size: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("world", [run, on_processes])
-def test_all_get_the_figures_of_the_whole(world: Any) -> None:
-    """Over processes and over simulated workers."""
+def test_all_workers_get_the_metrics_of_all_samples(world: Any) -> None:
     assert world(together, workers=3) == [top(1000)(problem()[0])] * 3
 
 
@@ -178,7 +176,7 @@ def leave_one_out(rank: int, size: int) -> str:
 
 
 def test_a_missing_share_is_an_error() -> None:
-    """It names who waited, for what, and the knob; the one that left has ended."""
+    """The error names the waiting rank, the operation and the option."""
     told = on_processes(leave_one_out, workers=2)[0]
     assert told.startswith("rank 0 waited for the shares of an evaluation, but another worker")
     assert "--timeout" in told
@@ -187,15 +185,13 @@ def test_a_missing_share_is_an_error() -> None:
 # How often
 
 
-def test_looks_are_even_and_the_end_is_not_asked_for() -> None:
-    looks = EvaluationSchedule(100, 4)
-    assert [step for step in range(1, 101) if step in looks] == [25, 50, 75]
-    assert not looks.open
+def test_evaluations_are_evenly_spaced_without_the_last_step() -> None:
+    schedule = EvaluationSchedule(100, 4)
+    assert [step for step in range(1, 101) if step in schedule] == [25, 50, 75]
+    assert not schedule.open
     for more_than_steps in (24, 10**18):
-        assert [step for step in range(1, 4) if step in EvaluationSchedule(3, more_than_steps)] == [
-            1,
-            2,
-        ]
+        schedule = EvaluationSchedule(3, more_than_steps)
+        assert [step for step in range(1, 4) if step in schedule] == [1, 2]
     assert [step for step in range(1, 100) if step in EvaluationSchedule(100, 1)] == []
 
 
@@ -220,7 +216,7 @@ def test_evaluations_cost_a_tenth_of_the_training(
 
 
 def slow_digits(rank: int, size: int, seconds: float, evaluations: int | None) -> list[Event]:
-    """Train digits for 48 steps, of which an evaluation takes so long; the events of rank 0."""
+    """Train digits for 48 steps with slow evaluations. Return the events of this rank."""
     heard: list[Event] = []
     share = HeldOut.share
 
@@ -237,7 +233,7 @@ def slow_digits(rank: int, size: int, seconds: float, evaluations: int | None) -
 
 @pytest.mark.nightly
 def test_a_costly_evaluation_is_done_less_often() -> None:
-    """The first one tells; all workers evaluate at the same steps; what is left is even."""
+    """The first evaluation determines the number. All workers use the same steps."""
     heard, silent = on_processes(slow_digits, 0.3, None, workers=2)
     assert silent == []
     (chosen,) = (event for event in heard if isinstance(event, Chosen))
@@ -250,15 +246,14 @@ def test_a_costly_evaluation_is_done_less_often() -> None:
 
 
 @pytest.mark.nightly
-def test_a_number_that_is_set_is_kept() -> None:
+def test_a_given_number_of_evaluations_is_kept() -> None:
     heard = on_processes(slow_digits, 0.02, 6, workers=2)[0]
     assert not any(isinstance(event, Chosen) for event in heard)
     points = [event.step for event in heard if isinstance(event, Evaluation)]
     assert points == [8, 16, 24, 32, 40, 48]
 
 
-def test_what_is_waited_for_is_told() -> None:
-    """Before data are read, workers meet, models are evaluated, and at the end."""
+def test_events_report_what_is_waited_for() -> None:
     heard: list[Event] = []
     job = Job("digits", "bsp", 2, epochs=0.2, evaluations=2)
     run_and_record(job, heard.append, VirtualCluster(Network("1Gbit/s"), Compute("5ms")))
@@ -271,7 +266,7 @@ def test_what_is_waited_for_is_told() -> None:
 
 
 def test_in_virtual_time_evaluation_is_free_and_nothing_is_chosen() -> None:
-    """24 evaluations, whatever they take here, and the training as without them."""
+    """There are 24 evaluations, and the training is the same as with one."""
     results = []
     for evaluations in (None, 1):
         job = Job("digits", "bsp", 2, epochs=1.2, evaluations=evaluations)
@@ -285,8 +280,8 @@ def test_in_virtual_time_evaluation_is_free_and_nothing_is_chosen() -> None:
     assert often.seconds == pytest.approx(once.seconds, rel=1e-9)
 
 
-def test_recipes_give_a_value_for_each_sample() -> None:
-    """The bits a byte of a model that knows nothing are 8, sample by sample."""
+def test_the_language_model_scores_each_sample() -> None:
+    """A model with equal logits needs 8 bits per byte in every sample."""
     task = find_recipe("stdlib-lm").build(Setup(1, 0.001))
     nn.init.zeros_(task.model.head.weight)
     nn.init.zeros_(task.model.head.bias)
@@ -294,7 +289,6 @@ def test_recipes_give_a_value_for_each_sample() -> None:
     assert sums == pytest.approx([32 * 8.0] * 2, rel=1e-6)  # 256 windows, 32 at once, by 4 workers
 
 
-def test_the_group_is_that_of_the_run() -> None:
-    """One worker alone gathers its own share."""
+def test_one_worker_gathers_its_own_share() -> None:
     assert run(together, workers=1) == [top(1000)(problem()[0])]
     assert not dist.is_initialized()

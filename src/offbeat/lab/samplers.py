@@ -29,8 +29,8 @@ def make_sampler(
         rank: Rank of the worker.
         seed: Seed of the order and of the partition.
         kind: ``seldp``: all samples, starting at another part on each worker. ``defdp``: one
-            fixed N-th of the samples. ``distributed``: torch's ``DistributedSampler``, another N-th in
-            every epoch.
+            fixed N-th of the samples. ``distributed``: torch's ``DistributedSampler``, with another
+            N-th in every epoch.
         partition: Partition of the samples, ``label:K`` or ``dirichlet:A``; None for no partition.
 
     Raises:
