@@ -81,12 +81,16 @@ def test_it_reaches_its_target(spirals: Path) -> None:
 
 
 def test_processes_and_simulator_agree(spirals: Path) -> None:
-    """Worker processes load the file, too, and get the same metrics."""
-    job = Job("spirals.py", "local:period=4", 2, epochs=1, evaluations=2)
+    """Worker processes load the file, get ``--data``, clip gradients, and have the same metrics."""
+    code = CODE.replace(
+        "    arm, t =", '    assert (setup.data / "spirals.py").exists()\n    arm, t ='
+    )
+    spirals.write_text(code.replace("scheduler=", "clip_norm=0.5, scheduler="))
+    job = Job("spirals.py", "local:period=4", 2, epochs=1, evaluations=2, data=str(spirals.parent))
     real, virtual = (run_and_record(job, ignore, where) for where in (Loopback(), place()))
     assert [point.step for point in real.points] == [point.step for point in virtual.points]
     for one, other in zip(real.points, virtual.points, strict=True):
-        assert one.metric == pytest.approx(other.metric, abs=2 / 1000)
+        assert one.metric == one.metrics["accuracy"] == pytest.approx(other.metric, abs=2 / 1000)
 
 
 def test_it_is_measured(spirals: Path) -> None:

@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 from lab.standins import write_cifar, write_images, write_text
-from offbeat.lab.compare import run_and_record
 from offbeat.lab.job import Job
-from offbeat.lab.places import Loopback
 from offbeat.lab.recipes import RECIPES, Setup, Task, find_recipe, imagenet
 from offbeat.lab.recipes.datasets import TensorData
 from offbeat.lab.recipes.googlenet import googlenet
@@ -329,10 +327,3 @@ def test_each_process_needs_its_own_gpu(
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
     assert choose_backend() == backend
-
-
-def test_two_processes_train_from_files(data: Path) -> None:
-    """Worker processes receive ``--data`` and report the metric."""
-    job = Job("wikitext:transformer", "bsp", 2, epochs=1, data=str(data), evaluations=1)
-    result = run_and_record(job, lambda event: None, Loopback())
-    assert 1 < result.final == result.final_metrics["test perplexity"] < math.inf
