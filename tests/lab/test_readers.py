@@ -195,16 +195,16 @@ def test_a_line_that_is_no_result_is_named(tmp_path: Path) -> None:
     good = json.loads(results())
     for change in ({"points": []}, {"stats": 3}, {"job": {}}, {"job": 1}, {"points": [{"a": 1}]}):
         path.write_bytes(results() + b"\n" + json.dumps({**good, **change}).encode() + b"\n")
-        with pytest.raises(ValueError, match=r"results\.jsonl, line 2, is no result: "):
+        with pytest.raises(ValueError, match=r"results\.jsonl, line 2, is not a result: "):
             read_results(path)
     required = [f.name for f in dataclasses.fields(Result) if f.default is dataclasses.MISSING]
     assert "points" in required
     for missing in required:
         path.write_text(json.dumps({k: v for k, v in good.items() if k != missing}))
-        with pytest.raises(ValueError, match=rf"line 1, is no result: KeyError: '{missing}'"):
+        with pytest.raises(ValueError, match=rf"line 1, is not a result: KeyError: '{missing}'"):
             read_results(path)
     path.write_bytes(b"\xff\xfe{")
-    with pytest.raises(ValueError, match="line 1, is no result"):
+    with pytest.raises(ValueError, match="line 1, is not a result"):
         read_results(path)
 
 

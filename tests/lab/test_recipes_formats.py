@@ -92,7 +92,7 @@ def test_no_function_named_in_a_file_is_called(tmp_path: Path, protocol: int) ->
     """A pickle that names another function is rejected before the call."""
     path, made = tmp_path / "test_batch", tmp_path / "made"
     path.write_bytes(pickle.dumps({b"data": Command(Path.mkdir, made)}, protocol=protocol))
-    with pytest.raises(ValueError, match=rf"{path} is not a CIFAR file: it names \S+, as no CIFAR"):
+    with pytest.raises(ValueError, match=rf"{path} is not a CIFAR file: it names \S+, which no CIFAR"):
         read_batch(path, b"labels", 10)
     assert not made.exists()
 
@@ -120,7 +120,7 @@ def test_names_other_than_arrays_are_rejected(tmp_path: Path, named: str) -> Non
     dotted = re.escape(named.replace("\n", "."))
     if named.startswith("__builtin__"):
         dotted = r"\S*list"  # Python 3 translates the old name
-    with pytest.raises(ValueError, match=rf"it names {dotted}, as no CIFAR file does"):
+    with pytest.raises(ValueError, match=rf"it names {dotted}, which no CIFAR file does"):
         read_batch(path, b"labels", 10)
 
 
@@ -153,7 +153,7 @@ def test_damaged_cifar_files_are_rejected(pixels: np.ndarray, tmp_path: Path) ->
         (cifar_pickle(pixels[:, :3000], LABELS), "not n x 3072 bytes"),
         (cifar_pickle(pixels[:0], []), "at least one"),
         (whole.replace(b"U\x02u1", b"U\x02O8"), "not n x 3072 bytes"),
-        (whole.replace(b"K\x03J\x00\x0c", b"K\x07J\x00\x0c"), "7 x 3072 bytes .* are announced"),
+        (whole.replace(b"K\x03J\x00\x0c", b"K\x07J\x00\x0c"), "the header says 7 x 3072 bytes"),
     ]
     for data, message in cases:
         path.write_bytes(data)

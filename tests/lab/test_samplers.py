@@ -111,7 +111,7 @@ def test_invalid_settings_name_the_valid_ones(settings: dict[str, Any], words: s
 
 
 def test_text_has_no_partition_by_label() -> None:
-    with pytest.raises(ValueError, match="one label a sample; this recipe has none"):
+    with pytest.raises(ValueError, match="one label per sample; this recipe has none"):
         Job("stdlib-lm", "bsp", 2, epochs=0.01, partition="label:1").check()
 
 

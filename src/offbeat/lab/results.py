@@ -204,6 +204,6 @@ def read_results(path: Path) -> list[Result]:
         except Exception as error:  # other contents can raise any exception
             text = " ".join(str(error).split())
             raise ValueError(
-                f"{path}, line {number}, is no result: {type(error).__name__}: {text}"
+                f"{path}, line {number}, is not a result: {type(error).__name__}: {text}"
             ) from None
     return results

@@ -61,7 +61,7 @@ def make_partition(text: str, task: Task, workers: int, seed: int) -> list[Any]:
     if kind not in ("label", "dirichlet"):
         raise ValueError(f"partition must be label:K or dirichlet:A, got {text!r}")
     if labels is None or labels.dim() != 1:
-        raise ValueError("a partition needs data with one label a sample; this recipe has none")
+        raise ValueError("a partition needs data with one label per sample; this recipe has none")
     try:
         if kind == "label":
             return partition_by_label(labels, workers, int(value), seed)

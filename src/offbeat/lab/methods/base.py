@@ -1,8 +1,8 @@
 """Interface between the training loop of a run and the method that trains: strategy or baseline."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -92,10 +92,8 @@ class Attached(Method):
         task.advance()
 
     @override
-    @contextmanager
-    def consensus(self) -> Iterator[None]:
-        with self.sync.consensus():
-            yield
+    def consensus(self) -> AbstractContextManager[None]:
+        return self.sync.consensus()
 
     @override
     def finish(self) -> None:

@@ -72,11 +72,11 @@ class DDP(OverDDP):
         super().__post_init__()
         for name in ("rank", "warmup_steps"):
             if getattr(self, name) is not None and self.hook != "powersgd":
-                raise ValueError(f"{self.name} has {name} with hook=powersgd only")
+                raise ValueError(f"{self.name}: {name} needs hook=powersgd")
 
     @override
     def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> TrainingLoop:
-        # With several buckets, gloo would mix up the PowerSGD hook's collectives of two buckets.
+        # With several buckets, gloo mixes up the PowerSGD hook's collectives of different buckets.
         module = self.wrap(task, one_bucket=self.hook == "powersgd")
         if self.hook == "powersgd":
             state = powerSGD_hook.PowerSGDState(

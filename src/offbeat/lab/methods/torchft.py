@@ -174,7 +174,6 @@ class Group:
             init_sync=False,  # all workers start with the same model
             max_retries=0,
         )
-        self.size = size
 
     def require_all_workers(self) -> None:
         """Raise unless the last mean included all workers.

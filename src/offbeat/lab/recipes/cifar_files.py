@@ -68,7 +68,7 @@ class _Array:
         if not isinstance(dtype, _DType) or dtype.name not in (b"u1", "u1") or width != 3072:
             raise ValueError("the images are not n x 3072 bytes")
         if not isinstance(data, bytes) or len(data) != n * width:
-            raise ValueError(f"{n} x {width} bytes of images are announced, {len(data)} are there")
+            raise ValueError(f"the header says {n} x {width} bytes of images, got {len(data)}")
         flat = np.frombuffer(data, np.uint8)
         return flat.reshape((n, width), order="F" if fortran else "C")
 
@@ -86,8 +86,8 @@ class _DType:
 class _Unpickler(pickle.Unpickler):
     """Unpickler of plain values and NumPy arrays. It can call no function that the file names.
 
-    NumPy's own functions are replaced by stand-ins, because NumPy does not check a pickled state
-    well enough for files from an untrusted source.
+    Stand-ins replace NumPy's functions, so that NumPy receives the pickled data only after the
+    checks of ``_Array.image_bytes``.
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -100,7 +100,7 @@ class _Unpickler(pickle.Unpickler):
             return lambda *_: _Array()
         if module == "numpy" and name in ("ndarray", "dtype"):
             return {"ndarray": _Array, "dtype": _DType}[name]
-        raise pickle.UnpicklingError(f"it names {module}.{name}, as no CIFAR file does")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no CIFAR file does")
 
 
 def read_batch(path: Path, labels: bytes, classes: int) -> Split:
