@@ -225,11 +225,11 @@ def test_unknown_values_are_null_in_a_result(monkeypatch: pytest.MonkeyPatch) ->
             on_event(End((Stats(steps=9, details={"seconds": 2.0}),) * 2))  # type: ignore[operator]
 
     one = run_and_record(Job("tiny", "torch:ddp", 2), lambda event: None, Told())
-    told = one.to_dict()
-    assert (told["lssr"], told["payload_bytes"], told["idle"]) == (None, None, None)
-    assert told["flag_rate"] is None
-    assert told["stats"] == [{"steps": 9, "details": {"seconds": 2.0}}] * 2
-    assert type(one).from_dict(told) == one
+    line = one.to_dict()
+    assert (line["lssr"], line["payload_bytes"], line["idle"]) == (None, None, None)
+    assert line["flag_rate"] is None
+    assert line["stats"] == [{"steps": 9, "details": {"seconds": 2.0}}] * 2
+    assert type(one).from_dict(line) == one
 
 
 @pytest.mark.parametrize(

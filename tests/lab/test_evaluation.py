@@ -172,14 +172,14 @@ def leave_one_out(rank: int, size: int) -> str:
         gather(rank, CPU, "the shares of an evaluation")
     except CommunicationError as error:
         return str(error)
-    return "nobody was missed"
+    return "no error"
 
 
 def test_a_missing_share_is_an_error() -> None:
     """The error names the waiting rank, the operation and the option."""
-    told = on_processes(leave_one_out, workers=2)[0]
-    assert told.startswith("rank 0 waited for the shares of an evaluation, but another worker")
-    assert "--timeout" in told
+    message = on_processes(leave_one_out, workers=2)[0]
+    assert message.startswith("rank 0 waited for the shares of an evaluation, but another worker")
+    assert "--timeout" in message
 
 
 # How often
@@ -217,7 +217,7 @@ def test_evaluations_cost_a_tenth_of_the_training(
 
 def slow_digits(rank: int, size: int, seconds: float, evaluations: int | None) -> list[Event]:
     """Train digits for 48 steps with slow evaluations. Return the events of this rank."""
-    heard: list[Event] = []
+    events: list[Event] = []
     share = HeldOut.share
 
     def slowly(self: HeldOut, *args: Any, **settings: Any) -> Any:
@@ -227,38 +227,38 @@ def slow_digits(rank: int, size: int, seconds: float, evaluations: int | None) -
     HeldOut.share = slowly  # type: ignore[method-assign, assignment]
     evaluation.FREE_SECONDS = 4 * seconds
     job = Job("digits", "local:period=4", 2, epochs=2.1, evaluations=evaluations)
-    train.train_worker(job, heard.append)
-    return heard
+    train.train_worker(job, events.append)
+    return events
 
 
 @pytest.mark.nightly
 def test_a_costly_evaluation_is_done_less_often() -> None:
     """The first evaluation determines the number. All workers use the same steps."""
-    heard, silent = on_processes(slow_digits, 0.3, None, workers=2)
+    events, silent = on_processes(slow_digits, 0.3, None, workers=2)
     assert silent == []
-    (chosen,) = (event for event in heard if isinstance(event, Chosen))
+    (chosen,) = (event for event in events if isinstance(event, Chosen))
     assert 0.3 < chosen.seconds < 1.3
     assert 1 <= chosen.evaluations <= 3  # 1.2 s for them, or a tenth of a shorter run
-    points = [event.step for event in heard if isinstance(event, Evaluation)]
+    points = [event.step for event in events if isinstance(event, Evaluation)]
     assert points == [round(48 * (i + 1) / chosen.evaluations) for i in range(chosen.evaluations)]
-    steps = [event.step for event in heard if isinstance(event, Evaluation | Step)]
+    steps = [event.step for event in events if isinstance(event, Evaluation | Step)]
     assert steps == [*range(1, 49), 48]  # the last is evaluated once training is over
 
 
 @pytest.mark.nightly
 def test_a_given_number_of_evaluations_is_kept() -> None:
-    heard = on_processes(slow_digits, 0.02, 6, workers=2)[0]
-    assert not any(isinstance(event, Chosen) for event in heard)
-    points = [event.step for event in heard if isinstance(event, Evaluation)]
+    events = on_processes(slow_digits, 0.02, 6, workers=2)[0]
+    assert not any(isinstance(event, Chosen) for event in events)
+    points = [event.step for event in events if isinstance(event, Evaluation)]
     assert points == [8, 16, 24, 32, 40, 48]
 
 
 def test_events_report_what_is_waited_for() -> None:
-    heard: list[Event] = []
+    events: list[Event] = []
     job = Job("digits", "bsp", 2, epochs=0.2, evaluations=2)
-    run_and_record(job, heard.append, VirtualCluster(Network("1Gbit/s"), Compute("5ms")))
-    told = [e.what if isinstance(e, Waiting) else type(e).__name__ for e in heard]
-    assert told == [
+    run_and_record(job, events.append, VirtualCluster(Network("1Gbit/s"), Compute("5ms")))
+    names = [e.what if isinstance(e, Waiting) else type(e).__name__ for e in events]
+    assert names == [
         *("loading the data", "meeting the other workers", "Start"),
         *("Step", "evaluating", "Evaluation", "Step", "Step", "Step"),
         *("finishing", "evaluating", "Evaluation", "End"),
@@ -270,10 +270,10 @@ def test_in_virtual_time_evaluation_is_free_and_nothing_is_chosen() -> None:
     results = []
     for evaluations in (None, 1):
         job = Job("digits", "bsp", 2, epochs=1.2, evaluations=evaluations)
-        heard: list[Event] = []
+        events: list[Event] = []
         place = VirtualCluster(Network("1Gbit/s"), Compute("5ms"))
-        results.append(run_and_record(job, heard.append, place))
-        assert not any(isinstance(event, Chosen) for event in heard)
+        results.append(run_and_record(job, events.append, place))
+        assert not any(isinstance(event, Chosen) for event in events)
     often, once = results
     assert (len(often.points), len(once.points)) == (24, 1)
     assert often.final == once.final

@@ -35,16 +35,16 @@ from offbeat.units import parse_count, to_bandwidth, to_bytes, to_seconds
 
 def returns(attempt: Callable[[], object]) -> bool:
     """Return True if ``attempt`` returns, False if it raises an error of one line."""
-    told = ""
+    message = ""
     try:
         attempt()
         return True
     except UnicodeError:
         raise
     except (ValueError, TypeError, OffbeatError) as error:
-        told = str(error)
-    assert told.strip()
-    assert "\n" not in told
+        message = str(error)
+    assert message.strip()
+    assert "\n" not in message
     return False
 
 
@@ -99,14 +99,14 @@ def test_any_argument(network: Any, compute: Any, straggler: list[Any]) -> None:
 
 
 def test_ranks_beyond_the_workers_are_rejected() -> None:
-    for told, what in (
+    for arguments, what in (
         ({"compute": Compute(slowdown={99: 2.0})}, "compute names worker 99, but there are 2"),
         ({"compute": Compute(stragglers=[Straggler(2, 0, 1, 2.0)])}, "compute names worker 2, "),
         ({"compute": Compute(trace={3: [0.1]})}, "compute names worker 3, but there are 2"),
         ({"network": Network("1Gbit/s", per_worker={2: 1e6})}, "network names worker 2, but"),
     ):
         with pytest.raises(ValueError, match=what):
-            offbeat.simulate(lambda: None, workers=2, **told)  # type: ignore[arg-type]
+            offbeat.simulate(lambda: None, workers=2, **arguments)  # type: ignore[arg-type]
 
 
 # -- files ----------------------------------------------------------------------------------------

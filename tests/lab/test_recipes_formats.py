@@ -92,7 +92,9 @@ def test_no_function_named_in_a_file_is_called(tmp_path: Path, protocol: int) ->
     """A pickle that names another function is rejected before the call."""
     path, made = tmp_path / "test_batch", tmp_path / "made"
     path.write_bytes(pickle.dumps({b"data": Command(Path.mkdir, made)}, protocol=protocol))
-    with pytest.raises(ValueError, match=rf"{path} is not a CIFAR file: it names \S+, which no CIFAR"):
+    with pytest.raises(
+        ValueError, match=rf"{path} is not a CIFAR file: it names \S+, which no CIFAR"
+    ):
         read_batch(path, b"labels", 10)
     assert not made.exists()
 

@@ -150,8 +150,8 @@ def test_an_interval_needs_two_values() -> None:
 
 def test_links_are_shown_as_measured() -> None:
     """Rows without a measurement are omitted."""
-    told = (Measured(12.5e6, 0.001), Measured(6.25e6, 0.002))
-    runs = [replace(make("bsp", [(1, 0.9)]), links=told), make("async", [(1, 0.9)])]
+    measured = (Measured(12.5e6, 0.001), Measured(6.25e6, 0.002))
+    runs = [replace(make("bsp", [(1, 0.9)]), links=measured), make("async", [(1, 0.9)])]
     found = report.links(runs)
     assert found is not None
     assert found.rows == (("bsp", "100 Mbit/s", "50 Mbit/s", "1 ms", "2 ms"),)

@@ -31,11 +31,11 @@ def test_an_old_file_is_read_and_written_the_same() -> None:
     assert [one.simulated for one in results] == [False, False, True]
     lines = OLD.read_text(encoding="utf-8").splitlines()
     for one, line in zip(results, lines, strict=True):
-        told, then = json.loads(json.dumps(one.to_dict())), json.loads(line)
+        now, then = json.loads(json.dumps(one.to_dict())), json.loads(line)
         for name in ("label", "model_bytes", "links", "turns", "lr_scales", "command"):
-            del told[name]
-        told["job"] = {name: told["job"][name] for name in then["job"]}
-        assert told == then
+            del now[name]
+        now["job"] = {name: now["job"][name] for name in then["job"]}
+        assert now == then
 
 
 def test_an_old_file_loads_into_the_report(tmp_path: Path) -> None:
