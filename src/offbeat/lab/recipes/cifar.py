@@ -60,18 +60,9 @@ def cifar_recipe(
 ) -> Recipe:
     """Return a recipe with SGD, momentum 0.9 and 32 samples per worker and step.
 
-    Args:
-        name: Name of the recipe.
-        description: Description of the recipe.
-        layout: Data set.
-        model: Function from the number of classes to the model.
-        metric: Metric that is compared with the target.
-        target: Target value of the metric.
-        epochs: Default number of epochs.
-        lr: Initial learning rate.
-        weight_decay: Weight decay of all parameters.
-        milestones: Epochs after which the learning rate is divided by ten. None: warm-up and cosine
-            decay over the run.
+    ``model`` is a function from the number of classes to the model. The learning rate is divided by
+    ten after each of the epochs in ``milestones``. Without milestones it has a warm-up and a cosine
+    decay over the run.
     """
     batch_size = 32
 
