@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from cells import nightly
 from lab.standins import write_cifar, write_idx_files, write_images, write_text
 from offbeat import Compute, Network
 from offbeat.lab.compare import run_and_record
@@ -47,8 +46,9 @@ def shorten(task: Task) -> Task:
 
 
 @pytest.mark.usefixtures("narrow", "small")
-@pytest.mark.parametrize("strategy", ["local:period=2", *nightly(["downpour"])])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("name", "strategy"), [*((name, "local:period=2") for name in RECIPES), ("digits", "downpour")]
+)
 def test_two_steps_of_the_recipe(
     name: str, strategy: str, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,9 +46,7 @@ def build(setup: Setup) -> Task:
     data = torch.randn(96, 4, dtype=torch.float64)
     layers = nn.Linear(4, width), nn.Tanh(), nn.Linear(width, width), nn.Linear(width, 1)
     model = nn.Sequential(*layers).double()
-    model.register_buffer(
-        "seen", torch.zeros(1, dtype=torch.float64)
-    )  # as in BatchNorm
+    model.register_buffer("seen", torch.zeros(1, dtype=torch.float64))  # as in BatchNorm
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     task = Task(
         model=model,
