@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lab import tiny
 from offbeat import Compute, Network
 from offbeat.errors import CommunicationError
 from offbeat.lab import evaluation, train
@@ -265,11 +266,15 @@ def test_events_report_what_is_waited_for() -> None:
     ]
 
 
-def test_in_virtual_time_evaluation_is_free_and_nothing_is_chosen() -> None:
+def test_in_virtual_time_evaluation_is_free_and_nothing_is_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """There are 24 evaluations, and the training is the same as with one."""
+    monkeypatch.setitem(tiny.RECIPES, "tiny", tiny.RECIPE)
+    monkeypatch.setattr(tiny, "STEPS", 30)
     results = []
     for evaluations in (None, 1):
-        job = Job("digits", "bsp", 2, epochs=1.2, evaluations=evaluations)
+        job = Job("tiny", "bsp", 2, evaluations=evaluations)
         events: list[Event] = []
         place = VirtualCluster(Network("1Gbit/s"), Compute("5ms"))
         results.append(run_and_record(job, events.append, place))

@@ -128,7 +128,7 @@ def place() -> VirtualCluster:
 
 
 def run(**settings: Any) -> Result:
-    job = Job("digits", "local:period=2", 5, epochs=2, evaluations=2, **settings)
+    job = Job("digits", "local:period=2", 5, epochs=2, evaluations=1, **settings)
     return run_and_record(job, lambda event: None, place())
 
 
