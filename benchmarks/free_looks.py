@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import offbeat
-from offbeat.lab.baselines import is_ideal, parse_method
 from offbeat.lab.evaluation import evenly
 from offbeat.lab.job import Job
-from offbeat.lab.method import Attached
+from offbeat.lab.methods.base import Attached
+from offbeat.lab.methods.registry import is_ideal, parse_method
 from offbeat.lab.recipes import Task, find_recipe
 from offbeat.lab.samplers import Batches
 from offbeat.simulate import Compute, Network, simulate

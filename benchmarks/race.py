@@ -24,11 +24,11 @@ from pathlib import Path
 from benchmarks import race_figures, race_late
 from benchmarks.harness import RESULTS
 from benchmarks.race_names import DILOCO, EARLIER, OURS
-from offbeat.lab.baselines import parse_method
 from offbeat.lab.compare import compare
 from offbeat.lab.events import Evaluation, Event
 from offbeat.lab.job import Job
-from offbeat.lab.peers import Peer
+from offbeat.lab.methods.peer import Peer
+from offbeat.lab.methods.registry import parse_method
 from offbeat.lab.places import Loopback, Place, ShapedLinks
 from offbeat.lab.results import Result, read_results
 from offbeat.units import parse_bandwidth

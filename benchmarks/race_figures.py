@@ -14,8 +14,7 @@ from typing import Any
 
 from benchmarks.race_names import EARLIER, is_default, is_diloco, is_peer
 from offbeat.display.plots import new_figure
-from offbeat.lab.report.rows import Row, ideal_of, rows_of
-from offbeat.lab.report.tables import seconds_to, targets_of
+from offbeat.lab.report.rows import Row, ideal_of, rows_of, targets_of
 from offbeat.lab.results import Result, read_results
 
 SHARE = 0.98
@@ -83,7 +82,7 @@ def raced(track: str, cell: str, results: Sequence[Result]) -> Raced:
 
 
 def _usual(row: Row, target: float) -> float:
-    times = [seconds_to(run, target) for run in row.runs]
+    times = [run.seconds_to(target) for run in row.runs]
     return statistics.median(math.inf if one is None else one for one in times)
 
 

@@ -1,6 +1,6 @@
 """What the race calls its methods and tracks, and which are of a kind."""
 
-from offbeat.lab.peers import PREFIXES
+from offbeat.lab.methods.registry import PREFIXES
 
 EARLIER = "earlier"
 """A track that is only shown, in ``late``: the default as it was before it was two bits."""

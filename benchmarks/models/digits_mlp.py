@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from offbeat.lab import Task, accuracy, recipe
+from offbeat.lab.recipes.datasets import TensorData, shift_images
 from offbeat.lab.recipes.digits import load
-from offbeat.lab.recipes.samples import TensorData, shift_images
 from offbeat.lab.recipes.schedules import warmup_cosine
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from offbeat.lab import Task, accuracy, recipe
 from offbeat.lab.recipes import mnist
-from offbeat.lab.recipes.samples import TensorData
+from offbeat.lab.recipes.datasets import TensorData
 from offbeat.lab.recipes.schedules import warmup_cosine
 
 FEW = 1600

@@ -15,7 +15,7 @@ from lab.test_report import make
 from offbeat import Compute, Network
 from offbeat.lab.events import Measured
 from offbeat.lab.job import Job
-from offbeat.lab.peers import Peer
+from offbeat.lab.methods.peer import Peer
 from offbeat.lab.places import VirtualCluster
 from offbeat.lab.results import Result, read_results
 
@@ -41,7 +41,7 @@ def test_every_cell_and_method_is_a_job_that_could_run() -> None:
 
 
 def test_every_peer_is_raced_and_our_own() -> None:
-    from offbeat.lab.baselines import BASELINES, parse_method
+    from offbeat.lab.methods.registry import BASELINES, parse_method
 
     raced = {type(parse_method(text.split()[0])) for text in race.METHODS}
     assert {kind for kind in BASELINES.values() if issubclass(kind, Peer)} <= raced

@@ -10,7 +10,7 @@ import pytest
 from cli.commands import ended
 from offbeat.cli import commands, lists, network, reports, runs
 from offbeat.lab.job import Job
-from offbeat.lab.method import SAVING
+from offbeat.lab.methods.base import SAVING
 
 HELP = """
 import contextlib, io, json, sys

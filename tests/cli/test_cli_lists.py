@@ -8,7 +8,7 @@ import pytest
 from cli.commands import Call
 from offbeat.arguments import range_of
 from offbeat.cli import view
-from offbeat.lab.baselines import BASELINES
+from offbeat.lab.methods.registry import BASELINES
 from offbeat.lab.recipes import RECIPES
 from offbeat.registry import STRATEGIES
 

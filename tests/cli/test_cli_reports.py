@@ -52,7 +52,7 @@ def test_a_page_is_made_of_older_results(call: Call, tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("", "results.jsonl holds no result"),
-        ('{"a": 1}\n', "results.jsonl, line 1, is no result: KeyError: 'job'"),
+        ('{"a": 1}\n', "results.jsonl, line 1, is not a result: KeyError: 'job'"),
         (None, "results.jsonl, which does not exist"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Set-up of the tests of recipes: one thread per test process, and no models kept between tests."""
+"""Fixtures of the tests of the lab: one thread per process, no models left over, narrow models."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lab import tiny
-from offbeat.lab.recipes import plain_cnns, resnet
+from offbeat.lab.recipes import googlenet, resnet, sequential_cnns
 from offbeat.lab.recipes.resnet import ResNet
 
 
@@ -19,15 +19,16 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def no_task_is_kept() -> Iterator[None]:
-    """A run that fails leaves its model attached, and the next test would find it."""
+def no_task_is_left() -> Iterator[None]:
+    """Delete the models of a failed run, which the next test would otherwise find."""
     yield
     tiny.built.clear()
 
 
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recipes build models with fewer and narrower layers; all else of them is as it is."""
-    monkeypatch.setattr(plain_cnns, "HIDDEN", 16)
-    monkeypatch.setattr(plain_cnns, "VGG11", (8, "pool", 8, "pool", 512, "pool"))
+    """Let recipes build models with fewer and narrower layers."""
+    monkeypatch.setattr(sequential_cnns, "HIDDEN", 16)
+    monkeypatch.setattr(sequential_cnns, "VGG11", (8, "pool", 8, "pool", 512, "pool"))
+    monkeypatch.setattr(googlenet, "LAYERS", ((4, (4, 4), (4, 4), 4), 3, 2))
     monkeypatch.setattr(resnet, "ResNet", lambda block, _, classes: ResNet(block, (1, 1), classes))

@@ -1,4 +1,4 @@
-"""Tiny stand-ins for public data sets, in their real formats."""
+"""Small stand-ins for public data sets, in the real formats."""
 
 import gzip
 import io
@@ -12,7 +12,7 @@ LABELS = {"labels": 10, "fine_labels": 100}
 
 
 def python2_text(text: bytes) -> bytes:
-    """A string as Python 2 pickles it: SHORT_BINSTRING or BINSTRING."""
+    """Return a string as pickled by Python 2: SHORT_BINSTRING or BINSTRING."""
     if len(text) < 256:
         return b"U" + bytes([len(text)]) + text
     return b"T" + struct.pack("<i", len(text)) + text
@@ -23,7 +23,7 @@ def python2_number(value: int) -> bytes:
 
 
 def python2_array(data: bytes, rows: int, width: int, kind: bytes = b"u1") -> bytes:
-    """A NumPy array as Python 2 pickles it with protocol 2."""
+    """Return a NumPy array as pickled by Python 2 with protocol 2."""
     numbers = python2_number(rows) + python2_number(width)
     return (
         b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R"
@@ -36,7 +36,7 @@ def python2_array(data: bytes, rows: int, width: int, kind: bytes = b"u1") -> by
 
 
 def cifar_pickle(images: np.ndarray, labels: list[int], key: str = "labels") -> bytes:
-    """A file of the official "python version" of CIFAR, as Python 2 wrote them, opcode by opcode.
+    """Return a file of the official "python version" of CIFAR, as pickled by Python 2.
 
     Args:
         images: n×3072 uint8.
@@ -56,7 +56,7 @@ def cifar_pickle(images: np.ndarray, labels: list[int], key: str = "labels") -> 
 
 
 def write_cifar(folder: Path, *, hundred: bool = False, images: int = 8) -> Path:
-    """CIFAR-10 with ``images`` a file, or CIFAR-100; returns the directory of the files."""
+    """Write CIFAR-10 or CIFAR-100 with ``images`` per file. Return the directory of the files."""
     key, files = "labels", [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
     folder = folder / "cifar-10-batches-py"
     if hundred:
@@ -76,7 +76,7 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
 
 
 def write_images(folder: Path, *, side: int = 64, a_class: int = 4) -> Path:
-    """Images as ImageNet has them: ``train`` and ``val``, two classes, ``a_class`` JPEGs each."""
+    """Write ``train`` and ``val`` with two classes of ``a_class`` JPEGs each, as in ImageNet."""
     for split in ("train", "val"):
         for label in ("n01440764", "n01443537"):
             (folder / split / label).mkdir(parents=True)
@@ -93,7 +93,7 @@ def png(image: Image.Image) -> bytes:
 
 
 def write_text(folder: Path, *, lines: int = 60) -> Path:
-    """Text as WikiText has it, lines of 12 words out of 15, always in the same order."""
+    """Write text like WikiText's: lines of 12 out of 15 words in the same cyclic order."""
     folder.mkdir(parents=True, exist_ok=True)
     words = [*"abcdefghijk", "<unk>", "=", ",", "."]
     for split, count in (("train", lines), ("test", lines // 3)):
@@ -104,14 +104,14 @@ def write_text(folder: Path, *, lines: int = 60) -> Path:
 
 
 def write_idx(path: Path, values: np.ndarray) -> None:
-    """An IDX file of bytes, gzipped if its name says so."""
+    """Write an IDX file of bytes, gzipped if its name ends in ``.gz``."""
     shape = struct.pack(f">{values.ndim}I", *values.shape)
     data = b"\0\0\x08" + bytes([values.ndim]) + shape + values.astype(np.uint8).tobytes()
     path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
 
 
 def write_idx_files(folder: Path, *, train: int, test: int) -> Path:
-    """MNIST's four files, half of them gzipped; an image's grey is 25 times its label."""
+    """Write MNIST's four files, half of them gzipped. Every pixel is 25 times the label."""
     generator = np.random.default_rng(0)
     for kind, count, end in (("train", train, ".gz"), ("t10k", test, "")):
         labels = generator.integers(10, size=count)

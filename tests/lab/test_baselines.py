@@ -1,4 +1,4 @@
-"""The ideal and torch's own methods in the loop of a run: values, clocks, and what they refuse."""
+"""The ideal and torch's methods in the training loop: values, clocks, rejected options."""
 
 import os
 import re
@@ -13,10 +13,10 @@ from lab import tiny
 from offbeat import Stats
 from offbeat.errors import CommunicationError
 from offbeat.lab import ideal
-from offbeat.lab.baselines import BASELINES, parse_method, require_virtual
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.events import End, Evaluation, Event
 from offbeat.lab.job import Job
+from offbeat.lab.methods.registry import BASELINES, parse_method, require_virtual
 from offbeat.lab.places import Loopback
 from offbeat.lab.train import train_worker
 
@@ -40,7 +40,7 @@ WIDE = "torch:ddp,hook=powersgd,rank=1,warmup_steps=2"
 
 @dataclass
 class Run:
-    """What a worker saw of a run; events are those of rank 0."""
+    """Outcome of a run on one worker. Only rank 0 has events."""
 
     events: list[Event]
     parameters: list[torch.Tensor]
@@ -75,7 +75,7 @@ def train(text: str, size: int, evaluations: int = tiny.STEPS) -> Run:
 
 
 def train_all(rank: int, size: int) -> dict[str, Run]:
-    """Every method, one after the other in one process group, as under torchrun."""
+    """Run all methods one after the other in one process group, as under torchrun."""
     tiny.install()
     ideal.LEAST_SECONDS = 0.1
     runs = {text: train(text, size) for text in METHODS}
@@ -88,7 +88,7 @@ def train_all(rank: int, size: int) -> dict[str, Run]:
 
 @pytest.fixture(scope="module")
 def runs() -> list[dict[str, Run]]:
-    """By rank and method."""
+    """Return the runs by rank and method."""
     return workers.run(train_all, workers=2)
 
 
@@ -106,14 +106,14 @@ CURVES = {
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("text", CURVES)
-def test_what_is_evaluated_is_the_mean_model(text: str, runs: list[dict[str, Run]]) -> None:
-    """After each step it is that of a reference in one process, clipping and schedule included."""
+def test_the_mean_model_is_evaluated(text: str, runs: list[dict[str, Run]]) -> None:
+    """After each step it equals a reference in one process, with clipping and schedule."""
     assert runs[0][text].curve == pytest.approx(CURVES[text](), rel=1e-9, abs=1e-9)
 
 
 @pytest.mark.parametrize("text", [*METHODS, WIDE])
 def test_all_workers_end_with_one_model(text: str, runs: list[dict[str, Run]]) -> None:
-    """Its parameters and buffers; and it is the one that the last evaluation saw."""
+    """Parameters and buffers are equal, and are those of the last evaluation."""
     one, other = (run[text] for run in runs)
     for a, b in zip(
         [*one.parameters, *one.buffers], [*other.parameters, *other.buffers], strict=True
@@ -138,8 +138,8 @@ def test_peers_have_the_parameters_of_strategies(
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
-def test_buffers_are_those_of_rank_0_unless_told_otherwise(runs: list[dict[str, Run]]) -> None:
-    """In every forward pass, as is DDP's default."""
+def test_buffers_are_rank_0s_unless_disabled(runs: list[dict[str, Run]]) -> None:
+    """DDP broadcasts them before every forward pass by default."""
     one, other = (run["torch:postlocal,period=3,warmup_steps=2"].statistics for run in runs)
     assert one == other
     pairs = (run["torch:postlocal,period=3,sync_buffers=false"].statistics for run in runs)
@@ -147,15 +147,15 @@ def test_buffers_are_those_of_rank_0_unless_told_otherwise(runs: list[dict[str, 
 
 
 @pytest.mark.parametrize(("hook", "least", "most"), [("fp16", 1e-8, 1e-3), ("bf16", 1e-7, 1e-2)])
-def test_hooks_round(hook: str, least: float, most: float, runs: list[dict[str, Run]]) -> None:
-    """The parameters are near those of exact gradients, and not the same."""
+def test_hooks_quantize(hook: str, least: float, most: float, runs: list[dict[str, Run]]) -> None:
+    """Parameters are close to those of exact gradients, but differ."""
     exact, rounded = (runs[0][name].parameters for name in ("bsp", f"torch:ddp,hook={hook}"))
     distance = max(float((a - b).abs().max()) for a, b in zip(exact, rounded, strict=True))
     assert least < distance < most
 
 
-def test_powersgd_begins_after_its_warm_up(runs: list[dict[str, Run]]) -> None:
-    """Until then it is DistributedDataParallel, and afterwards not."""
+def test_powersgd_starts_after_its_warm_up(runs: list[dict[str, Run]]) -> None:
+    """Until then the run equals plain DDP."""
     plain = runs[0]["torch:ddp"].curve
     found = runs[0]["torch:ddp,hook=powersgd,rank=2,warmup_steps=3"].curve
     assert found[:3] == pytest.approx(plain[:3], abs=1e-12)
@@ -163,7 +163,7 @@ def test_powersgd_begins_after_its_warm_up(runs: list[dict[str, Run]]) -> None:
 
 
 def test_training_seconds_are_without_evaluation(runs: list[dict[str, Run]]) -> None:
-    """Evaluating took most of the time of this run; each point comes later than the one before."""
+    """Evaluation takes most of the time of this run. Times increase."""
     run = runs[0][SLOW]
     seconds = [point.seconds for point in run.points]
     assert seconds == sorted(seconds)
@@ -174,7 +174,7 @@ def test_training_seconds_are_without_evaluation(runs: list[dict[str, Run]]) -> 
 
 
 def test_every_step_of_the_ideal_counts_the_same(runs: list[dict[str, Run]]) -> None:
-    """Points while it runs, those of the first stretch; at the end, those of both."""
+    """During the run the first measurement counts, at the end both."""
     run = runs[0]["ideal"]
     *points, last = run.points
     alone = points[0].seconds
@@ -207,7 +207,7 @@ def fail_in_the_middle(rank: int, size: int) -> str:
 
 
 def test_a_lost_worker_is_explained() -> None:
-    """By rank, operation and knob; torch's words alone name none of them."""
+    """The error names rank, operation and option, which torch's own message does not."""
     _, text = workers.run(fail_in_the_middle, workers=2, may_die=(0,))
     assert re.fullmatch(r"rank 1 failed in batch 4 of torch:ddp: .* which --timeout raises", text)
 
@@ -215,8 +215,8 @@ def test_a_lost_worker_is_explained() -> None:
 # What they say of themselves
 
 
-def test_a_result_knows_what_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unknown figures are null in results.jsonl, not 0; and the line is read again."""
+def test_unknown_values_are_null_in_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line is read back as the same result."""
     monkeypatch.setitem(tiny.RECIPES, "tiny", tiny.RECIPE)
 
     class Told(Loopback):
@@ -225,11 +225,11 @@ def test_a_result_knows_what_it_does_not(monkeypatch: pytest.MonkeyPatch) -> Non
             on_event(End((Stats(steps=9, details={"seconds": 2.0}),) * 2))  # type: ignore[operator]
 
     one = run_and_record(Job("tiny", "torch:ddp", 2), lambda event: None, Told())
-    told = one.to_dict()
-    assert (told["lssr"], told["payload_bytes"], told["idle"]) == (None, None, None)
-    assert told["flag_rate"] is None
-    assert told["stats"] == [{"steps": 9, "details": {"seconds": 2.0}}] * 2
-    assert type(one).from_dict(told) == one
+    line = one.to_dict()
+    assert (line["lssr"], line["payload_bytes"], line["idle"]) == (None, None, None)
+    assert line["flag_rate"] is None
+    assert line["stats"] == [{"steps": 9, "details": {"seconds": 2.0}}] * 2
+    assert type(one).from_dict(line) == one
 
 
 @pytest.mark.parametrize(
@@ -239,8 +239,8 @@ def test_a_result_knows_what_it_does_not(monkeypatch: pytest.MonkeyPatch) -> Non
         ("torch:ddp:hook=fp16", "unknown baseline 'torch:ddp:hook=fp16'; .* torch:ddp,hook=bf16"),
         ("torch:ddp,hook=int8", 'hook must be None, "fp16", "bf16" or "powersgd", got .*'),
         ("torch:ddp,hook", ".*'hook' is not of the form setting=value"),
-        ("torch:ddp,rank=2", "torch:ddp has rank with hook=powersgd only"),
-        ("torch:ddp,hook=fp16,warmup_steps=9", "torch:ddp has warmup_steps with hook=powersgd .*"),
+        ("torch:ddp,rank=2", "torch:ddp: rank needs hook=powersgd"),
+        ("torch:ddp,hook=fp16,warmup_steps=9", "torch:ddp: warmup_steps needs hook=powersgd"),
         ("torch:ddp,hook=powersgd,warmup_steps=1", "warmup_steps must be at least 2, got 1"),
         ("torch:ddp,period=8", "torch:ddp has no setting 'period'; it has sync_buffers, .*"),
         ("torch:postlocal", "torch:postlocal needs period, as in torch:postlocal,period=8"),
@@ -253,21 +253,21 @@ def test_a_result_knows_what_it_does_not(monkeypatch: pytest.MonkeyPatch) -> Non
         ("ideal --injection 0.5,0.5", "--injection 0.5,0.5: ideal cannot honour it, leave it out"),
     ],
 )
-def test_settings_are_honoured_or_refused(text: str, message: str) -> None:
+def test_invalid_settings_are_rejected(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         Job("digits", "bsp", 2).under(text).check_method()
     assert re.fullmatch(message, str(caught.value))
 
 
-def test_records_are_of_strategies() -> None:
+def test_baselines_reject_records() -> None:
     for text in ("ideal", "torch:ddp"):
         with pytest.raises(ValueError, match=f"--records runs/a: {text} cannot honour it"):
             Job("digits", text, 2, log="runs/a").check_method()
 
 
 @pytest.mark.parametrize("name", BASELINES)
-def test_baselines_are_read_by_name(name: str) -> None:
-    """And only the ideal is simulated."""
+def test_baselines_are_parsed_by_name(name: str) -> None:
+    """Only the ideal can be simulated."""
     needed = {"torch:accumulate": ",steps=4"} | dict.fromkeys(
         ("torch:postlocal", "torchft:localsgd", "torchft:diloco", "accelerate:localsgd"),
         ",period=4",

@@ -1,4 +1,4 @@
-"""One clock for runs on a machine whose speed moves."""
+"""Times on one clock, for a machine whose speed changes."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ def took_turns(run: Result, *step_seconds: float) -> Result:
 
 
 def test_a_run_on_a_machine_of_another_speed() -> None:
-    """8 s at steps of 2 s, then 6 s at steps of 2 and of 4: 4 and 2 s, where a step takes 1."""
+    """8 s at 2 s a step and 6 s at a mean of 3 s become 4 s and 2 s at 1 s a step."""
     run = took_turns(make("streaming", [(8, 0.5), (14, 0.9)]), 2.0, 2.0, 4.0)
     found = at_pace(run, 1.0)
     assert [point.seconds for point in found.points] == [4.0, 6.0]
@@ -26,7 +26,7 @@ def test_a_run_on_a_machine_of_another_speed() -> None:
 
 
 def test_a_machine_that_is_half_as_fast_changes_nothing() -> None:
-    """Whose seconds and turns are all twice as long is told the same."""
+    """Doubled seconds and doubled turns give the same times."""
     curve = [(3.0, 0.5), (7.0, 0.8), (12.0, 0.9)]
     fast = took_turns(make("streaming", curve), 0.1, 0.2, 0.1, 0.3)
     slow = took_turns(
@@ -38,8 +38,8 @@ def test_a_machine_that_is_half_as_fast_changes_nothing() -> None:
     )
 
 
-def test_only_who_took_turns_is_told_anew() -> None:
-    """At the ideal's pace of the same seed; without an ideal of it as it is."""
+def test_only_runs_with_turns_are_scaled() -> None:
+    """They are scaled to the ideal's step with the same seed."""
     curve = [(10.0, 0.5), (20.0, 0.9)]
     ideal = make("ideal", curve, seed=0)
     pace = ideal.seconds / ideal.points[-1].step
@@ -53,7 +53,7 @@ def test_only_who_took_turns_is_told_anew() -> None:
     assert found[2] == others[2]
 
 
-def test_one_step_for_all_is_the_pace_of_those_who_took_turns_too() -> None:
+def test_a_given_step_time_scales_runs_with_turns() -> None:
     curve = [(10.0, 0.5), (20.0, 0.9)]
     ideal = make("ideal", curve, seed=0)
     pace = ideal.seconds / ideal.points[-1].step
@@ -63,7 +63,7 @@ def test_one_step_for_all_is_the_pace_of_those_who_took_turns_too() -> None:
 
 
 def test_without_an_ideal_it_is_the_mean_of_all_turns() -> None:
-    """Steps alone of 2 and of 4 s: both runs as at 3 s a step, so 1.5 and 0.75 times as long."""
+    """Steps alone of 2 s and 4 s are both scaled to 3 s."""
     curve = [(10.0, 0.5), (20.0, 0.9)]
     runs = [
         took_turns(make(name, curve, seed=3), *[alone] * 3)
@@ -82,7 +82,7 @@ def test_of_several_ideals_the_one_at_the_recipes_rate_is_the_clock() -> None:
         assert on_one_clock([*ideals, run])[-1].seconds == pytest.approx(20)
 
 
-def test_told_twice_is_told_the_same() -> None:
+def test_scaling_is_idempotent() -> None:
     curve = [(3.0, 0.5), (7.0, 0.8), (12.0, 0.9)]
     for name in ("ideal", "local:period=4"):
         runs = [make(name, curve), took_turns(make("bsp", curve), 0.1, 0.2, 0.1, 0.3)]
@@ -95,8 +95,8 @@ def test_told_twice_is_told_the_same() -> None:
             )
 
 
-def test_tables_are_told_on_it_and_say_so() -> None:
-    """A step alone took twice what it took in the ideal's run: half the seconds are shown."""
+def test_tables_use_the_clock_and_say_so() -> None:
+    """Half the seconds are shown if a step alone took twice the ideal's."""
     curve = [(10.0, 0.5), (20.0, 0.95)]
     ideal = make("ideal", curve)
     pace = ideal.seconds / ideal.points[-1].step
@@ -104,6 +104,6 @@ def test_tables_are_told_on_it_and_say_so() -> None:
     turned = [ideal, took_turns(plain[1], *[2 * pace] * 3)]
     assert report.table(plain).rows[1][-4].startswith("40.0 s")
     assert report.table(turned).rows[1][-4].startswith("20.0 s")
-    note = "Seconds are told on one clock"
+    note = "Seconds are on one clock"
     assert (note in report.markdown(plain), note in report.page(plain)) == (False, False)
     assert (note in report.markdown(turned), note in report.page(turned)) == (True, True)

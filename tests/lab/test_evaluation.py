@@ -1,4 +1,4 @@
-"""Evaluation: shared by the workers, the same figures as of the whole, and not too often."""
+"""Evaluation divided among workers: values, and how often."""
 
 import math
 import time
@@ -10,17 +10,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lab import tiny
 from offbeat import Compute, Network
 from offbeat.errors import CommunicationError
 from offbeat.lab import evaluation, train
 from offbeat.lab.compare import run_and_record
-from offbeat.lab.evaluation import Looks, affordable, evaluate_together, expected_seconds, gather
+from offbeat.lab.evaluation import (
+    EvaluationSchedule,
+    affordable,
+    evaluate_together,
+    expected_seconds,
+    gather,
+)
 from offbeat.lab.events import Chosen, Evaluation, Event, Step, Waiting
 from offbeat.lab.job import Job
 from offbeat.lab.places import VirtualCluster
 from offbeat.lab.recipes import find_recipe
-from offbeat.lab.recipes.base import HeldOut, Setup, accuracy
-from offbeat.lab.recipes.samples import TensorData
+from offbeat.lab.recipes.base import Setup
+from offbeat.lab.recipes.datasets import TensorData
+from offbeat.lab.recipes.held_out import HeldOut, accuracy
 from workers import run as on_processes
 from worlds import run
 from worlds import simulated as run_simulated
@@ -50,7 +58,7 @@ def top(batch_size: int) -> HeldOut:
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 200])
 @pytest.mark.parametrize("batch_size", [1, 10, 1000])
 def test_shares_together_are_the_whole(size: int, batch_size: int) -> None:
-    """Every sample is evaluated once, by whatever number of workers: the share that is right."""
+    """Any number of workers together evaluates every sample once."""
     model, inputs, labels = problem()
     order = model(inputs).argsort(1, descending=True)
     right = [labels[i] in order[i, :k] for k in (1, 3) for i in range(SAMPLES)]
@@ -62,8 +70,8 @@ def test_shares_together_are_the_whole(size: int, batch_size: int) -> None:
     }
 
 
-def test_everyone_has_about_as_much() -> None:
-    """Where there are fewer batches than workers, batches become smaller."""
+def test_shares_are_balanced() -> None:
+    """Batches become smaller if there are fewer batches than workers."""
     read: list[int] = []
 
     def count(model: nn.Module, batch: Any) -> dict[str, Tensor]:
@@ -79,7 +87,7 @@ def test_everyone_has_about_as_much() -> None:
 
 
 def test_real_numbers_add_up_to_the_same_bits() -> None:
-    """With the same batches, whoever evaluates them; the sum is the one in order."""
+    """The same batches give the same bits for any division among workers."""
     model, inputs, labels = problem()
 
     def nats(model: nn.Module, batch: Any) -> dict[str, Tensor]:
@@ -97,7 +105,7 @@ def test_real_numbers_add_up_to_the_same_bits() -> None:
 
 
 def test_metrics_are_made_of_means() -> None:
-    """As a perplexity: of the mean over all samples, not the mean of perplexities."""
+    """A perplexity is computed from the mean over all samples."""
     model, inputs, _ = problem()
 
     def first(model: nn.Module, batch: Any) -> dict[str, Tensor]:
@@ -110,8 +118,8 @@ def test_metrics_are_made_of_means() -> None:
     assert evaluate.combine(shares)["exp"] == pytest.approx(math.exp(float(inputs[:, 0].mean())))
 
 
-def test_an_evaluation_leaves_no_trace() -> None:
-    """Training mode, and a random state that scores have used, are as before."""
+def test_an_evaluation_changes_no_state() -> None:
+    """Training mode and random state are as before."""
     model, inputs, _ = problem()
 
     def noise(model: nn.Module, batch: Any) -> dict[str, Tensor]:
@@ -124,8 +132,7 @@ def test_an_evaluation_leaves_no_trace() -> None:
     assert model.training
 
 
-def test_what_a_share_takes_is_told_by_its_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times the number of its batches."""
+def test_the_first_batch_predicts_the_time_of_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
 
     def scores(model: nn.Module, batch: Any) -> dict[str, Tensor]:
@@ -142,8 +149,8 @@ def test_what_a_share_takes_is_told_by_its_first_batch(monkeypatch: pytest.Monke
     assert clock[0] == 40
 
 
-def test_scores_are_one_a_sample() -> None:
-    """A mean over the batch would weigh the last batch wrongly, and is refused."""
+def test_scores_need_one_value_per_sample() -> None:
+    """A mean over the batch would give the last batch too much weight."""
     model, inputs, _ = problem()
     evaluate = HeldOut(TensorData(inputs), lambda model, batch: {"mean": batch[0].mean()}, 10)
     with pytest.raises(ValueError, match=r"each of the 10 samples .* got 'mean' of shape \(\)"):
@@ -155,8 +162,7 @@ def together(rank: int, size: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("world", [run, on_processes])
-def test_all_get_the_figures_of_the_whole(world: Any) -> None:
-    """Over processes and over simulated workers."""
+def test_all_workers_get_the_metrics_of_all_samples(world: Any) -> None:
     assert world(together, workers=3) == [top(1000)(problem()[0])] * 3
 
 
@@ -167,26 +173,27 @@ def leave_one_out(rank: int, size: int) -> str:
         gather(rank, CPU, "the shares of an evaluation")
     except CommunicationError as error:
         return str(error)
-    return "nobody was missed"
+    return "no error"
 
 
 def test_a_missing_share_is_an_error() -> None:
-    """It names who waited, for what, and the knob; the one that left has ended."""
-    told = on_processes(leave_one_out, workers=2)[0]
-    assert told.startswith("rank 0 waited for the shares of an evaluation, but another worker")
-    assert "--timeout" in told
+    """The error names the waiting rank, the operation and the option."""
+    message = on_processes(leave_one_out, workers=2)[0]
+    assert message.startswith("rank 0 waited for the shares of an evaluation, but another worker")
+    assert "--timeout" in message
 
 
 # How often
 
 
-def test_looks_are_even_and_the_end_is_not_asked_for() -> None:
-    looks = Looks(100, 4)
-    assert [step for step in range(1, 101) if step in looks] == [25, 50, 75]
-    assert not looks.open
+def test_evaluations_are_evenly_spaced_without_the_last_step() -> None:
+    schedule = EvaluationSchedule(100, 4)
+    assert [step for step in range(1, 101) if step in schedule] == [25, 50, 75]
+    assert not schedule.open
     for more_than_steps in (24, 10**18):
-        assert [step for step in range(1, 4) if step in Looks(3, more_than_steps)] == [1, 2]
-    assert [step for step in range(1, 100) if step in Looks(100, 1)] == []
+        schedule = EvaluationSchedule(3, more_than_steps)
+        assert [step for step in range(1, 4) if step in schedule] == [1, 2]
+    assert [step for step in range(1, 100) if step in EvaluationSchedule(100, 1)] == []
 
 
 @pytest.mark.parametrize(
@@ -210,8 +217,8 @@ def test_evaluations_cost_a_tenth_of_the_training(
 
 
 def slow_digits(rank: int, size: int, seconds: float, evaluations: int | None) -> list[Event]:
-    """Train digits for 48 steps, of which an evaluation takes so long; the events of rank 0."""
-    heard: list[Event] = []
+    """Train digits for 48 steps with slow evaluations. Return the events of this rank."""
+    events: list[Event] = []
     share = HeldOut.share
 
     def slowly(self: HeldOut, *args: Any, **settings: Any) -> Any:
@@ -221,62 +228,65 @@ def slow_digits(rank: int, size: int, seconds: float, evaluations: int | None) -
     HeldOut.share = slowly  # type: ignore[method-assign, assignment]
     evaluation.FREE_SECONDS = 4 * seconds
     job = Job("digits", "local:period=4", 2, epochs=2.1, evaluations=evaluations)
-    train.train_worker(job, heard.append)
-    return heard
+    train.train_worker(job, events.append)
+    return events
 
 
 @pytest.mark.nightly
 def test_a_costly_evaluation_is_done_less_often() -> None:
-    """The first one tells; all workers evaluate at the same steps; what is left is even."""
-    heard, silent = on_processes(slow_digits, 0.3, None, workers=2)
+    """The first evaluation determines the number. All workers use the same steps."""
+    events, silent = on_processes(slow_digits, 0.3, None, workers=2)
     assert silent == []
-    (chosen,) = (event for event in heard if isinstance(event, Chosen))
+    (chosen,) = (event for event in events if isinstance(event, Chosen))
     assert 0.3 < chosen.seconds < 1.3
     assert 1 <= chosen.evaluations <= 3  # 1.2 s for them, or a tenth of a shorter run
-    points = [event.step for event in heard if isinstance(event, Evaluation)]
+    points = [event.step for event in events if isinstance(event, Evaluation)]
     assert points == [round(48 * (i + 1) / chosen.evaluations) for i in range(chosen.evaluations)]
-    steps = [event.step for event in heard if isinstance(event, Evaluation | Step)]
+    steps = [event.step for event in events if isinstance(event, Evaluation | Step)]
     assert steps == [*range(1, 49), 48]  # the last is evaluated once training is over
 
 
 @pytest.mark.nightly
-def test_a_number_that_is_set_is_kept() -> None:
-    heard = on_processes(slow_digits, 0.02, 6, workers=2)[0]
-    assert not any(isinstance(event, Chosen) for event in heard)
-    points = [event.step for event in heard if isinstance(event, Evaluation)]
+def test_a_given_number_of_evaluations_is_kept() -> None:
+    events = on_processes(slow_digits, 0.02, 6, workers=2)[0]
+    assert not any(isinstance(event, Chosen) for event in events)
+    points = [event.step for event in events if isinstance(event, Evaluation)]
     assert points == [8, 16, 24, 32, 40, 48]
 
 
-def test_what_is_waited_for_is_told() -> None:
-    """Before data are read, workers meet, models are evaluated, and at the end."""
-    heard: list[Event] = []
+def test_events_report_what_is_waited_for() -> None:
+    events: list[Event] = []
     job = Job("digits", "bsp", 2, epochs=0.2, evaluations=2)
-    run_and_record(job, heard.append, VirtualCluster(Network("1Gbit/s"), Compute("5ms")))
-    told = [e.what if isinstance(e, Waiting) else type(e).__name__ for e in heard]
-    assert told == [
+    run_and_record(job, events.append, VirtualCluster(Network("1Gbit/s"), Compute("5ms")))
+    names = [e.what if isinstance(e, Waiting) else type(e).__name__ for e in events]
+    assert names == [
         *("loading the data", "meeting the other workers", "Start"),
         *("Step", "evaluating", "Evaluation", "Step", "Step", "Step"),
         *("finishing", "evaluating", "Evaluation", "End"),
     ]
 
 
-def test_in_virtual_time_evaluation_is_free_and_nothing_is_chosen() -> None:
-    """24 evaluations, whatever they take here, and the training as without them."""
+def test_in_virtual_time_evaluation_is_free_and_nothing_is_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There are 24 evaluations, and the training is the same as with one."""
+    monkeypatch.setitem(tiny.RECIPES, "tiny", tiny.RECIPE)
+    monkeypatch.setattr(tiny, "STEPS", 30)
     results = []
     for evaluations in (None, 1):
-        job = Job("digits", "bsp", 2, epochs=2.1, evaluations=evaluations)
-        heard: list[Event] = []
+        job = Job("tiny", "bsp", 2, evaluations=evaluations)
+        events: list[Event] = []
         place = VirtualCluster(Network("1Gbit/s"), Compute("5ms"))
-        results.append(run_and_record(job, heard.append, place))
-        assert not any(isinstance(event, Chosen) for event in heard)
+        results.append(run_and_record(job, events.append, place))
+        assert not any(isinstance(event, Chosen) for event in events)
     often, once = results
     assert (len(often.points), len(once.points)) == (24, 1)
     assert often.final == once.final
     assert often.seconds == pytest.approx(once.seconds, rel=1e-9)
 
 
-def test_recipes_give_a_value_for_each_sample() -> None:
-    """The bits a byte of a model that knows nothing are 8, sample by sample."""
+def test_the_language_model_scores_each_sample() -> None:
+    """A model with equal logits needs 8 bits per byte in every sample."""
     task = find_recipe("stdlib-lm").build(Setup(1, 0.001))
     nn.init.zeros_(task.model.head.weight)
     nn.init.zeros_(task.model.head.bias)
@@ -284,7 +294,6 @@ def test_recipes_give_a_value_for_each_sample() -> None:
     assert sums == pytest.approx([32 * 8.0] * 2, rel=1e-6)  # 256 windows, 32 at once, by 4 workers
 
 
-def test_the_group_is_that_of_the_run() -> None:
-    """One worker alone gathers its own share."""
+def test_one_worker_gathers_its_own_share() -> None:
     assert run(together, workers=1) == [top(1000)(problem()[0])]
     assert not dist.is_initialized()

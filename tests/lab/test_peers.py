@@ -1,4 +1,4 @@
-"""Peers in packages of their own: their values, where they are installed, and else one line."""
+"""Peers of other packages: values if they are installed, and one line of error if not."""
 
 import importlib.util
 import re
@@ -14,8 +14,8 @@ from lab import tiny
 from offbeat.lab import launch
 from offbeat.lab.events import Evaluation, Event
 from offbeat.lab.job import Job
-from offbeat.lab.peers import PEERS
-from offbeat.lab.peers.torchft import fragments_of
+from offbeat.lab.methods.registry import PEERS
+from offbeat.lab.methods.torchft import fragments_of
 from offbeat.lab.train import train_worker
 
 H = 3
@@ -34,7 +34,7 @@ TEXTS = {
 
 
 def train_all(rank: int, size: int, texts: tuple[str, ...]) -> list[list[float]]:
-    """The curve of each, one after the other in one process."""
+    """Return the curve of each method, run one after the other in one process."""
     tiny.install()
     warnings.simplefilter("ignore")  # theirs
     curves = []
@@ -48,7 +48,7 @@ def train_all(rank: int, size: int, texts: tuple[str, ...]) -> list[list[float]]
 
 @pytest.mark.parametrize("package", TEXTS)
 def test_peers_have_the_values_of_strategies(package: str) -> None:
-    """Local SGD is ours, and so is DiLoCo with an outer step of 1, or with its momentum."""
+    """Local SGD equals ours, and DiLoCo equals ours with an outer step of 1 or with momentum."""
     pytest.importorskip(package)
     curves = workers.run(train_all, TEXTS[package], workers=2)[0]
     found = dict(zip(TEXTS[package], curves, strict=True))
@@ -63,7 +63,7 @@ def test_peers_have_the_values_of_strategies(package: str) -> None:
 
 @pytest.mark.parametrize("kind", [one for one in PEERS if one.package != "torch"])
 def test_a_missing_package_is_one_line(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything runs, with what to install."""
+    """The error says how to install the package, before anything runs."""
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == kind.package else find(name)
@@ -100,13 +100,13 @@ def test_fragments_hold_every_parameter_once_in_order(sizes: tuple[int, ...], nu
     assert [id(one) for one in held] == [id(one) for one in model.parameters()]
 
 
-def test_more_fragments_than_tensors_are_refused() -> None:
+def test_more_fragments_than_tensors_are_rejected() -> None:
     with pytest.raises(ValueError, match="3 fragments of a model with 2 parameter tensors"):
         fragments_of(nn.Linear(2, 2), 3)
 
 
-def test_a_failed_worker_is_told_by_its_error_whatever_follows(tmp_path: Path) -> None:
-    """Threads of a peer's may write on while the process ends."""
+def test_a_failed_worker_is_reported_by_its_error_line(tmp_path: Path) -> None:
+    """A peer's threads may write further lines while the process ends."""
     text = "warning: a\nerror: rank 1 failed in batch 3\n[INFO] heartbeat failed\n"
     (tmp_path / "stderr1").write_text(text)
     (tmp_path / "stderr2").write_text("Segmentation fault\n")

@@ -1,4 +1,4 @@
-"""The files of the data sets: read as they are, never run, and clear errors."""
+"""Files of the data sets: formats, untrusted pickles, clear errors."""
 
 import pickle
 import re
@@ -36,7 +36,7 @@ def pixels() -> np.ndarray:
 
 
 def test_the_stand_in_is_a_real_pickle(pixels: np.ndarray, tmp_path: Path) -> None:
-    """Python's own unpickler, as the data set's page says to use it, reads the stand-in alike."""
+    """Python's own unpickler reads the stand-in file as the data set's page describes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("warnings.warn", lambda *args, **kwargs: None)  # numpy.core has moved
         content = pickle.loads(cifar_pickle(pixels, LABELS), encoding="bytes")
@@ -45,7 +45,7 @@ def test_the_stand_in_is_a_real_pickle(pixels: np.ndarray, tmp_path: Path) -> No
 
 
 def test_cifar_files_are_read(pixels: np.ndarray, tmp_path: Path) -> None:
-    """Each row is red, green, blue, row by row; labels follow."""
+    """A row holds the red, green and blue channel, each row by row."""
     path = tmp_path / "data_batch_1"
     path.write_bytes(cifar_pickle(pixels, LABELS))
     images, labels = read_batch(path, b"labels", 10)
@@ -57,7 +57,7 @@ def test_cifar_files_are_read(pixels: np.ndarray, tmp_path: Path) -> None:
 
 
 def test_arrays_in_column_order_are_read(pixels: np.ndarray, tmp_path: Path) -> None:
-    """An array that was stored by columns is the same array."""
+    """An array in Fortran order is read as the same array."""
     by_columns = python2_array(np.asfortranarray(pixels).tobytes(order="F"), 3, 3072)
     by_rows = python2_array(pixels.tobytes(), 3, 3072)
     flag = python2_text(np.asfortranarray(pixels).tobytes(order="F"))
@@ -68,10 +68,8 @@ def test_arrays_in_column_order_are_read(pixels: np.ndarray, tmp_path: Path) -> 
     assert np.array_equal(images.reshape(3, -1).numpy(), pixels)
 
 
-def test_python_3_pickles_of_plain_values_and_arrays_are_read(
-    pixels: np.ndarray, tmp_path: Path
-) -> None:
-    """A file that somebody pickled again with Python 3 and NumPy 2."""
+def test_pickles_of_python_3_are_read(pixels: np.ndarray, tmp_path: Path) -> None:
+    """Files pickled again with Python 3 and NumPy 2 are read."""
     path = tmp_path / "train"
     path.write_bytes(pickle.dumps({b"fine_labels": LABELS, b"data": pixels}, protocol=4))
     images, labels = read_batch(path, b"fine_labels", 100)
@@ -90,11 +88,13 @@ class Command:
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_nothing_in_a_file_is_run(tmp_path: Path, protocol: int) -> None:
-    """A pickle that names any other function is refused before it is called."""
+def test_no_function_named_in_a_file_is_called(tmp_path: Path, protocol: int) -> None:
+    """A pickle that names another function is rejected before the call."""
     path, made = tmp_path / "test_batch", tmp_path / "made"
     path.write_bytes(pickle.dumps({b"data": Command(Path.mkdir, made)}, protocol=protocol))
-    with pytest.raises(ValueError, match=rf"{path} is not a CIFAR file: it names \S+, as no CIFAR"):
+    with pytest.raises(
+        ValueError, match=rf"{path} is not a CIFAR file: it names \S+, which no CIFAR"
+    ):
         read_batch(path, b"labels", 10)
     assert not made.exists()
 
@@ -115,14 +115,14 @@ def test_nothing_in_a_file_is_run(tmp_path: Path, protocol: int) -> None:
         "offbeat.lab.recipes.cifar_files\nload",
     ],
 )
-def test_only_arrays_may_be_named(tmp_path: Path, named: str) -> None:
-    """Nothing but what the official files hold, NumPy's own loaders included."""
+def test_names_other_than_arrays_are_rejected(tmp_path: Path, named: str) -> None:
+    """NumPy's own loading functions are rejected, too."""
     path = tmp_path / "test_batch"
     path.write_bytes(b"\x80\x02c" + named.encode() + b"\n.")
     dotted = re.escape(named.replace("\n", "."))
     if named.startswith("__builtin__"):
         dotted = r"\S*list"  # Python 3 translates the old name
-    with pytest.raises(ValueError, match=rf"it names {dotted}, as no CIFAR file does"):
+    with pytest.raises(ValueError, match=rf"it names {dotted}, which no CIFAR file does"):
         read_batch(path, b"labels", 10)
 
 
@@ -135,7 +135,7 @@ def test_only_arrays_may_be_named(tmp_path: Path, named: str) -> None:
         (pickle.dumps({b"data": b"x"}, protocol=4), "no dictionary with images"),
     ],
 )
-def test_other_files_are_refused(tmp_path: Path, data: bytes, message: str) -> None:
+def test_files_that_are_not_cifar_are_rejected(tmp_path: Path, data: bytes, message: str) -> None:
     path = tmp_path / "test_batch"
     path.write_bytes(data)
     with pytest.raises(ValueError, match=message) as caught:
@@ -143,8 +143,8 @@ def test_other_files_are_refused(tmp_path: Path, data: bytes, message: str) -> N
     assert str(path) in str(caught.value)
 
 
-def test_damaged_cifar_files_are_refused(pixels: np.ndarray, tmp_path: Path) -> None:
-    """Labels or images missing, too few, or out of range; a cut file; another type of array."""
+def test_damaged_cifar_files_are_rejected(pixels: np.ndarray, tmp_path: Path) -> None:
+    """Labels or images are missing, too few or out of range; the file is cut off."""
     whole = cifar_pickle(pixels, LABELS)
     path = tmp_path / "test_batch"
     cases = [
@@ -155,7 +155,7 @@ def test_damaged_cifar_files_are_refused(pixels: np.ndarray, tmp_path: Path) -> 
         (cifar_pickle(pixels[:, :3000], LABELS), "not n x 3072 bytes"),
         (cifar_pickle(pixels[:0], []), "at least one"),
         (whole.replace(b"U\x02u1", b"U\x02O8"), "not n x 3072 bytes"),
-        (whole.replace(b"K\x03J\x00\x0c", b"K\x07J\x00\x0c"), "7 x 3072 bytes .* are announced"),
+        (whole.replace(b"K\x03J\x00\x0c", b"K\x07J\x00\x0c"), "the header says 7 x 3072 bytes"),
     ]
     for data, message in cases:
         path.write_bytes(data)
@@ -163,8 +163,8 @@ def test_damaged_cifar_files_are_refused(pixels: np.ndarray, tmp_path: Path) -> 
             read_batch(path, b"labels", 10)
 
 
-def test_cifar_directories(tmp_path: Path) -> None:
-    """The directory of the files and its parent are the same data; all five parts are read."""
+def test_cifar_is_found_in_its_directory_or_the_parent(tmp_path: Path) -> None:
+    """All five training files are read."""
     folder = write_cifar(tmp_path, images=8)
     (images, labels), (test, _) = load(tmp_path, CIFAR10, "cifar10:cnn")
     assert (len(images), len(labels), len(test)) == (40, 40, 8)
@@ -178,7 +178,7 @@ def test_cifar_directories(tmp_path: Path) -> None:
     assert torch.equal(load(moved, CIFAR100, "cifar100:vgg11")[0][0], images)
 
 
-def test_cifar_names_what_it_looked_for(tmp_path: Path) -> None:
+def test_missing_cifar_files_are_named(tmp_path: Path) -> None:
     wanted = "cifar-10-batches-py or cifar10.npz"
     with pytest.raises(
         FileNotFoundError, match=f"cifar10:cnn recipe needs --data DIR with {wanted}"
@@ -195,8 +195,8 @@ def test_cifar_names_what_it_looked_for(tmp_path: Path) -> None:
             load(place, CIFAR10, "cifar10:cnn")
 
 
-def test_cifar_as_npz(tmp_path: Path) -> None:
-    """One file with the names and shapes of Keras, given itself or by its directory."""
+def test_cifar_is_read_from_npz(tmp_path: Path) -> None:
+    """The file has the names and shapes of Keras. ``--data`` is the file or its directory."""
     generator = np.random.default_rng(0)
     arrays = {
         "x_train": generator.integers(256, size=(6, 32, 32, 3), dtype=np.uint8),
@@ -227,7 +227,7 @@ def test_cifar_as_npz(tmp_path: Path) -> None:
 
 
 def test_cifar_is_shifted_and_mirrored(tmp_path: Path) -> None:
-    """A training image is the stored one moved by up to 4 pixels, every second one mirrored."""
+    """Training images are shifted by up to 4 pixels, and some are mirrored."""
     write_cifar(tmp_path, images=2)
     train, test = cifar.splits(Setup(1, 1, data=tmp_path), CIFAR10, "cifar10:cnn")
     torch.manual_seed(0)
@@ -254,7 +254,7 @@ def test_cifar_is_shifted_and_mirrored(tmp_path: Path) -> None:
 
 
 def test_images_are_read_one_by_one_and_in_batches(tmp_path: Path) -> None:
-    """The classes are the sorted folders; files of other kinds are left alone."""
+    """Classes are the sorted folders. Other files are ignored."""
     write_images(tmp_path)
     (tmp_path / "val" / "n01443537" / "a.png").write_bytes(png(picture(300, 200)))
     (tmp_path / "val" / "n01443537" / "notes.txt").write_text("no image")
@@ -269,8 +269,8 @@ def test_images_are_read_one_by_one_and_in_batches(tmp_path: Path) -> None:
     assert labels.tolist() == [1, 0]
 
 
-def test_evaluation_takes_the_middle(tmp_path: Path) -> None:
-    """A 512×256 image is cut to its central 224×224 pixels, unscaled."""
+def test_evaluation_crops_the_centre(tmp_path: Path) -> None:
+    """A 512×256 image is cropped to its central 224×224 pixels without scaling."""
     (tmp_path / "x" / "a").mkdir(parents=True)
     stored = picture(512, 256)
     (tmp_path / "x" / "a" / "0.png").write_bytes(png(stored))
@@ -283,8 +283,8 @@ def test_evaluation_takes_the_middle(tmp_path: Path) -> None:
     assert central_box(512, 256) == (144, 16, 368, 240)
 
 
-def test_random_parts_are_inside_and_of_the_said_sizes() -> None:
-    """8 to 100 % of the area, sides of 3:4 to 4:3, all of it inside the image."""
+def test_random_crops_have_the_documented_sizes() -> None:
+    """Crops have 8 to 100 % of the area, sides of 3:4 to 4:3, and lie inside the image."""
     torch.manual_seed(0)
     areas, ratios = [], []
     for _ in range(300):
@@ -315,7 +315,7 @@ def test_augmentation_follows_the_seed_and_evaluation_has_none(tmp_path: Path) -
 
 
 def test_images_are_read_by_other_processes(tmp_path: Path) -> None:
-    """A DataLoader with workers gives the same batches as the folder itself."""
+    """A DataLoader with workers returns the same batches as the data set."""
     write_images(tmp_path, a_class=2)
     folder = ImageFolder(tmp_path / "val", augment=False)
     grouped = BatchSampler(SequentialSampler(folder), 3, drop_last=False)
@@ -325,7 +325,7 @@ def test_images_are_read_by_other_processes(tmp_path: Path) -> None:
     assert torch.equal(torch.cat([images for images, _ in got]), folder[[0, 1, 2, 3]][0])
 
 
-def test_image_folders_name_what_they_looked_for(tmp_path: Path) -> None:
+def test_missing_image_folders_are_named(tmp_path: Path) -> None:
     needs = r"train/CLASS/\*\.JPEG and val/CLASS/\*\.JPEG"
     with pytest.raises(
         FileNotFoundError, match=rf"imagenet:alexnet recipe needs --data DIR with {needs}"
@@ -346,8 +346,8 @@ def test_image_folders_name_what_they_looked_for(tmp_path: Path) -> None:
         ImageFolder(tmp_path / "val", augment=False)[0]
 
 
-def test_without_pillow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says what to install."""
+def test_images_need_pillow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says how to install Pillow."""
     monkeypatch.setitem(__import__("sys").modules, "PIL", None)
     with pytest.raises(ImportError, match=r"need Pillow: pip install 'offbeat\[recipes\]'"):
         ImageFolder(tmp_path, augment=False)
@@ -357,7 +357,7 @@ def test_without_pillow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_words_are_numbered_by_the_training_text(tmp_path: Path) -> None:
-    """In order of appearance; lines end with <eos>; other words are <unk>."""
+    """Words are numbered in order of appearance, lines end with <eos>, unknown words are <unk>."""
     text = tmp_path / "train.txt"
     text.write_text(" = A title = \n \n a <unk> b \n", encoding="utf-8")
     vocabulary = {"<unk>": 0}
@@ -370,7 +370,7 @@ def test_words_are_numbered_by_the_training_text(tmp_path: Path) -> None:
 
 
 def test_windows_predict_every_word_once() -> None:
-    """Each window's targets begin where those of the one before end."""
+    """The targets of consecutive windows are consecutive words."""
     cut = wikitext.windows(torch.arange(1000, dtype=torch.int32))
     assert cut.shape == (28, 36)
     assert cut[:, 1:].flatten().tolist() == list(range(1, 28 * 35 + 1))
@@ -382,7 +382,7 @@ def test_windows_predict_every_word_once() -> None:
 @pytest.mark.parametrize(
     "names", [("wiki.train.tokens", "wiki.test.tokens"), ("train.txt", "test.txt")]
 )
-def test_text_has_either_name(tmp_path: Path, names: tuple[str, str]) -> None:
+def test_wikitext_files_have_either_name(tmp_path: Path, names: tuple[str, str]) -> None:
     write_text(tmp_path)
     for old, new in zip(("wiki.train.tokens", "wiki.test.tokens"), names, strict=True):
         (tmp_path / old).rename(tmp_path / new)
@@ -390,7 +390,7 @@ def test_text_has_either_name(tmp_path: Path, names: tuple[str, str]) -> None:
     assert (len(train), len(test), words) == (60 * 13 // 35, 20 * 13 // 35, 16)
 
 
-def test_wikitext_names_what_it_looked_for(tmp_path: Path) -> None:
+def test_missing_wikitext_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"needs --data DIR with wiki\.train\.tokens, wiki"):
         wikitext.load(None)
     with pytest.raises(FileNotFoundError, match=f"{tmp_path}/x, which does not exist"):
@@ -409,7 +409,7 @@ def test_wikitext_names_what_it_looked_for(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not WIKITEXT.is_dir(), reason=f"no WikiText-2 in {WIKITEXT}")
 def test_real_wikitext_is_read() -> None:
-    """The validation text of WikiText-2 has 217,646 words, ends of lines counted."""
+    """The validation text of WikiText-2 has 217,646 words, including <eos>."""
     words = wikitext.read_words(WIKITEXT / "valid.txt", {"<unk>": 0}, grow=True)
     assert len(words) == 217_646
     with pytest.raises(FileNotFoundError, match=r"looked for wiki\.train\.tokens or train\.txt"):

@@ -1,4 +1,4 @@
-"""The models' sizes, their schedules, and one step of every recipe on stand-in files."""
+"""Sizes of the models, schedules, and one step of every recipe on stand-in files."""
 
 import math
 from collections.abc import Callable
@@ -9,17 +9,15 @@ import torch
 from torch import nn
 
 from lab.standins import write_cifar, write_images, write_text
-from offbeat.lab.compare import run_and_record
 from offbeat.lab.job import Job
-from offbeat.lab.places import Loopback
 from offbeat.lab.recipes import RECIPES, Setup, Task, find_recipe, imagenet
-from offbeat.lab.recipes.base import accuracy
+from offbeat.lab.recipes.datasets import TensorData
 from offbeat.lab.recipes.googlenet import googlenet
-from offbeat.lab.recipes.plain_cnns import alexnet, small_cnn, vgg11
+from offbeat.lab.recipes.held_out import accuracy
 from offbeat.lab.recipes.resnet import resnet18, resnet50, resnet101
-from offbeat.lab.recipes.samples import TensorData
 from offbeat.lab.recipes.schedules import decay_at, decay_every
-from offbeat.lab.recipes.word_transformer import WordTransformer
+from offbeat.lab.recipes.sequential_cnns import alexnet, small_cnn, vgg11
+from offbeat.lab.recipes.transformers import WordTransformer
 from offbeat.lab.samplers import Batches, make_sampler
 from offbeat.lab.train import choose_backend
 
@@ -47,14 +45,14 @@ STEM = 3 * 64 * (49 - 9)
     ],
 )
 def test_models_have_the_published_sizes(make: Callable[[], nn.Module], parameters: int) -> None:
-    """Parameters as torchvision publishes them, without their memory."""
+    """The numbers of parameters are those of torchvision. The meta device needs no memory."""
     with torch.device("meta"):
         model = make()
     assert sum(p.numel() for p in model.parameters()) == parameters
 
 
-def test_sizes_of_the_docstrings() -> None:
-    """The transformer of the paper: 2 layers, width 200, hidden 200, 2 heads, dropout 0.2."""
+def test_the_transformer_has_the_papers_sizes() -> None:
+    """It has 2 layers, width 200, hidden width 200, 2 heads, dropout 0.2."""
     with torch.device("meta"):
         model = WordTransformer(100, 35)
     one = 4 * (200 * 200 + 200) + 2 * (200 * 200 + 200) + 4 * 200
@@ -76,8 +74,7 @@ def test_sizes_of_the_docstrings() -> None:
         (lambda: googlenet(1000), 224),
     ],
 )
-def test_shapes(make: Callable[[], nn.Module], size: int) -> None:
-    """Images of the data set's size give one logit a class."""
+def test_images_give_one_logit_per_class(make: Callable[[], nn.Module], size: int) -> None:
     with torch.device("meta"):
         model = make()
         logits = model(torch.zeros(2, 3, size, size))
@@ -85,7 +82,7 @@ def test_shapes(make: Callable[[], nn.Module], size: int) -> None:
 
 
 def test_feature_maps_have_the_papers_sizes() -> None:
-    """ResNet on CIFAR ends at 4×4 pixels, GoogLeNet and AlexNet on 224×224 at 7×7 and 6×6."""
+    """The last maps are 4×4 (ResNet, CIFAR), 7×7 (GoogLeNet) and 6×6 (AlexNet)."""
     sizes = {}
 
     def note(name: str) -> Callable[[nn.Module, tuple[torch.Tensor], torch.Tensor], None]:
@@ -107,8 +104,8 @@ def test_feature_maps_have_the_papers_sizes() -> None:
     }
 
 
-def test_words_see_no_later_words() -> None:
-    """A word changes no prediction before its own place, and that of its place."""
+def test_the_word_transformer_is_causal() -> None:
+    """A word changes the predictions from its position on, and positions matter."""
     torch.manual_seed(0)
     model = WordTransformer(50, 35).eval()
     text = torch.randint(50, (1, 35))
@@ -140,7 +137,7 @@ def sgd(lr: float = 1.0) -> torch.optim.SGD:
 
 
 def test_rates_decay_by_the_samples_of_all_workers() -> None:
-    """1 and 4 workers change the rate after the same number of samples, not of steps."""
+    """1 and 4 workers change the rate after the same number of samples."""
     alone = rates(decay_at(sgd(), [40, 80], 0.1, samples_a_step=4), 24)
     assert alone == pytest.approx([1.0] * 10 + [0.1] * 10 + [0.01] * 4)
     four = rates(decay_at(sgd(), [40, 80], 0.1, samples_a_step=16), 6)
@@ -152,7 +149,7 @@ def test_rates_decay_by_the_samples_of_all_workers() -> None:
 
 
 def test_googlenet_warms_up_to_n_times_the_rate() -> None:
-    """0.01 at first, n times as much (of what √(1 − t/T) leaves) after 50,000 / n steps."""
+    """The rate rises from 0.01 to n · 0.01 in 50,000 / n steps, times √(1 − t/T)."""
     model = nn.Linear(1, 1)
     setup = Setup(workers=1000, epochs=1)  # a warm-up of 50 steps
     optimizer, scheduler = imagenet.sgd_with_warmup(model, setup, steps=200)
@@ -168,7 +165,7 @@ def test_googlenet_warms_up_to_n_times_the_rate() -> None:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with tiny stand-ins for all of the data sets."""
+    """Return a directory with small stand-ins for all data sets."""
     folder = tmp_path_factory.mktemp("data")
     write_cifar(folder)
     write_cifar(folder, hundred=True)
@@ -182,7 +179,7 @@ def build(name: str, data: Path, workers: int = 1) -> Task:
 
 
 def settings(task: Task) -> dict[str, object]:
-    """What is set of the optimizer's learning rate, momentum and weight decay."""
+    """Return the batch size and the settings of the optimizer."""
     (group,) = task.optimizer.param_groups
     keys = ("initial_lr", "momentum", "weight_decay")
     return {"batch": task.batch_size, **{key: group[key] for key in keys if group.get(key)}}
@@ -209,8 +206,8 @@ ON_FILES = [name for name in RECIPES if RECIPES[name].needs_data and name != "mn
 
 @pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("name", ON_FILES)
-def test_a_step_of_the_recipe(name: str, data: Path) -> None:
-    """Built from files, with the paper's settings, it takes a step on two samples and evaluates."""
+def test_every_recipe_takes_a_step(name: str, data: Path) -> None:
+    """It has the paper's settings, changes all parameters, and its evaluation changes no state."""
     recipe, task = RECIPES[name], build(name, data)
     if name in PAPERS:
         kind, wanted = PAPERS[name]
@@ -235,7 +232,7 @@ def test_a_step_of_the_recipe(name: str, data: Path) -> None:
 
 @pytest.mark.usefixtures("narrow")
 def test_steps_cover_the_epochs(data: Path) -> None:
-    """The paper's decay falls inside of the run: the last rate is a hundredth of the first."""
+    """The paper's decay happens within the run."""
     one, sixteen = build("cifar10:cnn", data), build("cifar10:cnn", data, workers=16)
     assert (one.steps, sixteen.steps) == (25, 2)  # 20 × 40 images, 32 and 512 a step
     recipe = find_recipe("cifar100:vgg11")
@@ -244,8 +241,9 @@ def test_steps_cover_the_epochs(data: Path) -> None:
     assert found == pytest.approx([0.01] * 4 + [0.001] + [0.0001] * 2)
 
 
+@pytest.mark.usefixtures("narrow")
 def test_classes_follow_the_folders(data: Path) -> None:
-    """Two folders, two outputs; top-5 of two classes is always right."""
+    """Two folders give two outputs."""
     task = build("imagenet:googlenet", data)
     images, labels = task.dataset[[0, 7]]
     assert task.model(images).shape == (2, 2)
@@ -257,7 +255,7 @@ def test_classes_follow_the_folders(data: Path) -> None:
 
 @pytest.mark.usefixtures("narrow")
 def test_folders_are_partitioned_without_reading_an_image(tmp_path: Path) -> None:
-    """The folder is the label: a part for each worker, of files that are no images at all."""
+    """Labels come from the folders; the files here are not even images."""
     write_images(tmp_path, side=64, a_class=4)
     for path in tmp_path.glob("train/*/*.JPEG"):
         path.write_bytes(b"no image")
@@ -268,7 +266,7 @@ def test_folders_are_partitioned_without_reading_an_image(tmp_path: Path) -> Non
 
 
 def test_perplexity_of_a_uniform_guess_is_the_vocabulary(data: Path) -> None:
-    """exp of the mean loss: with all logits alike, the number of words."""
+    """With equal logits, the perplexity is the number of words."""
     task = build("wikitext:transformer", data)
     nn.init.zeros_(task.model.head.weight)
     words = task.model.head.out_features
@@ -278,7 +276,7 @@ def test_perplexity_of_a_uniform_guess_is_the_vocabulary(data: Path) -> None:
 
 @pytest.mark.nightly
 def test_the_transformer_learns(data: Path) -> None:
-    """A few steps bring the perplexity on other text far below that of the uniform guess."""
+    """A few steps bring the perplexity far below that of a uniform guess."""
     task = build("wikitext:transformer", data)
     task.optimizer.param_groups[0]["lr"] = 0.2  # 2.0 is for a real vocabulary
     for _ in range(20):
@@ -291,7 +289,7 @@ def test_the_transformer_learns(data: Path) -> None:
 
 
 def test_accuracies_count_the_likeliest() -> None:
-    """Top-k is the share whose label is among the k largest logits, over uneven batches."""
+    """Top-k accuracy counts labels among the k largest logits, over uneven batches."""
     logits = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0], [1.0, 3.0, 2.0], [1.0, 2.0, 3.0]])
     labels = torch.tensor([0, 1, 0, 2])
     model = nn.Linear(3, 3)
@@ -301,8 +299,8 @@ def test_accuracies_count_the_likeliest() -> None:
     assert evaluate(model) == {"one": 0.5, "two": 0.75, "ten": 1.0}
 
 
-def test_augmented_batches_of_two_workers_differ(data: Path) -> None:
-    """``batches`` gives whole batches of the sampler's indices from folders as from tensors."""
+def test_batches_have_the_size_of_the_task(data: Path) -> None:
+    """``Batches`` returns whole batches, and as many as the task has steps."""
     task = build("cifar10:cnn", data)
     task.batch_size, task.steps = 3, 5
     for rank in range(2):
@@ -323,16 +321,9 @@ def test_an_alias_is_the_recipe() -> None:
 def test_each_process_needs_its_own_gpu(
     monkeypatch: pytest.MonkeyPatch, gpus: int, local: str, backend: str
 ) -> None:
-    """NCCL where torchrun's processes on a machine are no more than its GPUs, else gloo."""
+    """The backend is NCCL if each local process has a GPU, else gloo."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
     assert choose_backend() == backend
-
-
-def test_two_processes_train_from_files(data: Path) -> None:
-    """The whole of it: two workers train the transformer, clipped, and tell their perplexity."""
-    job = Job("wikitext:transformer", "bsp", 2, epochs=1, data=str(data), evaluations=1)
-    result = run_and_record(job, lambda event: None, Loopback())
-    assert 1 < result.final == result.final_metrics["test perplexity"] < math.inf

@@ -1,4 +1,4 @@
-"""Table, plot and page from results written by hand: they say what the events say, no more."""
+"""Table, plot and page of results written by hand."""
 
 import html
 import re
@@ -33,7 +33,7 @@ def make(
     sent: tuple[int, int] = (1_000_000, 3_000_000),
     more: dict[str, float] = NO_MORE,
 ) -> Result:
-    """The result of a run of two workers, with LSSR 0.25 and 0.75, idle 10 % and 30 %."""
+    """Return the result of a run of two workers with LSSR 0.25 and 0.75, idle 10 % and 30 %."""
     found = find_recipe(recipe)
     points = (
         Evaluation(step, seconds, metric, {found.metric: metric, **more})
@@ -68,18 +68,15 @@ def cell(results: Sequence[Result], heading: str) -> str:
 @pytest.mark.parametrize(
     ("recipe", "curve", "seconds"),
     [
-        ("digits", [(1, 0.9), (2, 0.99), (3, 0.995)], 2),
-        ("digits", [(1, 0.9), (2, 0.985), (3, 0.9)], 2),  # at the target; falling back is no matter
-        ("digits", [(1, 0.99)], 1),
+        ("digits", [(1, 0.9), (2, 0.985), (3, 0.9)], 2),  # a later decrease does not matter
         ("digits", [(1, 0.5), (2, 0.9849), (3, 0.98)], None),
         ("stdlib-lm", [(1, 8.0), (2, 2.4), (3, 2.1)], 2),  # lower is better
-        ("stdlib-lm", [(1, 3.0), (2, 2.41)], None),
     ],
 )
-def test_time_to_target_is_the_first_evaluation_there(
+def test_time_to_target_is_that_of_the_first_evaluation_at_it(
     recipe: str, curve: Metrics, seconds: float | None
 ) -> None:
-    """The time is that of the first evaluation at or past the target, never in between."""
+    """The time is never interpolated."""
     one = make("bsp", curve, recipe=recipe)
     assert one.time_to_target_seconds == seconds
     assert cell([one], "time to target") == ("not reached" if seconds is None else f"{seconds}.0 s")
@@ -88,7 +85,7 @@ def test_time_to_target_is_the_first_evaluation_there(
 
 
 def test_columns_are_means_over_the_workers() -> None:
-    """LSSR, bytes and idle share of a row are the means of what the workers told."""
+    """LSSR, bytes and idle share are means over the workers."""
     one = make("bsp", [(1, 0.9)])
     assert cell([one], "LSSR") == "0.50"
     assert cell([one], "idle") == "20 %"
@@ -119,25 +116,26 @@ def test_lssr_is_shown_where_workers_synchronize_in_the_same_steps(
 
 
 def test_a_row_is_a_strategy_with_its_options() -> None:
-    """One strategy with different options: a row each, and a line and its name in all tables."""
+    """One strategy with different options has one row for each, with the label as name."""
     runs = [make(text, [(1, 0.9)]) for text in ("bsp", "bsp --wire int8", "bsp --lr-scale 2")]
     assert [row[0] for row in rows(runs)] == ["bsp", "bsp --wire int8", "bsp --lr-scale 2"]
     assert "--wire" not in report.caption(runs)
-    assert [*report.groups([*runs, make("bsp", [(1, 0.9)], seed=1)])] == [one.label for one in runs]
+    names = [row[0] for row in rows([*runs, make("bsp", [(1, 0.9)], seed=1)])]
+    assert names == [one.label for one in runs]
     assert runs[1].to_dict()["label"] == "bsp --wire int8"
     assert runs[1].to_dict()["job"]["wire"] == "int8"
 
 
-def test_options_of_all_are_in_the_caption() -> None:
-    """Once, and not in each row."""
+def test_common_options_are_in_the_caption() -> None:
+    """They are not repeated in the rows."""
     both = ("bsp --wire int8", "local:period=2 --lr-scale 2 --wire int8")
     runs = [make(text, [(1, 0.9)]) for text in both]
     assert [row[0] for row in rows(runs)] == ["bsp", "local:period=2 --lr-scale 2"]
     assert report.caption(runs).endswith(", 1 seed, --wire int8")
 
 
-def test_speed_up_is_against_the_first_row() -> None:
-    """The first row is 1; without a time there, or in a row, there is no speed-up."""
+def test_speed_up_is_relative_to_the_first_row() -> None:
+    """There is none if a row did not reach the target."""
     slow = make("bsp", [(8, 0.99)])
     fast = make("async", [(2, 0.99), (9, 0.99)])
     never = make("local:period=8", [(9, 0.5)])
@@ -147,7 +145,7 @@ def test_speed_up_is_against_the_first_row() -> None:
 
 
 def test_shares_of_the_ideal() -> None:
-    """Its time to the target, divided by that of the row; speed-ups are against another row."""
+    """A share is the ideal's time to the target over the row's. Speed-ups ignore the ideal."""
     ideal = make("ideal", [(2, 0.99), (9, 0.99)])
     slow, fast = make("bsp", [(8, 0.99)]), make("async", [(2.5, 0.99)])
     never = make("local:period=8", [(9, 0.5)])
@@ -165,8 +163,8 @@ def test_shares_of_the_ideal() -> None:
     assert rows([ideal])[0][2:4] == ("-", "100 %")
 
 
-def test_shares_are_explained_where_there_are_some() -> None:
-    """In one sentence, below the table and on the page."""
+def test_shares_are_explained_if_there_are_any() -> None:
+    """The note is below the table and on the page."""
     runs = [make("bsp", [(8, 0.99)]), make("ideal", [(2, 0.99)])]
     for shown in (report.markdown(runs), report.page(runs)):
         assert report.SHARE_MEANS in shown
@@ -174,8 +172,8 @@ def test_shares_are_explained_where_there_are_some() -> None:
         assert "ideal" not in shown.replace("that is not the ideal", "")
 
 
-def test_what_a_peer_does_not_tell_is_no_number() -> None:
-    """LSSR, bytes and idle are unknown; times and metrics are not."""
+def test_unknown_values_of_peers_are_dashes() -> None:
+    """LSSR, bytes and idle share are unknown; times and metrics are known."""
     one = make("torch:ddp,hook=fp16", [(8, 0.99)])
     other = make("torch:ddp,hook=fp16", [(8, 0.99)], seed=1)
     for runs in ([one], [one, other]):
@@ -184,7 +182,7 @@ def test_what_a_peer_does_not_tell_is_no_number() -> None:
 
 
 def test_seeds_are_one_row_with_median_and_range() -> None:
-    """Runs of one strategy share a row: median (least-most); one that never arrives decides it."""
+    """A row is reached only if all of its runs reached the target."""
     runs = [make("bsp", [(t, 0.99)], seed=t) for t in (6, 2, 3)]
     other = make("async", [(1, 0.5)])
     table = rows([runs[0], other, *runs[1:]])
@@ -198,7 +196,7 @@ def test_seeds_are_one_row_with_median_and_range() -> None:
 
 
 def test_caption_says_what_was_compared() -> None:
-    """Recipe, target, workers, link, machine, seeds; and a simulation is called one."""
+    """It has recipe, target, workers, link, machine and seeds, and marks a simulation."""
     one = make("bsp", [(1, 0.5)])
     said = report.caption([one])
     assert said == (
@@ -209,15 +207,14 @@ def test_caption_says_what_was_compared() -> None:
     assert "real" not in report.caption([replace(one, simulated=True)])
 
 
-def test_caption_says_that_not_all_have_every_seed() -> None:
-    """Two seeds of one method and one of another are no table of two seeds."""
+def test_caption_has_the_range_of_seeds() -> None:
     runs = [make("bsp", [(1, 0.5)], seed=seed) for seed in range(2)]
     assert report.caption(runs).endswith(", 2 seeds")
     assert report.caption([*runs, make("async", [(1, 0.5)])]).endswith(", 1 to 2 seeds")
 
 
 def test_markdown_is_a_table() -> None:
-    """One line a row, as many cells as headings, after the caption and an empty line."""
+    """Each row is a line with as many cells as headings."""
     results = [make("bsp", [(1, 0.5)]), make("selsync:delta=0.3,window=5", [(1, 0.99)])]
     caption, empty, *lines = report.markdown(results).splitlines()
     assert (caption, empty) == (report.caption(results), "")
@@ -228,7 +225,7 @@ def test_markdown_is_a_table() -> None:
 
 
 class Elements(HTMLParser):
-    """The tags and the cells of a page, read as a browser does."""
+    """Tags and cells of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -260,8 +257,8 @@ def test_page_holds_the_same_table() -> None:
     assert "img" not in page.tags
 
 
-def test_further_metrics_are_told_below_the_table() -> None:
-    """Each strategy's other metrics at the end, median and range of its seeds; else none."""
+def test_other_metrics_are_below_the_table() -> None:
+    """They are the final values: median and range over the seeds."""
     runs = [
         make("bsp", [(1, 0.5), (2, 0.6)], more={"top-5 accuracy": 0.9, "top-10 accuracy": 1.0}),
         make("bsp", [(1, 0.5)], seed=1, more={"top-5 accuracy": 0.7, "top-10 accuracy": 1.0}),
@@ -275,12 +272,12 @@ def test_further_metrics_are_told_below_the_table() -> None:
     assert f"<li><code>bsp</code>: {first}</li><li><code>async</code>: {second}</li>" in page
     assert Elements(page).cells == [text for row in rows(runs) for text in row]
     alone = [make("bsp", [(1, 0.5)])]
-    assert report.further(alone) == []
+    assert report.other_metrics(alone) == []
     assert "At the end" not in report.markdown(alone) + report.page(alone)
 
 
 def test_page_escapes_names() -> None:
-    """A name with markup is shown as it is and makes no element, in table and configuration."""
+    """A name with markup is shown as text."""
     evil = '<script>alert("1")</script>&amp;'
     one = make("bsp", [(1, 0.5)])
     job = replace(one.job, strategy=evil, recipe=evil)
@@ -294,7 +291,7 @@ def test_page_escapes_names() -> None:
 
 
 def test_page_needs_no_other_file() -> None:
-    """Its figures are inside; what they refer to is in the page, and nothing is loaded."""
+    """Its figures are inline, and it loads nothing."""
     text = report.page([make("bsp", [(1, 0.5), (2, 0.99)]), make("ideal", [(1, 0.99)])])
     page = Elements(text)
     assert page.tags.count("svg") == 3
@@ -304,7 +301,7 @@ def test_page_needs_no_other_file() -> None:
 
 
 def test_figures_have_the_colours_of_the_page() -> None:
-    """Text and axes are drawn in its ink, which a dark page makes light; no ground is drawn."""
+    """Text and axes use ``currentColor``, and figures have no background."""
     text = report.page([make("bsp", [(1, 0.5), (2, 0.99)])])
     assert "prefers-color-scheme: dark" in text
     assert "currentColor" in text
@@ -314,8 +311,8 @@ def test_figures_have_the_colours_of_the_page() -> None:
         assert not re.search(r"(fill|stroke): #000000", drawing)
 
 
-def test_page_tells_how_to_repeat_it() -> None:
-    """The command as it was typed, once; every configuration, and no directory of anybody's."""
+def test_page_has_command_and_configurations() -> None:
+    """The command appears once, and no directory of the user appears."""
     job = replace(make("bsp", [(1, 0.5)]).job, data="/home/somebody/data", lr_scale=0.25)
     runs = [replace(make("bsp", [(1, 0.5)]), job=job, command="offbeat compare 'a b' -s bsp")]
     runs += [replace(runs[0], job=replace(job, seed=seed)) for seed in (1, 2)]
@@ -329,7 +326,7 @@ def test_page_tells_how_to_repeat_it() -> None:
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The figures saved from here on."""
+    """Return the list of figures saved from now on."""
     from matplotlib.figure import Figure
 
     figures: list[Any] = []
@@ -345,7 +342,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.parametrize("recipe", ["digits", "stdlib-lm"])
 def test_plot_draws_every_strategy(drawn: list[Any], tmp_path: Path, recipe: str) -> None:
-    """A line for each strategy at the medians, one legend entry, the target across."""
+    """Each strategy has a line at the medians and a legend entry."""
     runs = [
         make("bsp", [(1, 0.95), (2, 0.99)], recipe=recipe),
         make("async", [(1, 0.96), (3, 0.97)], recipe=recipe),
@@ -368,8 +365,7 @@ def test_plot_draws_every_strategy(drawn: list[Any], tmp_path: Path, recipe: str
     assert (tmp_path / "plot.png").read_bytes().startswith(PNG)
 
 
-def test_plot_of_a_simulation_says_so(drawn: list[Any], tmp_path: Path) -> None:
-    """A simulated time axis is never shown as a measured one."""
+def test_plot_marks_simulated_time(drawn: list[Any], tmp_path: Path) -> None:
     report.plot([replace(make("bsp", [(1, 0.5)]), simulated=True)], tmp_path / "plot.png")
     assert drawn[0].axes[0].get_xlabel() == "training seconds (simulated)"
 
@@ -377,7 +373,7 @@ def test_plot_of_a_simulation_says_so(drawn: list[Any], tmp_path: Path) -> None:
 def test_without_matplotlib_there_is_no_plot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Table and report are written all the same, and the plot is not named."""
+    """Table and report are still written."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     results = [make("bsp", [(1, 0.5)])]
     with pytest.raises(ImportError, match=r"plots need matplotlib: pip install 'offbeat\[plot\]'"):

@@ -1,4 +1,4 @@
-"""Rows of tables over a grid of learning rates; arrivals, differences and splits of the time."""
+"""Rows over several learning rates; times to targets, differences, links and split of the time."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ SCALES = (0.3, 1.0, 3.0)
 
 
 def grid(strategy: str, finals: Sequence[float], *, seed: int = 0, recipe: str = "digits") -> list:
-    """A run with each factor."""
+    """Return a run with each factor on the learning rate."""
     return [
         replace(
             make(
@@ -33,7 +33,7 @@ def grid(strategy: str, finals: Sequence[float], *, seed: int = 0, recipe: str =
 
 
 def test_the_best_factor_is_the_row_and_all_runs_are_counted() -> None:
-    """By the mean of the finals over the seeds, whatever one seed says."""
+    """The mean final metric over the seeds decides."""
     runs = [*grid("bsp", (0.90, 0.95, 0.97)), *grid("bsp", (0.90, 0.95, 0.80), seed=1)]
     (row,) = rows_of(runs)
     assert (row.name, row.lr_scale, row.tried, row.at_edge) == ("bsp", 1.0, 6, False)
@@ -54,26 +54,25 @@ def test_lower_is_better_of_a_loss_and_an_edge_is_marked() -> None:
     ("finals", "chosen"),
     [((0.9, 0.9, 0.9), 1.0), ((0.9, math.nan, 0.8), 0.3), ((0.8, 0.7, 0.8), 3.0)],
 )
-def test_of_equal_factors_the_nearest_to_1_and_never_one_that_is_no_number(
+def test_equal_factors_are_decided_by_nearness_to_1_and_nan_loses(
     finals: Sequence[float], chosen: float
 ) -> None:
     assert rows_of(grid("bsp", finals))[0].lr_scale == chosen
 
 
-def test_a_factor_that_not_all_seeds_have_seen_does_not_count() -> None:
-    """As in a comparison that was cut short."""
+def test_a_factor_without_all_seeds_does_not_count() -> None:
     runs = [*grid("bsp", (0.9, 0.8, 0.99)), *grid("bsp", (0.9, 0.8, 0.99), seed=1)[:2]]
     assert rows_of(runs)[0].lr_scale == 0.3
 
 
-def test_a_factor_of_its_own_is_a_row_of_its_own() -> None:
+def test_a_method_with_its_own_factor_has_its_own_row() -> None:
     runs = [*grid("bsp", (0.9, 0.95, 0.8)), make("local:period=2 --lr-scale 7", [(1, 0.9)])]
     assert [row.name for row in rows_of(runs)] == ["bsp", "local:period=2 --lr-scale 7"]
     assert [row[1:3] for row in report.table(runs).rows] == [("1", "3"), ("-", "1")]
 
 
 def test_an_untuned_run_joins_the_grid_that_has_its_factor() -> None:
-    """A comparison that was widened by factors has run one of them before."""
+    """The comparison was extended by factors after its first run."""
     runs = grid("bsp", (0.9, 0.95, 0.8))
     runs[1] = replace(runs[1], lr_scales=())
     assert [(row.name, row.tried) for row in rows_of(runs)] == [("bsp", 3)]
@@ -84,29 +83,28 @@ def test_an_untuned_run_joins_the_grid_that_has_its_factor() -> None:
 IDEAL = make("ideal", [(1, 0.5), (2, 0.96), (3, 0.985), (4, 1.0)])
 
 
-def test_arrivals_are_at_shares_of_the_ideal() -> None:
-    """Targets 0.95, 0.98 and 0.995 of a final metric of 1; brackets have the ideal's over them."""
+def test_targets_are_shares_of_the_ideals_final_metric() -> None:
+    """Targets are 0.95, 0.98 and 0.995 of a final metric of 1."""
     slow = make("bsp", [(5, 0.95), (8, 0.97), (10, 0.984)])
-    found = report.arrivals([IDEAL, slow])
+    found = report.times_to_targets([IDEAL, slow])
     assert found is not None
     assert found.headings == ("strategy", "95%: 0.95", "98%: 0.98", "99.5%: 0.995")
     assert found.rows[0] == ("ideal", "2.0 s [100 %]", "3.0 s [100 %]", "4.0 s [100 %]")
     assert found.rows[1] == ("bsp", "5.0 s [40 %]", "10.0 s [30 %]", "never")
-    assert report.arrivals([slow]) is None
+    assert report.times_to_targets([slow]) is None
 
 
-def test_runs_that_never_arrive_are_counted() -> None:
+def test_runs_that_do_not_reach_a_target_are_counted() -> None:
     ideals = [IDEAL, replace(IDEAL, job=replace(IDEAL.job, seed=1))]
     runs = [make("bsp", [(5, 0.96)]), make("bsp", [(4, 0.9)], seed=1)]
-    found = report.arrivals([*ideals, *runs])
+    found = report.times_to_targets([*ideals, *runs])
     assert found is not None
     assert found.rows[1][1:] == ("1 of 2 runs, 5.0 s at best", "never", "never")
 
 
-def test_a_loss_is_over_the_share() -> None:
-    """2.0 at the end: 95 % of that is a loss of 2.0 / 0.95."""
+def test_the_target_of_a_loss_is_divided_by_the_share() -> None:
     one = make("ideal", [(1, 2.2), (2, 2.1), (3, 2.0)], recipe="stdlib-lm")
-    found = report.arrivals([one])
+    found = report.times_to_targets([one])
     assert found is not None
     assert found.headings[1] == f"95%: {2.0 / 0.95:.4g}"
     assert found.rows[0][1] == "2.0 s [100 %]"
@@ -116,7 +114,7 @@ def test_a_loss_is_over_the_share() -> None:
 
 
 def test_differences_are_paired_with_students_t() -> None:
-    """Computed from the differences seed by seed, by scipy; the ideal is what they are from."""
+    """Intervals equal scipy's, seed by seed, relative to the ideal."""
     ours, theirs = (0.91, 0.95, 0.92), (0.90, 0.91, 0.93)
     runs = [make("bsp", [(2, final)], seed=seed) for seed, final in enumerate(ours)]
     runs += [make("ideal", [(1, final)], seed=seed) for seed, final in enumerate(theirs)]
@@ -131,7 +129,7 @@ def test_differences_are_paired_with_students_t() -> None:
     assert seconds == "+1.0 [+1.0, +1.0] s"
 
 
-def test_seeds_that_only_one_has_are_no_pairs() -> None:
+def test_unpaired_seeds_do_not_count() -> None:
     runs = [make("bsp", [(1, 0.9)], seed=seed) for seed in (0, 1)]
     runs += [make("async", [(1, 0.9)], seed=seed) for seed in (1, 2)]
     assert report.differences(runs) is None
@@ -151,9 +149,9 @@ def test_an_interval_needs_two_values() -> None:
 
 
 def test_links_are_shown_as_measured() -> None:
-    """Before and after, medians over the seeds; rows without a measurement are left out."""
-    told = (Measured(12.5e6, 0.001), Measured(6.25e6, 0.002))
-    runs = [replace(make("bsp", [(1, 0.9)]), links=told), make("async", [(1, 0.9)])]
+    """Rows without a measurement are omitted."""
+    measured = (Measured(12.5e6, 0.001), Measured(6.25e6, 0.002))
+    runs = [replace(make("bsp", [(1, 0.9)]), links=measured), make("async", [(1, 0.9)])]
     found = report.links(runs)
     assert found is not None
     assert found.rows == (("bsp", "100 Mbit/s", "50 Mbit/s", "1 ms", "2 ms"),)
@@ -161,14 +159,14 @@ def test_links_are_shown_as_measured() -> None:
 
 
 def run(strategy: str, seconds: float, *, wait: float = 0.0) -> Result:
-    """Ten steps."""
+    """Return a run of ten steps."""
     one = make(strategy, [(seconds, 0.9)])
     stats = Stats(steps=10, wait_seconds=wait, compute_seconds=seconds - wait)
     points = tuple(replace(point, step=10) for point in one.points)
     return replace(one, points=points, stats=(stats, stats))
 
 
-def test_the_time_splits_into_what_the_ideal_computes_and_the_rest() -> None:
+def test_the_time_is_split_by_the_ideals_step() -> None:
     ideal, ours, peer = run("ideal", 2), run("bsp", 8, wait=5), run("torch:ddp", 8)
     rows = rows_of([ideal, ours, peer])
     assert time_split(rows[1], rows) == pytest.approx(

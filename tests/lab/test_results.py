@@ -1,4 +1,4 @@
-"""Results as values: written and read as ever, with what follows from them."""
+"""Results: reading and writing, and derived values."""
 
 import json
 from dataclasses import replace
@@ -25,17 +25,17 @@ Intel(R) Xeon(R) Processor @ 2.10GHz, 2 cores, 1 seed, --injection 0.5,0.5
 
 
 def test_an_old_file_is_read_and_written_the_same() -> None:
-    """Every line comes back with its values and what is derived from others; newer keys beside."""
+    """Values and derived values are unchanged; new keys are added."""
     results = read_results(OLD)
     assert [one.strategy for one in results] == ["bsp", "async:staleness=4", "selsync:delta=inf"]
     assert [one.simulated for one in results] == [False, False, True]
     lines = OLD.read_text(encoding="utf-8").splitlines()
     for one, line in zip(results, lines, strict=True):
-        told, then = json.loads(json.dumps(one.to_dict())), json.loads(line)
+        now, then = json.loads(json.dumps(one.to_dict())), json.loads(line)
         for name in ("label", "model_bytes", "links", "turns", "lr_scales", "command"):
-            del told[name]
-        told["job"] = {name: told["job"][name] for name in then["job"]}
-        assert told == then
+            del now[name]
+        now["job"] = {name: now["job"][name] for name in then["job"]}
+        assert now == then
 
 
 def test_an_old_file_loads_into_the_report(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_an_old_file_loads_into_the_report(tmp_path: Path) -> None:
 
 
 def test_jobs_of_other_versions_are_read() -> None:
-    """A field that there was not yet has its default; one that there is no more is left out."""
+    """Missing fields have their defaults; unknown fields are dropped."""
     values = json.loads(OLD.read_text(encoding="utf-8").splitlines()[0])
     del values["job"]["sampler"]
     values["job"]["colour"] = "blue"
@@ -56,7 +56,7 @@ def test_jobs_of_other_versions_are_read() -> None:
 
 
 def test_the_optimizer_state_of_an_old_job_is_a_setting_of_its_strategy() -> None:
-    """It was an option of its own; runs with and without it stay apart in the report."""
+    """Runs with and without the former option stay apart in the report."""
     values = json.loads(OLD.read_text(encoding="utf-8").splitlines()[0])
     for strategy, state, found in (
         ("local:period=8", "average", "local:period=8,optimizer_state=average"),
@@ -71,7 +71,7 @@ def test_the_optimizer_state_of_an_old_job_is_a_setting_of_its_strategy() -> Non
 
 
 def test_flags_of_an_old_file_are_kept() -> None:
-    """Version 0.1.0 wrote them beside the details only."""
+    """Version 0.1.0 wrote them next to the details."""
     values = json.loads(OLD.read_text(encoding="utf-8").splitlines()[2])
     for one in values["stats"]:
         one["flags"] = 5
@@ -118,14 +118,14 @@ def test_the_end_is_the_last_point() -> None:
         ([(1.0, float("nan")), (2.0, 0.7)], True, 2.0),
     ],
 )
-def test_the_target_is_reached_at_the_first_point_there(
+def test_the_target_is_reached_at_the_first_point_at_it(
     curve: list[tuple[float, float]], better: bool, seconds: float | None
 ) -> None:
     assert result(*curve, better=better).time_to_target_seconds == seconds
 
 
 def test_totals_are_means_over_the_workers() -> None:
-    """LSSR (3/4 and 1/4), bytes, idle (1/4 and 2/4), and flags of all steps of all workers."""
+    """LSSR is 3/4 and 1/4, the idle share 1/4 and 2/4; flags count all workers' steps."""
     one = result((1.0, 0.9))
     assert one.lssr == 0.5
     assert one.payload_bytes == 200

@@ -1,4 +1,4 @@
-"""Who reads what in a job: samplers, partitions, injection, and the factor on the learning rate."""
+"""Samplers, batches, partitions, injection, and the factor on the learning rate."""
 
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -23,14 +23,14 @@ from offbeat.lab.compare import run_and_record
 from offbeat.lab.job import Job
 from offbeat.lab.places import VirtualCluster
 from offbeat.lab.recipes import Task
-from offbeat.lab.recipes.base import HeldOut
-from offbeat.lab.recipes.samples import Batch, Samples, TensorData, as_samples
+from offbeat.lab.recipes.datasets import Batch, Samples, TensorData, as_samples
+from offbeat.lab.recipes.held_out import HeldOut
 from offbeat.lab.results import Result
 from offbeat.lab.samplers import Batches, make_partition, make_sampler, parse_injection
 
 
 def task(samples: int = 60, steps: int = 7) -> Task:
-    """Sample i is i, and its label i mod 6."""
+    """Return a task whose sample i is i with label i mod 6."""
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.4)
     numbers = torch.arange(samples)
@@ -47,7 +47,7 @@ def task(samples: int = 60, steps: int = 7) -> Task:
 
 
 def read(one: Task, workers: int, **settings: Any) -> list[list[int]]:
-    """The samples each worker reads, in order."""
+    """Return the samples that each worker reads, in order."""
     return [
         [
             int(x)
@@ -58,8 +58,8 @@ def read(one: Task, workers: int, **settings: Any) -> list[list[int]]:
     ]
 
 
-def test_batches_are_as_many_as_the_task_wants_again_and_again() -> None:
-    """Over the ends of epochs, and from the start when iterated anew."""
+def test_batches_are_as_many_as_steps_in_every_iteration() -> None:
+    """They continue over the ends of epochs."""
     one = task(samples=10, steps=7)
     batches = Batches(one, make_sampler(one, 1, 0, seed=0))
     assert len(batches) == 7
@@ -70,7 +70,7 @@ def test_batches_are_as_many_as_the_task_wants_again_and_again() -> None:
 
 
 def test_seldp_reads_everything_and_the_others_a_share() -> None:
-    """In one epoch's worth of steps: all samples, a third for good, or a third of each epoch."""
+    """SelDP reads all samples, DefDP a fixed third, DistributedSampler a third per epoch."""
     one = task(samples=60, steps=15)
     for own in read(one, 3):
         assert sorted(own) == list(range(60))
@@ -83,7 +83,7 @@ def test_seldp_reads_everything_and_the_others_a_share() -> None:
 
 
 def test_a_partition_keeps_labels_apart() -> None:
-    """label:2 of six labels: each of three workers reads two labels, nobody else's."""
+    """With label:2, each of three workers reads two of six labels."""
     shares = read(task(steps=30), 3, partition="label:2")
     labels = [{index % 6 for index in own} for own in shares]
     assert [len(own) for own in labels] == [2, 2, 2]
@@ -103,17 +103,15 @@ def test_a_partition_keeps_labels_apart() -> None:
         ({"kind": "random"}, "sampler must be seldp, defdp or distributed, got 'random'"),
     ],
 )
-def test_mistakes_say_what_is_allowed(settings: dict[str, Any], words: str) -> None:
-    """One line each, before any worker starts."""
+def test_invalid_settings_name_the_valid_ones(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=r"partition|sampler") as caught:
         make_sampler(task(), 3, 0, seed=0, **settings)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_text_has_no_labels() -> None:
-    """A language model's windows cannot be divided by label."""
-    with pytest.raises(ValueError, match="one label a sample; this recipe has none"):
+def test_text_has_no_partition_by_label() -> None:
+    with pytest.raises(ValueError, match="one label per sample; this recipe has none"):
         Job("stdlib-lm", "bsp", 2, epochs=0.01, partition="label:1").check()
 
 
@@ -130,12 +128,12 @@ def place() -> VirtualCluster:
 
 
 def run(**settings: Any) -> Result:
-    job = Job("digits", "local:period=2", 5, epochs=2, evaluations=2, **settings)
+    job = Job("digits", "local:period=2", 5, epochs=2, evaluations=1, **settings)
     return run_and_record(job, lambda event: None, place())
 
 
-def test_injection_helps_workers_with_one_kind_of_data() -> None:
-    """Two digits a worker: samples cross the network, and the model learns more digits."""
+def test_injection_helps_workers_with_few_labels() -> None:
+    """Samples cross the network, and the model learns more digits."""
     apart = run(partition="label:2")
     mixed = run(partition="label:2", injection="0.6,1.0")
     assert "injected_samples" not in apart.details
@@ -162,11 +160,8 @@ def test_injection_helps_workers_with_one_kind_of_data() -> None:
         ),
     ],
 )
-def test_the_learning_rate_is_scaled_in_all_of_its_schedule(schedule: Any) -> None:
-    """Every step uses the rate of the schedule times the factor, whatever kind of schedule it is.
-
-    The rate of a chained one is a product of two.
-    """
+def test_the_factor_scales_every_rate_of_a_schedule(schedule: Any) -> None:
+    """The rule holds for all kinds of schedulers, also for a chain of two."""
     rates = []
     for factor in (1.0, 0.5):
         model = nn.Linear(1, 1)
@@ -182,8 +177,8 @@ def test_the_learning_rate_is_scaled_in_all_of_its_schedule(schedule: Any) -> No
     assert rates[1] == pytest.approx([0.5 * rate for rate in rates[0]], rel=1e-15)
 
 
-class Read(Samples):
-    """Samples that tell how many were read."""
+class CountingSamples(Samples):
+    """Samples that count how many are read."""
 
     def __init__(self, labels: list[int]) -> None:
         self.labels, self.read = torch.tensor(labels), 0
@@ -197,8 +192,8 @@ class Read(Samples):
 
 
 def test_a_partition_reads_no_sample() -> None:
-    """Data that are decoded when they are read, such as images, tell their labels before."""
-    samples = Read([i % 6 for i in range(60)])
+    """Labels are known before images are decoded."""
+    samples = CountingSamples([i % 6 for i in range(60)])
     parts = make_partition("label:2", replace(task(), dataset=samples), 3, seed=1)
     assert [len({i % 6 for i in part.tolist()}) for part in parts] == [2, 2, 2]
     assert samples.read == 0
@@ -207,8 +202,8 @@ def test_a_partition_reads_no_sample() -> None:
 NUMBERS = torch.arange(12)
 
 
-class Named(Dataset[Any]):
-    """As torchvision's data sets."""
+class WithTargets(Dataset[Any]):
+    """A data set with torchvision's attribute ``targets``."""
 
     targets: ClassVar[list[int]] = [i % 3 for i in range(12)]
 
@@ -224,20 +219,20 @@ class Named(Dataset[Any]):
     [
         (TensorDataset(NUMBERS, NUMBERS % 3), [i % 3 for i in range(12)]),
         (Subset(TensorDataset(NUMBERS, NUMBERS % 3), [5, 4, 3]), [2, 1, 0]),
-        (Subset(Subset(Named(), [7, 6, 5, 4]), [0, 3]), [1, 1]),
-        (Named(), [i % 3 for i in range(12)]),
+        (Subset(Subset(WithTargets(), [7, 6, 5, 4]), [0, 3]), [1, 1]),
+        (WithTargets(), [i % 3 for i in range(12)]),
         (TensorDataset(NUMBERS), None),
     ],
 )
 def test_labels_of_ordinary_data_sets(dataset: Dataset[Any], labels: list[int] | None) -> None:
-    """Torch's own and torchvision's tell them, parts of them too."""
+    """Labels of torch's and torchvision's data sets and their subsets are known."""
     found = as_samples(dataset).labels
     assert (None if found is None else found.tolist()) == labels
 
 
 def test_ordinary_data_sets_give_batches() -> None:
-    """Items are stacked as by a ``DataLoader``, in the order asked for."""
-    inputs, labels = as_samples(Named()).batch([4, 2])
+    """Items are collated in the given order."""
+    inputs, labels = as_samples(WithTargets()).batch([4, 2])
     assert inputs.tolist() == [[4.0, 4.0], [2.0, 2.0]]
     assert labels.tolist() == [1, 2]
     (numbers,) = as_samples(TensorDataset(NUMBERS))[[3, 1]]

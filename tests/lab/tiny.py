@@ -1,4 +1,4 @@
-"""A recipe of nine steps whose metric shows which model was evaluated, and its slow references."""
+"""A recipe of nine steps whose metric identifies the evaluated model, and slow references."""
 
 import copy
 import time
@@ -9,26 +9,27 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.lab.recipes import RECIPES, Setup, Task
-from offbeat.lab.recipes.base import HeldOut, Recipe
-from offbeat.lab.recipes.samples import TensorData
+from offbeat.lab.recipes.base import Recipe
+from offbeat.lab.recipes.datasets import TensorData
+from offbeat.lab.recipes.held_out import HeldOut
 from offbeat.lab.samplers import Batches, make_sampler
 
 STEPS = 9
 LR = 0.03
-CLIP = 3.0  # of some steps only
-built: list[Task] = []  # in this process, the last one last
-statistics: list[float] = []  # the buffer after each forward pass in this process
+CLIP = 3.0  # clips the gradients of some steps
+built: list[Task] = []  # by this process, in order
+statistics: list[float] = []  # value of the buffer after each forward pass in this process
 evaluation_seconds = 0.0
 width = 32
 
 
 def rate(step: int) -> float:
-    """Of the schedule, by the number of batches so far, as a factor."""
+    """Return the factor of the schedule after ``step`` batches."""
     return 1 / (1 + step)
 
 
 def size_of(tensors: Sequence[Tensor]) -> float:
-    """A number that two models hardly share."""
+    """Return a number that identifies the tensors."""
     flat = torch.cat([t.detach().double().reshape(-1) for t in tensors])
     return float((flat * torch.arange(1, len(flat) + 1)).sin().sum())
 
@@ -45,7 +46,7 @@ def build(setup: Setup) -> Task:
     data = torch.randn(96, 4, dtype=torch.float64)
     layers = nn.Linear(4, width), nn.Tanh(), nn.Linear(width, width), nn.Linear(width, 1)
     model = nn.Sequential(*layers).double()
-    model.register_buffer("seen", torch.zeros(1, dtype=torch.float64))  # as BatchNorm's statistics
+    model.register_buffer("seen", torch.zeros(1, dtype=torch.float64))  # as in BatchNorm
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     task = Task(
         model=model,
@@ -74,7 +75,7 @@ RECIPE = Recipe("tiny", "nine steps", "size", True, 0.0, 1.0, build)
 
 
 def install() -> None:
-    """In a worker process."""
+    """Register the recipe in a worker process."""
     RECIPES["tiny"] = RECIPE
 
 
@@ -82,7 +83,7 @@ def install() -> None:
 
 
 class Worker:
-    """One of the workers of a reference, in one process with the others."""
+    """One worker of a reference. All workers are in one process."""
 
     def __init__(self, rank: int, workers: int, lr_scale: float = 1.0) -> None:
         task = build(Setup(workers, 1.0))
@@ -95,7 +96,7 @@ class Worker:
         return [*self.model.parameters()]
 
     def gradients(self) -> list[Tensor]:
-        """Of the next batch."""
+        """Return the gradients of the next batch."""
         return [*torch.autograd.grad(loss(self.model, next(self.batches)), self.parameters)]
 
     def descend(self, gradients: Sequence[Tensor], step: int) -> None:
@@ -120,22 +121,22 @@ def average(workers: Sequence[Worker]) -> None:
 
 
 Curve = list[float]
-"""The sizes of the mean model after each step."""
+"""``size_of`` the mean model after each step."""
 
 
 def _curve(
     take: Callable[[list[Worker], int], None], workers: int = 2, lr_scale: float = 1.0
 ) -> Curve:
-    everyone = [Worker(rank, workers, lr_scale) for rank in range(workers)]
-    found = []
+    replicas = [Worker(rank, workers, lr_scale) for rank in range(workers)]
+    sizes = []
     for step in range(STEPS):
-        take(everyone, step)
-        found.append(size_of(mean([one.parameters for one in everyone])))
-    return found
+        take(replicas, step)
+        sizes.append(size_of(mean([one.parameters for one in replicas])))
+    return sizes
 
 
 def mean_gradient(lr_scale: float = 1.0) -> Curve:
-    """Every step with the mean gradient."""
+    """Return the curve of steps with the mean gradient."""
 
     def take(workers: list[Worker], step: int) -> None:
         gradients = mean([one.gradients() for one in workers])
@@ -146,7 +147,10 @@ def mean_gradient(lr_scale: float = 1.0) -> Curve:
 
 
 def post_local(period: int, warmup_steps: int) -> Curve:
-    """Mean gradients, then means of models after steps W+1, W+1+H, …; own gradients between."""
+    """Return the curve of W steps with mean gradients, then local steps with means of the models.
+
+    The means are after steps W+1, W+1+H, …
+    """
 
     def take(workers: list[Worker], step: int) -> None:
         gradients = [one.gradients() for one in workers]
@@ -161,14 +165,17 @@ def post_local(period: int, warmup_steps: int) -> Curve:
 
 
 def accumulated(steps: int) -> Curve:
-    """The mean gradient of so many batches of all workers, at the rate of the first."""
-    kept: list[list[Tensor]] = []
+    """Return the curve of steps with the mean gradient of ``steps`` batches of all workers.
+
+    A step uses the learning rate of its first batch.
+    """
+    pending: list[list[Tensor]] = []
 
     def take(workers: list[Worker], step: int) -> None:
-        kept.append(mean([one.gradients() for one in workers]))
-        if len(kept) == steps or step == STEPS - 1:
+        pending.append(mean([one.gradients() for one in workers]))
+        if len(pending) == steps or step == STEPS - 1:
             for one in workers:
-                one.descend(mean(kept), step - len(kept) + 1)
-            kept.clear()
+                one.descend(mean(pending), step - len(pending) + 1)
+            pending.clear()
 
     return _curve(take)

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from offbeat.cli.options import USUAL_LATENCY
-from offbeat.lab.baselines import parse_method
 from offbeat.lab.job import Job
+from offbeat.lab.methods.registry import parse_method
 from offbeat.lab.recipes import Task
 from offbeat.strategies import Strategy
 

@@ -10,7 +10,7 @@ from typing import Any
 from offbeat.arguments import range_of, types_of
 from offbeat.cli.view import console, show
 from offbeat.display.table import Table
-from offbeat.lab.baselines import BASELINES
+from offbeat.lab.methods.registry import BASELINES
 from offbeat.lab.recipes import RECIPES
 from offbeat.registry import STRATEGIES
 

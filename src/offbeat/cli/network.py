@@ -14,8 +14,8 @@ from offbeat.cli.view import console, show
 from offbeat.display.table import Table
 from offbeat.errors import OffbeatError
 from offbeat.lab import probe as probing
-from offbeat.lab.baselines import is_baseline
 from offbeat.lab.measure import measure_recipe
+from offbeat.lab.methods.registry import is_baseline
 from offbeat.lab.probe import tables
 from offbeat.plan import plan as make_plan
 from offbeat.plan.question import Question

@@ -20,9 +20,9 @@ from offbeat.cli.view import Bar, console, show_narrow
 from offbeat.errors import OffbeatError
 from offbeat.lab import compare as comparison
 from offbeat.lab import report, slurm
-from offbeat.lab.baselines import require_virtual
 from offbeat.lab.job import Job
 from offbeat.lab.measure import measure_recipe
+from offbeat.lab.methods.registry import require_virtual
 from offbeat.lab.places import Launched, Loopback, Place, ShapedLinks, VirtualCluster
 from offbeat.lab.results import Result
 from offbeat.lab.train import choose_backend, share_cores
@@ -306,7 +306,7 @@ def _show(results: list[Result]) -> None:
     show_narrow(report.table(results, ranges=False))  # there is no room for them
     for note in report.notes(results):
         console.print(f"{note}\n", style="dim", highlight=False)
-    for table in (report.arrivals(results, ranges=False), report.differences(results)):
+    for table in (report.times_to_targets(results, ranges=False), report.differences(results)):
         if table is not None and len(results) > 1:
             show_narrow(table)
 

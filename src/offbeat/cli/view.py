@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from offbeat.display.table import Table
-from offbeat.lab.evaluation import MOST
+from offbeat.lab.evaluation import MAX_EVALUATIONS
 from offbeat.lab.events import (
     Chosen,
     Evaluation,
@@ -97,7 +97,7 @@ class Bar:
             case Waiting():
                 self._progress.update(self._task, metric=f"{event.what} …")
             case Chosen():
-                if event.evaluations < MOST:
+                if event.evaluations < MAX_EVALUATIONS:
                     console.print(f"{self._name}  {chosen(event)}", soft_wrap=True)
             case Evaluation():
                 self._shown = f"{self._metric} {event.metric:.4f}"

@@ -19,10 +19,13 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from offbeat.lab.recipes.base import HeldOut, Setup, Task, accuracy
-    from offbeat.lab.recipes.own import recipe
+    from offbeat.lab.recipes.base import Setup, Task
+    from offbeat.lab.recipes.custom import recipe
+    from offbeat.lab.recipes.held_out import HeldOut, accuracy
     from offbeat.lab.recipes.schedules import decay_at, decay_every, warmup_cosine
 else:
     __getattr__ = import_lazily(
-        __name__, __all__, ("recipes.base", "recipes.own", "recipes.schedules")
+        __name__,
+        __all__,
+        ("recipes.base", "recipes.custom", "recipes.held_out", "recipes.schedules"),
     )

@@ -1,4 +1,4 @@
-"""Evaluation by all workers together, and at which steps."""
+"""Distributed evaluation, and the steps at which a run evaluates."""
 
 import json
 import time
@@ -9,77 +9,80 @@ import torch.distributed as dist
 from torch import nn
 
 from offbeat.errors import CommunicationError, OffbeatError
-from offbeat.lab.recipes.base import HeldOut
+from offbeat.lab.recipes.held_out import HeldOut
 
-MOST = 24
-"""Evaluations of a run whose number is left to it."""
+MAX_EVALUATIONS = 24
+"""Largest number of evaluations of a run that chooses the number itself."""
 SHARE = 0.1
-"""Of the training time: what its evaluations may take."""
+"""Largest time of all evaluations, as a share of the training time."""
 FREE_SECONDS = 3.0
-"""What they may take of a run however short it is."""
+"""Time that the evaluations of any run may take, however short the run is."""
 
 
-class Looks:
-    """At which steps a run evaluates: evenly spread, the end included.
+class EvaluationSchedule:
+    """The steps at which a run evaluates: evenly spaced, with the last step.
 
     Args:
-        steps: Of the run.
-        number: How often; None: as often as is affordable, at most ``MOST`` times. That is for
-            ``choose`` to say at the first of so many, when it is known what a step takes.
+        steps: Number of steps of the run.
+        number: Number of evaluations. None: the run measures the time of an evaluation at the
+            first of ``MAX_EVALUATIONS`` steps and then calls ``choose``.
 
     Attributes:
-        open: Whether that is still to be said.
-        over: Whether the run ends here, before its last step.
+        open: True until the number of evaluations is known.
+        over: True if the run ends at this evaluation, before its last step.
     """
 
     def __init__(self, steps: int, number: int | None) -> None:
         self._steps = steps
         self.open, self.over = number is None, False
-        self._at = evenly(steps, MOST if number is None else number)
+        self._at = evenly(steps, MAX_EVALUATIONS if number is None else number)
 
     def __contains__(self, step: int) -> bool:
-        """Whether to evaluate after ``step``; the end is not asked for."""
+        """Return True if the run evaluates after ``step``. False for the last step.
+
+        The evaluation at the end belongs to the end of the run, not to the training loop.
+        """
         return step in self._at and step < self._steps
 
     def choose(self, number: int) -> None:
-        """Evaluate so often."""
+        """Set the number of evaluations."""
         self.open = False
         self._at = evenly(self._steps, number)
 
 
 def evenly(steps: int, number: int) -> set[int]:
-    """``number`` of ``steps`` steps, the last among them; fewer where there are fewer steps."""
+    """Return ``number`` evenly spaced steps with the last one, or all steps if they are fewer."""
     number = min(number, steps)
     return {round(steps * (i + 1) / number) for i in range(number)}
 
 
 def affordable(evaluation_seconds: float, training_seconds: float) -> int:
-    """How many evaluations cost at most a tenth of the training; 1 to ``MOST``.
+    """Return the number of evaluations that fit into the time for them, 1 to ``MAX_EVALUATIONS``.
 
-    Runs of less than half a minute may spend 3 s on them.
+    The time is a tenth of the training time, but at least 3 s.
     """
     budget = max(SHARE * training_seconds, FREE_SECONDS)
-    return max(1, min(MOST, int(budget / max(evaluation_seconds, 1e-9))))
+    return max(1, min(MAX_EVALUATIONS, int(budget / max(evaluation_seconds, 1e-9))))
 
 
 def evaluate_together(
     evaluate: HeldOut, model: nn.Module, device: torch.device
 ) -> dict[str, float]:
-    """The metrics of a model that all workers hold alike; each evaluates its share.
+    """Return the metrics of a model that is the same on all workers. A collective.
 
-    A collective. All get the same figures.
+    Each worker evaluates its share of the batches. All workers return the same values.
 
     Raises:
-        CommunicationError: a worker did not give its share.
+        CommunicationError: a worker did not send its share.
     """
-    own = evaluate.share(model, dist.get_rank(), dist.get_world_size())
-    return evaluate.combine(gather(own, device, "the shares of an evaluation"))
+    share = evaluate.share(model, dist.get_rank(), dist.get_world_size())
+    return evaluate.combine(gather(share, device, "the shares of an evaluation"))
 
 
 def expected_seconds(evaluate: HeldOut, model: nn.Module) -> float:
-    """What this worker's share of an evaluation will take, from the first of its batches.
+    """Estimate the time of this worker's share of an evaluation from its first batch.
 
-    To be asked for on all workers at once, so that they are as busy as they will be.
+    All workers should call it at the same time, so that they share cores as in an evaluation.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     began = time.perf_counter()
@@ -88,7 +91,12 @@ def expected_seconds(evaluate: HeldOut, model: nn.Module) -> float:
 
 
 def gather(value: Any, device: torch.device, what: str) -> list[Any]:
-    """Every worker's plain value, in rank order, by way of ``device``.
+    """Return the JSON value of every worker in rank order. A collective.
+
+    Args:
+        value: This worker's JSON value.
+        device: Device that the communication backend needs.
+        what: Description of the values, for the error message.
 
     Raises:
         CommunicationError: a worker did not take part.

@@ -17,7 +17,7 @@ from torch import nn
 from typing_extensions import override
 
 from offbeat.lab.evaluation import gather
-from offbeat.lab.method import SAVING, Attached, Baseline, Method
+from offbeat.lab.methods.base import SAVING, Attached, Baseline, Method
 from offbeat.lab.recipes import Task
 from offbeat.lab.recipes.base import device_of
 from offbeat.strategies import BSP, Strategy

@@ -15,7 +15,7 @@ from offbeat.arguments import Precision, check_settings, setting, types_of
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
 
-    from offbeat.lab.method import Baseline
+    from offbeat.lab.methods.base import Baseline
     from offbeat.lab.recipes import Setup, Task
 
 MOST_WORKERS = 1000
@@ -178,7 +178,7 @@ class Job:
             FileNotFoundError: the data are not there.
         """
         from offbeat.lab.recipes import find_recipe
-        from offbeat.lab.recipes.own import try_out
+        from offbeat.lab.recipes.custom import try_out
         from offbeat.lab.samplers import parse_injection
 
         check_settings(self)
@@ -245,8 +245,8 @@ class Job:
             ImportError: its package is not installed.
         """
         from offbeat.errors import AttachError
-        from offbeat.lab.baselines import parse_method
-        from offbeat.lab.method import Baseline
+        from offbeat.lab.methods.base import Baseline
+        from offbeat.lab.methods.registry import parse_method
         from offbeat.training.compatibility import require_abilities
 
         method = parse_method(self.strategy)
@@ -285,7 +285,7 @@ class Job:
 
     def _usual(self, name: str) -> object:
         """Another way to write the default: the strategy's own wire."""
-        from offbeat.lab.baselines import parse_method
+        from offbeat.lab.methods.registry import parse_method
         from offbeat.strategies import Strategy
 
         if name != "wire":

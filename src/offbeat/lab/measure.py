@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from offbeat.lab.recipes import Setup, find_recipe
-from offbeat.lab.recipes.own import try_out
+from offbeat.lab.recipes.custom import try_out
 from offbeat.lab.samplers import Batches, make_sampler
 
 

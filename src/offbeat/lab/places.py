@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from offbeat.lab.baselines import is_ideal, require_virtual
 from offbeat.lab.cluster import Cluster
-from offbeat.lab.evaluation import MOST, gather
+from offbeat.lab.evaluation import MAX_EVALUATIONS, gather
 from offbeat.lab.events import Evaluation, Event, Start, Step
 from offbeat.lab.job import Job
 from offbeat.lab.launch import Nodes, run_job
+from offbeat.lab.methods.registry import is_ideal, require_virtual
 from offbeat.lab.train import own_device, train_worker
 from offbeat.simulate import Compute, Network, Simulation, simulate
 from offbeat.units import show_bandwidth, show_seconds
@@ -203,7 +203,7 @@ class VirtualCluster(Place):
     def run(self, job: Job, on_event: Callable[[Event], None]) -> None:
         require_virtual(job.strategy)
         if job.evaluations is None:  # they are free here, and two runs are the same
-            job = replace(job, evaluations=MOST)
+            job = replace(job, evaluations=MAX_EVALUATIONS)
         self.last = simulate(
             partial(train_worker, job, on_event),
             workers=job.workers,

@@ -1,4 +1,4 @@
-"""What a run gave, as a value and as a line of ``results.jsonl``."""
+"""Results of runs, and their form as lines of ``results.jsonl``."""
 
 import json
 from collections.abc import Mapping
@@ -6,34 +6,34 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from offbeat.lab.baselines import is_ideal, is_peer
 from offbeat.lab.events import Evaluation, Measured, Turn, stats_of
 from offbeat.lab.job import Job
+from offbeat.lab.methods.registry import is_ideal, is_peer
 from offbeat.telemetry import Stats
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One run: configuration, machine, curve and totals.
+    """Configuration, machine, evaluations and totals of one run.
 
     Attributes:
-        job: What ran.
+        job: Configuration of the run.
         metric: Name of the recipe's metric.
-        higher_is_better: Whether a larger one is better.
-        target: The value whose time of arrival is compared.
-        link: What joined the workers.
-        machine: What computed.
-        versions: Of Offbeat, torch and Python.
-        simulated: Whether all seconds are virtual.
-        points: The evaluations in their order, at least one; the last is that of the end.
-        stats: The totals of every worker, in rank order.
-        model_bytes: Size of the model's parameters; None of a version that did not tell.
-        links: What was measured of the links before the training and after it, if it was.
-        turns: How fast workers alone were before the training and at each evaluation, if that was
-            measured.
-        lr_scales: The factors on the learning rate that the method was tried with, this run being
-            that of one of them; empty if it was not tuned.
-        command: What was typed.
+        higher_is_better: True if larger values of the metric are better.
+        target: Value of the metric whose time to accuracy is compared.
+        link: Description of the network between the workers.
+        machine: Description of the hardware.
+        versions: Versions of Offbeat, torch and Python by name.
+        simulated: True if all seconds are virtual time.
+        points: Evaluations in order, at least one. The last one is at the end of the run.
+        stats: Totals of each worker, in rank order.
+        model_bytes: Size of the model's parameters; None in results of old versions.
+        links: Measurements of the links before and after the training; empty if not measured.
+        turns: Times of a step of workers that trained alone, before the training and at each
+            evaluation; empty if not measured.
+        lr_scales: Factors on the learning rate that were tried with the method; empty if it was not
+            tuned.
+        command: Command line of the comparison.
     """
 
     job: Job
@@ -59,7 +59,7 @@ class Result:
 
     @property
     def label(self) -> str:
-        """The strategy and the options that it was given alone; what tables call the run."""
+        """Strategy with the options given for it alone, as shown in tables."""
         return self.job.label
 
     @property
@@ -74,124 +74,114 @@ class Result:
 
     @property
     def seconds(self) -> float:
-        """Training seconds."""
+        """Training seconds of the whole run."""
         return self.points[-1].seconds
 
     @property
     def time_to_target_seconds(self) -> float | None:
-        """Training seconds at the first evaluation at the target or better; None without one."""
+        """Training seconds to the recipe's target; None if the run did not reach it."""
+        return self.seconds_to(self.target)
+
+    def seconds_to(self, target: float) -> float | None:
+        """Return the training seconds of the first evaluation at ``target`` or better, or None."""
         sign = 1 if self.higher_is_better else -1
-        arrived = (p.seconds for p in self.points if sign * p.metric >= sign * self.target)
-        return next(arrived, None)
+        return next((p.seconds for p in self.points if sign * p.metric >= sign * target), None)
 
     @property
     def is_ideal(self) -> bool:
-        """Whether this is the run on an infinitely fast network."""
+        """True if the method is the ideal network."""
         return is_ideal(self.strategy)
 
     @property
     def measured(self) -> bool:
-        """Whether waiting, bytes and synchronizations are known: Offbeat does not see a peer's."""
+        """True if waiting time, bytes and synchronizations are known. They are not for peers."""
         return not is_peer(self.strategy)
 
     @property
     def lssr(self) -> float | None:
-        """Share of local steps, mean over the workers; None if unknown."""
+        """Share of steps without synchronization, mean over the workers; None if unknown."""
         return self._mean("lssr") if self.measured else None
 
     @property
     def payload_bytes(self) -> float | None:
-        """Bytes handed to collectives and pushes, mean over the workers; None if unknown."""
+        """Bytes passed to collectives and pushes, mean over the workers; None if unknown."""
         return self._mean("payload_bytes") if self.measured else None
 
     @property
     def idle(self) -> float | None:
-        """Share of training time spent waiting, mean over the workers; None if unknown."""
+        """Share of the training time spent waiting, mean over the workers; None if unknown."""
         return self._mean("idle") if self.measured else None
 
     @property
     def flag_rate(self) -> float | None:
-        """Share of steps at which a worker's trigger fired, of all workers; None if unknown."""
+        """Share of all workers' steps at which the local trigger fired; None if unknown."""
         return self._mean("flags") / max(1.0, self._mean("steps")) if self.measured else None
 
     @property
     def details(self) -> dict[str, Any]:
-        """Totals that only this strategy has, of rank 0."""
+        """Strategy-specific totals of rank 0."""
         return self.stats[0].details
 
     def _mean(self, name: str) -> float:
-        return float(sum(getattr(one, name) for one in self.stats) / len(self.stats))
+        return float(sum(getattr(stats, name) for stats in self.stats) / len(self.stats))
 
-    def _known(self, one: Stats) -> dict[str, Any]:
+    def _known_stats(self, stats: Stats) -> dict[str, Any]:
         if self.measured:
-            return one.to_dict()
-        return {"steps": one.steps, "details": one.details}
+            return stats.to_dict()
+        return {"steps": stats.steps, "details": stats.details}
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON values, the derived ones too: a line of ``results.jsonl``."""
+        """Return all fields and derived values as JSON values: a line of ``results.jsonl``."""
+        derived = (
+            *("strategy", "label", "final", "final_metrics", "seconds", "time_to_target_seconds"),
+            *("lssr", "payload_bytes", "idle", "flag_rate", "details"),
+        )
         return {
+            **{field.name: getattr(self, field.name) for field in fields(self)},
+            **{name: getattr(self, name) for name in derived},
             "job": public_job(self.job),
-            "strategy": self.strategy,
-            "label": self.label,
-            "metric": self.metric,
-            "higher_is_better": self.higher_is_better,
-            "target": self.target,
-            "link": self.link,
-            "machine": self.machine,
             "versions": dict(self.versions),
-            "simulated": self.simulated,
             "points": [asdict(point) for point in self.points],
-            "final": self.final,
-            "final_metrics": self.final_metrics,
-            "seconds": self.seconds,
-            "time_to_target_seconds": self.time_to_target_seconds,
-            "lssr": self.lssr,
-            "payload_bytes": self.payload_bytes,
-            "idle": self.idle,
-            "flag_rate": self.flag_rate,
-            "stats": [self._known(one) for one in self.stats],
-            "details": self.details,
-            "model_bytes": self.model_bytes,
-            "links": [asdict(one) for one in self.links],
-            "turns": [asdict(one) for one in self.turns],
+            "stats": [self._known_stats(stats) for stats in self.stats],
+            "links": [asdict(link) for link in self.links],
+            "turns": [asdict(turn) for turn in self.turns],
             "lr_scales": list(self.lr_scales),
-            "command": self.command,
         }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Result":
-        """The result of ``to_dict``, also of another version whose jobs had other fields.
+        """Return the result of ``to_dict``, also from a version whose jobs had other fields.
 
         Raises:
-            ValueError, KeyError, TypeError: it is none.
+            ValueError, KeyError, TypeError: the values are not a result.
         """
-        later = {"model_bytes", "links", "turns", "lr_scales", "command"}  # 0.1.0 wrote none
-        kept = {
-            one.name: values[one.name]
-            for one in fields(cls)
-            if one.name in values or one.name not in later
+        optional = {"model_bytes", "links", "turns", "lr_scales", "command"}  # missing in 0.1.0
+        given = {
+            field.name: values[field.name]
+            for field in fields(cls)
+            if field.name in values or field.name not in optional
         }
-        kept["job"] = _job_of(values["job"])
-        kept["points"] = tuple(Evaluation(**point) for point in values["points"])
-        kept["stats"] = tuple(stats_of(one) for one in values["stats"])
-        kept["links"] = tuple(Measured(**one) for one in kept.get("links", ()))
-        kept["turns"] = tuple(Turn(**one) for one in kept.get("turns", ()))
-        kept["lr_scales"] = tuple(kept.get("lr_scales", ()))
-        if not (kept["points"] and kept["stats"]):
+        given["job"] = _job_of(values["job"])
+        given["points"] = tuple(Evaluation(**point) for point in values["points"])
+        given["stats"] = tuple(stats_of(stats) for stats in values["stats"])
+        given["links"] = tuple(Measured(**link) for link in given.get("links", ()))
+        given["turns"] = tuple(Turn(**turn) for turn in given.get("turns", ()))
+        given["lr_scales"] = tuple(given.get("lr_scales", ()))
+        if not (given["points"] and given["stats"]):
             raise ValueError("a result needs an evaluation and the totals of a worker")
-        return cls(**kept)
+        return cls(**given)
 
 
 def _job_of(values: Mapping[str, Any]) -> Job:
-    """The job of a saved result, also of a version whose jobs had other fields."""
-    known, strategy = {one.name for one in fields(Job)}, values["strategy"]
-    if values.get("optimizer_state") == "average":  # an option of earlier versions, now a setting
+    """Return the job of a saved result. Unknown fields, from another version, are dropped."""
+    known, strategy = {field.name for field in fields(Job)}, values["strategy"]
+    if values.get("optimizer_state") == "average":  # once an option, now a setting of the strategy
         strategy += ("," if ":" in strategy else ":") + "optimizer_state=average"
     return Job(**{k: v for k, v in values.items() if k in known} | {"strategy": strategy})
 
 
 def public_job(job: Job) -> dict[str, Any]:
-    """A job as JSON values, of paths the last part alone: results are shown to others."""
+    """Return a job as JSON values without directories, because results may be published."""
     values = asdict(job)
     for name in ("data", "log", "checkpoints"):
         if values[name] is not None:
@@ -202,18 +192,18 @@ def public_job(job: Job) -> dict[str, Any]:
 
 
 def read_results(path: Path) -> list[Result]:
-    """The results of a ``results.jsonl``, in the order of the runs.
+    """Return the results of a ``results.jsonl`` in the order of the runs.
 
     Raises:
-        ValueError: a line is no result, of this version or one before; naming it.
+        ValueError: a line is not a result. The message names the file and the line.
     """
-    found = []
+    results = []
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
-            found.append(Result.from_dict(json.loads(line)))
-        except Exception as error:  # of what is there instead, anything may be raised
+            results.append(Result.from_dict(json.loads(line)))
+        except Exception as error:  # other contents can raise any exception
             text = " ".join(str(error).split())
             raise ValueError(
-                f"{path}, line {number}, is no result: {type(error).__name__}: {text}"
+                f"{path}, line {number}, is not a result: {type(error).__name__}: {text}"
             ) from None
-    return found
+    return results

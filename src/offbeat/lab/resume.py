@@ -9,11 +9,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from offbeat.checkpoint.save_load import load, save
 from offbeat.errors import CheckpointError
-from offbeat.lab.evaluation import Looks
+from offbeat.lab.evaluation import EvaluationSchedule
 from offbeat.lab.events import Chosen, Evaluation, Event, Left, Resumed, Turn, from_json, to_json
 from offbeat.lab.job import Job
 from offbeat.lab.leaving import Leaving
-from offbeat.lab.method import Attached, Method
+from offbeat.lab.methods.base import Attached, Method
 from offbeat.lab.recipes import Task
 from offbeat.synchronizer import Synchronizer
 
@@ -53,7 +53,7 @@ class Checkpoints:
         self._sync = method.sync if isinstance(method, Attached) else None
         self._scheduler = task.scheduler if isinstance(task.scheduler, LRScheduler) else None
 
-    def resume(self, looks: Looks) -> None:
+    def resume(self, looks: EvaluationSchedule) -> None:
         """Go on from the newest, if the job says so, and tell what was told before.
 
         Raises:

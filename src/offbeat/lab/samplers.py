@@ -1,4 +1,4 @@
-"""Who reads what: the sampler of a worker, its batches, and what it gets of others."""
+"""Data of each worker: its sampler, its batches, and the fractions of data injection."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -21,47 +21,47 @@ def make_sampler(
     kind: str = "seldp",
     partition: str | None = None,
 ) -> Sampler[int]:
-    """Which samples worker ``rank`` reads, and in which order.
+    """Return the sampler of worker ``rank``.
 
     Args:
-        task: What is trained.
-        workers: N.
-        rank: n.
-        seed: Seed of the order, and of the partition.
-        kind: ``seldp``, all of them by rotation; ``defdp``, an N-th that stays its own;
-            ``distributed``, torch's ``DistributedSampler``: another N-th in every epoch.
-        partition: ``label:K`` or ``dirichlet:A``: the worker's own part.
+        task: The task.
+        workers: Number of workers.
+        rank: Rank of the worker.
+        seed: Seed of the order and of the partition.
+        kind: ``seldp``: all samples, starting at another part on each worker. ``defdp``: one
+            fixed N-th of the samples. ``distributed``: torch's ``DistributedSampler``, with another
+            N-th in every epoch.
+        partition: Partition of the samples, ``label:K`` or ``dirichlet:A``; None for no partition.
 
     Raises:
-        ValueError: an unknown kind of partition or sampler, or data without labels.
+        ValueError: the kind or the partition is unknown, or the samples have no labels.
     """
     if kind not in ("seldp", "defdp", "distributed"):
         raise ValueError(f"sampler must be seldp, defdp or distributed, got {kind!r}")
+    if kind == "distributed" and partition is None:
+        return DistributedSampler(task.samples, workers, rank, seed=seed)
+    parts = None
     if partition is not None:
         parts = make_partition(partition, task, workers, seed)
-        return SelDPSampler(task.samples, workers, rank, seed=seed, partition=parts)
-    if kind == "defdp":
+    elif kind == "defdp":
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(task.samples), generator=generator)
-        chunks = [chunk.numpy() for chunk in order.tensor_split(workers)]
-        return SelDPSampler(task.samples, workers, rank, seed=seed, partition=chunks)
-    if kind == "distributed":
-        return DistributedSampler(task.samples, workers, rank, seed=seed)
-    return SelDPSampler(task.samples, workers, rank, seed=seed)
+        parts = [part.numpy() for part in order.tensor_split(workers)]
+    return SelDPSampler(task.samples, workers, rank, seed=seed, partition=parts)
 
 
 def make_partition(text: str, task: Task, workers: int, seed: int) -> list[Any]:
-    """The parts that ``label:K`` or ``dirichlet:A`` means for the data of ``task``.
+    """Return the sample indices of each worker for ``label:K`` or ``dirichlet:A``.
 
     Raises:
-        ValueError: another text, or data without one label a sample.
+        ValueError: the text is invalid, or the samples have no single label.
     """
     kind, _, value = text.partition(":")
     labels = task.samples.labels
     if kind not in ("label", "dirichlet"):
         raise ValueError(f"partition must be label:K or dirichlet:A, got {text!r}")
     if labels is None or labels.dim() != 1:
-        raise ValueError("a partition needs data with one label a sample; this recipe has none")
+        raise ValueError("a partition needs data with one label per sample; this recipe has none")
     try:
         if kind == "label":
             return partition_by_label(labels, workers, int(value), seed)
@@ -71,14 +71,14 @@ def make_partition(text: str, task: Task, workers: int, seed: int) -> list[Any]:
 
 
 class Batches(Iterable[tuple[Tensor, ...]]):
-    """``task.steps`` batches in the order of ``sampler``, epoch after epoch.
+    """``task.steps`` batches in the order of a sampler, over as many epochs as that takes.
 
     Args:
-        task: What is trained.
-        sampler: Which samples.
-        size: Samples in a batch; None is the task's own.
-        readers: Processes that read ahead.
-        done: Batches that a run which is resumed had before.
+        task: The task.
+        sampler: Sampler of this worker.
+        size: Number of samples per batch; None for the task's batch size.
+        readers: Number of processes that read ahead.
+        done: Number of batches to skip, because a resumed run has trained on them.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class Batches(Iterable[tuple[Tensor, ...]]):
     ) -> None:
         self._task, self._sampler, self._done = task, sampler, done
         size = task.batch_size if size is None else size
-        total = len(sampler)  # type: ignore[arg-type]  # both kinds have a length
-        self._grouped = _Rest(BatchSampler(sampler, size, drop_last=total > size))
+        total = len(sampler)  # type: ignore[arg-type]  # all samplers above have a length
+        self._grouped = _SkippingSampler(BatchSampler(sampler, size, drop_last=total > size))
         self._loader = DataLoader(
             task.samples, batch_size=None, sampler=self._grouped, num_workers=readers
         )
@@ -105,9 +105,9 @@ class Batches(Iterable[tuple[Tensor, ...]]):
         given, (epoch, self._grouped.skip) = self._done, divmod(self._done, len(self._grouped))
         while True:
             self._sampler.set_epoch(epoch)  # type: ignore[attr-defined]
-            # A loader that begins an epoch draws a number, which this epoch has drawn before.
-            again = torch.random.fork_rng(devices=[], enabled=self._grouped.skip > 0)
-            with again:
+            # A loader draws a random number at the start of an epoch. A resumed epoch has drawn it
+            # before the checkpoint, so that it must not change the random state again.
+            with torch.random.fork_rng(devices=[], enabled=self._grouped.skip > 0):
                 batches = iter(self._loader)
             for batch in batches:
                 if given == self._task.steps:
@@ -117,8 +117,8 @@ class Batches(Iterable[tuple[Tensor, ...]]):
             epoch += 1
 
 
-class _Rest(Sampler[list[int]]):
-    """Groups of samples, without the first ``skip`` of them the next time."""
+class _SkippingSampler(Sampler[list[int]]):
+    """Batches of indices, without the first ``skip`` batches in the next iteration only."""
 
     def __init__(self, inner: BatchSampler) -> None:
         self._inner, self.skip = inner, 0
@@ -132,10 +132,10 @@ class _Rest(Sampler[list[int]]):
 
 
 def parse_injection(text: str) -> tuple[float, float]:
-    """α and β from text such as ``0.5,0.5``.
+    """Return α and β from text such as ``0.5,0.5``.
 
     Raises:
-        ValueError: another text, or a number that is not in (0, 1].
+        ValueError: the text is invalid, or a number is not in (0, 1].
     """
     try:
         alpha, beta = (float(part) for part in text.split(","))

@@ -22,8 +22,13 @@ import torch.distributed as dist
 from offbeat.attach import attach
 from offbeat.data import DataInjection, injected_batch_size
 from offbeat.errors import OffbeatError
-from offbeat.lab.baselines import is_ideal, parse_method
-from offbeat.lab.evaluation import Looks, affordable, evaluate_together, expected_seconds, gather
+from offbeat.lab.evaluation import (
+    EvaluationSchedule,
+    affordable,
+    evaluate_together,
+    expected_seconds,
+    gather,
+)
 from offbeat.lab.events import (
     Chosen,
     End,
@@ -39,9 +44,10 @@ from offbeat.lab.events import (
 from offbeat.lab.job import Job
 from offbeat.lab.leaving import Leaving
 from offbeat.lab.links import measure_links
-from offbeat.lab.method import Attached, Baseline, Method
+from offbeat.lab.methods.base import Attached, Baseline, Method
+from offbeat.lab.methods.registry import is_ideal, parse_method
 from offbeat.lab.recipes import Task, find_recipe
-from offbeat.lab.recipes.samples import to_device
+from offbeat.lab.recipes.datasets import to_device
 from offbeat.lab.resume import Checkpoints, History
 from offbeat.lab.samplers import Batches, parse_injection
 from offbeat.lab.turns import take_turn
@@ -98,7 +104,7 @@ def train_worker(job: Job, emit: Callable[[Event], None], leaving: Leaving | Non
         seed(job.seed * 1000 + rank)  # augmentation differs between workers, the model does not
     method = _begin(job, task, device)
     tell(Start(task.steps, _bytes(task.model)))
-    looks = Looks(task.steps, job.evaluations)
+    looks = EvaluationSchedule(task.steps, job.evaluations)
     checkpoints = Checkpoints(job, task, method, tell)
     checkpoints.resume(looks)
     if checkpoints.leaves(leaving, task.steps):
@@ -202,7 +208,7 @@ def _look(
     job: Job,
     task: Task,
     method: Method,
-    looks: Looks,
+    looks: EvaluationSchedule,
     device: torch.device,
     tell: Callable[[Event], None],
     turn: Callable[[int], None],

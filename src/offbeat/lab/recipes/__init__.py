@@ -1,8 +1,8 @@
-"""Workloads, one small file for each data set: model, data, optimizer, schedule, metric, target."""
+"""Workloads, one file for each data set: model, data, optimizer, schedule, metric and target."""
 
 from offbeat.lab.recipes import cifar, digits, imagenet, mnist, stdlib_lm, wikitext
 from offbeat.lab.recipes.base import Recipe, Setup, Task
-from offbeat.lab.recipes.own import find_own, is_own
+from offbeat.lab.recipes.custom import is_file_recipe, load_file_recipe
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
@@ -24,14 +24,18 @@ ALIASES = {"mnist": "mnist:cnn"}
 
 
 def find_recipe(name: str) -> Recipe:
-    """The recipe called ``name``, or that of the file ``path/to/file.py`` or ``….py:NAME``.
+    """Return the recipe called ``name``.
+
+    Args:
+        name: Name or alias of a recipe of this package, or ``path/to/file.py`` or
+            ``path/to/file.py:NAME`` for a custom recipe.
 
     Raises:
-        ValueError: there is none; the message lists those there are.
-        FileNotFoundError: there is no such file.
+        ValueError: no recipe has the name. The message lists all names.
+        FileNotFoundError: the file does not exist.
     """
-    if is_own(name):
-        return find_own(name)
+    if is_file_recipe(name):
+        return load_file_recipe(name)
     name = ALIASES.get(name, name)
     if name not in RECIPES:
         raise ValueError(

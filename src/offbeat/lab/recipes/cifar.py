@@ -4,14 +4,16 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from offbeat.lab.recipes.base import Recipe, Setup, Task, accuracy, steps_for
+from offbeat.lab.recipes.base import Recipe, Setup, Task
 from offbeat.lab.recipes.cifar_files import CIFAR10, CIFAR100, Layout, load
-from offbeat.lab.recipes.plain_cnns import small_cnn, vgg11
+from offbeat.lab.recipes.classification import classification_task, sgd_warmup_cosine
+from offbeat.lab.recipes.datasets import Batch, TensorData, shifted
 from offbeat.lab.recipes.resnet import resnet18, resnet50, resnet101
-from offbeat.lab.recipes.samples import Batch, TensorData, shifted
-from offbeat.lab.recipes.schedules import decay_at, warmup_cosine
+from offbeat.lab.recipes.schedules import decay_at
+from offbeat.lab.recipes.sequential_cnns import small_cnn, vgg11
 
 TOP = {"top-1 accuracy": 1, "top-5 accuracy": 5}
 MEAN = {10: (0.4914, 0.4822, 0.4465), 100: (0.5071, 0.4865, 0.4409)}
@@ -19,19 +21,19 @@ DEVIATION = {10: (0.2470, 0.2435, 0.2616), 100: (0.2673, 0.2564, 0.2762)}
 
 
 def normalized(images: Tensor, classes: int) -> Tensor:
-    """Images of bytes (n×3×32×32) with about mean 0 and deviation 1 in each colour."""
+    """Scale byte images (n×3×32×32) to about mean 0 and deviation 1 per channel."""
     mean, deviation = (torch.tensor(c[classes])[:, None, None] for c in (MEAN, DEVIATION))
     return (images.float() / 255 - mean) / deviation
 
 
 def flipped(images: Tensor) -> Tensor:
-    """Images of which about half, drawn from torch's generator, are mirrored left to right."""
+    """Mirror about half of the images left to right. Torch's generator draws which."""
     chosen = torch.rand(len(images), 1, 1, 1) < 0.5
     return torch.where(chosen, images.flip(3), images)
 
 
 def splits(setup: Setup, layout: Layout, recipe: str) -> tuple[TensorData, TensorData]:
-    """Training images, shifted by up to 4 pixels and mirrored at random, and test images."""
+    """Return the training images, randomly mirrored and shifted by ≤ 4 pixels, and test images."""
     train, test = load(setup.data, layout, recipe)
 
     def plain(batch: Batch) -> Batch:
@@ -43,147 +45,93 @@ def splits(setup: Setup, layout: Layout, recipe: str) -> tuple[TensorData, Tenso
     return TensorData(*train, change=augment), TensorData(*test, change=plain)
 
 
-def builder(
+def cifar_recipe(
     name: str,
+    description: str,
     layout: Layout,
     model: Callable[[int], nn.Module],
     *,
-    batch_size: int = 32,
-    learning_rate: float,
-    weight_decay: float,
-    milestones: tuple[float, ...] | None,
-) -> Callable[[Setup], Task]:
-    """``build`` of a recipe: SGD with momentum 0.9.
+    metric: str = "top-1 accuracy",
+    target: float,
+    epochs: float,
+    lr: float = 0.05,
+    weight_decay: float = 5e-4,
+    milestones: tuple[float, ...] | None = None,
+) -> Recipe:
+    """Return a recipe with SGD, momentum 0.9 and 32 samples per worker and step.
 
-    Args:
-        name: Of the recipe.
-        layout: Of the data.
-        model: Number of classes → the model.
-        batch_size: Samples a worker takes in a step.
-        learning_rate: At the start.
-        weight_decay: On all parameters.
-        milestones: Epochs, of all workers together, after which the rate is divided by ten. None:
-            warm-up and half a cosine over the run.
+    ``model`` is a function from the number of classes to the model. The learning rate is divided by
+    ten after each of the epochs in ``milestones``. Without milestones it has a warm-up and a cosine
+    decay over the run.
     """
+    batch_size = 32
 
     def build(setup: Setup) -> Task:
         train, test = splits(setup, layout, name)
-        torch.manual_seed(setup.seed)
-        net = model(layout.classes)
-        optimizer = SGD(net.parameters(), lr=learning_rate, momentum=0.9, weight_decay=weight_decay)
-        steps = steps_for(setup, len(train), batch_size)
-        return Task(
-            model=net,
-            optimizer=optimizer,
-            scheduler=warmup_cosine(optimizer, steps)
-            if milestones is None
-            else decay_at(
-                optimizer,
-                [epoch * len(train) for epoch in milestones],
-                0.1,
-                samples_a_step=batch_size * setup.workers,
-            ),
-            dataset=train,
+
+        def sgd_steps(net: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
+            optimizer = SGD(net.parameters(), lr=lr, momentum=0.9, weight_decay=weight_decay)
+            samples = [epoch * len(train) for epoch in milestones or ()]
+            a_step = batch_size * setup.workers
+            return optimizer, decay_at(optimizer, samples, 0.1, samples_a_step=a_step)
+
+        return classification_task(
+            setup,
+            lambda: model(layout.classes),
+            sgd_warmup_cosine(lr, weight_decay) if milestones is None else sgd_steps,
+            train,
+            test,
             batch_size=batch_size,
-            steps=steps,
-            loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
-            evaluate=accuracy(test, TOP, batch_size=500),
+            metrics=TOP,
+            test_batch_size=500,
         )
 
-    return build
+    needs = f"{layout.folder} or {layout.archive}"
+    return Recipe(name, description, metric, True, target, epochs, build, needs)
 
 
-# The SelSync paper reports 98.5 % for BSP. That cannot be CIFAR-10's top-1 accuracy: this network
-# ends at 93 to 95 % when trained from scratch. So the target is our own.
-RESNET101 = Recipe(
-    name="cifar10:resnet101",
-    description="ResNet-101 on CIFAR-10, as in the SelSync paper",
-    metric="top-1 accuracy",
-    higher_is_better=True,
+# The SelSync paper reports 98.5 % for BSP. That cannot be CIFAR-10's top-1 accuracy, because this
+# network reaches 93 to 95 % when trained from scratch. This target is therefore not the paper's.
+RESNET101 = cifar_recipe(
+    "cifar10:resnet101",
+    "ResNet-101 on CIFAR-10, as in the SelSync paper",
+    CIFAR10,
+    resnet101,
     target=0.93,
     epochs=234,  # 22,800 iterations of 16 workers, BSP's in the paper's Table I
-    build=builder(
-        "cifar10:resnet101",
-        CIFAR10,
-        resnet101,
-        learning_rate=0.1,
-        weight_decay=4e-4,
-        milestones=(110, 150),
-    ),
-    needs_data="cifar-10-batches-py or cifar10.npz",
+    lr=0.1,
+    weight_decay=4e-4,
+    milestones=(110, 150),
 )
 
-# The model of the discrepancy figure of asynchronous SGD without delay, which gives no settings:
-# they are those of ResNet-18.
-RESNET50 = Recipe(
-    name="cifar10:resnet50",
-    description="ResNet-50 on CIFAR-10, as for async SGD without delay",
-    metric="top-1 accuracy",
-    higher_is_better=True,
+# The discrepancy figure of asynchronous SGD without delay uses this model and gives no settings.
+# The settings are those of ResNet-18.
+RESNET50 = cifar_recipe(
+    "cifar10:resnet50",
+    "ResNet-50 on CIFAR-10, as for async SGD without delay",
+    CIFAR10,
+    resnet50,
     target=0.93,
     epochs=30,
-    build=builder(
-        "cifar10:resnet50",
-        CIFAR10,
-        resnet50,
-        learning_rate=0.05,
-        weight_decay=5e-4,
-        milestones=None,
-    ),
-    needs_data="cifar-10-batches-py or cifar10.npz",
 )
 
-RESNET18 = Recipe(
-    name="cifar10:resnet18",
-    description="ResNet-18 on CIFAR-10",
-    metric="top-1 accuracy",
-    higher_is_better=True,
-    target=0.93,
-    epochs=30,
-    build=builder(
-        "cifar10:resnet18",
-        CIFAR10,
-        resnet18,
-        learning_rate=0.05,
-        weight_decay=5e-4,
-        milestones=None,
-    ),
-    needs_data="cifar-10-batches-py or cifar10.npz",
+RESNET18 = cifar_recipe(
+    "cifar10:resnet18", "ResNet-18 on CIFAR-10", CIFAR10, resnet18, target=0.93, epochs=30
 )
 
-CNN = Recipe(
-    name="cifar10:cnn",
-    description="small CNN on CIFAR-10",
-    metric="top-1 accuracy",
-    higher_is_better=True,
-    target=0.8,
-    epochs=20,
-    build=builder(
-        "cifar10:cnn",
-        CIFAR10,
-        small_cnn,
-        learning_rate=0.05,
-        weight_decay=5e-4,
-        milestones=None,
-    ),
-    needs_data="cifar-10-batches-py or cifar10.npz",
+CNN = cifar_recipe(
+    "cifar10:cnn", "small CNN on CIFAR-10", CIFAR10, small_cnn, target=0.8, epochs=20
 )
 
-# BSP's 90.9 % in the paper must be top-5 accuracy: this network's top-1 accuracy is below 70 %.
-VGG11 = Recipe(
-    name="cifar100:vgg11",
-    description="VGG11 on CIFAR-100, as in the SelSync paper",
+# BSP's 90.9 % in the paper must be top-5 accuracy, because this network's top-1 is below 70 %.
+VGG11 = cifar_recipe(
+    "cifar100:vgg11",
+    "VGG11 on CIFAR-100, as in the SelSync paper",
+    CIFAR100,
+    vgg11,
     metric="top-5 accuracy",
-    higher_is_better=True,
     target=0.909,
     epochs=111,  # 10,800 iterations of 16 workers, BSP's in the paper's Table I
-    build=builder(
-        "cifar100:vgg11",
-        CIFAR100,
-        vgg11,
-        learning_rate=0.01,
-        weight_decay=5e-4,
-        milestones=(50, 75),
-    ),
-    needs_data="cifar-100-python or cifar100.npz",
+    lr=0.01,
+    milestones=(50, 75),
 )

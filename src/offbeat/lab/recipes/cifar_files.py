@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 from their official files, read without running what is in them."""
+"""CIFAR-10 and CIFAR-100 from their official files, without executing code from a pickle."""
 
 import math
 import pickle
@@ -10,21 +10,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat.lab.recipes.samples import shared
+from offbeat.lab.recipes.files import find_file, not_found, require_directory, shared
 
-Split = tuple[Tensor, Tensor]  # images n×3×32×32 uint8, labels n int64
+Split = tuple[Tensor, Tensor]
+"""Images (n×3×32×32, uint8) and labels (n, int64)."""
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a data set is.
+    """Files of a data set.
 
     Attributes:
-        folder: Directory of the official archive.
-        archive: One file with all of it, in NumPy's format.
-        train: Files of the training split.
-        test: File of the test split.
-        labels: Key of the labels.
+        folder: Name of the directory in the official archive.
+        archive: Name of the alternative: one file in NumPy's ``.npz`` format.
+        train: Names of the files of the training split.
+        test: Name of the file of the test split.
+        labels: Key of the labels in each file.
         classes: Number of classes.
     """
 
@@ -48,31 +50,31 @@ CIFAR100 = Layout("cifar-100-python", "cifar100.npz", ("train",), "test", b"fine
 
 
 class _Array:
-    """What stands for a NumPy array while a file is read: its shape and bytes, unchecked."""
+    """Stand-in for a NumPy array during unpickling. Holds the pickled state unchecked."""
 
     state: tuple[Any, ...] = ()
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.state = state
 
-    def image_bytes(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The array.
+    def image_bytes(self) -> Bytes:
+        """Return the array.
 
         Raises:
-            ValueError: it is not one of bytes, n×3072.
+            ValueError: the state is not that of n×3072 bytes.
         """
-        _, shape, kind, fortran, data = self.state
+        _, shape, dtype, fortran, data = self.state
         n, width = shape
-        if not isinstance(kind, _Kind) or kind.name not in (b"u1", "u1") or width != 3072:
+        if not isinstance(dtype, _DType) or dtype.name not in (b"u1", "u1") or width != 3072:
             raise ValueError("the images are not n x 3072 bytes")
         if not isinstance(data, bytes) or len(data) != n * width:
-            raise ValueError(f"{n} x {width} bytes of images are announced, {len(data)} are there")
+            raise ValueError(f"the header says {n} x {width} bytes of images, got {len(data)}")
         flat = np.frombuffer(data, np.uint8)
         return flat.reshape((n, width), order="F" if fortran else "C")
 
 
-class _Kind:
-    """What stands for a NumPy dtype while a file is read."""
+class _DType:
+    """Stand-in for a NumPy dtype during unpickling."""
 
     def __init__(self, name: object, *_: object) -> None:
         self.name = name
@@ -81,39 +83,40 @@ class _Kind:
         pass
 
 
-def _array(*_: object) -> _Array:
-    return _Array()
+class _Unpickler(pickle.Unpickler):
+    """Unpickler of plain values and NumPy arrays. It can call no function that the file names.
 
-
-class _Reader(pickle.Unpickler):
-    """An unpickler of plain values and stand-ins for NumPy arrays: nothing of a file's own runs."""
+    Stand-ins replace NumPy's functions, so that NumPy receives the pickled data only after the
+    checks of ``_Array.image_bytes``.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
-        """What the official files name; all else is refused."""
+        """Return the stand-in for a name of the official files.
+
+        Raises:
+            pickle.UnpicklingError: the official files have no such name.
+        """
         if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-            return _array
+            return lambda *_: _Array()
         if module == "numpy" and name in ("ndarray", "dtype"):
-            return {"ndarray": _Array, "dtype": _Kind}[name]
-        raise pickle.UnpicklingError(f"it names {module}.{name}, as no CIFAR file does")
+            return {"ndarray": _Array, "dtype": _DType}[name]
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no CIFAR file does")
 
 
 def read_batch(path: Path, labels: bytes, classes: int) -> Split:
-    """One file of the official "python version": a pickled dictionary of images and labels.
+    """Read a file of the official "python version": a pickled dictionary of images and labels.
 
     Args:
         path: The file.
         labels: Key of the labels, ``b"labels"`` or ``b"fine_labels"``.
-        classes: Labels are in [0, classes).
-
-    Returns:
-        Images (n×3×32×32, uint8) and labels (n, int64).
+        classes: Number of classes. Labels are in [0, classes).
 
     Raises:
-        ValueError: it is not such a file, or names a class or function that no CIFAR file does.
+        ValueError: the file has other contents, or names a class or function of no CIFAR file.
     """
     try:
         with path.open("rb") as file:
-            content = _Reader(file, encoding="bytes").load()
+            content = _Unpickler(file, encoding="bytes").load()
         if not isinstance(content, dict) or not isinstance(content.get(b"data"), _Array):
             raise ValueError("it holds no dictionary with images under b'data'")
         images = content[b"data"].image_bytes()
@@ -122,34 +125,31 @@ def read_batch(path: Path, labels: bytes, classes: int) -> Split:
             raise ValueError(f"it holds no list of numbers under {labels!r}")
     except OSError:
         raise
-    except Exception as error:  # a damaged pickle can raise anything
+    except Exception as error:  # a damaged pickle can raise any exception
         raise ValueError(f"{path} is not a CIFAR file: {' '.join(str(error).split())}") from None
     return _checked(path, images.reshape(-1, 3, 32, 32), np.array(values, np.int64), classes)
 
 
 def read_archive(path: Path, classes: int) -> tuple[Split, Split]:
-    """An ``.npz`` file with ``x_train``, ``y_train``, ``x_test`` and ``y_test``.
+    """Read both splits from an ``.npz`` file with x_train, y_train, x_test and y_test.
 
-    Images are n×32×32×3 bytes, labels n or n×1 integers, the names and shapes that Keras gives.
-
-    Returns:
-        Training and test split, each images (n×3×32×32, uint8) and labels (n, int64).
+    The names and shapes are those of Keras: images are n×32×32×3 bytes, labels n or n×1 integers.
 
     Raises:
-        ValueError: it is not such a file.
+        ValueError: the file has other contents.
     """
     with path.open("rb") as opened:
         try:
             with np.load(opened, allow_pickle=False) as file:
-                found = {key: file[key] for key in ("x_train", "y_train", "x_test", "y_test")}
-        except Exception as error:  # a damaged archive can raise anything
+                arrays = {key: file[key] for key in ("x_train", "y_train", "x_test", "y_test")}
+        except Exception as error:  # a damaged archive can raise any exception
             text = " ".join(str(error).split())
             raise ValueError(
                 f"{path} is not an .npz file with x_train, y_train, x_test, y_test: {text}"
             ) from None
     splits = []
     for split in ("train", "test"):
-        images, labels = found[f"x_{split}"], found[f"y_{split}"]
+        images, labels = arrays[f"x_{split}"], arrays[f"y_{split}"]
         if images.dtype != np.uint8 or images.shape[1:] != (32, 32, 3):
             raise ValueError(
                 f"{path}: x_{split} must be bytes of shape n x 32 x 32 x 3, "
@@ -166,10 +166,7 @@ def read_archive(path: Path, classes: int) -> tuple[Split, Split]:
 
 
 def _checked(
-    path: Path,
-    images: np.ndarray[Any, np.dtype[np.uint8]],
-    labels: np.ndarray[Any, np.dtype[np.int64]],
-    classes: int,
+    path: Path, images: Bytes, labels: np.ndarray[Any, np.dtype[np.int64]], classes: int
 ) -> Split:
     if len(images) != len(labels):
         raise ValueError(f"{path} holds {len(images)} images and {len(labels)} labels")
@@ -180,20 +177,19 @@ def _checked(
 
 @shared
 def load(data: Path | None, layout: Layout, recipe: str) -> tuple[Split, Split]:
-    """Training and test split of CIFAR-10 or CIFAR-100.
+    """Load the training and the test split of CIFAR-10 or CIFAR-100.
 
     Args:
-        data: The official directory, its parent, one with the ``.npz`` file, or that file.
-        layout: Which of the two.
-        recipe: Who asks, for the message.
+        data: The official directory, its parent, a directory with the ``.npz`` file, or that file.
+        layout: Data set.
+        recipe: Name of the recipe, for the error message.
 
     Raises:
-        FileNotFoundError: something is not there; the message says what was sought and where.
-        ValueError: a file is not what its name says.
+        FileNotFoundError: a file does not exist. The message names the file and the directory.
+        ValueError: a file has other contents than its name says.
     """
     wanted = f"{layout.folder} or {layout.archive}"
-    if data is None:
-        raise FileNotFoundError(f"the {recipe} recipe needs --data DIR with {wanted}")
+    data = require_directory(data, recipe, wanted)
     if data.suffix == ".npz" and data.is_file():
         return read_archive(data, layout.classes)
     if data.name == layout.folder or (data / layout.test).is_file():
@@ -202,15 +198,11 @@ def load(data: Path | None, layout: Layout, recipe: str) -> tuple[Split, Split]:
         return _load_folder(data / layout.folder, layout)
     if (data / layout.archive).is_file():
         return read_archive(data / layout.archive, layout.classes)
-    problem = "which does not exist" if not data.exists() else "but neither is there"
-    raise FileNotFoundError(f"looked for {wanted} in {data}, {problem}")
+    raise not_found(wanted, data, several=True)
 
 
 def _load_folder(folder: Path, layout: Layout) -> tuple[Split, Split]:
-    problem = "but it is not there" if folder.is_dir() else "which does not exist"
-    for name in (*layout.train, layout.test):
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"looked for {name} in {folder}, {problem}")
-    parts = [read_batch(folder / name, layout.labels, layout.classes) for name in layout.train]
-    train = torch.cat([images for images, _ in parts]), torch.cat([labels for _, labels in parts])
-    return train, read_batch(folder / layout.test, layout.labels, layout.classes)
+    paths = [find_file(folder, [name]) for name in (*layout.train, layout.test)]
+    *train, test = (read_batch(path, layout.labels, layout.classes) for path in paths)
+    images, labels = zip(*train, strict=True)
+    return (torch.cat(images), torch.cat(labels)), test

@@ -1,4 +1,4 @@
-"""Handwritten digits, 8×8 pixels, bundled with scikit-learn: a small CNN in seconds."""
+"""Handwritten digits of 8×8 pixels, bundled with scikit-learn. A small CNN trains in seconds."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -7,16 +7,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from offbeat.lab.recipes.base import Recipe, Setup, Task, accuracy, steps_for
-from offbeat.lab.recipes.samples import TensorData, shared, shift_images
-from offbeat.lab.recipes.schedules import warmup_cosine
-
-BATCH_SIZE = 32
+from offbeat.lab.recipes.base import Recipe, Setup, Task
+from offbeat.lab.recipes.classification import classification_task, sgd_warmup_cosine
+from offbeat.lab.recipes.datasets import TensorData, shift_images
+from offbeat.lab.recipes.files import shared
 
 
 @shared
 def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training images (1437×1×8×8, in [0, 1]) and labels, test images (360×1×8×8) and labels."""
+    """Return training images (1437×1×8×8, in [0, 1]) and labels, test images (360) and labels."""
     images, labels = _read()
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     test, train = order[:360], order[360:]
@@ -24,19 +23,19 @@ def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _read() -> tuple[Tensor, Tensor]:
-    """All 1797 images in [0, 1] and their labels."""
+    """Return all 1797 images in [0, 1] and their labels."""
     package = find_spec("sklearn")
     if package is None or not package.submodule_search_locations:
         raise ImportError("the digits recipe needs scikit-learn: pip install 'offbeat[recipes]'")
-    # Its file alone, 64 pixels and a label a line: to import scikit-learn takes each worker about
-    # as long as to import torch.
+    # Importing scikit-learn would take each worker about as long as importing torch. Its file has
+    # one line per image: 64 pixels and the label.
     file = Path(package.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
     lines = torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.float32))
     return lines[:, :-1].reshape(-1, 1, 8, 8) / 16, lines[:, -1].to(torch.int64)
 
 
 def make_model() -> nn.Module:
-    """Two convolutions with BatchNorm and two linear layers: 151,498 parameters, 0.6 MB."""
+    """Return two convolutions with BatchNorm and two linear layers: 151,498 parameters, 0.6 MB."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1),
         nn.BatchNorm2d(32),
@@ -53,21 +52,16 @@ def make_model() -> nn.Module:
 
 
 def build(setup: Setup) -> Task:
-    """The task; shifts by a pixel augment the 1437 training images."""
+    """Build the task. Random shifts by one pixel augment the training images."""
     train_x, train_y, test_x, test_y = load()
-    torch.manual_seed(setup.seed)
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
-    steps = steps_for(setup, len(train_x), BATCH_SIZE)
-    return Task(
-        model=model,
-        optimizer=optimizer,
-        scheduler=warmup_cosine(optimizer, steps),
-        dataset=TensorData(train_x, train_y, change=shift_images),
-        batch_size=BATCH_SIZE,
-        steps=steps,
-        loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
-        evaluate=accuracy(TensorData(test_x, test_y), {"test accuracy": 1}),
+    return classification_task(
+        setup,
+        make_model,
+        sgd_warmup_cosine(lr=0.05, weight_decay=1e-4),
+        TensorData(train_x, train_y, change=shift_images),
+        TensorData(test_x, test_y),
+        batch_size=32,
+        metrics={"test accuracy": 1},
     )
 
 

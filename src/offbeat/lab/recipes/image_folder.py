@@ -1,4 +1,4 @@
-"""Images in folders, a folder a class, decoded when they are read."""
+"""Images in folders, one folder per class, decoded when they are read."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat.lab.recipes.samples import Batch, Samples
+from offbeat.lab.recipes.datasets import Batch, Samples
 
 SUFFIXES = {".jpg", ".jpeg", ".png"}
-MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
+MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
 
 
@@ -19,14 +19,16 @@ def _uniform(low: float, high: float) -> float:
 
 
 def central_box(width: int, height: int) -> Box:
-    """The middle square: resizing the shorter side to 256 and cutting the central 224×224."""
+    """Return the central square: the 224×224 pixels left after resizing the short side to 256."""
     side = 224 / 256 * min(width, height)
     left, top = (width - side) / 2, (height - side) / 2
     return left, top, left + side, top + side
 
 
 def random_box(width: int, height: int) -> Box:
-    """A part with 8 to 100 % of the area and sides of 3:4 to 4:3, from torch's generator.
+    """Draw a box with 8 to 100 % of the area and an aspect ratio of 3:4 to 4:3.
+
+    Torch's global generator draws it. If no box fits in ten attempts, returns the central one.
 
     Source: Szegedy et al., arXiv 1409.4842, §6.
     """
@@ -41,19 +43,19 @@ def random_box(width: int, height: int) -> Box:
 
 
 class ImageFolder(Samples):
-    """Images under ``root/CLASS/``; class numbers follow the sorted names of the folders.
+    """Images under ``root/CLASS/``. Labels are the positions in the sorted names of the folders.
 
-    An item is an image (3×size×size, float32, ImageNet's mean and deviation taken out) and its
-    label (int64).
+    A sample is an image (3×size×size, float32, normalized with ImageNet's mean and deviation) and
+    its label (int64).
 
     Args:
-        root: Directory of the class folders; files are ``.jpg``, ``.jpeg`` or ``.png``.
-        augment: Cut a random part and mirror half of the images; otherwise the central part.
-        size: Side of what comes out, in pixels.
+        root: Directory of the class folders, which hold ``.jpg``, ``.jpeg`` or ``.png`` files.
+        augment: True to crop at random and mirror half of the images, False to crop the centre.
+        size: Side of the resulting image in pixels.
 
     Raises:
         ImportError: Pillow is not installed.
-        FileNotFoundError: no directory, no class folders in it, or no images in them.
+        FileNotFoundError: the directory does not exist or has no images in class folders.
     """
 
     def __init__(self, root: Path, *, augment: bool, size: int = 224) -> None:
@@ -85,10 +87,10 @@ class ImageFolder(Samples):
         return len(self.paths)
 
     def image(self, index: int) -> Tensor:
-        """One image.
+        """Read, crop and normalize one image.
 
         Raises:
-            ValueError: the file is not an image that Pillow reads.
+            ValueError: Pillow cannot read the file.
         """
         path = self.paths[index]
         try:
@@ -96,7 +98,7 @@ class ImageFolder(Samples):
                 part = file.convert("RGB").resize(
                     (self._size, self._size), self._bilinear, box=self._box(*file.size)
                 )
-        except OSError as error:  # Pillow's errors are OSErrors; not all name the file
+        except OSError as error:  # Pillow's errors are OSErrors, and not all of them name the file
             raise ValueError(f"{path} cannot be read as an image: {error}") from None
         if self._augment and float(torch.rand(())) < 0.5:
             part = part.transpose(self._mirror)
@@ -105,5 +107,5 @@ class ImageFolder(Samples):
         return (pixels - mean) / deviation
 
     def batch(self, indices: list[int]) -> Batch:
-        """Images (n×3×size×size) and labels (n) of ``indices``."""
+        """Return images (n×3×size×size) and labels (n)."""
         return torch.stack([self.image(index) for index in indices]), self.labels[indices]

@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from offbeat.lab.recipes.base import Recipe, Setup, Task, accuracy, steps_for
-from offbeat.lab.recipes.samples import TensorData, shared
-from offbeat.lab.recipes.schedules import warmup_cosine
+from offbeat.lab.recipes.base import Recipe, Setup, Task
+from offbeat.lab.recipes.classification import classification_task, sgd_warmup_cosine
+from offbeat.lab.recipes.datasets import TensorData
+from offbeat.lab.recipes.files import find_file, require_directory, shared
 
-BATCH_SIZE, CLASSES = 64, 10
+CLASSES = 10
 FILES = (
     "train-images-idx3-ubyte",
     "train-labels-idx1-ubyte",
@@ -24,10 +25,10 @@ FILES = (
 
 
 def read_idx(path: Path) -> Tensor:
-    """An IDX file of unsigned bytes, plain or gzipped, as a uint8 tensor of its own shape.
+    """Read an IDX file of unsigned bytes, plain or gzipped, into a uint8 tensor of its shape.
 
     Raises:
-        ValueError: it is not an IDX file of bytes, or its length is not what its header says.
+        ValueError: the file is not an IDX file of bytes, or its header contradicts its length.
     """
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
@@ -47,31 +48,14 @@ def read_idx(path: Path) -> Tensor:
     return torch.from_numpy(np.frombuffer(data, np.uint8, offset=header).copy()).view(shape)
 
 
-def find(data: Path | None, name: str) -> Path:
-    """The file ``name`` or ``name.gz`` in directory ``data``.
+def read_split(folder: Path, images: str, labels: str) -> tuple[Tensor, Tensor]:
+    """Read images (n×28×28 bytes) and their labels (n bytes, 0 to 9) from two files.
 
     Raises:
-        FileNotFoundError: no directory, or no such file in it; the message says what was sought.
+        FileNotFoundError: a file does not exist, plain or with ``.gz``.
+        ValueError: a file is not an IDX file, or the two do not belong together.
     """
-    if data is None:
-        raise FileNotFoundError(
-            f"the mnist recipe needs --data DIR with {', '.join(FILES)} (each may end in .gz)"
-        )
-    for path in (data / name, data / f"{name}.gz"):
-        if path.is_file():
-            return path
-    problem = "which does not exist" if not data.is_dir() else "but it is not there"
-    raise FileNotFoundError(f"looked for {name} or {name}.gz in {data}, {problem}")
-
-
-def read_split(data: Path | None, images: str, labels: str) -> tuple[Tensor, Tensor]:
-    """Images (n×28×28 bytes) and their labels (n bytes, 0 to 9) from two files.
-
-    Raises:
-        FileNotFoundError: see ``find``.
-        ValueError: a file is no IDX file, or the two do not fit together; naming the files.
-    """
-    paths = find(data, images), find(data, labels)
+    paths = [find_file(folder, (name, f"{name}.gz")) for name in (images, labels)]
     x, y = (read_idx(path) for path in paths)
     if x.dim() != 3 or x.shape[1:] != (28, 28) or not len(x):
         raise ValueError(f"{paths[0]} must hold images of 28 x 28, but it says {_shape(x)}")
@@ -87,7 +71,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 def make_model() -> nn.Module:
-    """Two strided convolutions and two linear layers: 207,178 parameters, 0.8 MB."""
+    """Return two strided convolutions and two linear layers: 207,178 parameters, 0.8 MB."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 5, stride=2, padding=2),
         nn.ReLU(),
@@ -102,30 +86,26 @@ def make_model() -> nn.Module:
 
 @shared
 def load(data: Path | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training images (n×1×28×28, normalized) and labels, test images and labels."""
+    """Return training images (n×1×28×28, normalized) and labels, test images and labels."""
+    folder = require_directory(data, "mnist", f"{', '.join(FILES)} (each may end in .gz)")
     (train_x, train_y), (test_x, test_y) = (
-        read_split(data, *files) for files in (FILES[:2], FILES[2:])
+        read_split(folder, *files) for files in (FILES[:2], FILES[2:])
     )
     train, test = ((x[:, None].float() / 255 - 0.1307) / 0.3081 for x in (train_x, test_x))
     return train, train_y.long(), test, test_y.long()
 
 
 def build(setup: Setup) -> Task:
-    """The task, from the four IDX files in ``setup.data``."""
+    """Build the task from the four IDX files in ``setup.data``."""
     train_x, train_y, test_x, test_y = load(setup.data)
-    torch.manual_seed(setup.seed)
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
-    steps = steps_for(setup, len(train_x), BATCH_SIZE)
-    return Task(
-        model=model,
-        optimizer=optimizer,
-        scheduler=warmup_cosine(optimizer, steps),
-        dataset=TensorData(train_x, train_y),
-        batch_size=BATCH_SIZE,
-        steps=steps,
-        loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
-        evaluate=accuracy(TensorData(test_x, test_y), {"test accuracy": 1}),
+    return classification_task(
+        setup,
+        make_model,
+        sgd_warmup_cosine(lr=0.05, weight_decay=1e-4),
+        TensorData(train_x, train_y),
+        TensorData(test_x, test_y),
+        batch_size=64,
+        metrics={"test accuracy": 1},
     )
 
 

@@ -4,9 +4,11 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from offbeat.lab.recipes.sequential_cnns import conv_norm
+
 
 class Block(nn.Module):
-    """relu(f(x) + shortcut(x)); the shortcut is 1×1 convolution where the shape changes."""
+    """relu(f(x) + shortcut(x)). The shortcut is a 1×1 convolution if the shape changes."""
 
     expansion: ClassVar[int]
 
@@ -19,14 +21,6 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(n, inputs, H, W) → (n, outputs, H/stride, W/stride)."""
         return nn.functional.relu(self.layers(x) + self.shortcut(x))
-
-
-def conv_norm(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Sequential:
-    """A convolution without bias and its BatchNorm."""
-    return nn.Sequential(
-        nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False),
-        nn.BatchNorm2d(outputs),
-    )
 
 
 class BasicBlock(Block):
@@ -42,7 +36,7 @@ class BasicBlock(Block):
 
 
 class Bottleneck(Block):
-    """1×1, 3×3 and 1×1 convolutions; the stride is the middle one's, as in torchvision."""
+    """1×1, 3×3 and 1×1 convolutions. The middle one has the stride, as in torchvision."""
 
     expansion = 4
 
@@ -58,12 +52,12 @@ class Bottleneck(Block):
 
 
 class ResNet(nn.Module):
-    """A residual network whose first layer is a 3×3 convolution without stride or pooling.
+    """Residual network whose first layer is a 3×3 convolution without stride or pooling.
 
     Args:
         block: ``BasicBlock`` or ``Bottleneck``.
-        depths: Blocks in each of the four stages.
-        classes: Outputs.
+        depths: Number of blocks in each of the four stages.
+        classes: Number of outputs.
 
     Source: He et al., arXiv 1512.03385, with the first layer of its §4.2 (CIFAR-10).
     """
@@ -91,21 +85,21 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images (n×3×H×W) to logits (n×classes)."""
+        """Return the logits (n×classes) of images (n×3×H×W)."""
         logits: Tensor = self.head(self.blocks(self.stem(images)).mean((2, 3)))
         return logits
 
 
 def resnet18(classes: int) -> ResNet:
-    """ResNet-18; 11,173,962 parameters with 10 classes."""
+    """Return ResNet-18; 11,173,962 parameters with 10 classes."""
     return ResNet(BasicBlock, (2, 2, 2, 2), classes)
 
 
 def resnet50(classes: int) -> ResNet:
-    """ResNet-50; 23,520,842 parameters with 10 classes."""
+    """Return ResNet-50; 23,520,842 parameters with 10 classes."""
     return ResNet(Bottleneck, (3, 4, 6, 3), classes)
 
 
 def resnet101(classes: int) -> ResNet:
-    """ResNet-101; 42,512,970 parameters with 10 classes."""
+    """Return ResNet-101; 42,512,970 parameters with 10 classes."""
     return ResNet(Bottleneck, (3, 4, 23, 3), classes)

@@ -9,7 +9,13 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 
 def warmup_cosine(optimizer: Optimizer, steps: int, warmup: float = 0.1) -> LRScheduler:
-    """A linear warm-up over the first ``warmup`` of the steps, then a half cosine to 1 %."""
+    """Return a linear warm-up followed by a half cosine down to 1 % of the learning rate.
+
+    Args:
+        optimizer: The optimizer.
+        steps: Number of steps of the run.
+        warmup: Share of the steps that belong to the warm-up, in [0, 1].
+    """
     rising = max(1, round(warmup * steps))
 
     def factor(t: int) -> float:
@@ -24,16 +30,16 @@ def warmup_cosine(optimizer: Optimizer, steps: int, warmup: float = 0.1) -> LRSc
 def decay_at(
     optimizer: Optimizer, milestones: Sequence[float], factor: float, *, samples_a_step: int
 ) -> LRScheduler:
-    """Multiply the learning rate by ``factor`` at each number of samples in ``milestones``.
+    """Return a schedule that multiplies the learning rate by ``factor`` at each milestone.
 
-    Samples are those seen by all workers: scheduler step t is t · ``samples_a_step``, so N workers
-    decay after as many samples as one does, in N times fewer steps.
+    Milestones count the samples of all workers, and step t is sample t · ``samples_a_step``. N
+    workers therefore decay after as many samples as one worker does, in N times fewer steps.
 
     Args:
         optimizer: The optimizer.
-        milestones: Rising numbers of samples.
-        factor: By what the rate is multiplied.
-        samples_a_step: Batch size × workers.
+        milestones: Numbers of samples in ascending order.
+        factor: Factor on the learning rate.
+        samples_a_step: Batch size × number of workers.
     """
     return LambdaLR(optimizer, lambda t: factor ** bisect_right(milestones, t * samples_a_step))
 
@@ -41,5 +47,8 @@ def decay_at(
 def decay_every(
     optimizer: Optimizer, samples: int, factor: float, *, samples_a_step: int
 ) -> LRScheduler:
-    """Multiply the learning rate by ``factor`` whenever all workers have seen ``samples`` more."""
+    """Return a schedule that multiplies the learning rate by ``factor`` every ``samples`` samples.
+
+    Counts the samples of all workers, as ``decay_at`` does.
+    """
     return LambdaLR(optimizer, lambda t: factor ** (t * samples_a_step // samples))

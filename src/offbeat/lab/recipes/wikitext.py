@@ -7,51 +7,32 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from offbeat.lab.recipes.base import HeldOut, Recipe, Setup, Task, steps_for
-from offbeat.lab.recipes.samples import TensorData, shared
+from offbeat.lab.recipes.base import Recipe, Setup, Task, steps_for
+from offbeat.lab.recipes.datasets import TensorData
+from offbeat.lab.recipes.files import find_file, require_directory, shared
+from offbeat.lab.recipes.held_out import HeldOut
 from offbeat.lab.recipes.schedules import decay_every
-from offbeat.lab.recipes.word_transformer import WordTransformer
+from offbeat.lab.recipes.transformers import WordTransformer, next_token_loss, token_losses
 
 BATCH_SIZE = 20
 METRIC = "test perplexity"
-CONTEXT = 35  # words a sample predicts
-DECAY_STEPS = 2000  # of the paper's 16 workers
-PAPER_WORKERS = 16
-FILES = {
-    "train": ("wiki.train.tokens", "train.txt"),
-    "test": ("wiki.test.tokens", "test.txt"),
-}
+CONTEXT = 35  # words that a sample predicts
+DECAY_STEPS, PAPER_WORKERS = 2000, 16
+TRAIN_FILES = ("wiki.train.tokens", "train.txt")
+TEST_FILES = ("wiki.test.tokens", "test.txt")
 NEEDS = "wiki.train.tokens, wiki.test.tokens (or train.txt, test.txt)"
 
 
-def find(data: Path | None, split: str) -> Path:
-    """The file of ``split`` in directory ``data``.
-
-    Raises:
-        FileNotFoundError: no directory, or no such file in it; the message says what was sought.
-    """
-    if data is None:
-        raise FileNotFoundError(f"the wikitext:transformer recipe needs --data DIR with {NEEDS}")
-    for name in FILES[split]:
-        if (data / name).is_file():
-            return data / name
-    problem = "which does not exist" if not data.is_dir() else "but neither is there"
-    raise FileNotFoundError(f"looked for {' or '.join(FILES[split])} in {data}, {problem}")
-
-
 def read_words(path: Path, vocabulary: dict[str, int], *, grow: bool) -> Tensor:
-    """The numbers of all words of a text, ``<eos>`` after every line.
+    """Return the numbers of all words of a text (int32), with ``<eos>`` after every line.
 
     Args:
-        path: UTF-8 text, words separated by white space.
-        vocabulary: Number of each word; ``<unk>`` is in it.
-        grow: Give unknown words the next numbers; otherwise they are ``<unk>``.
-
-    Returns:
-        int32 tensor, one number a word.
+        path: UTF-8 text file with words separated by white space.
+        vocabulary: Word → number. Contains ``<unk>``.
+        grow: True to add unknown words to the vocabulary, False to read them as ``<unk>``.
 
     Raises:
-        ValueError: it is not UTF-8 text.
+        ValueError: the file is empty or not UTF-8 text.
     """
     numbers = array("i")
     unknown = vocabulary["<unk>"]
@@ -71,12 +52,13 @@ def read_words(path: Path, vocabulary: dict[str, int], *, grow: bool) -> Tensor:
 
 
 def windows(words: Tensor) -> Tensor:
-    """Samples of CONTEXT + 1 words; each begins with the last word of the one before.
+    """Cut a text into samples of CONTEXT + 1 words that overlap by one word.
 
-    The tail that fills no sample is left out, so every word of the others is predicted once.
+    Every word after the first is thus predicted once, except for a tail that does not fill a
+    sample.
 
     Raises:
-        ValueError: there are not enough words for one.
+        ValueError: the text is shorter than a sample.
     """
     if len(words) <= CONTEXT:
         raise ValueError(f"a text must have more than {CONTEXT} words, got {len(words)}")
@@ -85,13 +67,13 @@ def windows(words: Tensor) -> Tensor:
 
 @shared
 def load(data: Path | None) -> tuple[Tensor, Tensor, int]:
-    """Training and test samples (n×36, int32), and the size of the training vocabulary."""
+    """Return training and test samples (n×36, int32) and the size of the training vocabulary."""
+    folder = require_directory(data, "wikitext:transformer", NEEDS)
+    train, test = find_file(folder, TRAIN_FILES), find_file(folder, TEST_FILES)
     vocabulary = {"<unk>": 0}
-    train_path, test_path = find(data, "train"), find(data, "test")
-    train = read_words(train_path, vocabulary, grow=True)
-    test = read_words(test_path, vocabulary, grow=False)
     samples = []
-    for path, words in ((train_path, train), (test_path, test)):
+    for path, grow in ((train, True), (test, False)):
+        words = read_words(path, vocabulary, grow=grow)
         try:
             samples.append(windows(words))
         except ValueError as error:
@@ -99,35 +81,23 @@ def load(data: Path | None) -> tuple[Tensor, Tensor, int]:
     return samples[0], samples[1], len(vocabulary)
 
 
-def nats(model: nn.Module, batch: tuple[Tensor, ...], reduction: str) -> Tensor:
-    """Cross-entropy of each next word, or the mean of all."""
-    text = batch[0].long()
-    logits = model(text[:, :-1]).flatten(0, 1)
-    return nn.functional.cross_entropy(logits, text[:, 1:].flatten(), reduction=reduction)
-
-
-def next_word_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-    """Mean cross-entropy of the next word, in nats."""
-    return nats(model, batch, "mean")
-
-
-def nats_a_word(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """The mean over the words of each sample."""
-    return {METRIC: nats(model, batch, "none").view(len(batch[0]), -1).mean(1)}
+def nats_per_word(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """Return the mean cross-entropy over the words of each sample, in nats."""
+    return {METRIC: token_losses(model, batch).mean(1)}
 
 
 def perplexity(means: dict[str, float]) -> dict[str, float]:
-    """Of the mean nats a word; finite when training has diverged."""
+    """Return exp of the mean cross-entropy, capped so that it stays finite after divergence."""
     return {METRIC: math.exp(min(means[METRIC], 100.0))}
 
 
 def build(setup: Setup) -> Task:
-    """The task.
+    """Build the task.
 
-    The rate decays every 2000 steps of the paper's cluster, 16 workers with batches of 20: every
-    640,000 samples of all workers together, whatever their number. Gradients are clipped at norm
-    2, as in the paper's published code; the paper does not say so, but without clipping the loss is
-    not a number after a few dozen steps.
+    The paper decays the rate every 2000 steps of 16 workers with batches of 20. Here it decays
+    every 640,000 samples of all workers, for any number of workers. Gradients are clipped at norm
+    2, as in the paper's published code. The paper does not mention clipping, but without it the
+    loss is NaN after a few dozen steps.
     """
     train, test, words = load(setup.data)
     torch.manual_seed(setup.seed)
@@ -145,8 +115,8 @@ def build(setup: Setup) -> Task:
         dataset=TensorData(train),
         batch_size=BATCH_SIZE,
         steps=steps_for(setup, len(train), BATCH_SIZE),
-        loss=next_word_loss,
-        evaluate=HeldOut(TensorData(test), nats_a_word, BATCH_SIZE, metrics=perplexity),
+        loss=next_token_loss,
+        evaluate=HeldOut(TensorData(test), nats_per_word, BATCH_SIZE, metrics=perplexity),
         clip_norm=2.0,
     )
 

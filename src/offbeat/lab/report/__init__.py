@@ -3,23 +3,17 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from offbeat.lab.report.comparisons import differences, links, times_to_targets
 from offbeat.lab.report.figures import plot
 from offbeat.lab.report.page import page
-from offbeat.lab.report.rows import common_options, groups, rows_of
 from offbeat.lab.report.tables import (
     HEADINGS,
     SHARE,
     SHARE_MEANS,
     TUNED_MEANS,
-    arrivals,
     caption,
-    differences,
-    further,
-    has_ideal,
-    is_tuned,
-    links,
-    markdown,
     notes,
+    other_metrics,
     table,
 )
 from offbeat.lab.results import Result
@@ -29,29 +23,38 @@ __all__ = [
     "SHARE",
     "SHARE_MEANS",
     "TUNED_MEANS",
-    "arrivals",
     "caption",
-    "common_options",
     "differences",
-    "further",
-    "groups",
-    "has_ideal",
-    "is_tuned",
     "links",
     "markdown",
     "notes",
+    "other_metrics",
     "page",
     "plot",
-    "rows_of",
     "table",
+    "times_to_targets",
     "write_report",
 ]
 
 
-def write_report(results: Sequence[Result], output: Path) -> dict[str, Path]:
-    """Write ``table.md``, ``plot.png`` and ``report.html`` into ``output``.
+def markdown(results: Sequence[Result]) -> str:
+    """Return all tables as Markdown with captions and notes, and the metrics at the end."""
+    parts = [table(results).markdown(), *(f"{note}\n" for note in notes(results))]
+    more = (times_to_targets(results), differences(results))
+    parts += [extra.markdown() for extra in more if extra is not None]
+    lines = [f"- `{method}`: {values}\n" for method, values in other_metrics(results)]
+    if lines:
+        parts += ["At the end:\n", "".join(lines)]
+    return "\n".join(parts)
 
-    Without matplotlib there is no plot. Returns the paths written, by what they are.
+
+def write_report(results: Sequence[Result], output: Path) -> dict[str, Path]:
+    """Write ``table.md``, ``plot.png`` and ``report.html`` into the directory ``output``.
+
+    Writes no plot if matplotlib is not installed.
+
+    Returns:
+        Paths of the files by "table", "plot" and "report".
     """
     paths = {"table": output / "table.md"}
     paths["table"].write_text(markdown(results), encoding="utf-8")

@@ -1,75 +1,72 @@
-"""One clock for all runs of a comparison, on a machine whose speed moves while they run."""
+"""Correction of times for a machine whose speed changes while the runs take place."""
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from offbeat.lab.results import Result
 
 
 def took_turns(results: Sequence[Result]) -> bool:
-    """Whether any run trained alone by turns (``lab.turns``)."""
-    return any(one.turns for one in results)
+    """Return True if a run measured steps of workers that train alone (see ``lab/turns.py``)."""
+    return any(run.turns for run in results)
 
 
 def on_one_clock(results: Sequence[Result], step_seconds: float | None = None) -> list[Result]:
-    """The results, those that took turns told as on a machine of one speed; the others as they are.
+    """Scale the times of runs with turns to a machine of constant speed.
 
-    Under each seed that is the speed at which a step alone takes what it took in the ideal's run,
-    whose own clock that is (steps · time of a step alone); without an ideal under that seed, the
-    mean of all turns that were taken under it. Told twice is told the same.
+    The constant is the time of a step alone, one per seed: that of the ideal's run with the seed,
+    or without an ideal the mean of all turns with the seed. The ideal's times become steps × that
+    constant. Other runs without turns are unchanged. The function is idempotent.
 
     Args:
-        results: Of one comparison.
-        step_seconds: What a step alone takes, in place of that; for the ideal, too.
+        results: Results of one comparison.
+        step_seconds: Time of a step alone for all seeds, instead of one per seed.
     """
-    paces = {} if not took_turns(results) else _paces(results)
-    found = []
-    for one in results:
-        pace = step_seconds or paces.get(one.job.seed)
-        if one.is_ideal and pace is not None:
-            points = (replace(point, seconds=point.step * pace) for point in one.points)
-            one = replace(one, points=tuple(points))
-        elif one.turns and pace is not None:
-            one = at_pace(one, pace)
-        found.append(one)
-    return found
+    by_seed = _step_seconds(results) if took_turns(results) else {}
+    scaled = []
+    for run in results:
+        seconds = step_seconds or by_seed.get(run.job.seed)
+        if run.is_ideal and seconds is not None:
+            points = (replace(point, seconds=point.step * seconds) for point in run.points)
+            run = replace(run, points=tuple(points))
+        elif run.turns and seconds is not None:
+            run = at_pace(run, seconds)
+        scaled.append(run)
+    return scaled
 
 
-def _paces(results: Sequence[Result]) -> dict[int, float]:
-    """Seed → what a step alone takes."""
+def _step_seconds(results: Sequence[Result]) -> dict[int, float]:
+    """Return the time of a step alone by seed."""
     turns: dict[int, list[float]] = {}
-    for one in results:
-        turns.setdefault(one.job.seed, []).extend(turn.step_seconds for turn in one.turns)
-    found = {seed: statistics.fmean(of) for seed, of in turns.items() if of}
-    ideals = [one for one in results if one.is_ideal]
-    for one in sorted(ideals, key=lambda run: abs(math.log(run.job.lr_scale)), reverse=True):
-        found[one.job.seed] = step_of(one)  # of several rates that at the recipe's own is left
-    return found
+    for run in results:
+        turns.setdefault(run.job.seed, []).extend(turn.step_seconds for turn in run.turns)
+    by_seed = {seed: statistics.fmean(times) for seed, times in turns.items() if times}
+    ideals = [run for run in results if run.is_ideal]
+    # Of several learning rates, the nearest to the recipe's comes last and wins.
+    for run in sorted(ideals, key=lambda run: abs(math.log(run.job.lr_scale)), reverse=True):
+        by_seed[run.job.seed] = step_of(run)
+    return by_seed
 
 
 def at_pace(run: Result, step_seconds: float) -> Result:
-    """``run`` as on a machine on which a step alone takes ``step_seconds`` throughout.
+    """Scale a run to a machine on which a step alone always takes ``step_seconds``.
 
-    The seconds between two evaluations times ``step_seconds`` over what a step alone took, the mean
-    of the turns before and after them.
+    The time between two evaluations is multiplied by ``step_seconds`` / a, where a is the mean time
+    of a step alone in the turns at both evaluations.
     """
     alone = {turn.step: turn.step_seconds for turn in run.turns}
-    points, was, before, now = [], 0, 0.0, 0.0
+    points, last_step, last_seconds, now = [], 0, 0.0, 0.0
     for point in run.points:
-        taken = point.seconds - before
-        now += taken * step_seconds / _between(alone, was, point.step)
-        was, before = point.step, point.seconds
+        around = statistics.fmean((alone[last_step], alone[point.step]))
+        now += (point.seconds - last_seconds) * step_seconds / around
+        last_step, last_seconds = point.step, point.seconds
         points.append(replace(point, seconds=now))
     turns = (replace(turn, step_seconds=step_seconds) for turn in run.turns)
     return replace(run, points=tuple(points), turns=tuple(turns))
 
 
-def _between(alone: Mapping[int, float], first: int, last: int) -> float:
-    return statistics.fmean((alone[first], alone[last]))
-
-
 def step_of(run: Result) -> float:
-    """Seconds of a step, over the whole run."""
+    """Return the mean seconds of a step over the whole run."""
     return run.seconds / run.points[-1].step

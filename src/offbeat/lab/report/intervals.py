@@ -1,11 +1,11 @@
-"""A mean and its 95 % interval by Student's t."""
+"""Mean and 95 % confidence interval by Student's t."""
 
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# t of 97.5 % for 1 to 30 degrees of freedom; any table of it.
+# 97.5 % quantiles of Student's t for 1 to 30 degrees of freedom, from a table.
 _T = (
     *(12.706205, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912),
     *(2.364624, 2.306004, 2.262157, 2.228139, 2.200985, 2.178813),
@@ -18,7 +18,7 @@ _Z = 1.959964
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and where it lies with 95 % confidence, if the values are near to normal."""
+    """A mean and the ends of its 95 % confidence interval."""
 
     mean: float
     low: float
@@ -26,10 +26,10 @@ class Interval:
 
 
 def interval_of(values: Sequence[float]) -> Interval:
-    """mean ± t·s/√n.
+    """Return mean ± t·s/√n, for values that are approximately normal.
 
     Raises:
-        ValueError: fewer than two values: they have no spread.
+        ValueError: there are fewer than two values, which have no spread.
     """
     if len(values) < 2:
         raise ValueError(f"an interval needs at least two values, got {len(values)}")
@@ -39,7 +39,11 @@ def interval_of(values: Sequence[float]) -> Interval:
 
 
 def t_quantile(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t; beyond 30 degrees by its expansion about the normal."""
+    """Return the 97.5 % quantile of Student's t.
+
+    Above 30 degrees of freedom it is the asymptotic expansion about the normal quantile
+    (Abramowitz & Stegun, 26.7.5).
+    """
     if degrees <= len(_T):
         return _T[degrees - 1]
     return _Z + (_Z**3 + _Z) / (4 * degrees) + (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / (96 * degrees**2)

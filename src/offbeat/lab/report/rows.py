@@ -1,4 +1,4 @@
-"""What the rows of every table and figure are: a method, and its runs over the seeds."""
+"""Rows of all tables and figures: a method with its runs over the seeds."""
 
 import math
 import statistics
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from offbeat.lab.report.clock import on_one_clock
 from offbeat.lab.results import Result
 
-_FACTOR = "--lr-scale "
+_LR_SCALE = "--lr-scale "
 
 
 @dataclass(frozen=True)
@@ -16,13 +16,13 @@ class Row:
     """A method with its options, over its seeds.
 
     Attributes:
-        name: Strategy and options that not all rows have.
-        runs: One a seed; of a method that was tried with several factors on the learning rate,
-            those of the best one.
-        tried: How many runs the method took, all factors and seeds together.
-        lr_scale: The factor that was chosen; None if there was no choice.
-        at_edge: Whether it is the smallest or largest that was tried, so that a better one may lie
-            beyond.
+        name: Strategy and the options that not all rows have.
+        runs: Result of each seed. If several factors on the learning rate were tried, those of the
+            best factor.
+        tried: Number of runs of the method, over all factors and seeds.
+        lr_scale: The chosen factor on the learning rate; None if there was no choice.
+        at_edge: True if the chosen factor is the smallest or largest one, so that a better one may
+            lie beyond.
     """
 
     name: str
@@ -33,41 +33,49 @@ class Row:
 
     @property
     def is_ideal(self) -> bool:
-        """Whether this is the run on an infinitely fast network."""
+        """True if the method is the ideal network."""
         return self.runs[0].is_ideal
 
     @property
-    def arrival(self) -> float | None:
-        """Median seconds to the target; None if one run did not reach it."""
-        times = [run.time_to_target_seconds for run in self.runs]
-        known = [seconds for seconds in times if seconds is not None]
-        return statistics.median(known) if len(known) == len(times) else None
+    def seconds_to_target(self) -> float | None:
+        """Median seconds to the recipe's target; None if a run did not reach it."""
+        return _median_or_none([run.time_to_target_seconds for run in self.runs])
+
+    def median_seconds_to(self, target: float) -> float | None:
+        """Return the median seconds to ``target``, or None if a run did not reach it."""
+        return _median_or_none([run.seconds_to(target) for run in self.runs])
+
+
+def _median_or_none(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if len(known) == len(values) else None
 
 
 def rows_of(results: Sequence[Result]) -> list[Row]:
-    """The rows, in order of appearance, their seconds on one clock.
+    """Return the rows in order of appearance, with times on one clock.
 
-    Of several factors on the learning rate the one is chosen whose mean final metric over the seeds
-    is best; of equal ones the nearest to 1. Factors that not all seeds have seen do not count.
+    Of several factors on the learning rate, the factor with the best mean final metric over the
+    seeds is chosen; of equal ones the nearest to 1. Factors with fewer seeds than others do not
+    count.
     """
     results = on_one_clock(results)
     shared = common_options(results)
-    tuned: dict[str, set[float]] = {}
-    for one in results:
-        tuned.setdefault(_method(one), set()).update(one.lr_scales)
-    found: dict[str, list[Result]] = {}
-    for one in results:
-        free = one.job.lr_scale in tuned[_method(one)]
-        options = [text for text in one.job.options if text not in shared]
-        own = [text for text in options if not (free and text.startswith(_FACTOR))]
-        found.setdefault(" ".join([one.strategy, *own]), []).append(one)
-    return [_row(name, runs, tuned[_method(runs[0])]) for name, runs in found.items()]
+    scales: dict[str, set[float]] = {}
+    for run in results:
+        scales.setdefault(_method(run), set()).update(run.lr_scales)
+    runs_of: dict[str, list[Result]] = {}
+    for run in results:
+        tuned = run.job.lr_scale in scales[_method(run)]
+        options = [text for text in run.job.options if text not in shared]
+        shown = [text for text in options if not (tuned and text.startswith(_LR_SCALE))]
+        runs_of.setdefault(" ".join([run.strategy, *shown]), []).append(run)
+    return [_row(name, runs, scales[_method(runs[0])]) for name, runs in runs_of.items()]
 
 
 def _method(result: Result) -> str:
-    """Strategy and options, the factor on the learning rate apart."""
-    own = [text for text in result.job.options if not text.startswith(_FACTOR)]
-    return " ".join([result.strategy, *own])
+    """Return the strategy and its options, without the factor on the learning rate."""
+    options = [text for text in result.job.options if not text.startswith(_LR_SCALE)]
+    return " ".join([result.strategy, *options])
 
 
 def _row(name: str, runs: list[Result], scales: set[float]) -> Row:
@@ -77,40 +85,50 @@ def _row(name: str, runs: list[Result], scales: set[float]) -> Row:
     if len(by_scale) < 2 and len(scales) < 2:
         return Row(name, tuple(runs), len(runs))
     most = max(map(len, by_scale.values()))
-    whole = {scale: of for scale, of in by_scale.items() if len(of) == most}
-    best = max(whole, key=lambda scale: (_score(whole[scale]), -abs(math.log(scale))))
-    edge = best in (min(by_scale), max(by_scale))
-    return Row(name, tuple(whole[best]), len(runs), best, edge)
+    complete = {scale: tried for scale, tried in by_scale.items() if len(tried) == most}
+    best = max(complete, key=lambda scale: (_score(complete[scale]), -abs(math.log(scale))))
+    at_edge = best in (min(by_scale), max(by_scale))
+    return Row(name, tuple(complete[best]), len(runs), best, at_edge)
 
 
 def _score(runs: Sequence[Result]) -> float:
-    """The mean final metric, larger is better; one that is no number is the worst."""
+    """Return the mean final metric, negated if lower is better, or −∞ if a value is not finite."""
     finals = [run.final if run.higher_is_better else -run.final for run in runs]
     return statistics.fmean(finals) if all(map(math.isfinite, finals)) else -math.inf
 
 
-def groups(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """The runs of each row, by its name."""
-    return {row.name: list(row.runs) for row in rows_of(results)}
-
-
 def common_options(results: Sequence[Result]) -> tuple[str, ...]:
-    """The options of the method that all results have, as ``--wire int8``."""
+    """Return the options of the method that all results share, such as ``--wire int8``."""
     first, *others = (result.job.options for result in results)
-    kept = tuple(one for one in first if all(one in options for options in others))
+    common = tuple(text for text in first if all(text in options for options in others))
     if any(result.lr_scales for result in results):
-        return tuple(one for one in kept if not one.startswith(_FACTOR))
-    return kept
+        return tuple(text for text in common if not text.startswith(_LR_SCALE))
+    return common
 
 
 def ideal_of(rows: Sequence[Row]) -> Row | None:
-    """The row of the ideal, if it was run."""
+    """Return the row of the ideal, or None if the ideal was not run."""
     return next((row for row in rows if row.is_ideal), None)
 
 
 def share_of_ideal(row: Row, rows: Sequence[Row]) -> float | None:
-    """The ideal's time to the target over that of ``row``; None if one is not known."""
+    """Return the ideal's time to the target over the row's, or None if one is unknown."""
     ideal = ideal_of(rows)
-    if ideal is None or not ideal.arrival or not row.arrival:
+    if ideal is None or not ideal.seconds_to_target or not row.seconds_to_target:
         return None
-    return ideal.arrival / row.arrival
+    return ideal.seconds_to_target / row.seconds_to_target
+
+
+SHARES = (0.95, 0.98, 0.995)
+"""Shares of the ideal's final metric. They define targets that do not depend on a method."""
+
+
+def targets_of(ideal: Row) -> dict[float, float]:
+    """Return the target of each share in ``SHARES``.
+
+    The target is share · m if higher is better and m / share otherwise, where m is the ideal's
+    median final metric.
+    """
+    final = statistics.median(run.final for run in ideal.runs)
+    up = ideal.runs[0].higher_is_better
+    return {share: share * final if up else final / share for share in SHARES}

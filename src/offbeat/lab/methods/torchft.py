@@ -1,4 +1,4 @@
-"""torchft's LocalSGD and DiLoCo, by their own code: a manager a worker, and one lighthouse."""
+"""LocalSGD and DiLoCo of torchft, with one manager per worker and one lighthouse."""
 
 import logging
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ from typing_extensions import override
 from offbeat.arguments import setting
 from offbeat.errors import CommunicationError
 from offbeat.lab.evaluation import gather
-from offbeat.lab.peers.base import Loop, Peer, own_address
+from offbeat.lab.methods.peer import Peer, TrainingLoop, worker_address
 from offbeat.lab.recipes import Task
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchftLocalSGD(Peer):
-    """Local SGD of torchft: every worker is a replica group of its own.
+    """Local SGD of torchft. Every worker is one replica group.
 
     Args:
-        period: H, steps between two means of the models (≥ 1): its ``sync_every``.
+        period: H, number of steps between two means of the models (≥ 1), its ``sync_every``.
     """
 
     name: ClassVar[str] = "torchft:localsgd"
@@ -30,7 +30,7 @@ class TorchftLocalSGD(Peer):
     period: int = setting(least=1)
 
     @override
-    def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> Loop:
+    def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> TrainingLoop:
         self.require_cpu(task)
         from torchft.local_sgd import LocalSGD
 
@@ -41,17 +41,18 @@ class TorchftLocalSGD(Peer):
 
 @dataclass(frozen=True, kw_only=True)
 class TorchftDiLoCo(Peer):
-    """DiLoCo of torchft, streaming with several fragments; the outer optimizer is Nesterov's.
+    """DiLoCo of torchft with a Nesterov outer optimizer; Streaming DiLoCo if fragments > 1.
 
     Args:
-        period: H, steps between two synchronizations of a fragment (≥ 1): its ``sync_every``.
-        outer_lr: Rate of the outer optimizer (> 0).
-        outer_momentum: Its momentum (≥ 0).
-        fragments: Parts of the model, contiguous and of like size; they take turns (≥ 1, divides
-            the period).
-        delay: Steps between the start of a fragment's mean and its use (≥ 0, less than the period
-            over the fragments): its ``fragment_sync_delay``.
-        mixing: Weight of the worker's own parameters when the mean arrives, in [0, 1]: its
+        period: H, number of steps between two synchronizations of a fragment (≥ 1), its
+            ``sync_every``.
+        outer_lr: Learning rate of the outer optimizer (> 0).
+        outer_momentum: Momentum of the outer optimizer, in [0, 1).
+        fragments: Number of contiguous parts of the model of about equal size, synchronized in
+            turn (≥ 1, divides the period).
+        delay: Number of steps between the start of a fragment's mean and its use (≥ 0, less than
+            period / fragments), its ``fragment_sync_delay``.
+        mixing: Weight of the local parameters when the mean arrives, in [0, 1], its
             ``fragment_update_alpha``.
     """
 
@@ -78,7 +79,7 @@ class TorchftDiLoCo(Peer):
             )
 
     @override
-    def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> Loop:
+    def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> TrainingLoop:
         self.require_cpu(task)
         from torchft.local_sgd import DiLoCo
 
@@ -101,16 +102,16 @@ class TorchftDiLoCo(Peer):
             sync_every=self.period,
             fragment_sync_delay=self.delay,
             fragment_update_alpha=self.mixing,
-            use_bucketization=True,  # an operation for all parameters, not one for each
+            use_bucketization=True,  # one operation for all parameters, not one for each
         )
         return _Managed(self.name, task, lr_scale, group, method)
 
 
 def fragments_of(model: nn.Module, number: int) -> list[nn.Module]:
-    """The parameters in their order, in ``number`` parts of about as many elements.
+    """Divide the parameters, in their order, into non-empty parts of about equal numel.
 
     Raises:
-        ValueError: there are fewer tensors than parts.
+        ValueError: the model has fewer parameter tensors than parts.
     """
     parameters = list(model.parameters())
     if len(parameters) < number:
@@ -119,21 +120,21 @@ def fragments_of(model: nn.Module, number: int) -> list[nn.Module]:
     parts: list[list[nn.Parameter]] = [[] for _ in range(number)]
     for i, parameter in enumerate(parameters):
         place = min(number - 1, int(number * (seen + parameter.numel() / 2) / total))
-        place = max(place, number - len(parameters) + i, 0)  # none stays empty at the end,
+        place = max(place, number - len(parameters) + i, 0)  # leaves no part empty at the end
         filled = next((j for j, part in enumerate(parts) if not part), number)
-        parts[min(place, filled)].append(parameter)  # and none in between
+        parts[min(place, filled)].append(parameter)  # leaves no part empty in between
         seen += parameter.numel()
     return [nn.ParameterList(part) for part in parts]
 
 
 class Group:
-    """This worker as a replica group of torchft: a store, a manager, and on rank 0 the lighthouse.
+    """Replica group of this worker: a store, a manager, and the lighthouse on rank 0.
 
-    torchft carries on without the others where a mean fails. Here that is an error: the methods of
-    a comparison train with all workers, or not at all.
+    After a failed mean, torchft continues with the remaining workers. Here that is an error,
+    because all runs of a comparison must train with all workers.
 
     Args:
-        timeout_seconds: Of every operation.
+        timeout_seconds: Time-out of every operation.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
@@ -144,19 +145,19 @@ class Group:
 
         rank, size = dist.get_rank(), dist.get_world_size()
         limit = timedelta(seconds=timeout_seconds)
-        host = own_address()
+        host = worker_address()
         self._lighthouse: Any = None
-        own = ""
+        address = ""
         if rank == 0:
             self._lighthouse = LighthouseServer(bind="0.0.0.0:0", min_replicas=size)
-            own = f"http://{host}:{self._lighthouse.address().rpartition(':')[2]}"
-        address = gather(own, torch.device("cpu"), "the address of torchft's lighthouse")[0]
-        self._store = dist.TCPStore(  # type: ignore[attr-defined]  # it is there
+            address = f"http://{host}:{self._lighthouse.address().rpartition(':')[2]}"
+        address = gather(address, torch.device("cpu"), "the address of torchft's lighthouse")[0]
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]  # missing in the stubs
             host, 0, is_master=True, wait_for_workers=False, timeout=limit
         )
         self.manager = Manager(
             pg=ProcessGroupGloo(timeout=limit),
-            load_state_dict=lambda state: None,  # nobody is ever behind
+            load_state_dict=lambda state: None,  # no worker ever lags behind
             state_dict=dict,
             min_replica_size=size,
             use_async_quorum=False,
@@ -170,16 +171,15 @@ class Group:
             lighthouse_addr=address,
             replica_id=f"worker{rank}",
             hostname=host,
-            init_sync=False,  # all begin with the same model
+            init_sync=False,  # all workers start with the same model
             max_retries=0,
         )
-        self.size = size
 
-    def require_whole(self) -> None:
-        """Raise unless the last mean was that of all workers.
+    def require_all_workers(self) -> None:
+        """Raise unless the last mean included all workers.
 
         Raises:
-            CommunicationError: it was not.
+            CommunicationError: the mean failed on this worker.
         """
         error = self.manager.errored()
         if error is not None:
@@ -189,7 +189,7 @@ class Group:
             )
 
     def close(self) -> None:
-        """A collective: the lighthouse ends last."""
+        """Shut down the manager, and on rank 0 the lighthouse after all managers. A collective."""
         gather(None, torch.device("cpu"), "the end of torchft's managers")
         self.manager.shutdown(wait=False)
         gather(None, torch.device("cpu"), "the end of torchft's lighthouse")
@@ -197,8 +197,8 @@ class Group:
             self._lighthouse.shutdown()
 
 
-class _Managed(Loop):
-    """One of torchft's methods, which hook themselves into the optimizer's step."""
+class _Managed(TrainingLoop):
+    """Training loop of a torchft method, which runs in hooks of the optimizer's step."""
 
     differ = True
 
@@ -212,9 +212,9 @@ class _Managed(Loop):
         try:
             super()._optimize()
         except RuntimeError:
-            self._group.require_whole()  # its own words tell the number of failures alone
+            self._group.require_all_workers()  # torchft's message has only a number of failures
             raise
-        self._group.require_whole()
+        self._group.require_all_workers()
 
     @override
     def _close(self) -> None:

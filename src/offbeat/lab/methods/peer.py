@@ -1,4 +1,4 @@
-"""What peers have in common: an ordinary training loop on the wall's clock, and what is refused."""
+"""Training loop of peers, and the conversion of their errors."""
 
 import importlib.util
 import os
@@ -18,29 +18,23 @@ from typing_extensions import override
 
 from offbeat.arguments import check_settings
 from offbeat.errors import CommunicationError, OffbeatError
-from offbeat.lab.method import SAVING, Baseline, Method
+from offbeat.lab.methods.base import Baseline, Method
 from offbeat.lab.recipes import Task
 from offbeat.lab.recipes.base import device_of
 from offbeat.strategies import Strategy
 from offbeat.synchronizer import Synchronizer
 from offbeat.telemetry import Stats
 
-_SIOCGIFADDR = 0x8915  # Linux: the address of an interface
+_SIOCGIFADDR = 0x8915  # Linux: request the address of an interface
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peer(Baseline):
-    """A method of somebody else's. Real processes only."""
+    """A method of torch or another package, which runs its own code on real processes."""
 
     simulated: ClassVar[bool] = False
-    refused: ClassVar[tuple[str, ...]] = (
-        "wire",
-        "injection",
-        "log",
-        *SAVING,
-    )
     package: ClassVar[str] = "torch"
-    """What it needs to be installed."""
+    """Name of the package that must be installed."""
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -62,19 +56,19 @@ class Peer(Baseline):
         under: Callable[[Strategy], Synchronizer],
         batches: Callable[[], Iterable[Any]],
         timeout_seconds: float,
-    ) -> "Loop":
-        with explained(f"the start of {self.name}"):
+    ) -> "TrainingLoop":
+        with explain_failures(f"the start of {self.name}"):
             return self.loop(task, lr_scale, timeout_seconds)
 
     @abstractmethod
-    def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> "Loop":
-        """Wrap the model. A collective."""
+    def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> "TrainingLoop":
+        """Set up the method around the task's model. A collective."""
 
     def require_cpu(self, task: Task) -> None:
-        """Raise unless the model is on the CPU, where alone this peer was made to work here.
+        """Raise unless the model is on the CPU.
 
         Raises:
-            OffbeatError: it is not.
+            OffbeatError: the model is on another device, which this integration does not support.
         """
         device = device_of(task.model)
         if device.type != "cpu":
@@ -84,17 +78,17 @@ class Peer(Baseline):
             )
 
 
-class Loop(Method):
-    """An ordinary training loop around a model, with the wall's clock.
+class TrainingLoop(Method):
+    """An ordinary training loop around a model, timed with the wall clock.
 
     Args:
-        name: For errors.
-        task: What is trained.
+        name: Name of the method, for error messages.
+        task: The task.
         lr_scale: Factor on the learning rate.
-        module: The task's model, perhaps wrapped.
+        module: The task's model, possibly wrapped.
 
     Attributes:
-        differ: Whether the workers' models differ between steps, so that their mean is evaluated.
+        differ: True if the parameters differ between workers, so that their mean is evaluated.
     """
 
     differ = False
@@ -116,12 +110,12 @@ class Loop(Method):
     @property
     @override
     def stats(self) -> Stats:
-        """Steps and seconds: a peer does not tell how long it waits, and what it sends."""
+        """Steps and seconds. The waiting time and the bytes of a peer are unknown."""
         return Stats(steps=self._step, details={"seconds": self._seconds})
 
     @override
     def train(self, batch: Any) -> None:
-        with explained(f"batch {self._step + 1} of {self._name}"):
+        with explain_failures(f"batch {self._step + 1} of {self._name}"):
             batches = self._learn(batch)
         self._step += 1
         self._seconds = time.perf_counter() - self._began
@@ -129,12 +123,13 @@ class Loop(Method):
             self._task.advance()
 
     def _learn(self, batch: Any) -> int:
-        """Train on a batch. Returns for how many batches the optimizer has stepped."""
+        """Train on a batch. Return the number of batches whose gradients the optimizer applied."""
         self._task.loss(self._module, batch).backward()
         self._take_step()
         return 1
 
     def _take_step(self) -> None:
+        """Clip the gradient and step the optimizer at the scaled learning rate."""
         task = self._task
         with task.scaled_lr(self._lr_scale):
             if task.clip_norm is not None:
@@ -147,31 +142,30 @@ class Loop(Method):
     @override
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """The mean of the models, if they differ, with rank 0's buffers."""
         began = self._now()
         tensors = [*self._task.model.parameters(), *self._task.model.buffers()]
-        own = [tensor.detach().clone() for tensor in tensors]
-        self._agree("an evaluation")
+        local = [tensor.detach().clone() for tensor in tensors]
+        self._average("an evaluation")
         try:
             yield
         finally:
             with torch.no_grad():
-                for tensor, value in zip(tensors, own, strict=True):
+                for tensor, value in zip(tensors, local, strict=True):
                     tensor.copy_(value)
             self._began += self._now() - began
 
     @override
     def finish(self) -> None:
         before = self._now()
-        self._agree("the end")
+        self._average("the end")
         self._seconds += self._now() - before
-        with explained(f"the end of {self._name}"):
+        with explain_failures(f"the end of {self._name}"):
             self._close()
 
-    def _agree(self, when: str) -> None:
-        """x ← mean(x), and rank 0's buffers."""
+    def _average(self, when: str) -> None:
+        """Replace the parameters by their mean if they differ, and the buffers by rank 0's."""
         model = self._task.model
-        with explained(f"{when} of {self._name}"), torch.no_grad():
+        with explain_failures(f"{when} of {self._name}"), torch.no_grad():
             if self.differ:
                 for parameter in model.parameters():
                     dist.all_reduce(parameter.data)
@@ -180,21 +174,21 @@ class Loop(Method):
                 dist.broadcast(buffer, src=0)
 
     def _close(self) -> None:
-        """Give back what the method holds. A collective, and not timed."""
+        """Release what the method holds. A collective that does not count as training time."""
 
     def _now(self) -> float:
         device = device_of(self._task.model)
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # what was queued belongs to the training
+            torch.cuda.synchronize(device)  # queued kernels belong to the training time
         return time.perf_counter()
 
 
 @contextmanager
-def explained(what: str) -> Iterator[None]:
-    """Say where a run-time error comes from: others' words name neither rank nor operation.
+def explain_failures(what: str) -> Iterator[None]:
+    """Convert run-time errors of other packages, which name neither rank nor operation.
 
     Raises:
-        CommunicationError: for a RuntimeError or a TimeoutError that is not Offbeat's own.
+        CommunicationError: for a RuntimeError or TimeoutError that is not an OffbeatError.
     """
     try:
         yield
@@ -208,18 +202,19 @@ def explained(what: str) -> Iterator[None]:
         ) from error
 
 
-def own_address() -> str:
-    """The address at which the other workers reach this one.
+def worker_address() -> str:
+    """Return the IPv4 address at which the other workers reach this one.
 
-    That of the interface that gloo was told to use; else of the one on the way to torchrun's
-    master.
+    It is the address of the interface in ``GLOO_SOCKET_IFNAME``, if that is set, and otherwise of
+    the interface that routes to torchrun's master.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         if interface:
             import fcntl  # not on Windows
 
-            asked = struct.pack("256s", interface.encode()[:15])
-            return socket.inet_ntoa(fcntl.ioctl(one.fileno(), _SIOCGIFADDR, asked)[20:24])
-        one.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # sends nothing
-        return str(one.getsockname()[0])
+            request = struct.pack("256s", interface.encode()[:15])
+            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+        # Connecting a UDP socket sends nothing; it only selects the route.
+        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))
+        return str(probe.getsockname()[0])

@@ -1,8 +1,8 @@
-"""The seam between the loop of a run and what trains there: a strategy, or a baseline."""
+"""Interface between the training loop of a run and the method that trains: strategy or baseline."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -14,12 +14,12 @@ from offbeat.telemetry import Stats
 
 
 class Method(ABC):
-    """What trains the model of a recipe on one worker, batch by batch."""
+    """Trains the model of a task on one worker, batch by batch."""
 
     @property
     @abstractmethod
     def step(self) -> int:
-        """Batches so far."""
+        """Number of batches so far."""
 
     @property
     @abstractmethod
@@ -28,13 +28,13 @@ class Method(ABC):
 
     @property
     def step_seconds(self) -> float | None:
-        """What every step counts, for a method that knows it at the end only; else None."""
+        """Seconds of every step, if the method determines them at the end of the run; else None."""
         return None
 
     @property
     @abstractmethod
     def stats(self) -> Stats:
-        """The totals of this worker, as far as they are known."""
+        """Totals of this worker. Fields that the method does not measure are zero."""
 
     @abstractmethod
     def train(self, batch: Any) -> None:
@@ -42,20 +42,23 @@ class Method(ABC):
 
     @abstractmethod
     def consensus(self) -> AbstractContextManager[None]:
-        """Inside, all workers hold the model that is to be evaluated; a collective, not timed."""
+        """Let all workers hold the model to evaluate inside the context. A collective.
+
+        Does not count as training time.
+        """
 
     @abstractmethod
     def finish(self) -> None:
-        """End: all workers hold the same model. A collective."""
+        """End the training with the same model on all workers. A collective."""
 
 
 class Attached(Method):
-    """A strategy of Offbeat's, attached to the task.
+    """A strategy of this package, attached to the model of a task.
 
     Args:
-        task: What is trained.
+        task: The task.
         lr_scale: Factor on the learning rate.
-        sync: What ``attach`` gave.
+        sync: The synchronizer that ``attach`` returned.
     """
 
     def __init__(self, task: Task, lr_scale: float, sync: Synchronizer) -> None:
@@ -89,10 +92,8 @@ class Attached(Method):
         task.advance()
 
     @override
-    @contextmanager
-    def consensus(self) -> Iterator[None]:
-        with self.sync.consensus():
-            yield
+    def consensus(self) -> AbstractContextManager[None]:
+        return self.sync.consensus()
 
     @override
     def finish(self) -> None:
@@ -100,28 +101,28 @@ class Attached(Method):
 
 
 SAVING = ("checkpoints", "save_every", "resume")
-"""Fields of ``Job`` that need a synchronizer, which has a state."""
+"""Fields of ``Job`` that need the state of a synchronizer."""
 
 
 class Baseline(ABC):
-    """A method that strategies are compared with, and that ``attach`` does not know.
+    """A method that strategies are compared with and that ``attach`` does not support.
 
-    Its subclasses are frozen dataclasses of settings.
+    Subclasses are frozen dataclasses of settings.
     """
 
     name: ClassVar[str]
-    """As in the text form."""
+    """Name in the text form."""
     simulated: ClassVar[bool]
-    """Whether it also runs in virtual time."""
-    refused: ClassVar[tuple[str, ...]]
-    """Fields of ``Job`` that it cannot honour."""
+    """True if the method can also run in virtual time."""
+    refused: ClassVar[tuple[str, ...]] = ("wire", "injection", "log", *SAVING)
+    """Fields of ``Job`` that the method does not support."""
 
     @classmethod
     def require(cls) -> None:
-        """Raise unless it can run here.
+        """Raise unless the method can run on this machine.
 
         Raises:
-            ImportError: a package is missing; the message says how to install it.
+            ImportError: a package is missing. The message says how to install it.
         """
         return
 
@@ -134,12 +135,13 @@ class Baseline(ABC):
         batches: Callable[[], Iterable[Any]],
         timeout_seconds: float,
     ) -> Method:
-        """Begin to train on this worker. A collective.
+        """Start training on this worker. A collective.
 
         Args:
-            task: What is trained, on its device.
+            task: The task, on its device.
             lr_scale: Factor on the learning rate.
-            under: Attaches a strategy to the task, as the job says.
-            batches: What this worker reads, anew each time, on the model's device.
-            timeout_seconds: Of operations between workers.
+            under: Function that attaches a strategy to the task with the options of the job.
+            batches: Function that returns this worker's batches from the first one on, on the
+                model's device.
+            timeout_seconds: Time-out of operations between workers.
         """

@@ -1,4 +1,4 @@
-"""A recipe of the user's own: the one of the page, wherever a recipe of the package works."""
+"""The custom recipe of the documentation, in every place where a recipe can be used."""
 
 import ast
 import os
@@ -17,7 +17,7 @@ from offbeat.lab.job import Job
 from offbeat.lab.measure import measure_recipe
 from offbeat.lab.places import Loopback, VirtualCluster
 from offbeat.lab.recipes import Setup, find_recipe
-from offbeat.lab.recipes.base import HeldOut
+from offbeat.lab.recipes.held_out import HeldOut
 from offbeat.lab.results import read_results
 from offbeat.plan.phantom import shapes_of
 from pages import code_on
@@ -27,7 +27,7 @@ CODE = code_on("your-own-model", "def spirals")
 
 @pytest.fixture
 def spirals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of the page, in the current directory."""
+    """Return the documented file, in the current directory."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "spirals.py").write_text(CODE)
@@ -39,18 +39,18 @@ def place() -> VirtualCluster:
 
 
 def ignore(event: object) -> None:
-    """Nobody watches."""
+    """Ignore an event."""
 
 
 def test_it_is_short() -> None:
-    """The function has at most twenty lines."""
+    """The function has fewer than 25 lines."""
     (function,) = (one for one in ast.parse(CODE).body if isinstance(one, ast.FunctionDef))
     assert function.end_lineno is not None
     assert function.end_lineno - function.lineno < 25
 
 
 def test_it_is_found(spirals: Path) -> None:
-    """By its path, with or without its name, from here or from elsewhere."""
+    """The path may be relative or absolute, with or without the name."""
     for name in ("spirals.py", "spirals.py:spirals", str(spirals), f"./{spirals.name}:spirals"):
         found = find_recipe(name)
         assert (found.metric, found.target, found.epochs) == ("accuracy", 0.95, 10)
@@ -58,7 +58,7 @@ def test_it_is_found(spirals: Path) -> None:
 
 
 def test_all_workers_build_the_same(spirals: Path) -> None:
-    """Whatever was drawn before; another seed gives another model."""
+    """The model depends on the seed alone, not on earlier random numbers."""
     torch.manual_seed(1)
     one = find_recipe("spirals.py").build(Setup(4, 2, seed=3))
     two = find_recipe("spirals.py").build(Setup(4, 2, seed=3))
@@ -81,23 +81,27 @@ def test_it_reaches_its_target(spirals: Path) -> None:
 
 
 def test_processes_and_simulator_agree(spirals: Path) -> None:
-    """Worker processes load the file, too, and give the same figures."""
-    job = Job("spirals.py", "local:period=4", 2, epochs=1, evaluations=2)
+    """Worker processes load the file, get ``--data``, clip gradients, and have the same metrics."""
+    code = CODE.replace(
+        "    arm, t =", '    assert (setup.data / "spirals.py").exists()\n    arm, t ='
+    )
+    spirals.write_text(code.replace("scheduler=", "clip_norm=0.5, scheduler="))
+    job = Job("spirals.py", "local:period=4", 2, epochs=1, evaluations=2, data=str(spirals.parent))
     real, virtual = (run_and_record(job, ignore, where) for where in (Loopback(), place()))
     assert [point.step for point in real.points] == [point.step for point in virtual.points]
     for one, other in zip(real.points, virtual.points, strict=True):
-        assert one.metric == pytest.approx(other.metric, abs=2 / 1000)
+        assert one.metric == one.metrics["accuracy"] == pytest.approx(other.metric, abs=2 / 1000)
 
 
 def test_it_is_measured(spirals: Path) -> None:
-    """For ``plan --model``: its tensors, and the time of a step."""
+    """``plan --model`` measures its tensors and the time of a step."""
     model, seconds = measure_recipe("spirals.py", steps=5, warmup_steps=1)
     assert shapes_of(model).count == 3 * 64 + 65 * 64 + 65 * 3
     assert 0 < seconds < 1
 
 
 def test_a_partition_by_label(spirals: Path) -> None:
-    """The labels of an ordinary dataset are known."""
+    """The labels of an ordinary data set are known."""
     job = Job("spirals.py", "bsp", 3, epochs=1, partition="label:1")
     task = job.check()
     labels = [
@@ -107,14 +111,14 @@ def test_a_partition_by_label(spirals: Path) -> None:
     assert sorted(map(tuple, labels)) == [(0,), (1,), (2,)]
 
 
-def test_a_changed_file_is_run_again(spirals: Path) -> None:
+def test_a_changed_file_is_executed_again(spirals: Path) -> None:
     assert find_recipe("spirals.py").target == 0.95
     spirals.write_text(CODE.replace("target=0.95", "target=0.5"))
     os.utime(spirals, ns=(1, 1))
     assert find_recipe("spirals.py").target == 0.5
 
 
-def test_what_lies_beside_it_can_be_imported(spirals: Path) -> None:
+def test_it_can_import_neighbouring_files(spirals: Path) -> None:
     (spirals.parent / "beside_spirals.py").write_text("LR = 0.1\n")
     spirals.write_text(
         CODE.replace("import torch\n", "import torch\nfrom beside_spirals import LR\n", 1)
@@ -122,19 +126,18 @@ def test_what_lies_beside_it_can_be_imported(spirals: Path) -> None:
     assert find_recipe("spirals.py").target == 0.95
 
 
-def test_the_page_s_metric_is_a_mean_over_samples() -> None:
-    """The second example: its figures are those of all samples."""
+def test_documented_scores_are_means_over_samples() -> None:
     inputs = torch.arange(10.0)
     space: dict[str, Any] = {"held_out": torch.utils.data.TensorDataset(inputs, inputs + 0.05)}
     exec(code_on("your-own-model", "def scores"), space)
     evaluate = space["evaluate"]
     assert isinstance(evaluate, HeldOut)
-    metrics = evaluate.combine([evaluate.share(Same(), rank, 3) for rank in range(3)])
+    metrics = evaluate.combine([evaluate.share(Identity(), rank, 3) for rank in range(3)])
     assert metrics == {"mean absolute error": pytest.approx(0.05, rel=1e-5), "within 0.1": 1.0}
 
 
-class Same(torch.nn.Module):
-    """Gives what it gets."""
+class Identity(torch.nn.Module):
+    """Returns its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,8 +150,8 @@ class Same(torch.nn.Module):
 # Mistakes
 
 
-def marked(body: str) -> str:
-    """The file of the page with another end of its function."""
+def with_end(body: str) -> str:
+    """Return the documented file with another end of its function."""
     return f"{CODE[: CODE.index('    return Task(')]}{body}\n"
 
 
@@ -159,8 +162,14 @@ MISTAKES = [
     (CODE.replace("nn.Linear(2, 64)", "nn.Linear(3, 64)"), r"{file}, line \d+: loss: Runtime.*"),
     (CODE.replace('"accuracy": 1', '"top-1": 1'), r"{file}: evaluate gives top-1, but .*accuracy'"),
     (CODE.replace("batch[1])", "batch[1]).item()", 1), r"{file}: loss: TypeError: it must be .*"),
-    (marked("    return model"), r"{file}: spirals: TypeError: it must return an offbeat.*Task.*"),
-    (marked("    return 1 / 0"), r"{file}, line \d+: spirals: ZeroDivisionError: division by zero"),
+    (
+        with_end("    return model"),
+        r"{file}: spirals: TypeError: it must return an offbeat.*Task.*",
+    ),
+    (
+        with_end("    return 1 / 0"),
+        r"{file}, line \d+: spirals: ZeroDivisionError: division by zero",
+    ),
     (CODE.replace("epochs=10", "epochs=0"), r"{file}, line \d+: .*: epochs must be positive.*"),
     (CODE.replace("batch_size=32", "batch_size=0"), r"{file}, line \d+: spirals: Value.* got 0"),
     (CODE.replace("accuracy(T", "print or (T"), r"{file}, line \d+: .*: evaluate must be a Held.*"),
@@ -173,8 +182,8 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("code", "message"), MISTAKES)
-def test_mistakes_are_one_line(spirals: Path, code: str, message: str) -> None:
-    """They name the file, and the line in it where there is one, before any worker starts."""
+def test_errors_are_one_line(spirals: Path, code: str, message: str) -> None:
+    """They name the file and, if there is one, the line, before any worker starts."""
     spirals.write_text(code)
     with pytest.raises(ValueError, match=r".") as caught:
         Job("spirals.py", "bsp", 2).check()
@@ -185,7 +194,7 @@ def test_mistakes_are_one_line(spirals: Path, code: str, message: str) -> None:
     assert re.fullmatch(message.format(file=re.escape(str(spirals))), text), text
 
 
-def test_a_file_that_is_not_there(spirals: Path) -> None:
+def test_missing_files_and_names_are_errors(spirals: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"looked for the recipe no\.py:x in no\.py, which"):
         find_recipe("no.py:x")
     with pytest.raises(ValueError, match=r"spirals\.py has no recipe 'x'; it has spirals"):
@@ -194,7 +203,7 @@ def test_a_file_that_is_not_there(spirals: Path) -> None:
 
 @pytest.mark.nightly  # `train` joins it in tests/cli/test_cli_runs.py
 def test_compare_under_torchrun(spirals: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One strategy after the other on torchrun's own processes; rank 0 alone writes and prints."""
+    """The processes of torchrun run all strategies. Only rank 0 writes and prints."""
     for name in TORCHRUN:
         monkeypatch.delenv(name, raising=False)
     code, out, err = ended(

@@ -1,4 +1,4 @@
-"""Recipes of the user's own: a function in a file, found by its path."""
+"""Custom recipes: a function in the user's file, addressed by the file's path."""
 
 import importlib.util
 import random
@@ -9,15 +9,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, wraps
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from typing_extensions import override
+from torch.utils.data import Dataset, Subset
 
 from offbeat.arguments import POSITIVE, require_number
 from offbeat.lab.recipes.base import Recipe, Setup, Task
-from offbeat.lab.recipes.samples import Batch, Samples
+from offbeat.lab.recipes.datasets import Samples, as_samples
 
 SUFFIX = ".py"
 
@@ -25,20 +26,20 @@ SUFFIX = ".py"
 def recipe(
     *, metric: str, target: float, epochs: float, higher_is_better: bool = True
 ) -> Callable[[Callable[[Setup], Task]], Recipe]:
-    """Make a function ``f(setup) -> Task`` a recipe, which commands take by ``path/to/file.py``.
+    """Turn a function ``f(setup) -> Task`` into a recipe that commands find by ``path/to/file.py``.
 
-    It is called on every worker, with all random generators seeded alike before, so that all build
-    the same model. The first line of its docstring describes it.
+    Every worker calls the function. All random generators are seeded alike before the call, so that
+    all workers build the same model. The first line of the function's docstring describes the
+    recipe.
 
     Args:
-        metric: Which metric of ``Task.evaluate`` is compared with the target.
-        target: The value whose time of arrival is compared.
-        epochs: Passes over the training set by all workers together (> 0), unless ``--epochs`` says
-            otherwise.
-        higher_is_better: Whether a larger metric is better.
+        metric: Name of the metric of ``Task.evaluate`` that is compared with the target.
+        target: Value of the metric whose time to accuracy is compared.
+        epochs: Default passes over the training set by all workers together (> 0).
+        higher_is_better: True if larger values of the metric are better.
 
     Raises:
-        TypeError, ValueError: target or epochs is no number, or epochs is not positive.
+        TypeError, ValueError: target or epochs is not a number, or epochs is not positive.
     """
     require_number("target", target)
     require_number("epochs", epochs, POSITIVE)
@@ -51,7 +52,7 @@ def recipe(
         def build(setup: Setup) -> Task:
             for seed in (torch.manual_seed, np.random.seed, random.seed):
                 seed(setup.seed)
-            with mistakes_in(file, name):
+            with explain_errors(file, name):
                 task = function(setup)
                 if not isinstance(task, Task):
                     raise TypeError(f"it must return an offbeat.lab.Task, got {task!r}")
@@ -73,8 +74,8 @@ def recipe(
 
 
 @contextmanager
-def mistakes_in(file: Path, what: str) -> Iterator[None]:
-    """Inside, whatever is raised becomes one line that names the last line of ``file`` in it.
+def explain_errors(file: Path, what: str) -> Iterator[None]:
+    """Convert any error inside the context to one line with the last line of ``file`` involved.
 
     Raises:
         ValueError: for any exception.
@@ -91,86 +92,80 @@ def mistakes_in(file: Path, what: str) -> Iterator[None]:
         raise ValueError(f"{place}: {what}: {type(error).__name__}: {text}") from error
 
 
-def is_own(name: str) -> bool:
-    """Whether ``name`` is ``path/to/file.py`` or ``path/to/file.py:NAME``."""
+def is_file_recipe(name: str) -> bool:
+    """Return True if ``name`` is ``path/to/file.py`` or ``path/to/file.py:NAME``."""
     return name.endswith(SUFFIX) or f"{SUFFIX}:" in name
 
 
-def find_own(text: str) -> Recipe:
-    """The recipe of ``path/to/file.py:NAME``; without a name, the only one of the file.
+def load_file_recipe(text: str) -> Recipe:
+    """Return a recipe from a file.
+
+    Args:
+        text: ``path/to/file.py:NAME``, or ``path/to/file.py`` if the file has only one recipe.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it cannot be run, or has no such recipe, or several.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file raises an error, or does not determine the recipe.
     """
     head, _, name = text.removesuffix(SUFFIX).partition(f"{SUFFIX}:")
     path = Path(f"{head}{SUFFIX}")
     if not path.is_file():
         raise FileNotFoundError(f"looked for the recipe {text} in {path}, which does not exist")
-    found = _run(path.resolve(), path.stat().st_mtime_ns)
-    names = ", ".join(found)
-    if not found:
+    recipes = _run(path.resolve(), path.stat().st_mtime_ns)
+    names = ", ".join(recipes)
+    if not recipes:
         raise ValueError(
             f"{path} has no recipe: mark a function f(setup) with @offbeat.lab.recipe(metric=…, "
             "target=…, epochs=…)"
         )
-    if not name and len(found) > 1:
-        raise ValueError(f"{path} has {names}: name one, as in {path}:{next(iter(found))}")
-    if name and name not in found:
+    if not name and len(recipes) > 1:
+        raise ValueError(f"{path} has {names}: name one, as in {path}:{next(iter(recipes))}")
+    if name and name not in recipes:
         raise ValueError(f"{path} has no recipe {name!r}; it has {names}")
-    return found[name] if name else next(iter(found.values()))
+    return recipes[name] if name else next(iter(recipes.values()))
 
 
 @cache
-def _run(path: Path, changed: int) -> dict[str, Recipe]:
-    """Run a file, once for each time that it was changed; the recipes in it by name."""
-    if str(path.parent) not in sys.path:  # as for a script, for what it imports from beside it
+def _run(path: Path, modified: int) -> dict[str, Recipe]:
+    """Execute a file and return its recipes by name. Executes it again if ``modified`` changes."""
+    if str(path.parent) not in sys.path:  # the file may import its neighbours, as a script may
         sys.path.insert(0, str(path.parent))
     name = f"offbeat_recipe_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickles look there
-    with mistakes_in(path, "it cannot be run"):
+    sys.modules[name] = module  # dataclasses and pickle look classes up there
+    with explain_errors(path, "it cannot be run"):
         spec.loader.exec_module(module)
     return {one.name: one for one in vars(module).values() if isinstance(one, Recipe) and one.file}
 
 
-class First(Samples):
-    """The first ``count`` of ``samples``."""
-
-    def __init__(self, samples: Samples, count: int) -> None:
-        self._samples, self._count = samples, min(count, len(samples))
-
-    def __len__(self) -> int:
-        return self._count
-
-    @override
-    def batch(self, indices: list[int]) -> Batch:
-        return self._samples.batch(indices)
+def first_samples(dataset: Dataset[Any], count: int) -> Samples:
+    """Return the first ``count`` samples of a data set, or all if it has fewer."""
+    return as_samples(Subset(dataset, range(min(count, len(dataset)))))  # type: ignore[arg-type]
 
 
-def try_out(own: Recipe, task: Task) -> None:
-    """Compute the loss and the scores of two samples, so that mistakes show before a run.
+def try_out(recipe: Recipe, task: Task) -> None:
+    """Compute the loss and the metrics of two samples, to find errors before a run starts.
 
     Raises:
-        ValueError: they cannot be computed, or are not what a run needs.
+        ValueError: the computation fails, or a result has the wrong type.
     """
-    assert own.file is not None
-    samples, held_out = task.samples, task.evaluate
+    assert recipe.file is not None
     with torch.random.fork_rng(devices=[]):
-        with mistakes_in(own.file, "loss"):
-            first = First(samples, 2)
+        with explain_errors(recipe.file, "loss"):
+            first = first_samples(task.dataset, 2)
             loss = task.loss(task.model, first.batch([*range(len(first))]))
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
                 raise TypeError(f"it must be a tensor of one number with a gradient, got {loss!r}")
             loss.backward()
             task.optimizer.zero_grad()
-        with mistakes_in(own.file, "evaluate"):
-            metrics = replace(held_out, dataset=First(held_out.samples, 2))(task.model)
-    if own.metric not in metrics:
+        with explain_errors(recipe.file, "evaluate"):
+            few = first_samples(task.evaluate.dataset, 2)
+            metrics = replace(task.evaluate, dataset=few)(task.model)
+    if recipe.metric not in metrics:
         raise ValueError(
-            f"{own.file}: evaluate gives {', '.join(metrics) or 'no metric'}, but the metric of "
-            f"{own.name} is {own.metric!r}"
+            f"{recipe.file}: evaluate gives {', '.join(metrics) or 'no metric'}, but the metric of "
+            f"{recipe.name} is {recipe.metric!r}"
         )

@@ -1,4 +1,4 @@
-"""Hugging Face's ``accelerate.local_sgd.LocalSGD``, by its own code."""
+"""Local SGD of Hugging Face's ``accelerate.local_sgd``."""
 
 import os
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from offbeat.arguments import setting
-from offbeat.lab.peers.base import Loop, Peer, explained, own_address
+from offbeat.lab.methods.peer import Peer, TrainingLoop, explain_failures, worker_address
 from offbeat.lab.recipes import Task
 
 
@@ -20,7 +20,7 @@ class AccelerateLocalSGD(Peer):
     """Local SGD of Hugging Face's Accelerate: ``accelerator.prepare`` and ``LocalSGD``.
 
     Args:
-        period: H, steps between two means of the models (≥ 1): its ``local_sgd_steps``.
+        period: H, number of steps between two means of the models (≥ 1), its ``local_sgd_steps``.
     """
 
     name: ClassVar[str] = "accelerate:localsgd"
@@ -28,13 +28,13 @@ class AccelerateLocalSGD(Peer):
     period: int = setting(least=1)
 
     @override
-    def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> Loop:
+    def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> TrainingLoop:
         self.require_cpu(task)
         return _Accelerated(self.name, task, lr_scale, self.period)
 
 
-class _Accelerated(Loop):
-    """The loop of its documentation."""
+class _Accelerated(TrainingLoop):
+    """The training loop of Accelerate's documentation."""
 
     differ = True
 
@@ -42,9 +42,9 @@ class _Accelerated(Loop):
         from accelerate import Accelerator
         from accelerate.local_sgd import LocalSGD
 
-        with _as_launched():
+        with _launch_environment():
             self._accelerator = Accelerator(cpu=True)
-        # It takes every optimizer; the schedule stays outside, so that it counts as everywhere.
+        # The scheduler is not prepared: Accelerate would advance it once per worker and step.
         module, self._prepared = self._accelerator.prepare(task.model, task.optimizer)
         super().__init__(name, task, lr_scale, module)
         self._local: Any = LocalSGD(
@@ -66,18 +66,18 @@ class _Accelerated(Loop):
     @override
     def finish(self) -> None:
         before = self._now()
-        with explained(f"the end of {self._name}"):
+        with explain_failures(f"the end of {self._name}"):
             self._local.__exit__(None, None, None)  # averages once more
         self._seconds += self._now() - before
         super().finish()
 
     @override
     def _close(self) -> None:
-        _forget()
+        _reset_state()
 
 
-def _forget() -> None:
-    """Accelerate keeps one state a process; the next run of a comparison begins anew."""
+def _reset_state() -> None:
+    """Clear Accelerate's state, of which a process has one, for the next run of a comparison."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -85,21 +85,21 @@ def _forget() -> None:
 
 
 @contextmanager
-def _as_launched() -> Iterator[None]:
-    """Inside, the environment is as ``accelerate launch`` makes it: it asks nothing else."""
-    _forget()
-    told = {
+def _launch_environment() -> Iterator[None]:
+    """Set the environment variables of ``accelerate launch`` inside the context."""
+    _reset_state()
+    variables = {
         "RANK": dist.get_rank(),
         "WORLD_SIZE": dist.get_world_size(),
         "LOCAL_RANK": dist.get_rank(),
         "LOCAL_WORLD_SIZE": dist.get_world_size(),
-        "MASTER_ADDR": os.environ.get("MASTER_ADDR", own_address()),
+        "MASTER_ADDR": os.environ.get("MASTER_ADDR", worker_address()),
         "MASTER_PORT": os.environ.get("MASTER_PORT", 0),
         "ACCELERATE_USE_CPU": "true",
-        "OMP_NUM_THREADS": torch.get_num_threads(),  # or it would take one
+        "OMP_NUM_THREADS": torch.get_num_threads(),  # Accelerate would otherwise set one thread
     }
     before = dict(os.environ)
-    os.environ.update({name: str(value) for name, value in told.items()})
+    os.environ.update({name: str(value) for name, value in variables.items()})
     try:
         yield
     finally:

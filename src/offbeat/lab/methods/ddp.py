@@ -1,4 +1,4 @@
-"""Torch's own methods: DistributedDataParallel, its hooks, post-local SGD, accumulation."""
+"""Torch's methods: DistributedDataParallel, its hooks, post-local SGD, gradient accumulation."""
 
 import inspect
 from contextlib import nullcontext
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from offbeat.arguments import setting
-from offbeat.lab.peers.base import Loop, Peer
+from offbeat.lab.methods.peer import Peer, TrainingLoop
 from offbeat.lab.recipes import Task
 
 _ONE_BUCKET_MB = 1 << 20
@@ -28,18 +28,23 @@ class OverDDP(Peer):
     """A method that wraps the model in DistributedDataParallel.
 
     Args:
-        sync_buffers: Whether each forward pass begins with a broadcast of rank 0's buffers
+        sync_buffers: True if each forward pass begins with a broadcast of rank 0's buffers
             (BatchNorm's statistics), as is the default of DistributedDataParallel.
     """
 
     sync_buffers: bool = True
 
     def wrap(self, task: Task, *, one_bucket: bool = False) -> DistributedDataParallel:
-        """The model in DistributedDataParallel, as it is by default."""
+        """Return the model in DistributedDataParallel.
+
+        Args:
+            task: The task.
+            one_bucket: True to put all gradients into one bucket.
+        """
         options: dict[str, Any] = {}
         if one_bucket:
             options["bucket_cap_mb"] = _ONE_BUCKET_MB
-        if not self.sync_buffers:  # torch 2.13 has another name for it, and warns of the old one
+        if not self.sync_buffers:  # torch 2.13 renamed the argument and warns about the old name
             known = inspect.signature(DistributedDataParallel).parameters
             names = ("forward_sync_buffers", "broadcast_buffers")
             options[next(name for name in names if name in known)] = False
@@ -48,13 +53,14 @@ class OverDDP(Peer):
 
 @dataclass(frozen=True, kw_only=True)
 class DDP(OverDDP):
-    """DDP: the mean gradient in every step, perhaps through a hook.
+    """DDP: the mean gradient in every step, optionally with a communication hook.
 
     Args:
-        hook: How gradients travel: "fp16" and "bf16" rounded, "powersgd" as matrices of low rank.
-        rank: Of these matrices (≥ 1); 1 unless told.
-        warmup_steps: Steps before ``powersgd`` begins (≥ 2); a tenth of the run unless told, as
-            torch advises.
+        hook: Compression of the gradients: "fp16" or "bf16" quantization, or "powersgd" (low-rank
+            matrices). None for no compression.
+        rank: Rank of PowerSGD's matrices (≥ 1); None for 1.
+        warmup_steps: Number of steps before PowerSGD starts (≥ 2). None for a tenth of the run, as
+            torch recommends.
     """
 
     name: ClassVar[str] = "torch:ddp"
@@ -64,13 +70,13 @@ class DDP(OverDDP):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for one in ("rank", "warmup_steps"):
-            if getattr(self, one) is not None and self.hook != "powersgd":
-                raise ValueError(f"{self.name} has {one} with hook=powersgd only")
+        for name in ("rank", "warmup_steps"):
+            if getattr(self, name) is not None and self.hook != "powersgd":
+                raise ValueError(f"{self.name}: {name} needs hook=powersgd")
 
     @override
-    def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> Loop:
-        # With several buckets the hook's own collectives of one would mix with those of another.
+    def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> TrainingLoop:
+        # With several buckets, gloo mixes up the PowerSGD hook's collectives of different buckets.
         module = self.wrap(task, one_bucket=self.hook == "powersgd")
         if self.hook == "powersgd":
             state = powerSGD_hook.PowerSGDState(
@@ -82,27 +88,27 @@ class DDP(OverDDP):
         elif self.hook is not None:
             half = default_hooks.fp16_compress_hook if self.hook == "fp16" else _bf16
             module.register_comm_hook(None, half)
-        return Loop(self.name, task, lr_scale, module)
+        return TrainingLoop(self.name, task, lr_scale, module)
 
 
 def _bf16(
     state: dist.ProcessGroup | None,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]  # DDP wants to see this very annotation
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # DDP checks for this annotation
 ) -> torch.futures.Future[torch.Tensor]:
-    """Torch's own by another name: under that one DDP refuses it without NCCL, but gloo can."""
+    """Call torch's hook, which DDP rejects by its name without NCCL, although gloo supports it."""
     return default_hooks.bf16_compress_hook(state, bucket)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PostLocal(OverDDP):
-    """Post-local SGD: the PeriodicModelAverager after a start with DDP.
+    """Post-local SGD: a warm-up with DDP, then means of the models by PeriodicModelAverager.
 
-    Every worker counts as a machine: after the warm-up no gradients are averaged.
+    Every worker is a subgroup of its own, so that no gradients are averaged after the warm-up.
 
     Args:
-        period: H, steps between two means of the models (≥ 2).
-        warmup_steps: W, steps at the start with the mean gradient (≥ 0). The first mean of models
-            is after step W + 1.
+        period: H, number of steps between two means of the models (≥ 2).
+        warmup_steps: W, number of first steps with the mean gradient (≥ 0). The first mean of the
+            models is after step W + 1.
     """
 
     name: ClassVar[str] = "torch:postlocal"
@@ -110,7 +116,7 @@ class PostLocal(OverDDP):
     warmup_steps: int = setting(0, least=0)
 
     @override
-    def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> Loop:
+    def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> TrainingLoop:
         module = self.wrap(task)
         state = PostLocalSGDState(
             process_group=None,
@@ -123,8 +129,8 @@ class PostLocal(OverDDP):
         return _Averaging(self.name, task, lr_scale, module, averager)
 
 
-class _Averaging(Loop):
-    """Models are averaged after a step, if it is time."""
+class _Averaging(TrainingLoop):
+    """Calls torch's averager after each step."""
 
     differ = True
 
@@ -147,25 +153,25 @@ class _Averaging(Loop):
 
 @dataclass(frozen=True, kw_only=True)
 class Accumulate(OverDDP):
-    """Gradient accumulation: DDP with ``no_sync``, one step for many batches.
+    """Gradient accumulation: DDP with ``no_sync``, one optimizer step for several batches.
 
     The optimizer steps with the mean gradient of ``steps`` batches of all workers, at the learning
-    rate of the first of them; what remains at the end makes a shorter one.
+    rate of the first batch. The last step may have fewer batches.
 
     Args:
-        steps: Batches of a step (≥ 1).
+        steps: Number of batches per optimizer step (≥ 1).
     """
 
     name: ClassVar[str] = "torch:accumulate"
     steps: int = setting(least=1)
 
     @override
-    def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> Loop:
+    def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> TrainingLoop:
         return _Accumulating(self.name, task, lr_scale, self.wrap(task), self.steps)
 
 
-class _Accumulating(Loop):
-    """The optimizer takes the mean gradient of ``window`` batches."""
+class _Accumulating(TrainingLoop):
+    """Steps the optimizer with the mean gradient of ``window`` batches."""
 
     def __init__(
         self,
@@ -181,9 +187,9 @@ class _Accumulating(Loop):
     @override
     def _learn(self, batch: Any) -> int:
         task = self._task
-        begun = self._step % self._window
-        batches = min(self._window, task.steps - self._step + begun)  # of this step
-        last = begun == batches - 1
+        before = self._step % self._window
+        batches = min(self._window, task.steps - self._step + before)  # of this optimizer step
+        last = before == batches - 1
         with nullcontext() if last else self._wrapped.no_sync():
             (task.loss(self._wrapped, batch) / batches).backward()
         if not last:

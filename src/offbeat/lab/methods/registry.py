@@ -1,0 +1,66 @@
+"""Methods by their text form, such as ``local:period=8``, ``ideal`` or ``torch:ddp,hook=bf16``."""
+
+from offbeat.lab.ideal import IDEAL, Ideal
+from offbeat.lab.methods.accelerate import AccelerateLocalSGD
+from offbeat.lab.methods.base import Baseline
+from offbeat.lab.methods.ddp import DDP, Accumulate, PostLocal
+from offbeat.lab.methods.peer import Peer
+from offbeat.lab.methods.torchft import TorchftDiLoCo, TorchftLocalSGD
+from offbeat.registry import parse_strategy, read_settings
+from offbeat.strategies import Strategy
+
+PEERS: tuple[type[Peer], ...] = (
+    DDP,
+    PostLocal,
+    Accumulate,
+    TorchftLocalSGD,
+    TorchftDiLoCo,
+    AccelerateLocalSGD,
+)
+BASELINES: dict[str, type[Baseline]] = {Ideal.name: Ideal, **{kind.name: kind for kind in PEERS}}
+PREFIXES = tuple(dict.fromkeys(kind.name.partition(":")[0] + ":" for kind in PEERS))
+"""Beginnings of the text forms of peers, such as ``torch:``."""
+
+
+def parse_method(text: str) -> Strategy | Baseline:
+    """Return a strategy, or a baseline such as ``ideal`` or ``torch:NAME,setting=value``.
+
+    Raises:
+        ValueError, TypeError: a name is unknown or a setting is invalid; see ``parse_strategy``.
+    """
+    if not is_baseline(text):
+        return parse_strategy(text)
+    name, _, settings = text.strip().partition(",")
+    if name not in BASELINES:
+        raise ValueError(
+            f"unknown baseline {name!r}; there are {', '.join(BASELINES)}, with settings as in "
+            "torch:ddp,hook=bf16"
+        )
+    kind = BASELINES[name]
+    return kind(**read_settings(kind, name, settings, text, separator=","))
+
+
+def is_baseline(text: str) -> bool:
+    """Return True if a text form begins as that of a baseline, even if the rest is invalid."""
+    return is_ideal(text) or is_peer(text)
+
+
+def is_ideal(text: str) -> bool:
+    """Return True if a text form begins as that of the ideal."""
+    return text.strip().replace(":", ",").partition(",")[0] == IDEAL
+
+
+def is_peer(text: str) -> bool:
+    """Return True if a text form begins as that of a peer."""
+    return text.strip().startswith(PREFIXES)
+
+
+def require_virtual(text: str) -> None:
+    """Raise unless the method can run on simulated workers.
+
+    Raises:
+        ValueError: the method needs real processes.
+    """
+    method = parse_method(text)
+    if isinstance(method, Baseline) and not method.simulated:
+        raise ValueError(f"{text} runs its own code on real processes, not on simulated workers")

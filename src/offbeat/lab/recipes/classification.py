@@ -1,0 +1,68 @@
+"""Tasks of image classification: cross-entropy, top-k accuracies, and the optimizer of most."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from offbeat.lab.recipes.base import Setup, Task, steps_for
+from offbeat.lab.recipes.datasets import Samples
+from offbeat.lab.recipes.held_out import accuracy
+from offbeat.lab.recipes.schedules import warmup_cosine
+
+Optimize = Callable[[nn.Module, int], tuple[Optimizer, LRScheduler]]
+"""Function (model, number of steps) → optimizer and scheduler."""
+
+
+def classification_task(
+    setup: Setup,
+    make_model: Callable[[], nn.Module],
+    optimize: Optimize,
+    train: Samples,
+    test: Samples,
+    *,
+    batch_size: int,
+    metrics: dict[str, int],
+    test_batch_size: int = 1000,
+    readers: int = 0,
+) -> Task:
+    """Return a classification task with cross-entropy loss.
+
+    Args:
+        setup: Properties of the run.
+        make_model: Function that builds the model. Called after torch's generator is seeded.
+        optimize: Function that builds the optimizer and the scheduler.
+        train: Training set of pairs of an image and its label.
+        test: Test set of such pairs.
+        batch_size: Number of samples per worker and step.
+        metrics: Metric name → k of the top-k accuracy.
+        test_batch_size: Largest number of images per batch of an evaluation.
+        readers: Number of processes that load batches when the model is on a GPU.
+    """
+    torch.manual_seed(setup.seed)
+    model = make_model()
+    steps = steps_for(setup, len(train), batch_size)
+    optimizer, scheduler = optimize(model, steps)
+    return Task(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        dataset=train,
+        batch_size=batch_size,
+        steps=steps,
+        loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+        evaluate=accuracy(test, metrics, batch_size=test_batch_size, readers=readers),
+        readers=readers,
+    )
+
+
+def sgd_warmup_cosine(lr: float, weight_decay: float) -> Optimize:
+    """Return SGD with momentum 0.9, a warm-up and a cosine decay over the run."""
+
+    def optimize(model: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
+        optimizer = SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=weight_decay)
+        return optimizer, warmup_cosine(optimizer, steps)
+
+    return optimize

@@ -1,0 +1,119 @@
+"""Evaluation data and metrics, divisible among workers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from offbeat.lab.recipes.datasets import Samples, as_samples, load_batches, to_device
+
+Share = dict[str, list[float]]
+"""Metric name → sum over the samples of each batch that one worker evaluated."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Evaluation data and scores. Each metric is a mean over samples.
+
+    Means let the workers divide the evaluation: each evaluates every N-th batch, and ``combine``
+    adds the sums. Calling the object with a model evaluates all batches.
+
+    Attributes:
+        dataset: The samples.
+        scores: Function (model in evaluation mode, batch on its device) → score name → one value
+            per sample.
+        batch_size: Largest number of samples per batch. Batches shrink if the data would otherwise
+            give fewer batches than workers.
+        readers: Number of processes that read ahead when the model is on a GPU.
+        metrics: Function from the means by name to the metrics by name. None: the means are the
+            metrics.
+    """
+
+    dataset: Dataset[Any]
+    scores: Callable[[nn.Module, Any], Mapping[str, Tensor]]
+    batch_size: int = 500
+    readers: int = 0
+    metrics: Callable[[dict[str, float]], dict[str, float]] | None = None
+
+    @cached_property
+    def samples(self) -> Samples:
+        """The data set, readable by batches."""
+        return as_samples(self.dataset)
+
+    def batches(self, rank: int = 0, size: int = 1) -> list[list[int]]:
+        """Return the sample indices of each batch of worker ``rank`` of ``size``."""
+        every = [*range(len(self.samples))]
+        at_once = min(self.batch_size, -(-len(every) // size))
+        return [every[i : i + at_once] for i in range(0, len(every), at_once)][rank::size]
+
+    def share(
+        self, model: nn.Module, rank: int = 0, size: int = 1, *, most: int | None = None
+    ) -> Share:
+        """Evaluate the batches of worker ``rank`` of ``size``, or the first ``most`` of them.
+
+        Leaves the model in training mode and torch's random state unchanged.
+
+        Raises:
+            ValueError: ``scores`` did not return one value per sample.
+        """
+        device = next(model.parameters()).device
+        chosen = self.batches(rank, size)[:most]
+        readers = self.readers if device.type == "cuda" else 0
+        sums: Share = {}
+        model.eval()
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            loader = load_batches(self.samples, chosen, readers)
+            for indices, batch in zip(chosen, loader, strict=True):
+                for name, values in self.scores(model, to_device(batch, device)).items():
+                    if values.shape != (len(indices),):
+                        raise ValueError(
+                            f"scores must return one value for each of the {len(indices)} samples "
+                            f"of a batch, got {name!r} of shape {tuple(values.shape)}"
+                        )
+                    sums.setdefault(name, []).append(float(values.double().sum()))
+        model.train()
+        return sums
+
+    def combine(self, shares: Sequence[Share]) -> dict[str, float]:
+        """Return the metrics of all samples from the shares of all workers in rank order.
+
+        The sums are added in the order of the batches. The result therefore has the same bits for
+        every division of the same batches among workers.
+        """
+        count = len(self.samples)
+        means = {}
+        for name in shares[0]:
+            batches = chain.from_iterable(zip_longest(*(share.get(name, []) for share in shares)))
+            means[name] = sum(value for value in batches if value is not None) / count
+        return means if self.metrics is None else self.metrics(means)
+
+    def __call__(self, model: nn.Module) -> dict[str, float]:
+        """Return the metrics of ``model`` on all samples."""
+        return self.combine([self.share(model)])
+
+
+def accuracy(
+    dataset: Dataset[Any], names: dict[str, int], *, batch_size: int = 1000, readers: int = 0
+) -> HeldOut:
+    """Return top-k accuracies on a classification data set, for ``Task.evaluate``.
+
+    Args:
+        dataset: Pairs of an input and its label.
+        names: Metric name → k. A k above the number of classes is the number of classes.
+        batch_size: Largest number of inputs per batch.
+        readers: Number of processes that read ahead when the model is on a GPU.
+    """
+
+    def hits(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        inputs, labels = batch
+        logits = model(inputs)
+        likeliest = logits.topk(min(max(names.values()), logits.shape[1])).indices
+        right = likeliest == labels[:, None]
+        return {name: right[:, :k].any(1) for name, k in names.items()}
+
+    return HeldOut(dataset, hits, batch_size, readers)

@@ -1,0 +1,114 @@
+"""Further tables: times to targets set by the ideal, paired differences, and measured links."""
+
+import statistics
+from collections.abc import Sequence
+
+from offbeat.display.table import Table
+from offbeat.lab.report.intervals import interval_of
+from offbeat.lab.report.rows import Row, ideal_of, rows_of, share_of_ideal, targets_of
+from offbeat.lab.report.tables import SHARE, has_ideal, percent, spread
+from offbeat.lab.results import Result
+from offbeat.units import show_bandwidth, show_seconds
+
+
+def times_to_targets(results: Sequence[Result], *, ranges: bool = True) -> Table | None:
+    """Return the time of each method to shares of the ideal's final metric.
+
+    The brackets hold the ideal's time over the row's. Returns None if the ideal was not run.
+
+    Args:
+        results: Results of one comparison.
+        ranges: True to show the range over the seeds after each median.
+    """
+    rows = rows_of(results)
+    ideal = ideal_of(rows)
+    if ideal is None:
+        return None
+    targets = targets_of(ideal)
+    cells = [
+        (row.name, *(_time_to(row, ideal, target, ranges=ranges) for target in targets.values()))
+        for row in rows
+    ]
+    headings = [f"{100 * share:g}%: {target:.4g}" for share, target in targets.items()]
+    caption = (
+        f"Seconds to shares of the ideal's final {results[0].metric}; in brackets the ideal's "
+        "seconds over the row's"
+    )
+    return Table(("strategy", *headings), tuple(cells), caption)
+
+
+def _time_to(row: Row, ideal: Row, target: float, *, ranges: bool) -> str:
+    times = [run.seconds_to(target) for run in row.runs]
+    reached = [seconds for seconds in times if seconds is not None]
+    if not reached:
+        return "never"
+    if len(reached) < len(times):
+        return f"{len(reached)} of {len(times)} runs, {min(reached):.1f} s at best"
+    best = [s for run in ideal.runs if (s := run.seconds_to(target)) is not None]
+    middle = statistics.median(reached)
+    share = statistics.median(best) / middle if best and middle else None
+    return f"{spread(reached, '.1f', ranges, ' s')} [{percent(share)}]"
+
+
+def differences(results: Sequence[Result]) -> Table | None:
+    """Return the differences of each method from the ideal, or else from the first row.
+
+    Differences are paired by seed: their mean and its 95 % interval by Student's t. Returns None if
+    no two rows have at least two seeds in common.
+    """
+    rows = rows_of(results)
+    base = ideal_of(rows) or rows[0]
+    base_runs = {run.job.seed: run for run in base.runs}
+    cells = []
+    for row in rows:
+        pairs = [(run, base_runs[run.job.seed]) for run in row.runs if run.job.seed in base_runs]
+        if row is base or len(pairs) < 2:
+            continue
+        cells.append(
+            (
+                row.name,
+                percent(share_of_ideal(row, rows)),
+                str(len(pairs)),
+                _difference([run.final - other.final for run, other in pairs], "+.4f"),
+                _difference([run.seconds - other.seconds for run, other in pairs], "+.1f", " s"),
+            )
+        )
+    if not cells:
+        return None
+    caption = (
+        f"Differences from {base.name} with the same seed: mean [95 % interval by Student's t]"
+    )
+    return Table(("strategy", SHARE, "seeds", "final", "training time"), tuple(cells), caption)
+
+
+def _difference(values: Sequence[float], form: str, unit: str = "") -> str:
+    interval = interval_of(values)
+    return f"{interval.mean:{form}} [{interval.low:{form}}, {interval.high:{form}}]{unit}"
+
+
+def links(results: Sequence[Result]) -> Table | None:
+    """Return the link measurements before and after each method, or None without measurements."""
+    rows = rows_of(results)
+    with_ideal = has_ideal(results)
+    cells = []
+    for row in rows:
+        measured = [run.links for run in row.runs if len(run.links) == 2]
+        if not measured:
+            continue
+        bandwidths, latencies = (
+            [statistics.median(getattr(pair[i], name) for pair in measured) for i in range(2)]
+            for name in ("bytes_per_second", "latency_seconds")
+        )
+        cells.append(
+            (
+                row.name,
+                *([percent(share_of_ideal(row, rows))] if with_ideal else []),
+                *(show_bandwidth(float(f"{8 * bandwidth:.3g}")) for bandwidth in bandwidths),
+                *(show_seconds(latency, digits=3) for latency in latencies),
+            )
+        )
+    if not cells:
+        return None
+    names = ("before", "after", "latency before", "latency after")
+    caption = "Links as measured within the runs, all busy at once, the slowest; medians over seeds"
+    return Table(("strategy", *([SHARE] if with_ideal else []), *names), tuple(cells), caption)
