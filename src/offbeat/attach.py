@@ -222,7 +222,7 @@ def _team(
         communicator, node = open_nodes(group, node_group, timeout_seconds, sharded=sharded)
         return Team(communicator, node=node)
     return Team(
-        open_communicator(group, timeout_seconds, what="offbeat.attach()", regroups=elastic)
+        open_communicator(group, timeout_seconds, what="offbeat.attach()", elastic=elastic)
     )
 
 

@@ -20,11 +20,9 @@ import torch.distributed as dist
 
 import offbeat
 from cells import some
-from offbeat.elastic import agreement as regroup
-from offbeat.elastic import joining as regroup_join
-from offbeat.elastic import store as regroup_board
-from offbeat.elastic import watch as regroup_watch
-from offbeat.elastic.agreement import open_elastic
+from offbeat.elastic import agreement, joining, view_change_detection
+from offbeat.elastic.connect import open_elastic
+from offbeat.elastic.store import SharedStore
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout
 from offbeat.transport import process_groups as groups
 from offbeat.transport.membership import EndedError, membership_of
@@ -45,7 +43,7 @@ class Worker:
     def __init__(
         self, number: int, size: int, *, address: str | None = None, **settings: float
     ) -> None:
-        regroup_watch._STORE_SECONDS = 0.1  # between looks whether somebody asks
+        view_change_detection._STORE_SECONDS = 0.1  # between looks whether somebody asks
         settings = {"timeout_seconds": TIMEOUT_SECONDS, **settings}
         if number < size:
             self.communicator = open_elastic(None, **settings)
@@ -68,13 +66,13 @@ class Worker:
     def change(self) -> None:
         """Begin a view change, or take part in one."""
         self.communicator.close()
-        self._enter(self.membership.regroup(view=self.view.number, step=self.steps))
+        self._enter(self.membership.next_view(view=self.view.number, step=self.steps))
         self.changed = time.monotonic()
 
     def step(self, ready: bool = True) -> None:
         """Add once, or go over to the next view."""
         try:
-            if self.membership.wanted():
+            if self.membership.change_requested():
                 raise CommunicationError("wanted")
             x = torch.tensor([mask(self.number), ready])
             total = self.communicator.sum(x, what="a sum").wait().tolist()
@@ -141,11 +139,11 @@ def test_the_others_go_on(victims: list[int]) -> None:
 def kill_at(place: str) -> None:
     """Let this process die when it comes to ``place`` of the next view change."""
     if place == "before it is here":
-        regroup.Participant._agree = lambda *args, **named: die()
+        agreement.Participant._agree = lambda *args, **named: die()
     elif place == "before it proposes":
-        regroup.Participant._propose = lambda *args, **named: die()
+        agreement.Participant._propose = lambda *args, **named: die()
     elif place == "before it opens":
-        regroup.Participant.enter = lambda *args, **named: die()
+        agreement.Participant.enter = lambda *args, **named: die()
     else:
         groups.GroupFactory._make = lambda *args, **named: die()
 
@@ -210,9 +208,9 @@ def keep_the_store(rank: int, size: int) -> Any:
 def test_without_the_store_nobody_goes_on() -> None:
     """If a worker kept it, the error says so, and what to do."""
     for rank, (text, seconds) in enumerate(run(keep_the_store, workers=3, may_die=(0,))[1:], 1):
-        assert text.startswith(f"rank {rank}: agreeing on who goes on failed: the store of the ")
+        assert text.startswith(f"rank {rank}: agreeing on the next view failed: the store of the ")
         assert ", which rank 0 kept, cannot be reached" in text
-        assert "keep it in one that outlives them" in text
+        assert "keep the store in a process that outlives the workers" in text
         assert seconds < 8
 
 
@@ -228,12 +226,14 @@ def be_stopped(rank: int, size: int) -> Any:
             worker.until(0, 1)
         worker.communicator.close()
         store().set("told", "")
-        again = Worker(size, size)  # this process, anew
+        store().wait(["0 saw it", "1 saw it"])  # else a view change could end their last sum
+        again = Worker(size, size)  # this process, as a newcomer
         return str(caught.value), again.until(0, 1, size).finish()
     worker.until(0, 1)
     if rank == 0:
         os.kill(int(store().get("stopped")), signal.SIGCONT)
     before = list(worker.until(0, 1, key="told").views)
+    store().set(f"{rank} saw it", "")
     return before, worker.until(0, 1, size).finish()
 
 
@@ -244,7 +244,7 @@ def test_one_that_was_stopped_is_left_behind_and_disturbs_nobody() -> None:
         assert before == [(0, (0, 1, 2), []), (1, (0, 1), [])]
         assert after == [*before, (2, (0, 1, 3), [3])]
     assert re.match(r"rank 2 was left behind at step \d+: ranks 0, 1 are in view 1", text), text
-    assert "they wait 0.5 s for one that is silent" in text
+    assert "the others wait 0.5 s for a silent worker" in text
     assert "group=offbeat.join(...)" in text
     assert views == [(2, (0, 1, 3), [3])]
 
@@ -272,7 +272,7 @@ def stop_before_proposing(rank: int, size: int) -> Any:
             store().set("stopped", str(os.getpid()))
             os.kill(os.getpid(), signal.SIGSTOP)
 
-        regroup.Participant._propose = stop  # type: ignore[method-assign, assignment]
+        agreement.Participant._propose = stop  # type: ignore[method-assign, assignment]
     if rank == 1:
         die()
     worker.until(2, 3)
@@ -293,15 +293,15 @@ def be_stopped_before_opening(rank: int, size: int) -> Any:
     if rank == 0:
         die()
     if rank == 2:
-        enter = regroup.Participant.enter
+        enter = agreement.Participant.enter
 
         def stop(*args: Any) -> Any:
-            regroup.Participant.enter = enter  # type: ignore[method-assign]
+            agreement.Participant.enter = enter  # type: ignore[method-assign]
             store().set("stopped", str(os.getpid()))
             os.kill(os.getpid(), signal.SIGSTOP)
             return enter(*args)
 
-        regroup.Participant.enter = stop  # type: ignore[assignment, method-assign]
+        agreement.Participant.enter = stop  # type: ignore[assignment, method-assign]
         with pytest.raises(CommunicationError) as caught:
             worker.until(1, 3)
         worker.communicator.close()
@@ -317,7 +317,7 @@ def test_one_that_was_stopped_while_all_open_is_left_behind() -> None:
     """However long it was, it is told that, and not that its time is over."""
     _, first, text, last = run(be_stopped_before_opening, workers=4, newcomers=0, may_die=(0,))
     assert re.match(r"rank 2 was left behind at step \d+: ranks 1, 3 are in view 2", text), text
-    assert float(re.findall(r"not taken part for (.*) s, ", text)[0]) >= 2
+    assert float(re.findall(r"did not take part for (.*) s, ", text)[0]) >= 2
     assert first == last == [(0, (0, 1, 2, 3), []), (2, (1, 3), [])]
 
 
@@ -335,8 +335,8 @@ def be_stopped_at_the_store(rank: int, size: int) -> int:
         return 1
 
     store().set("pid", str(os.getpid()))
-    board = regroup_board.Board(store(), "here")
-    return board.promptly(ask, "this worker", seconds=0.5)
+    shared = SharedStore(store(), "here")
+    return shared.call(ask, "this worker", seconds=0.5)
 
 
 def test_a_worker_that_was_stopped_does_not_miss_the_store() -> None:
@@ -451,7 +451,7 @@ def come_and_die(rank: int, size: int, place: str) -> Any:
         store().wait(["come"])
         kill_at(place)
         if place == "having asked":
-            regroup_join.Newcomer._ask = lambda *args, **named: die()
+            joining.Newcomer._await_admission = lambda *args, **named: die()
         Worker(rank, size)
     worker = Worker(rank, size).until(*range(size))
     if rank == 0:
@@ -509,11 +509,13 @@ def test_nobody_to_join_is_an_error(tmp_path: Path) -> None:
     """In finite time, and it says what is missing: the store, or the training."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = "{}:{}".format(*closed.getsockname())
-    with pytest.raises(CommunicationError, match=rf"joining failed: nobody keeps .* {address}"):
+    with pytest.raises(CommunicationError, match=rf"joining failed: no store answers at {address}"):
         offbeat.join(address).make_communicator(0.5)
     with socket.create_server(("127.0.0.1", 0)) as stuck:  # it listens, and never answers
         address = "{}:{}".format(*stuck.getsockname())
-        with pytest.raises(CommunicationError, match=rf"joining failed: nobody keeps .* {address}"):
+        with pytest.raises(
+            CommunicationError, match=rf"joining failed: no store answers at {address}"
+        ):
             offbeat.join(address).make_communicator(0.2)
     path = tmp_path / "rendezvous"
     with pytest.raises(CommunicationError, match="there is no store at"):

@@ -229,7 +229,7 @@ def test_a_ctrl_c_in_the_end_leaves_nothing_open() -> None:
 
 def leave_one_inside(rank: int, size: int) -> tuple[float, bool]:
     communicator = open_one()
-    groups.hang_up = lambda group: None  # as if gloo did not let go of half of a message
+    groups.close_connections = lambda group: None  # as if gloo did not let go of half of a message
     if rank == 1:
         meet("rank 0 has left", [0, 1])
         return 0.0, True
@@ -246,8 +246,10 @@ def leave_one_inside(rank: int, size: int) -> tuple[float, bool]:
     communicator.close()
     seconds = time.perf_counter() - started
     meet("rank 0 has left", [0, 1])
-    assert [thread.name for thread, _ in groups._left] == ["one that waits"]  # for at the very end
-    groups._left.clear()
+    assert [thread.name for thread, _ in groups._abandoned] == [
+        "one that waits"
+    ]  # for at the very end
+    groups._abandoned.clear()
     return seconds, ended.is_set()
 
 
@@ -260,7 +262,7 @@ def test_closing_waits_for_who_computes_and_not_for_who_waits() -> None:
 
 def lose_track_of_one(rank: int, size: int) -> float:
     communicator = open_one(timeout_seconds=4)
-    groups.hang_up = lambda group: None  # as if gloo's operation had missed it
+    groups.close_connections = lambda group: None  # as if gloo's operation had missed it
     if rank == 1:
         meet("rank 0 has left", [0, 1])
         return 0.0
@@ -334,6 +336,7 @@ def end_together(rank: int, size: int, times: int) -> Any:
         totals.append([handle.wait().unique().tolist() for handle in last])
         totals[-1] += [part.unique().tolist() for part in gathered.wait()]
         store.set(f"closing {i}/{rank}", "")
+        store.check([f"closing {i}/{rank}"])  # set() does not wait for the store: this does
         started = time.perf_counter()
         communicator.close(together=True)
         slowest = max(slowest, time.perf_counter() - started)

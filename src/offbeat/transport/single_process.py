@@ -1,4 +1,4 @@
-"""The communicator of a lone worker: every operation ends at once and changes nothing."""
+"""The communicator of a single process: every operation completes at once."""
 
 from typing import Any
 
@@ -22,10 +22,10 @@ from offbeat.transport.operation import (
 
 
 class SingleCommunicator(Communicator):
-    """One worker by itself, so that the same script runs with ``--nproc-per-node 1``.
+    """A communicator of one worker, so that a script also runs with ``--nproc-per-node 1``.
 
     Args:
-        timeout_seconds: How long a promise may take.
+        timeout_seconds: Time limit of waiting for a promise.
     """
 
     rank = 0
@@ -61,7 +61,7 @@ class SingleCommunicator(Communicator):
 
     @override
     def close(self, *, together: bool = False) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 class _Fulfilment(Handle[Any]):
