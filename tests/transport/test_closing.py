@@ -22,7 +22,7 @@ from workers import run
 
 
 def open_one(**settings: float) -> TorchCommunicator:
-    return TorchCommunicator(None, **{"timeout_seconds": 20, "health_seconds": 5.0, **settings})
+    return TorchCommunicator(None, **{"timeout_seconds": 20, "liveness_seconds": 5.0, **settings})
 
 
 def why(wait: Callable[[], Any]) -> str:
@@ -190,7 +190,7 @@ def test_closing_ends_activities_and_whoever_waits_for_this_worker() -> None:
 
 
 def leave_one_behind(rank: int, size: int) -> Any:
-    communicator, forever = open_one(farewell_seconds=0.2), threading.Event()
+    communicator, forever = open_one(closing_seconds=0.2), threading.Event()
     communicator.host.spawn(forever.wait, what="one that does not end")
     dist.barrier()
     started = time.perf_counter()
@@ -201,7 +201,7 @@ def leave_one_behind(rank: int, size: int) -> Any:
 
 
 def test_an_activity_that_does_not_end_is_left_behind() -> None:
-    """close() waits farewell_seconds for it, and no longer."""
+    """close() waits closing_seconds for it, and no longer."""
     assert all(0.2 <= seconds < 5 for seconds in run(leave_one_behind, workers=2))
 
 

@@ -39,7 +39,7 @@ def outcome(handle: Handle[Any]) -> tuple[str, str, float]:
 def come_late(rank: int, size: int) -> float:
     if rank == 1:
         time.sleep(0.4)
-    communicator = TorchCommunicator(None, timeout_seconds=20, health_seconds=0.1)
+    communicator = TorchCommunicator(None, timeout_seconds=20, liveness_seconds=0.1)
     total = communicator.sum(torch.ones(1), what="test").wait().item()
     communicator.close(together=True)
     return total
@@ -74,7 +74,7 @@ def test_who_does_not_come_is_named() -> None:
 
 
 def lose_one(rank: int, size: int) -> Any:
-    communicator = TorchCommunicator(None, timeout_seconds=20, health_seconds=5.0)
+    communicator = TorchCommunicator(None, timeout_seconds=20, liveness_seconds=5.0)
     twin = communicator.twin()
     communicator.sum(torch.ones(1), what="a sum").wait()
     if rank == 1:
@@ -103,7 +103,7 @@ def test_a_dead_worker_is_named_at_once_and_ever_after() -> None:
 
 
 def be_stuck(rank: int, size: int) -> Any:
-    communicator = TorchCommunicator(None, timeout_seconds=0.5, health_seconds=0.3)
+    communicator = TorchCommunicator(None, timeout_seconds=0.5, liveness_seconds=0.3)
     seen = None
     if rank == 0:
         seen = outcome(communicator.sum(torch.ones(1), what="a sum"))
@@ -124,7 +124,7 @@ def test_a_worker_that_is_stuck_is_named() -> None:
 
 
 def be_patient(rank: int, size: int) -> Any:
-    communicator = TorchCommunicator(None, timeout_seconds=0.1, health_seconds=5.0)
+    communicator = TorchCommunicator(None, timeout_seconds=0.1, liveness_seconds=5.0)
     seen: Any = None
     if rank == 0:
         late = communicator.receive(torch.zeros(1), source=1, what="a push", patient=True)
@@ -163,7 +163,7 @@ def test_a_patient_receive_has_no_time_out_but_ends_with_its_connection() -> Non
 
 
 def break_a_promise(rank: int, size: int) -> Any:
-    communicator = TorchCommunicator(None, timeout_seconds=0.3, health_seconds=5.0)
+    communicator = TorchCommunicator(None, timeout_seconds=0.3, liveness_seconds=5.0)
     promise: Promise[int] = communicator.host.promise()
     seen = outcome(communicator.fulfilment(promise, what="an answer of this rank's own"))
     communicator.close()
@@ -207,7 +207,7 @@ def test_a_simulated_promise_that_is_not_kept_is_a_deadlock() -> None:
 
 
 def lose_one_beside(rank: int, size: int) -> Any:
-    communicator = TorchCommunicator(None, timeout_seconds=2.0, health_seconds=5.0)
+    communicator = TorchCommunicator(None, timeout_seconds=2.0, liveness_seconds=5.0)
     if rank == 2:
         communicator.receive(torch.zeros(1), source=0, what="go", patient=True).wait()
         os.kill(os.getpid(), signal.SIGKILL)

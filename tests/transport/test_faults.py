@@ -167,7 +167,7 @@ def test_a_delay_is_one_of_real_workers() -> None:
 
 
 def cut(rank: int, size: int, operation: int) -> list[Any]:
-    inner = TorchCommunicator(None, timeout_seconds=20, health_seconds=5.0)
+    inner = TorchCommunicator(None, timeout_seconds=20, liveness_seconds=5.0)
     outcomes = sums(Faults(inner, [Fault("cut", rank=1, operation=operation)]))
     meet("all have seen it", [0, 1, 2])
     inner.close()

@@ -57,7 +57,7 @@ SILENCE_SECONDS = 30.0
 """Time for which a view change waits for a silent member, if timeout_seconds is not less."""
 _RETRY_SILENCE_SECONDS = 3.0  # the same for a member that was silent during the previous opening
 _LEAVE_SECONDS = 1.0
-_FAREWELL_SECONDS = 5.0  # longest wait for the threads of a view that has ended
+_CLOSING_SECONDS = 5.0  # longest wait for the threads of a view that has ended
 _POLL_SECONDS = 0.01, 0.1  # time between two looks at the store: at first, and at most
 
 
@@ -184,7 +184,7 @@ class Participant:
             communicator = ElasticCommunicator(
                 factory,
                 timeout_seconds=self.timeout_seconds,
-                farewell_seconds=min(_FAREWELL_SECONDS, self.silence_seconds / 4),
+                closing_seconds=min(_CLOSING_SECONDS, self.silence_seconds / 4),
             )
         communicator.membership = membership
         return communicator

@@ -39,7 +39,7 @@ class HeartbeatConnections:
     def connect(self, addresses: Mapping[int, str]) -> list[int]:
         """Connect to processes, given by worker, and return the workers that cannot be reached.
 
-        Skips workers that are already monitored. Takes up to 2 s.
+        Skips the workers that are already monitored. Blocks for at most 2 s.
         """
         attempts: dict[int, socket.socket] = {}
         unreachable = []

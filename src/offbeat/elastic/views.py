@@ -120,7 +120,7 @@ def plan_of(reports: Sequence[_Report], *, waits: bool, replicates: bool) -> _Pl
     if replicates:
         return _Plan(ahead[0], sorted({*range(len(reports))} - {*ahead}), [])
     contributing = ahead
-    if waits and len(ahead) == len(old):
+    if waits and len(ahead) == len(old):  # no worker missed a mean: average the steps after it
         contributing = [rank for rank in old if reports[rank].unsynced] or ahead[:1]
     return _Plan(ahead[0], fresh, contributing)
 
@@ -219,6 +219,7 @@ class Views:
         self.record()
 
     def _change(self, error: CommunicationError) -> None:
+        """Leave the view because of ``error``, and repeat this until a next view has begun."""
         team = self._worker.team
         while True:
             membership = team.membership

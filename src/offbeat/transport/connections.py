@@ -84,8 +84,8 @@ class Connections:
         backend: Backend of the groups for collectives.
         host: Runs the background threads.
         timeout_seconds: Time limit of one operation.
-        health_seconds: Time in which a peer must answer the liveness check after a failure.
-        farewell_seconds: Time for which ``close`` waits for threads.
+        liveness_seconds: Time in which a peer must answer the liveness check after a failure.
+        closing_seconds: Time for which ``close`` waits for threads.
 
     Attributes:
         closed: True once ``close`` was called.
@@ -101,8 +101,8 @@ class Connections:
         host: ThreadHost,
         *,
         timeout_seconds: float,
-        health_seconds: float,
-        farewell_seconds: float,
+        liveness_seconds: float,
+        closing_seconds: float,
     ) -> None:
         self.rank, self.backend, self.host = factory.rank, backend, host
         self.timeout_seconds = timeout_seconds
@@ -110,7 +110,7 @@ class Connections:
         self.pending: set[PendingOperation] = set()
         self.blocked_threads: set[threading.Thread] = set()
         self.receiver = ReceiverThread()
-        self._farewell_seconds = farewell_seconds
+        self._closing_seconds = closing_seconds
         self._factory = factory
         self._channels: list[Channel] = []
         # A factory, because one error object would keep alive the tracebacks of all its raisers.
@@ -120,7 +120,7 @@ class Connections:
         self._failing = threading.Lock()
         self._liveness: LivenessCheck | None = None
         if factory.lost is None:
-            self._liveness = LivenessCheck(self._open("gloo"), health_seconds)
+            self._liveness = LivenessCheck(self._open("gloo"), liveness_seconds)
         self._exit_reasons = ExitReasons(factory.keys(), self.rank)
         close_at_exit(self)
 
@@ -288,14 +288,14 @@ class Connections:
             channel.collectives = channel.messages = None
             groups.release(references, in_background=stuck)
         self._channels.clear()
-        self.receiver.close(self._farewell_seconds)
+        self.receiver.close(self._closing_seconds)
         self._exit_reasons.close()
         if self._liveness is not None:
             self._liveness.close()
 
     def _join_threads(self) -> None:
         current = threading.current_thread()
-        deadline = time.perf_counter() + self._farewell_seconds
+        deadline = time.perf_counter() + self._closing_seconds
         for thread in self.host.active:
             while thread is not current and thread.is_alive() and time.perf_counter() < deadline:
                 thread.join(0.2)

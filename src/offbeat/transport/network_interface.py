@@ -26,7 +26,7 @@ def _address_of(interface: str) -> str | None:
 
 
 def gloo_address() -> str:
-    """Return the IPv4 address that gloo binds, or that of loopback if there is none."""
+    """Return the IPv4 address that gloo binds, by default the loopback address."""
     named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     try:
         address = _address_of(named) if named else socket.gethostbyname(socket.gethostname())

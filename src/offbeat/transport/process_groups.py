@@ -81,9 +81,6 @@ class GroupFactory:
 
     Attributes:
         backend: Backend of the groups for collectives.
-        rank: As above.
-        size: As above.
-        lost: As above.
         store: Store of the last opening. Its keys belong to these members alone.
     """
 

@@ -50,7 +50,7 @@ class SingleCommunicator(Communicator):
                 raise ValueError(f"{what}: a single worker has no rank {rank} to receive from")
             case Await(promise=promise, what=what, patient=patient):
                 assert isinstance(promise, ThreadPromise)
-                return _Fulfilment(promise, what, self.timeout_seconds, patient)
+                return _PromiseHandle(promise, what, self.timeout_seconds, patient)
         raise TypeError(f"a single worker has no {type(operation).__name__}")
 
     @override
@@ -64,7 +64,7 @@ class SingleCommunicator(Communicator):
         """Nothing to release."""
 
 
-class _Fulfilment(Handle[Any]):
+class _PromiseHandle(Handle[Any]):
     def __init__(
         self, promise: ThreadPromise[Any], what: str, timeout_seconds: float, patient: bool
     ) -> None:

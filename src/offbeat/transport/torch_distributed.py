@@ -38,8 +38,8 @@ from offbeat.transport.receiver_thread import CLOSED, SLICE_SECONDS, needs_recei
 T = TypeVar("T")
 _FOREVER = timedelta(days=365)
 _SLICE = timedelta(seconds=SLICE_SECONDS)
-_HEALTH_SECONDS = 3.0
-_FAREWELL_SECONDS = 5.0
+_LIVENESS_SECONDS = 3.0
+_CLOSING_SECONDS = 5.0
 
 
 class TorchCommunicator(Communicator):
@@ -49,8 +49,8 @@ class TorchCommunicator(Communicator):
         group: Process group whose members take part (None is the default group), or a factory
             that opens groups of the members.
         timeout_seconds: Time limit of one operation, after which it fails on every worker.
-        health_seconds: Time in which a peer must answer the liveness check after a failure.
-        farewell_seconds: Time for which ``close`` waits for threads.
+        liveness_seconds: Time in which a peer must answer the liveness check after a failure.
+        closing_seconds: Time for which ``close`` waits for threads.
         host: Host shared with other communicators, for background threads that use several; None
             creates one.
 
@@ -64,8 +64,8 @@ class TorchCommunicator(Communicator):
         group: dist.ProcessGroup | GroupFactory | None,
         *,
         timeout_seconds: float,
-        health_seconds: float = _HEALTH_SECONDS,
-        farewell_seconds: float = _FAREWELL_SECONDS,
+        liveness_seconds: float = _LIVENESS_SECONDS,
+        closing_seconds: float = _CLOSING_SECONDS,
         host: ThreadHost | None = None,
     ) -> None:
         if isinstance(group, GroupFactory):
@@ -83,8 +83,8 @@ class TorchCommunicator(Communicator):
             self.backend,
             self.host,
             timeout_seconds=timeout_seconds,
-            health_seconds=health_seconds,
-            farewell_seconds=farewell_seconds,
+            liveness_seconds=liveness_seconds,
+            closing_seconds=closing_seconds,
         )
         self._channel = self._connections.open_channel()
 
@@ -99,7 +99,7 @@ class TorchCommunicator(Communicator):
     @override
     def start(self, operation: Operation[Any]) -> Handle[Any]:
         if isinstance(operation, Await):
-            return _Fulfilment(self._connections, operation)
+            return _PromiseHandle(self._connections, operation)
         if self._connections.closed:
             raise self._connections.error_after_close(operation.what)
         started = time.perf_counter()
@@ -248,7 +248,7 @@ class _Work(Handle[Any]):
         self._work = None
 
 
-class _Fulfilment(Handle[Any]):
+class _PromiseHandle(Handle[Any]):
     def __init__(self, connections: Connections, operation: Await[Any]) -> None:
         assert isinstance(operation.promise, ThreadPromise)
         self._connections, self._promise = connections, operation.promise
