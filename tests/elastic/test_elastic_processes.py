@@ -13,7 +13,7 @@ import torch.distributed as dist
 import offbeat
 from cells import some
 from loops import sgd
-from offbeat.elastic import view_change_detection, views
+from offbeat.elastic import membership, views
 from offbeat.errors import CommunicationError
 from problems import flat, loss_of, make_batch, make_model
 from workers import run
@@ -45,7 +45,7 @@ def stumble() -> None:
 
 def train(rank: int, size: int, strategy: str, stumbles: bool = False) -> Any:
     """Rank 1 dies at step 10; a newcomer comes then; all take some steps more."""
-    view_change_detection._STORE_SECONDS = 0.1  # between looks whether somebody asks
+    membership._STORE_SECONDS = 0.1  # between looks whether somebody asks
     os.environ["OFFBEAT_KERNELS"] = "0"  # numba is slow to import
     kept = store()
     if rank == size:

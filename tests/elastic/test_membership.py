@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import offbeat
 from cells import some
-from offbeat.elastic import agreement, joining, view_change_detection
+from offbeat.elastic import agreement, joining, membership
 from offbeat.elastic.connect import open_elastic
 from offbeat.elastic.store import SharedStore
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout
@@ -43,7 +43,7 @@ class Worker:
     def __init__(
         self, number: int, size: int, *, address: str | None = None, **settings: float
     ) -> None:
-        view_change_detection._STORE_SECONDS = 0.1  # between looks whether somebody asks
+        membership._STORE_SECONDS = 0.1  # between looks whether somebody asks
         settings = {"timeout_seconds": TIMEOUT_SECONDS, **settings}
         if number < size:
             self.communicator = open_elastic(None, **settings)

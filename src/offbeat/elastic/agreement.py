@@ -35,15 +35,15 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
 from typing_extensions import override
 
 from offbeat.elastic.heartbeats import HeartbeatConnections
+from offbeat.elastic.membership import Decision, StoreMembership
 from offbeat.elastic.store import SharedStore, StoreLostError
-from offbeat.elastic.view_change_detection import ViewChangeDetector
 from offbeat.errors import CommunicationError, CommunicationTimeout
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.membership import EndedError, Membership, View
@@ -78,21 +78,6 @@ class ElasticSingle(SingleCommunicator):
     """The communicator of a view with one member, which other workers can join."""
 
     membership: Membership
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The members of a view, as written in the store.
-
-    Attributes:
-        members: Identities of the members, ascending.
-        newcomers: Identities of the members that were in no earlier view.
-        asked: Lowest identity that no worker had taken when the decision was made.
-    """
-
-    members: list[int]
-    newcomers: list[int]
-    asked: int
 
 
 class Participant:
@@ -163,7 +148,7 @@ class Participant:
         number: int,
         members: tuple[int, ...],
         opening_seconds: float,
-        membership: "StoreMembership",
+        membership: StoreMembership,
     ) -> Communicator:
         communicator: ElasticCommunicator | ElasticSingle
         if len(members) == 1:
@@ -352,35 +337,3 @@ class Participant:
     def _call(self, function: Callable[[], T]) -> T:
         what = f"rank {self.worker}: agreeing on the next view failed"
         return self.store.call(function, what, seconds=self.timeout_seconds)
-
-
-class StoreMembership:
-    """The ``Membership`` of one view, through the store of the process group.
-
-    Attributes:
-        view: The view; set once it is open.
-    """
-
-    view: View
-
-    def __init__(self, participant: Participant, number: int, decision: Decision) -> None:
-        self._participant, self._number, self._decision = participant, number, decision
-        others = frozenset(decision.members) - {participant.worker}
-        self._detector = ViewChangeDetector(
-            participant.store, f"view/{number + 1}/wanted", participant.heartbeats, others
-        )
-
-    def change_requested(self) -> bool:
-        """See ``Membership.change_requested``."""
-        self._participant.last_active = time.monotonic()
-        return self._detector.detected()
-
-    def next_view(self, *, view: int, step: int) -> View:
-        """See ``Membership.next_view``."""
-        self._detector.close()
-        return self._participant.next_view(view, self._decision, step=step)
-
-    def leave(self, *, ended: bool) -> None:
-        """See ``Membership.leave``."""
-        self._detector.close()
-        self._participant.leave(self._number, ended=ended)

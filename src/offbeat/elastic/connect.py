@@ -5,9 +5,10 @@ import uuid
 
 import torch.distributed as dist
 
-from offbeat.elastic.agreement import SILENCE_SECONDS, Decision, Participant
+from offbeat.elastic.agreement import SILENCE_SECONDS, Participant
 from offbeat.elastic.heartbeats import HeartbeatConnections
 from offbeat.elastic.joining import LATEST_TRAINING
+from offbeat.elastic.membership import Decision
 from offbeat.elastic.store import SharedStore, is_kept_here, location_of, without_prefixes
 from offbeat.errors import AttachError
 from offbeat.transport.communicator import Communicator, Transport

@@ -1,7 +1,6 @@
 """Joining: a new process asks to become a member of an elastic training that is running."""
 
 import os
-import threading
 import time
 from datetime import timedelta
 from functools import partial
@@ -9,12 +8,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from offbeat.elastic.agreement import SILENCE_SECONDS, Decision, Participant
+from offbeat.elastic.agreement import SILENCE_SECONDS, Participant
 from offbeat.elastic.heartbeats import HeartbeatConnections
+from offbeat.elastic.membership import Decision
 from offbeat.elastic.store import SharedStore
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout
 from offbeat.transport.communicator import Communicator, Transport
 from offbeat.transport.membership import View
+from offbeat.transport.store_access import call_within
 
 LATEST_TRAINING = "offbeat/elastic"
 """Key of the prefix of the training that began last in a store."""
@@ -135,31 +136,22 @@ class Newcomer(Transport):
             return dist.FileStore(path)  # type: ignore[attr-defined]
         host, _, port = self._address.rpartition(":")
         seconds = min(timeout_seconds, _CONNECT_SECONDS)
-        stores: list[Any] = []
-        reasons = ["no answer"]
 
-        def connect() -> None:
-            try:
-                stores.append(
-                    dist.TCPStore(  # type: ignore[attr-defined]
-                        *(host, int(port)),
-                        is_master=False,
-                        wait_for_workers=False,
-                        timeout=timedelta(seconds=seconds),
-                    )
-                )
-            except RuntimeError as error:
-                reasons[:] = [str(error).splitlines()[0][:200]]
+        def connect() -> Any:
+            return dist.TCPStore(  # type: ignore[attr-defined]
+                *(host, int(port)),
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=seconds),
+            )
 
         # TCPStore has no time limit for a process that accepts and never answers, as when stopped.
-        thread = threading.Thread(target=connect, name="store", daemon=True)
-        thread.start()
-        thread.join(seconds + _MARGIN_SECONDS)
-        if stores:
-            return stores[0]
+        try:
+            return call_within(seconds + _MARGIN_SECONDS, connect)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0][:200]
         raise CommunicationError(
-            f"joining failed: no store answers at {self._address} within {seconds:g} s: "
-            f"{reasons[0]}"
+            f"joining failed: no store answers at {self._address} within {seconds:g} s: {reason}"
         )
 
     def _await_training(self, root: SharedStore, deadline: float, timeout_seconds: float) -> str:

@@ -4,17 +4,16 @@ import json
 import os
 import socket
 import stat
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from offbeat.errors import CommunicationError
+from offbeat.transport.store_access import call_within
 
 T = TypeVar("T")
-_SLICES = 20  # number of waits; if this process is stopped for a while, that uses up only one
-_LIMIT_SECONDS = 10.0  # a store on an unreachable host would block as long as TCP does
+_LIMIT_SECONDS = 10.0
 
 
 class StoreLostError(CommunicationError):
@@ -66,23 +65,10 @@ class SharedStore:
         Raises:
             StoreLostError: ``function`` failed or exceeded the time limit.
         """
-        results: list[T] = []
-        reasons: list[str] = []
-
-        def run() -> None:
-            try:
-                results.append(function())
-            except RuntimeError as error:
-                reasons.append(str(error).splitlines()[0][:200])
-
-        thread = threading.Thread(target=run, name="store", daemon=True)
-        thread.start()
-        for _ in range(_SLICES):
-            if thread.is_alive():
-                thread.join(seconds / _SLICES)
-        if results:
-            return results[0]
-        reason = reasons[0] if reasons else f"no answer within {seconds:g} s"
+        try:
+            return call_within(seconds, function)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0][:200]
         raise StoreLostError(
             f"{what}: the store of the process group at {self.location} cannot be reached "
             f"({reason}). Elastic training needs it to agree on the next view. This worker is cut "

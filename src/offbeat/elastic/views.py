@@ -250,7 +250,9 @@ class Views:
         plan = plan_of(reports, waits=before.waits, replicates=before.replicates)
         self._copy(plan, reports)
         if plan.contributing:
-            self._average(plan.contributing)
+            weight, total = float(team.rank in plan.contributing), float(len(plan.contributing))
+            what = f"mean of the models at the beginning of view {team.view}"
+            ExactMean(team, worker.replica).average(weight, total, what=what)
         self._common, self._decided, self._unsynced = team.view, 0, False
         worker.open_view(open_wire(team, self._strategy, self._precision))
         worker.norm_squared = None
@@ -263,13 +265,6 @@ class Views:
         worker.barrier(f"the beginning of view {team.view}")
         iteration.begin_view(flow)
         logger.info("rank %d of %d begins view %d", team.rank, team.size, team.view)
-
-    def _average(self, contributing: Sequence[int]) -> None:
-        """Set the model on all workers to its mean over the contributing ranks."""
-        worker, team = self._worker, self._worker.team
-        weight, total = float(team.rank in contributing), float(len(contributing))
-        what = f"mean of the models at the beginning of view {team.view}"
-        ExactMean(team, worker.replica).average(weight, total, what=what)
 
     def _give_up(self) -> None:
         team = self._worker.team

@@ -1,15 +1,14 @@
 """Exit reasons: workers publish why they leave, because a lost connection does not tell."""
 
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar, cast
 
-from offbeat.transport.store_poll import KeyPoll
+from offbeat.transport.store_access import KeyPoll, call_within
 
 T = TypeVar("T")
 ExitReason = Literal["gave up", "failed"]
 _ALARM = "alarm"  # key that exists once any worker has left
-_STORE_SECONDS = 1.0  # time limit of one access; a store on an unreachable host may take longer
+_STORE_SECONDS = 1.0
 _POLL_SECONDS = 1.0
 
 
@@ -64,21 +63,10 @@ class ExitReasons:
 
     def _within_limit(self, function: Callable[[], T]) -> T | None:
         """Return ``function()``, or None if the store is lost or does not answer in time."""
-        results: list[T] = []
-
-        def run() -> None:
-            try:
-                results.append(function())
-            except RuntimeError:
-                self._poll.store_lost = True
-
         if self._poll.store_lost:
             return None
-        thread = threading.Thread(target=run, name="exit reasons", daemon=True)
         try:
-            thread.start()
-        except RuntimeError:  # the interpreter is shutting down
+            return call_within(_STORE_SECONDS, function)
+        except RuntimeError:
+            self._poll.store_lost = True
             return None
-        thread.join(_STORE_SECONDS)
-        self._poll.store_lost = self._poll.store_lost or thread.is_alive()
-        return results[0] if results else None

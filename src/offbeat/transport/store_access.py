@@ -1,12 +1,44 @@
-"""Background polling of a key in a store, for loops that must not block."""
+"""Access to a ``torch.distributed`` store that never blocks for longer than it may."""
 
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-_CLOSE_SECONDS = (
-    1.0  # time for the last check to end; a store on an unreachable host may take longer
-)
+T = TypeVar("T")
+_SLICES = 20  # number of waits; if this process is stopped for a while, that uses up only one
+_CLOSE_SECONDS = 1.0
+
+
+def call_within(seconds: float, function: Callable[[], T]) -> T:
+    """Return ``function()``, which accesses a store and is run in a thread.
+
+    A store on an unreachable host would block for as long as TCP does.
+
+    Args:
+        seconds: Time limit, without the time in which this process was stopped.
+        function: Function to call. Its thread is abandoned at the time limit.
+
+    Raises:
+        RuntimeError: ``function`` raised it, or exceeded the time limit.
+    """
+    results: list[T] = []
+    errors: list[RuntimeError] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="store", daemon=True)
+    thread.start()
+    for _ in range(_SLICES):
+        if thread.is_alive():
+            thread.join(seconds / _SLICES)
+    if results:
+        return results[0]
+    raise errors[0] if errors else RuntimeError(f"no answer within {seconds:g} s")
 
 
 class KeyPoll:
