@@ -93,14 +93,14 @@ def check(results: list[Any], least: int = 0) -> None:
 
 
 @pytest.mark.parametrize("strategy", some(STRATEGIES, 0, 4))
-def test_training_continues(strategy: str) -> None:
-    """Without one that is killed, with one that joins."""
+def test_training_survives_a_death_and_a_join(strategy: str) -> None:
+    """One worker is killed, one joins."""
     least = 10 if strategy == "bsp" else 1  # in the others, workers go apart
     check(run(train, strategy, workers=4, newcomers=1, may_die=(1,)), least)
 
 
-def test_a_newcomer_may_fail_before_it_has_begun() -> None:
-    """It starts again with the next view, still with nothing to contribute, within seconds."""
+def test_a_newcomer_may_fail_before_its_first_view_begins() -> None:
+    """It enters the next view, still with nothing to contribute, within seconds."""
     started = time.monotonic()
     check(run(train, "streaming", True, workers=4, newcomers=1, may_die=(1,)))
     assert time.monotonic() - started < 15
@@ -130,8 +130,8 @@ def be_stopped(rank: int, size: int) -> Any:
     return flat(model), sync.step, sync.stats.details["members"]
 
 
-def test_one_that_was_stopped_raises_and_the_others_finish() -> None:
-    """Its step raises that it was left behind; it has taken no step by itself."""
+def test_a_stopped_worker_raises_and_the_others_finish() -> None:
+    """Its step raises that it was left behind. It takes no step by itself."""
     first, (text, steps), third = run(be_stopped, workers=3, newcomers=0)
     assert steps == 10
     assert re.match(r"rank 1 was left behind at step 10: ranks 0, 2 are in view 1", text), text

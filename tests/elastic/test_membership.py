@@ -125,8 +125,11 @@ def lose(rank: int, size: int, victims: list[int]) -> Any:
 
 
 @pytest.mark.parametrize("victims", some([[0], [1], [2], [3], [0, 2], [1, 2, 3]], 0, 3, 5), ids=str)
-def test_the_others_go_on(victims: list[int]) -> None:
-    """Whoever dies, rank 0 too; two at once; all but one. It takes a fraction of a second."""
+def test_the_others_continue_after_deaths(victims: list[int]) -> None:
+    """Any worker may die, also rank 0, two at once, or all but one.
+
+    It takes a fraction of a second.
+    """
     results = run(lose, victims, workers=4, newcomers=0, may_die=tuple(victims))
     survivors = [rank for rank in range(4) if rank not in victims]
     for rank in survivors:
@@ -161,8 +164,8 @@ def lose_another(rank: int, size: int, place: str) -> Any:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_one_may_die_while_the_others_agree(place: str) -> None:
-    """Wherever it has come to: the next lowest proposes, or another view follows; at once."""
+def test_a_member_may_die_during_a_view_change(place: str) -> None:
+    """At any step of it: the next lowest proposes, or another view follows, at once."""
     results = run(lose_another, place, workers=4, newcomers=0, may_die=(0, 2))
     for rank in (1, 3):
         views, seconds = results[rank]
@@ -186,8 +189,8 @@ def leave_a_child(rank: int, size: int) -> Any:
     return worker.finish(), worker.changed - float(store().get("died"))
 
 
-def test_a_child_that_lives_on_hides_no_death() -> None:
-    """It has inherited the connections of gloo, and keeps them open for a while."""
+def test_a_surviving_child_process_hides_no_death() -> None:
+    """It has inherited the connections of gloo and keeps them open for a while."""
     results = run(leave_a_child, workers=3, newcomers=0, may_die=(1,))
     for rank in (0, 2):
         views, seconds = results[rank]
@@ -205,8 +208,8 @@ def keep_the_store(rank: int, size: int) -> Any:
     return str(caught.value), time.monotonic() - started
 
 
-def test_without_the_store_nobody_goes_on() -> None:
-    """If a worker kept it, the error says so, and what to do."""
+def test_without_the_store_no_worker_continues() -> None:
+    """The error names the rank that kept it, and the remedy."""
     for rank, (text, seconds) in enumerate(run(keep_the_store, workers=3, may_die=(0,))[1:], 1):
         assert text.startswith(f"rank {rank}: agreeing on the next view failed: the store of the ")
         assert ", which rank 0 kept, cannot be reached" in text
@@ -237,8 +240,8 @@ def be_stopped(rank: int, size: int) -> Any:
     return before, worker.until(0, 1, size).finish()
 
 
-def test_one_that_was_stopped_is_left_behind_and_disturbs_nobody() -> None:
-    """It is told so when it comes back, and may join as a newcomer."""
+def test_a_stopped_worker_is_left_behind() -> None:
+    """It raises when it resumes, does not disturb the others, and may join as a newcomer."""
     *others, (text, views) = run(be_stopped, workers=3, newcomers=0)
     for before, after in others:
         assert before == [(0, (0, 1, 2), []), (1, (0, 1), [])]
@@ -258,8 +261,8 @@ def be_busy(rank: int, size: int) -> Any:
     return worker.until(0, 2).finish()
 
 
-def test_one_that_is_busy_is_waited_for() -> None:
-    """For as long as a silent one may take."""
+def test_a_busy_member_is_awaited() -> None:
+    """The others wait for as long as a member may be silent."""
     results = run(be_busy, workers=3, newcomers=0, may_die=(1,))
     assert results[0] == results[2] == [(0, (0, 1, 2), []), (1, (0, 2), [])]
 
@@ -281,8 +284,8 @@ def stop_before_proposing(rank: int, size: int) -> Any:
     return worker.finish()
 
 
-def test_one_that_falls_silent_before_it_proposes_is_left_behind() -> None:
-    """Having come, it is in the list that another one makes; the others go on without it."""
+def test_a_member_that_falls_silent_before_it_proposes_is_left_behind() -> None:
+    """It has arrived, so it is in the next view; the one after excludes it."""
     results = run(stop_before_proposing, workers=4, newcomers=0, may_die=(0, 1))
     for views in results[2:]:
         assert views == [(0, (0, 1, 2, 3), []), (2, (2, 3), [])]
@@ -313,8 +316,8 @@ def be_stopped_before_opening(rank: int, size: int) -> Any:
     return worker.until(1, 3, key="told").finish()
 
 
-def test_one_that_was_stopped_while_all_open_is_left_behind() -> None:
-    """However long it was, it is told that, and not that its time is over."""
+def test_a_member_that_was_stopped_during_the_opening_is_left_behind() -> None:
+    """However long it was stopped, its error says so, and not that its own time is up."""
     _, first, text, last = run(be_stopped_before_opening, workers=4, newcomers=0, may_die=(0,))
     assert re.match(r"rank 2 was left behind at step \d+: ranks 1, 3 are in view 2", text), text
     assert float(re.findall(r"did not take part for (.*) s, ", text)[0]) >= 2
@@ -339,8 +342,7 @@ def be_stopped_at_the_store(rank: int, size: int) -> int:
     return shared.call(ask, "this worker", seconds=0.5)
 
 
-def test_a_worker_that_was_stopped_does_not_miss_the_store() -> None:
-    """The time in which it was stopped is not the store's."""
+def test_the_time_limit_of_the_store_excludes_a_stop() -> None:
     assert run(be_stopped_at_the_store, workers=2, newcomers=0) == [0, 1]
 
 
@@ -353,8 +355,8 @@ def have_a_thread_that_stays(rank: int, size: int) -> Any:
     return worker.until(0, 2).finish()
 
 
-def test_a_thread_that_does_not_end_leaves_nobody_behind() -> None:
-    """It is waited for before a worker says that it is there, but not for long."""
+def test_a_stuck_thread_does_not_delay_the_arrival_for_long() -> None:
+    """So its worker is not left behind."""
     results = run(have_a_thread_that_stays, workers=3, newcomers=0, may_die=(1,))
     assert results[0] == results[2] == [(0, (0, 1, 2), []), (1, (0, 2), [])]
 
@@ -368,10 +370,10 @@ def be_hasty(rank: int, size: int) -> Any:
     return worker.until(*range(size)).finish()
 
 
-def test_one_alone_does_not_leave_the_others_behind() -> None:
-    """Where most are silent they have timeout_seconds; once one has come the others have a while.
+def test_a_minority_does_not_exclude_the_others() -> None:
+    """It waits for timeout_seconds; a majority waits for a while since the last arrival.
 
-    The second comes 0.3 s after the first, for whom 1.3 s were waited.
+    The second worker comes 0.3 s after the first, which came after 1.3 s.
     """
     for views in run(be_hasty, workers=3, newcomers=0):
         assert views == [(0, (0, 1, 2), []), (1, (0, 1, 2), [])]
@@ -390,8 +392,8 @@ def go_away(rank: int, size: int) -> Any:
     return worker.finish(), time.monotonic() - started
 
 
-def test_one_that_has_left_is_not_waited_for() -> None:
-    """Though its process lives."""
+def test_a_worker_that_has_left_is_not_awaited() -> None:
+    """Its process lives."""
     results = run(go_away, workers=3, newcomers=0)
     for views, seconds in (results[0], results[2]):
         assert views == [(0, (0, 1, 2), []), (1, (0, 2), [])]
@@ -410,8 +412,8 @@ def come_too_late(rank: int, size: int) -> Any:
     return str(caught.value), time.monotonic() - started
 
 
-def test_nobody_goes_on_once_training_has_ended() -> None:
-    """Who comes too late is told so, at once."""
+def test_no_view_begins_once_training_has_ended() -> None:
+    """A late worker raises EndedError at once."""
     text, seconds = run(come_too_late, workers=3, newcomers=0)[2]
     assert text == "rank 2: the others have ended the training"
     assert seconds < 5
@@ -433,8 +435,8 @@ def come(rank: int, size: int, deaths: bool) -> Any:
 
 
 @pytest.mark.parametrize("deaths", [False, True])
-def test_a_newcomer_is_taken_in(deaths: bool) -> None:
-    """By a view change, with a number that nobody had; perhaps while another one dies."""
+def test_a_newcomer_is_admitted(deaths: bool) -> None:
+    """It enters by a view change, with a new identity, also while another worker dies."""
     results = run(come, deaths, workers=3, newcomers=1, may_die=(1,) if deaths else ())
     members = (0, 2, 3) if deaths else (0, 1, 2, 3)
     for rank in members:
@@ -461,8 +463,8 @@ def come_and_die(rank: int, size: int, place: str) -> Any:
 
 
 @pytest.mark.parametrize("place", ["having asked", *PLACES[2:]])
-def test_a_newcomer_that_dies_is_left_out(place: str) -> None:
-    """Wherever it has come to, the others go on."""
+def test_a_newcomer_may_die_while_it_joins(place: str) -> None:
+    """At any step of it; the others continue."""
     results = run(come_and_die, place, workers=2, newcomers=1, may_die=(2,))
     for views, seconds in results[:2]:
         assert views[0] == (0, (0, 1), [])
@@ -483,30 +485,28 @@ def join_the_last(rank: int, size: int) -> Any:
     return worker.until(0, 2).finish()
 
 
-def test_the_last_one_can_be_joined() -> None:
-    """Alone is a view as any other."""
+def test_a_view_of_one_worker_can_be_joined() -> None:
     first, _, newcomer = run(join_the_last, workers=2, newcomers=1, may_die=(1,))
     assert first == [(0, (0, 1), []), (1, (0,), []), (2, (0, 2), [2])]
     assert newcomer == first[-1:]
 
 
 @pytest.mark.parametrize("address", ["", "here", "host:", ":29500", "host:port"])
-def test_an_address_that_is_none_is_refused(address: str) -> None:
-    """Before anybody is asked."""
+def test_an_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match=r"host:port or file://path, got"):
         offbeat.join(address)
 
 
-def test_without_an_address_the_environment_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or the error says which variable is missing."""
+def test_join_takes_the_address_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the error names the missing variable."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.delenv("MASTER_PORT", raising=False)
     with pytest.raises(ValueError, match=r"join\(\) needs.*MASTER_PORT in the environment"):
         offbeat.join()
 
 
-def test_nobody_to_join_is_an_error(tmp_path: Path) -> None:
-    """In finite time, and it says what is missing: the store, or the training."""
+def test_joining_nothing_raises(tmp_path: Path) -> None:
+    """In finite time. The error says if the store or the training is missing."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = "{}:{}".format(*closed.getsockname())
     with pytest.raises(CommunicationError, match=rf"joining failed: no store answers at {address}"):
@@ -548,8 +548,7 @@ def begin_from(rank: int, _: int, size: int, folder: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["environment", "file"])
-def test_every_way_to_begin(kind: str, tmp_path: Path) -> None:
-    """As torchrun or a launcher of one's own sets the environment, or through a file."""
+def test_training_begins_from_the_environment_or_a_file(kind: str, tmp_path: Path) -> None:
     folder = str(tmp_path) if kind == "file" else ""
     results = run(begin_from, 3, folder, workers=0, newcomers=4, may_die=(0,))
     for views in results[1:]:
@@ -564,7 +563,7 @@ def use_another_backend(rank: int, size: int) -> str:
 
 
 def test_another_backend_is_refused() -> None:
-    """At attach, by name."""
+    """The error names the backend."""
     (text,) = run(use_another_backend, workers=1)
     assert text.startswith("min_workers needs a process group of gloo, got nccl")
 
@@ -586,8 +585,8 @@ def be_late(rank: int, size: int) -> Any:
     return late.item(), total.item(), len(worker.views)
 
 
-def test_an_operation_of_a_later_view_has_its_time() -> None:
-    """timeout_seconds, though opening the view has less."""
+def test_operations_of_a_later_view_have_the_full_time_limit() -> None:
+    """The opening of the view has less."""
     assert run(be_late, workers=2, newcomers=0) == [(0.0, 2.0, 2), (1.0, 2.0, 2)]
 
 
@@ -622,11 +621,8 @@ def change_often(rank: int, size: int, times: int) -> Any:
 
 
 @pytest.mark.parametrize("times", some([8, 30], 0))
-def test_many_view_changes_leave_nothing_behind(times: int) -> None:
-    """No thread and no descriptor of a view that has ended.
-
-    One more may be there: at the first look a connection may not have been used yet.
-    """
+def test_view_changes_release_threads_and_descriptors(times: int) -> None:
+    """One more may exist, because at the first count a connection may not have been used yet."""
     for first, last, views in run(change_often, times, workers=3, newcomers=0):
         assert [number for number, _, _ in views] == list(range(times + 1))
         assert all(a <= b + 1 for a, b in zip(last, first, strict=True)), (first, last)

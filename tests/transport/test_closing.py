@@ -134,10 +134,10 @@ def open_and_close(rank: int, size: int, ways: list[Any], times: int) -> Any:
 @pytest.mark.parametrize(
     ("size", "times"), [(2, 40), pytest.param(3, 25, marks=pytest.mark.nightly)]
 )
-def test_nothing_is_left_of_communicators_that_were_closed(size: int, times: int) -> None:
-    """Pitfall 32: as many threads and descriptors as before, after each of them.
+def test_closing_releases_threads_and_descriptors(size: int, times: int) -> None:
+    """As many exist as before, however it was closed, while errors and handles live on.
 
-    However it was closed; while the errors and the handles of operations live on.
+    Pitfall 32.
     """
     for counts in run(open_and_close, WAYS, times, workers=size):
         assert counts == [counts[0]] * (times + 1)
@@ -177,8 +177,8 @@ def close_one(rank: int, size: int) -> Any:
     return text, seconds
 
 
-def test_closing_ends_activities_and_whoever_waits_for_this_worker() -> None:
-    """close() is no collective: own threads end, the others' operations fail long before 20 s."""
+def test_closing_ends_background_threads_and_the_operations_of_peers() -> None:
+    """close() is not a collective: operations of peers fail long before their time-out of 20 s."""
     (alive, outcome, seconds), *others = run(close_one, workers=3)
     assert alive == []
     assert outcome == ["rank 0 has given up", "ended"]
@@ -200,8 +200,8 @@ def leave_one_behind(rank: int, size: int) -> Any:
     return seconds
 
 
-def test_an_activity_that_does_not_end_is_left_behind() -> None:
-    """close() waits closing_seconds for it, and no longer."""
+def test_closing_abandons_a_thread_after_its_time_limit() -> None:
+    """close() waits for a background thread for closing_seconds and no longer."""
     assert all(0.2 <= seconds < 5 for seconds in run(leave_one_behind, workers=2))
 
 
@@ -222,8 +222,8 @@ def interrupt_the_end(rank: int, size: int) -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "messages"]
 
 
-def test_a_ctrl_c_in_the_end_leaves_nothing_open() -> None:
-    """While this worker waits for the others to leave, too."""
+def test_ctrl_c_while_closing_together_leaves_nothing_open() -> None:
+    """The worker is interrupted while it waits for the others to close."""
     assert run(interrupt_the_end, workers=2) == [[], []]
 
 
@@ -253,8 +253,8 @@ def leave_one_inside(rank: int, size: int) -> tuple[float, bool]:
     return seconds, ended.is_set()
 
 
-def test_closing_waits_for_who_computes_and_not_for_who_waits() -> None:
-    """For a message whose connection has ended: a second is enough for that."""
+def test_closing_waits_for_computing_threads_but_not_for_blocked_ones() -> None:
+    """It abandons a thread that gloo does not wake a second after its connection was closed."""
     (seconds, ended), _ = run(leave_one_inside, workers=2)
     assert ended
     assert 2 <= seconds < 4
@@ -276,7 +276,7 @@ def lose_track_of_one(rank: int, size: int) -> float:
 
 
 def test_closing_does_not_wait_for_an_operation_that_gloo_cannot_end() -> None:
-    """Now and then one runs on although its connections have ended; until its time-out."""
+    """Gloo sometimes runs an operation until its time-out although its connections are closed."""
     assert run(lose_track_of_one, workers=2)[0] < 2
 
 
@@ -308,8 +308,8 @@ def use_a_closed_one(rank: int, size: int, under_way: bool) -> Any:
 
 
 @pytest.mark.parametrize("under_way", [False, True])
-def test_an_operation_after_the_end_says_so(under_way: bool) -> None:
-    """Of the twin, too, at once; results that were there before are still there."""
+def test_operations_after_close_raise_an_explicit_error(under_way: bool) -> None:
+    """This holds for twins, too. Results from before the call remain."""
     names = ["a sum", "a gather", "a send", "a receive", "a promise"]
     for rank, (texts, early) in enumerate(run(use_a_closed_one, under_way, workers=2)):
         if under_way:
@@ -345,8 +345,8 @@ def end_together(rank: int, size: int, times: int) -> Any:
     return alone, totals, slowest
 
 
-def test_who_closes_together_waits_for_all_and_costs_nobody_a_result() -> None:
-    """Every time, whoever comes last."""
+def test_closing_together_waits_for_all_and_loses_no_result() -> None:
+    """This holds whichever worker closes last."""
     results = [1.0 + 2.0 + 3.0] * 3 + [0.0, 1.0, 2.0]
     for alone, totals, slowest in run(end_together, 10, workers=3):
         assert alone == 0
@@ -362,8 +362,8 @@ def end_together_without_one(rank: int, size: int) -> float:
     return time.perf_counter() - started
 
 
-def test_closing_together_is_not_held_up_by_one_that_is_gone() -> None:
-    """And raises nothing: training is over."""
+def test_closing_together_does_not_wait_for_a_lost_peer() -> None:
+    """It raises nothing, because training is over."""
     assert all(seconds < 5 for seconds in run(end_together_without_one, workers=3))
 
 
@@ -398,8 +398,8 @@ def open_again(rank: int, size: int) -> Any:
     return totals
 
 
-def test_communicators_can_be_opened_again_and_again() -> None:
-    """Though torch would give the name of a group that has ended to the next one."""
+def test_communicators_can_be_opened_repeatedly() -> None:
+    """Torch would give the name of a destroyed group to the next one."""
     for totals in run(open_again, workers=2):
         assert totals == [*[3.0] * 5, 42.0] * 6
 
@@ -419,8 +419,8 @@ def of_a_part(rank: int, size: int) -> Any:
     return totals
 
 
-def test_some_of_the_workers_may_have_one_of_their_own() -> None:
-    """Their ranks in it are those within the group."""
+def test_a_communicator_may_connect_some_of_the_workers() -> None:
+    """Its ranks are those within the group."""
     first, second, third = run(of_a_part, workers=3)
     assert first == [(0, 2.0), (0, 3.0)] * 3
     assert second == [(1, 3.0)] * 3

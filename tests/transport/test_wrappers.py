@@ -46,7 +46,7 @@ WRAPPERS: dict[str, Callable[[Communicator], Communicator]] = {
 @worlds_without_processes
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_operations_pass_through_a_wrapper(world: World, name: str) -> None:
-    """Every class of them, of the wrapper's twin too, with the same results."""
+    """Every class of operations gives the same results, also through the wrapper's twin."""
 
     def work(inner: Communicator) -> Any:
         one = WRAPPERS[name](inner)
@@ -60,8 +60,8 @@ def test_operations_pass_through_a_wrapper(world: World, name: str) -> None:
 
 
 @worlds_without_processes
-def test_a_wrapper_needs_only_start(world: World) -> None:
-    """Every method of a communicator that starts something starts it through ``start``."""
+def test_every_method_uses_start(world: World) -> None:
+    """Every method of a communicator that starts an operation calls ``start``."""
 
     def work(inner: Communicator) -> Any:
         one, x = Counting(inner), torch.ones(inner.size)
@@ -88,8 +88,8 @@ def test_a_wrapper_needs_only_start(world: World) -> None:
         assert of_bytes == ["Gather", "Gather"]
 
 
-def test_only_start_twin_and_close_are_to_be_written() -> None:
-    """A communicator has these to implement; what is short for them cannot be overridden."""
+def test_only_start_twin_and_close_are_abstract() -> None:
+    """The shorthands cannot be overridden."""
     assert Communicator.__abstractmethods__ == {"start", "twin", "close"}
     helpers = {
         name
@@ -104,7 +104,7 @@ def test_only_start_twin_and_close_are_to_be_written() -> None:
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("name", [*WRAPPERS, "Team"])
 def test_closing_reaches_the_innermost_communicator(name: str, together: bool) -> None:
-    """With its argument, once."""
+    """close() is called once, with its argument."""
     calls: list[bool] = []
 
     class Closing(SingleCommunicator):
