@@ -70,7 +70,7 @@ ROWS = [
         "not",
         "they wait, as far as the strategy does",
         "training goes on",
-        "transport/test_faults.py::test_a_delay_is_one_of_real_workers",
+        "transport/test_faults.py::test_real_workers_wait_for_a_delayed_one",
     ),
     Row(
         "a worker does not come to `attach`",

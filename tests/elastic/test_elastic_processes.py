@@ -33,7 +33,7 @@ def store() -> Any:
 
 
 def stumble() -> None:
-    """Let this worker lose a connection when it first begins a view."""
+    """Let this worker fail when it first begins a view."""
     real = views.open_wire
 
     def fail(*args: Any) -> Any:
@@ -44,8 +44,8 @@ def stumble() -> None:
 
 
 def train(rank: int, size: int, strategy: str, stumbles: bool = False) -> Any:
-    """Rank 1 dies at step 10; a newcomer comes then; all take some steps more."""
-    membership._STORE_SECONDS = 0.1  # between looks whether somebody asks
+    """Rank 1 dies at step 10, then a worker joins; all take some more steps."""
+    membership._STORE_SECONDS = 0.1  # between two looks at the store
     os.environ["OFFBEAT_KERNELS"] = "0"  # numba is slow to import
     kept = store()
     if rank == size:
@@ -79,7 +79,7 @@ def train(rank: int, size: int, strategy: str, stumbles: bool = False) -> Any:
 
 
 def check(results: list[Any], least: int = 0) -> None:
-    """All end with one model and the same members; the newcomer begins where the others are."""
+    """All end with one model and the same members; the newcomer begins at the others' step."""
     first, _, *others = results
     model, begun, steps, details = first
     assert begun == 0

@@ -1,4 +1,4 @@
-"""A worker dies, gives up or is interrupted: the others learn it at once, wherever they wait."""
+"""A worker dies, gives up or is interrupted: the others notice at once, in every wait."""
 
 import os
 import re
@@ -22,13 +22,13 @@ from problems import make_batch, make_model, train_step
 from transport.communicators import meet as meet_in_store
 from workers import run
 
-SECONDS = 6  # within which everyone knows; the time-outs are 30 s
+SECONDS = 6  # until all notice; the time-outs are 30 s
 
 # -- one dies or gives up --------------------------------------------------------------------------
 
 
 def leave(rank: int, size: int, text: str, where: str, way: str, folder: str) -> Any:
-    """Rank 0 computes for long, the last rank leaves, and those between wait for both."""
+    """Rank 0 computes for long, the last rank leaves, and the others wait for both."""
     model = make_model(seed=rank)
     optimizer = sgd(model)
     sync = attach(model, optimizer, text, timeout_seconds=30)
@@ -106,7 +106,7 @@ def test_all_workers_notice_that_one_gives_up(text: str, tmp_path: Path) -> None
 
 
 def fail_beside(rank: int, size: int) -> Any:
-    """What rank 0 has started with rank 2 fails, while it waits for a message of rank 1."""
+    """An operation of ranks 0 and 2 fails while rank 0 waits for a message of rank 1."""
     communicator = TorchCommunicator(None, timeout_seconds=30)
     twin = communicator.twin()
     if rank == 2:
@@ -135,7 +135,7 @@ def test_a_failed_operation_that_is_not_awaited_ends_the_others() -> None:
 
 
 def interrupted(wait: Callable[[], object]) -> float:
-    """Seconds from a Ctrl-C until ``wait`` lets it through."""
+    """Return the seconds from a Ctrl-C until ``wait`` raises."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sent: list[float] = []
 

@@ -1,6 +1,6 @@
-"""Real workers that die, are stopped, or come later: who goes on, how soon, and who is told what.
+"""View changes of real processes that die, are stopped, or join.
 
-Each adds up 2 to the power of its number, so that a sum says who has taken part.
+Each worker contributes 2 to the power of its identity, so that a sum tells who took part.
 """
 
 import gc
@@ -38,12 +38,12 @@ def mask(*numbers: int) -> float:
 
 
 class Worker:
-    """One that goes on adding, through all views."""
+    """A worker that computes sums through all views."""
 
     def __init__(
         self, number: int, size: int, *, address: str | None = None, **settings: float
     ) -> None:
-        membership._STORE_SECONDS = 0.1  # between looks whether somebody asks
+        membership._STORE_SECONDS = 0.1  # between two looks at the store
         settings = {"timeout_seconds": TIMEOUT_SECONDS, **settings}
         if number < size:
             self.communicator = open_elastic(None, **settings)
@@ -64,13 +64,13 @@ class Worker:
         self.totals.append([])
 
     def change(self) -> None:
-        """Begin a view change, or take part in one."""
+        """Start or join a view change."""
         self.communicator.close()
         self._enter(self.membership.next_view(view=self.view.number, step=self.steps))
         self.changed = time.monotonic()
 
     def step(self, ready: bool = True) -> None:
-        """Add once, or go over to the next view."""
+        """Compute a sum, or enter the next view."""
         try:
             if self.membership.change_requested():
                 raise CommunicationError("wanted")
@@ -83,7 +83,7 @@ class Worker:
             self.totals[-1].append(total)
 
     def until(self, *numbers: int, key: str | None = None) -> "Worker":
-        """Go on until these and no others are in the view, and see ``key`` in the store.
+        """Compute sums until exactly these are in the view and all see ``key`` in the store.
 
         All of them stop after the same sum.
         """
@@ -92,11 +92,11 @@ class Worker:
             assert time.monotonic() < deadline, (self.views, numbers)
             self.step(len(self.totals[-1]) >= SUMS and (not kept or kept.check([key])))
             if self.view.members == numbers and [mask(*numbers), len(numbers)] in self.totals[-1]:
-                self.totals[-1][-1][1] = 0.0  # another time, anew
+                self.totals[-1][-1][1] = 0.0  # a later call needs another sum
                 return self
 
     def finish(self) -> Any:
-        """The views and what was summed in each."""
+        """End the training, check the sums of each view, and return the views."""
         self.membership.leave(ended=True)
         self.communicator.close(together=True)
         for (_, members, _), totals in zip(self.views, self.totals, strict=True):
@@ -140,13 +140,13 @@ def test_the_others_continue_after_deaths(victims: list[int]) -> None:
 
 
 def kill_at(place: str) -> None:
-    """Let this process die when it comes to ``place`` of the next view change."""
+    """Let this process die at ``place`` of the next view change."""
     if place == "before it is here":
-        agreement.Participant._agree = lambda *args, **named: die()
+        agreement.Agreement.decide = lambda *args, **named: die()
     elif place == "before it proposes":
-        agreement.Participant._propose = lambda *args, **named: die()
+        agreement.Agreement._propose = lambda *args, **named: die()
     elif place == "before it opens":
-        agreement.Participant.enter = lambda *args, **named: die()
+        membership.Participant.enter = lambda *args, **named: die()
     else:
         groups.GroupFactory._make = lambda *args, **named: die()
 
@@ -156,7 +156,7 @@ PLACES = ["before it is here", "before it proposes", "before it opens", "while a
 
 def lose_another(rank: int, size: int, place: str) -> Any:
     worker = Worker(rank, size).until(*range(size))
-    if rank == 0:  # the lowest, who proposes
+    if rank == 0:  # the lowest, which proposes
         kill_at(place)
     if rank == 2:
         die()
@@ -177,7 +177,7 @@ def test_a_member_may_die_during_a_view_change(place: str) -> None:
 def leave_a_child(rank: int, size: int) -> Any:
     worker = Worker(rank, size).until(*range(size))
     if rank == 1:
-        child = os.fork()  # as one that loads data
+        child = os.fork()  # such as a data loader
         if child == 0:
             time.sleep(15)
             os._exit(0)
@@ -275,7 +275,7 @@ def stop_before_proposing(rank: int, size: int) -> Any:
             store().set("stopped", str(os.getpid()))
             os.kill(os.getpid(), signal.SIGSTOP)
 
-        agreement.Participant._propose = stop  # type: ignore[method-assign, assignment]
+        agreement.Agreement._propose = stop  # type: ignore[method-assign, assignment]
     if rank == 1:
         die()
     worker.until(2, 3)
@@ -296,15 +296,15 @@ def be_stopped_before_opening(rank: int, size: int) -> Any:
     if rank == 0:
         die()
     if rank == 2:
-        enter = agreement.Participant.enter
+        enter = membership.Participant.enter
 
         def stop(*args: Any) -> Any:
-            agreement.Participant.enter = enter  # type: ignore[method-assign]
+            membership.Participant.enter = enter  # type: ignore[method-assign]
             store().set("stopped", str(os.getpid()))
             os.kill(os.getpid(), signal.SIGSTOP)
             return enter(*args)
 
-        agreement.Participant.enter = stop  # type: ignore[assignment, method-assign]
+        membership.Participant.enter = stop  # type: ignore[assignment, method-assign]
         with pytest.raises(CommunicationError) as caught:
             worker.until(1, 3)
         worker.communicator.close()
@@ -350,7 +350,7 @@ def have_a_thread_that_stays(rank: int, size: int) -> Any:
     worker = Worker(rank, size, silence_seconds=1.0).until(*range(size))
     if rank == 1:
         die()
-    if rank == 2:  # as one that waits for the rest of a message, which gloo does not give up
+    if rank == 2:  # such as one blocked in gloo on half of a message
         worker.communicator.host.spawn(lambda: time.sleep(4), what="a thread that stays")
     return worker.until(0, 2).finish()
 
@@ -511,7 +511,7 @@ def test_joining_nothing_raises(tmp_path: Path) -> None:
         address = "{}:{}".format(*closed.getsockname())
     with pytest.raises(CommunicationError, match=rf"joining failed: no store answers at {address}"):
         offbeat.join(address).make_communicator(0.5)
-    with socket.create_server(("127.0.0.1", 0)) as stuck:  # it listens, and never answers
+    with socket.create_server(("127.0.0.1", 0)) as stuck:  # it accepts and never answers
         address = "{}:{}".format(*stuck.getsockname())
         with pytest.raises(
             CommunicationError, match=rf"joining failed: no store answers at {address}"
@@ -530,7 +530,7 @@ def test_joining_nothing_raises(tmp_path: Path) -> None:
 
 
 def begin_from(rank: int, _: int, size: int, folder: str) -> Any:
-    """Rank 0 dies, and another one comes; in a group made from the environment or a file."""
+    """Rank 0 dies and a worker joins, with a store from the environment or a file."""
     address = f"file://{folder}/store" if folder else None
     if rank < size:
         os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", RANK=str(rank), WORLD_SIZE=str(size))
@@ -594,7 +594,7 @@ def test_operations_of_a_later_view_have_the_full_time_limit() -> None:
 
 
 def held(most: tuple[int, int] = (0, 0)) -> tuple[int, int]:
-    """Threads and descriptors, as soon as they are at ``most`` so many: some take a moment."""
+    """Return the numbers of threads and descriptors, once they are at most ``most``."""
     deadline = time.monotonic() + 5
     while True:
         gc.collect()
@@ -606,7 +606,7 @@ def held(most: tuple[int, int] = (0, 0)) -> tuple[int, int]:
 
 
 def change_often(rank: int, size: int, times: int) -> Any:
-    gc.freeze()  # else each look would go through all that the tests have imported
+    gc.freeze()  # else each collection would traverse all imported objects
     worker, first = Worker(rank, size), (0, 0)
     while worker.view.number < times:
         worker.until(*range(size))

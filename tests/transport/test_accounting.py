@@ -1,4 +1,4 @@
-"""What counts as sent and as waiting, and what a team makes of it."""
+"""Accounting of bytes and waiting time, by itself and in a team."""
 
 import math
 from collections.abc import Callable
@@ -213,7 +213,7 @@ def test_nothing_counts_while_paused(world: World) -> None:
 
 
 class Clock(ThreadHost):
-    """A clock that the test moves."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class Clock(ThreadHost):
 
 
 class Slow(SingleCommunicator):
-    """Operations of which each takes 1.5 s of ``Clock``; those of NaN fail."""
+    """A communicator whose waits take 1.5 s of ``Clock`` each, and fail for NaN."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,19 +276,19 @@ def test_callbacks_run_before_the_wait_for_a_collective() -> None:
 
     They do not run for done() or messages.
     """
-    account, told = Account(), []
+    account, calls = Account(), []
     communicator = Accounting(Slow(), account)
     for name in ("first", "second"):
-        account.before_waiting.append(lambda handle, name=name: told.append((name, handle.done())))
+        account.before_waiting.append(lambda handle, name=name: calls.append((name, handle.done())))
     promise: Promise[int] = communicator.host.promise()
     promise.fulfil(1)
     communicator.sum(torch.zeros(2), what="test").done()
     assert Accounting(SingleCommunicator(), account).fulfilment(promise, what="test").wait() == 1
-    assert told == []
+    assert calls == []
     communicator.sum(torch.zeros(2), what="test").wait()
-    assert told == [("first", False), ("second", False)]
+    assert calls == [("first", False), ("second", False)]
     Accounting(SingleCommunicator(), account).twin().sum(torch.zeros(2), what="test").wait()
-    assert told[2:] == [("first", True), ("second", True)]
+    assert calls[2:] == [("first", True), ("second", True)]
 
 
 @worlds_without_processes

@@ -1,4 +1,4 @@
-"""What every communicator does, whatever carries its bytes."""
+"""Conformance: rules that hold for every communicator."""
 
 import math
 import time
@@ -34,7 +34,7 @@ DTYPES = [torch.float32, torch.float64, torch.int64, torch.uint8]
 
 
 def numbers(rank: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Another vector on each rank; small integers, so that sums are exact in every dtype."""
+    """A different vector on each rank. Small integers, so that sums are exact in every dtype."""
     return torch.tensor([rank + 1, 10 * (rank + 1), (rank * 7 + 3) % 5]).to(dtype)
 
 
@@ -362,7 +362,7 @@ def test_wait_can_be_repeated(world: World) -> None:
     def work(communicator: Communicator) -> Any:
         handle = communicator.sum(numbers(communicator.rank), what="test")
         while not handle.done():
-            pass  # it becomes true without anyone waiting
+            pass  # it becomes true without a wait
         first, second = handle.wait(), handle.wait()
         return first is second, handle.done(), first
 

@@ -1,4 +1,4 @@
-"""Real workers that come late, die, or never answer: who is named, how soon, and by whom."""
+"""Late, dead and stuck workers: the error names them, in finite time."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""A wrapper around any communicator needs only ``start``, and changes nothing else."""
+"""Wrappers of a communicator: they override ``start`` and change nothing else."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ from transport.operations import classes, expected, start_all
 
 
 class Counting(Wrapper):
-    """As short as a wrapper can be."""
+    """A minimal wrapper."""
 
     def __init__(self, inner: Communicator) -> None:
         super().__init__(inner)
@@ -35,10 +35,7 @@ class Counting(Wrapper):
 
 WRAPPERS: dict[str, Callable[[Communicator], Communicator]] = {
     "Wrapper": Wrapper,
-    "Counting": Counting,
     "Accounting": Accounting,
-    "Recording": Recording,
-    "Faults": lambda inner: Faults(inner, []),
     "all": lambda inner: Accounting(Recording(Faults(inner, []))),
 }
 

@@ -5,10 +5,10 @@ import uuid
 
 import torch.distributed as dist
 
-from offbeat.elastic.agreement import SILENCE_SECONDS, Participant
+from offbeat.elastic.agreement import SILENCE_SECONDS, Agreement, Decision
 from offbeat.elastic.heartbeats import HeartbeatConnections
 from offbeat.elastic.joining import LATEST_TRAINING
-from offbeat.elastic.membership import Decision
+from offbeat.elastic.membership import Participant
 from offbeat.elastic.store import SharedStore, is_kept_here, location_of, without_prefixes
 from offbeat.errors import AttachError
 from offbeat.transport.communicator import Communicator, Transport
@@ -137,14 +137,14 @@ def open_elastic(
 
     what = f"rank {rank}: attaching failed"
     store = root.call(begin, what)
-    participant = Participant(
+    agreement = Agreement(
         rank,
         store,
         heartbeats,
         timeout_seconds=timeout_seconds,
         silence_seconds=silence_seconds,
     )
-    view = participant.enter(0, Decision(list(range(size)), [], size), timeout_seconds)
+    view = Participant(agreement).enter(0, Decision(list(range(size)), [], size), timeout_seconds)
     keeper = root.call(lambda: store.get("keeper"), what)
     if keeper is not None:
         store.location += f", which rank {keeper} kept,"

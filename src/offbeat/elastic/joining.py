@@ -8,9 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from offbeat.elastic.agreement import SILENCE_SECONDS, Participant
+from offbeat.elastic.agreement import SILENCE_SECONDS, Agreement, Decision
 from offbeat.elastic.heartbeats import HeartbeatConnections
-from offbeat.elastic.membership import Decision
+from offbeat.elastic.membership import Participant
 from offbeat.elastic.store import SharedStore
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout
 from offbeat.transport.communicator import Communicator, Transport
@@ -79,14 +79,14 @@ class Newcomer(Transport):
             heartbeats = HeartbeatConnections()
             try:
                 worker = store.call(partial(_take_identity, store, heartbeats), "joining failed")
-                participant = Participant(
+                agreement = Agreement(
                     worker,
                     store,
                     heartbeats,
                     timeout_seconds=timeout_seconds,
                     silence_seconds=SILENCE_SECONDS,
                 )
-                view = self._await_admission(participant, deadline)
+                view = self._await_admission(agreement, deadline)
             except BaseException:
                 heartbeats.close()
                 raise
@@ -98,9 +98,9 @@ class Newcomer(Transport):
             "the network interface that joins you to them in GLOO_SOCKET_IFNAME"
         )
 
-    def _await_admission(self, participant: Participant, deadline: float) -> View | None:
+    def _await_admission(self, agreement: Agreement, deadline: float) -> View | None:
         """Return the view that admits this worker, or None if a view change has excluded it."""
-        store, worker = participant.store, participant.worker
+        store, worker = agreement.store, agreement.worker
         what = f"rank {worker}: joining failed"
         number = store.call(lambda: store.get("latest") or 0, what)
         requested = False
@@ -114,7 +114,7 @@ class Newcomer(Transport):
                 number, requested = number + 1, False
                 decision = Decision(**decided)
                 if worker in decision.members:
-                    return participant.enter_as_newcomer(number, decision)
+                    return Participant(agreement).enter_as_newcomer(number, decision)
                 if decision.asked > worker:
                     return None
             elif not requested:
@@ -124,7 +124,7 @@ class Newcomer(Transport):
                 time.sleep(_POLL_SECONDS)
         raise CommunicationTimeout(
             f"{what}: the members at {store.location} have not begun another view within "
-            f"timeout_seconds={participant.timeout_seconds:g}: raise it in "
+            f"timeout_seconds={agreement.timeout_seconds:g}: raise it in "
             "attach(..., timeout_seconds=...) if their steps may take that long"
         )
 

@@ -201,9 +201,9 @@ class Connections:
             first = failure if failure.timed_out else self._first_failure or failure
             self._first_failure = failure = first
         if self.host.in_background and self._make_error is None:
-            # A background thread cannot ask: peers answer only to workers that have failed, too.
-            # The worker itself asks, perhaps much later, or never if it is blocked on a peer that
-            # in turn is blocked on the lost one. Closing the sockets ends such a deadlock.
+            # The liveness check runs once, on the worker's own thread. That may be much later, or
+            # never if the worker is blocked on a peer that in turn is blocked on the lost one.
+            # Closing the sockets ends such a deadlock.
             if not self.closed:
                 self._close_sockets()
             return _BackgroundError(self, failure)

@@ -15,8 +15,8 @@ _POLL_SECONDS = 1.0
 class ExitReasons:
     """The exit reasons of the workers of one communicator, in the store of their process group.
 
-    A worker that leaves by itself publishes "gave up". A worker that has noticed the loss of
-    another one publishes "failed". A killed worker publishes nothing. This has two uses:
+    A worker that closes by itself publishes "gave up". A worker that closes because an operation
+    failed publishes "failed". A killed worker publishes nothing. This has two uses:
 
     * An error names the worker that was lost first, and not those that failed because of it.
     * A worker that waits for a healthy peer learns that a third worker was lost.

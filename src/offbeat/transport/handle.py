@@ -74,8 +74,8 @@ class Completed(Handle[T]):
 class UnexplainedError(CommunicationError):
     """An operation of a background thread failed, and the cause is not known yet.
 
-    Only the worker's own thread can ask its peers which of them are missing, because they answer
-    such a question only in their own failed operations. It does so in ``explain``.
+    Only the worker's own thread asks the peers, once, which of them are missing. It does so in
+    ``explain``.
     """
 
     @abstractmethod

@@ -121,7 +121,7 @@ class Await(Operation[R]):
     Attributes:
         promise: Promise to wait for.
         patient: True for background threads. The wait then has no time limit, and fails only when
-            this worker has closed its communicator.
+            the connections of this worker are closed.
     """
 
     collective: ClassVar[bool] = False

@@ -2,7 +2,7 @@
 
 Gloo groups are constructed directly, without registration in ``torch.distributed``. Torch names a
 registered group by the number of existing ones. A group opened after another was destroyed would
-therefore get the name of an existing one and find the addresses of that one in the store.
+therefore get a name that was used before, and find old addresses in the store.
 """
 
 import atexit
