@@ -162,7 +162,7 @@ WAITS: dict[str, Callable[[Communicator], Any]] = {
     "a message": lambda communicator: communicator.receive(
         torch.ones(4), source=1, what="a message"
     ).wait(),
-    "a promise": lambda communicator: communicator.fulfilment(
+    "a promise": lambda communicator: communicator.await_promise(
         communicator.host.promise(), what="promise"
     ).wait(),
 }

@@ -120,7 +120,7 @@ def test_background_traffic_does_not_count(world: World) -> None:
         if team.size > 1:
             team.uncounted.send(torch.zeros(1), destination=after, tag=7, what="test").wait()
         start = team.host.now()
-        got = team.communicator.fulfilment(promise, what="a message").wait()
+        got = team.communicator.await_promise(promise, what="a message").wait()
         elapsed = team.host.now() - start
         return nothing, got, team.account.payload_bytes, team.account.wait_seconds, elapsed
 
@@ -150,7 +150,7 @@ def test_waiting_for_a_promise_counts_in_virtual_time() -> None:
         team.host.spawn(activity, what="a test activity")
         after = (team.rank + 1) % team.size
         team.uncounted.send(torch.zeros(250), destination=after, tag=6, what="test")
-        team.communicator.fulfilment(promise, what="a message").wait()
+        team.communicator.await_promise(promise, what="a message").wait()
         return team.account.wait_seconds, team.account.payload_bytes
 
     network = offbeat.Network("8Mbit/s", latency="1ms")  # 1000 bytes: 1 ms + 1 ms
@@ -167,7 +167,7 @@ def test_sleeping_background_threads_add_no_waiting_time() -> None:
 
     def work() -> float:
         team = Team(dist.group.WORLD.make_communicator(20.0))
-        never = team.communicator.fulfilment(team.host.promise(), what="nothing")
+        never = team.communicator.await_promise(team.host.promise(), what="nothing")
 
         def activity() -> None:
             team.host.sleep(0.01, "a nap")
@@ -283,7 +283,7 @@ def test_callbacks_run_before_the_wait_for_a_collective() -> None:
     promise: Promise[int] = communicator.host.promise()
     promise.fulfil(1)
     communicator.sum(torch.zeros(2), what="test").done()
-    assert Accounting(SingleCommunicator(), account).fulfilment(promise, what="test").wait() == 1
+    assert Accounting(SingleCommunicator(), account).await_promise(promise, what="test").wait() == 1
     assert calls == []
     communicator.sum(torch.zeros(2), what="test").wait()
     assert calls == [("first", False), ("second", False)]

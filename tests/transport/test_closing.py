@@ -288,7 +288,7 @@ def use_a_closed_one(rank: int, size: int, under_way: bool) -> Any:
     handles: list[Handle[Any]] = []
     if under_way:
         handles = [communicator.receive(x, source=1 - rank, tag=3, what="a message")]
-        handles += [communicator.fulfilment(communicator.host.promise(), what="a promise")]
+        handles += [communicator.await_promise(communicator.host.promise(), what="a promise")]
     dist.barrier()
     communicator.close()
     texts = [why(handle.wait) for handle in handles]
@@ -297,12 +297,12 @@ def use_a_closed_one(rank: int, size: int, under_way: bool) -> Any:
         lambda: twin.gather(x, what="a gather"),
         lambda: communicator.send(x, destination=1 - rank, what="a send"),
         lambda: twin.receive(x, source=1 - rank, what="a receive"),
-        lambda: communicator.fulfilment(communicator.host.promise(), what="a promise"),
+        lambda: communicator.await_promise(communicator.host.promise(), what="a promise"),
     ]
     texts += [why(lambda start=start: start().wait()) for start in starts]
     kept = communicator.host.promise()
     kept.fulfil(3)
-    assert communicator.fulfilment(kept, what="a kept promise").wait() == 3
+    assert communicator.await_promise(kept, what="a kept promise").wait() == 3
     assert all(handle.done() for handle in handles[:1])
     return texts, ended.wait().item()
 

@@ -101,7 +101,7 @@ def test_methods_are_shorthands_for_operations(world: World) -> None:
                 one.receive(x, source=5, tag=6, what="h", patient=True),
                 Receive(what="h", tensor=x, source=5, tag=6, patient=True),
             ),
-            (one.fulfilment(promise, what="i"), Await(what="i", promise=promise)),
+            (one.await_promise(promise, what="i"), Await(what="i", promise=promise)),
         ]
         return [
             type(got) is type(want) and vars(got) == vars(want)
@@ -549,7 +549,7 @@ def test_a_background_thread_fulfils_a_promise(world: World) -> None:
             promise.fulfil(received)
 
         communicator.host.spawn(activity, what="a test activity")
-        answer = communicator.fulfilment(promise, what="what the neighbour sends")
+        answer = communicator.await_promise(promise, what="what the neighbour sends")
         sends = []
         for i in range(3 if communicator.size > 1 else 0):
             communicator.sum(numbers(communicator.rank), what="test").wait()
@@ -575,7 +575,7 @@ def test_a_promise_can_be_polled(world: World) -> None:
 
     def work(communicator: Communicator) -> Any:
         promise: Promise[int] = communicator.host.promise()
-        answer = communicator.fulfilment(promise, what="a message")
+        answer = communicator.await_promise(promise, what="a message")
         early = answer.done() or promise.fulfilled
 
         def activity() -> None:
@@ -603,7 +603,7 @@ def test_a_fulfilled_promise_is_done_at_once(world: World) -> None:
     def work(communicator: Communicator) -> Any:
         promise: Promise[None] = communicator.host.promise()
         promise.fulfil(None)
-        answer = communicator.fulfilment(promise, what="nothing")
+        answer = communicator.await_promise(promise, what="nothing")
         return answer.done(), answer.wait()
 
     assert set(world(work)) == {(True, None)}

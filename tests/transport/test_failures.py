@@ -168,7 +168,7 @@ def test_a_patient_receive_fails_only_with_its_connection() -> None:
 def break_a_promise(rank: int, size: int) -> Any:
     communicator = TorchCommunicator(None, timeout_seconds=0.3, liveness_seconds=5.0)
     promise: Promise[int] = communicator.host.promise()
-    seen = outcome(communicator.fulfilment(promise, what="an answer of this rank's own"))
+    seen = outcome(communicator.await_promise(promise, what="an answer of this rank's own"))
     communicator.close()
     return seen
 
@@ -185,7 +185,7 @@ def test_an_unfulfilled_promise_ends_in_a_time_out() -> None:
 def test_an_unfulfilled_promise_of_a_single_process_ends_in_a_time_out() -> None:
     communicator = SingleCommunicator(timeout_seconds=0.01)
     promise: Promise[int] = communicator.host.promise()
-    answer = communicator.fulfilment(promise, what="an answer")
+    answer = communicator.await_promise(promise, what="an answer")
     assert not answer.done()
     with pytest.raises(CommunicationTimeout, match=r"an answer.*timeout_seconds=0\.01"):
         answer.wait()
@@ -197,7 +197,7 @@ def test_an_unfulfilled_promise_in_the_simulator_is_a_deadlock() -> None:
 
     def work() -> None:
         communicator: Communicator = dist.group.WORLD.make_communicator(20.0)
-        communicator.fulfilment(
+        communicator.await_promise(
             communicator.host.promise(), what="an answer that never comes"
         ).wait()
 
@@ -224,7 +224,7 @@ def lose_one_beside(rank: int, size: int) -> Any:
     communicator.host.spawn(activity, what="a test activity")
     if rank == 0:
         communicator.send(torch.zeros(1), destination=2, what="go").wait()
-    raw = communicator.fulfilment(promise, what="the error of the activity").wait()
+    raw = communicator.await_promise(promise, what="the error of the activity").wait()
     time.sleep(0.6)  # the worker has something better to do
     first, again = explained(raw), explained(raw)
     communicator.close()

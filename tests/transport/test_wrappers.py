@@ -69,7 +69,7 @@ def test_every_method_uses_start(world: World) -> None:
             handles += [one.receive(x.clone(), source=before, what="test")]
         promise: Promise[int] = one.host.promise()
         promise.fulfil(1)
-        handles += [one.fulfilment(promise, what="test")]
+        handles += [one.await_promise(promise, what="test")]
         handles += [one.sum(x, what="test"), one.maximum(x, what="test")]
         handles += [one.gather(x, what="test"), one.exchange(x, what="test")]
         handles += [one.broadcast(x, what="test")]

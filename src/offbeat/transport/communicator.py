@@ -126,7 +126,7 @@ class Communicator(ABC):
         )
 
     @final
-    def fulfilment(self, promise: Promise[T], *, what: str, patient: bool = False) -> Handle[T]:
+    def await_promise(self, promise: Promise[T], *, what: str, patient: bool = False) -> Handle[T]:
         """Return a handle of the result of ``promise``; see ``operation.Await``."""
         return self.start(Await(what=what, promise=promise, patient=patient))
 

@@ -185,7 +185,7 @@ class GroupFactory:
                 if thread.is_alive():
                     self._require_members()
                     if time.monotonic() > deadline:
-                        raise OpeningError("gloo did not connect all who had come")
+                        raise OpeningError("gloo did not connect all members that had arrived")
         except BaseException:
             abandon_thread(thread, deadline)
             raise

@@ -81,6 +81,6 @@ class _PromiseHandle(Handle[Any]):
             if self._patient:
                 continue
             raise CommunicationTimeout(
-                f"{self._what} did not come within timeout_seconds={self._timeout_seconds:g}"
+                f"{self._what} was not fulfilled within timeout_seconds={self._timeout_seconds:g}"
             )
         return self._promise.result
