@@ -1,6 +1,6 @@
-"""Faults at a named operation: what a strategy does when a network or a worker breaks just there.
+"""A communicator that fails, delays or cuts operations, for tests of failure handling.
 
-For tests, of Offbeat and of strategies of one's own. Put between the workers by a transport:
+A transport puts it between the workers:
 
     class Faulty:
         def make_communicator(self, timeout_seconds):
@@ -26,15 +26,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens at one operation of one worker.
+    """A fault at one operation of one worker.
 
     Attributes:
-        kind: "fail": ``wait`` raises CommunicationError here, and the others do not notice.
-            "delay": the operation is started ``seconds`` late. "cut": this worker's connections
-            end just before it.
-        rank: Of which worker.
-        operation: Which of its operations, from 0, those of twins and of set-up counted.
-        seconds: Of a delay (≥ 0).
+        kind: "fail": the operation takes place, but ``wait`` raises CommunicationError on this
+            worker. "delay": it starts ``seconds`` late. "cut": this worker's connections close
+            just before it.
+        rank: Rank of the worker.
+        operation: Number of the operation, from 0. Operations of twins and of set-up count.
+        seconds: Length of a delay (≥ 0).
     """
 
     kind: Literal["fail", "delay", "cut"]
@@ -44,11 +44,7 @@ class Fault:
 
 
 class Faults(Wrapper):
-    """A communicator in which the given faults happen.
-
-    Attributes:
-        count: Operations started so far; twins count along.
-    """
+    """A communicator with the given faults."""
 
     def __init__(
         self, inner: Communicator, faults: Iterable[Fault], counter: list[int] | None = None
@@ -59,7 +55,7 @@ class Faults(Wrapper):
 
     @property
     def count(self) -> int:
-        """Operations started so far."""
+        """Number of operations started so far, including those of twins."""
         return self._counter[0]
 
     @override
@@ -81,8 +77,6 @@ class Faults(Wrapper):
 
 
 class _Failing(Handle[T]):
-    """An operation that takes place, and whose result is lost."""
-
     def __init__(self, handle: Handle[T], text: str) -> None:
         self._handle, self._text = handle, text
 

@@ -96,7 +96,7 @@ class Quick:
 
     def make_communicator(self, timeout_seconds: float) -> Communicator:
         return TorchCommunicator(
-            None, timeout_seconds=timeout_seconds, health_seconds=0.5, farewell_seconds=1.0
+            None, timeout_seconds=timeout_seconds, liveness_seconds=0.5, closing_seconds=1.0
         )
 
 

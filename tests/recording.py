@@ -1,4 +1,4 @@
-"""A communicator that remembers what was started, in order."""
+"""A communicator that records the operations it starts."""
 
 from dataclasses import dataclass
 from typing import TypeVar
@@ -14,13 +14,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Started:
-    """One operation.
+    """A recorded operation.
 
     Attributes:
-        kind: Its class, as in ``Sum``.
-        what: What it was named.
-        sent_bytes: Bytes this worker handed over.
-        seconds: When it was started, on the host's clock.
+        kind: Name of its class, such as ``Sum``.
+        what: Its name in error messages.
+        sent_bytes: Payload of this worker in bytes.
+        seconds: Time of the start on the host's clock.
     """
 
     kind: str
@@ -30,7 +30,7 @@ class Started:
 
 
 class Recording(Wrapper):
-    """Remembers every operation, also those of its twins, in ``started``."""
+    """Records every operation, including those of its twins, in ``started``."""
 
     def __init__(self, inner: Communicator, started: list[Started] | None = None) -> None:
         super().__init__(inner)

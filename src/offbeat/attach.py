@@ -221,9 +221,7 @@ def _team(
     if node_group is not None:
         communicator, node = open_nodes(group, node_group, timeout_seconds, sharded=sharded)
         return Team(communicator, node=node)
-    return Team(
-        open_communicator(group, timeout_seconds, what="offbeat.attach()", regroups=elastic)
-    )
+    return Team(open_communicator(group, timeout_seconds, what="offbeat.attach()", elastic=elastic))
 
 
 def _optimizers(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:

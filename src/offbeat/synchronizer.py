@@ -129,7 +129,7 @@ class Synchronizer:
             lines,
             min_workers=min_workers,
         )
-        views.iteration, views.took = self._iteration, self._ledger.passed
+        views.iteration, views.report_seconds = self._iteration, self._ledger.passed
         self._consensus.change_view = self._iteration.recover = views
         self._iteration.guard.elastic = True
         self._tasks.refuse = "min_workers cannot be combined with data injection"

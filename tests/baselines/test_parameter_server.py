@@ -450,7 +450,7 @@ def test_leaving_ends_the_threads() -> None:
 
 
 def wait_in_vain(rank: int, size: int, dies: bool) -> Any:
-    team = Team(TorchCommunicator(None, timeout_seconds=0.3, health_seconds=0.6))
+    team = Team(TorchCommunicator(None, timeout_seconds=0.3, liveness_seconds=0.6))
     server = ParameterServer(team, torch.zeros(6))
     request(server, "push_pull", torch.ones(6), clock=1, min_clock=1)
     meet("all have been answered", [0, 1, 2])
@@ -512,7 +512,7 @@ def test_a_request_after_the_end_says_so() -> None:
 
 def outlive(rank: int, size: int, at_barrier: bool) -> Any:
     """Rank 0's own shard holds an answer back for rank 1, which dies."""
-    team = Team(TorchCommunicator(None, timeout_seconds=20, health_seconds=1.0))
+    team = Team(TorchCommunicator(None, timeout_seconds=20, liveness_seconds=1.0))
     server = ParameterServer(team, torch.zeros(3), servers=(0,))
     barrier(team)
     store = dist.group.WORLD.get_group_store()

@@ -89,8 +89,8 @@ def check(results: Sequence[Any], members: list[int]) -> None:
 
 
 @pytest.mark.parametrize("strategy", some(STRATEGIES, *DAILY))
-def test_one_is_lost_and_one_joins(strategy: str) -> None:
-    """All workers at the end hold one finite model and have taken all steps."""
+def test_training_survives_a_loss_and_a_join(strategy: str) -> None:
+    """At the end all workers have one finite model and have taken all steps."""
     results = run(lambda: train(strategy), Kill(worker=2, at=0.061), Join(at=0.07))
     assert results[2] is None
     check(results, [0, 1, 3, 4])
@@ -101,8 +101,8 @@ def test_one_is_lost_and_one_joins(strategy: str) -> None:
 
 @pytest.mark.parametrize("lost", range(4))
 @pytest.mark.parametrize("strategy", some(STRATEGIES, 0))
-def test_the_others_continue_whichever_worker_is_lost(strategy: str, lost: int) -> None:
-    """Rank 0, too; at different operations."""
+def test_any_worker_may_be_lost(strategy: str, lost: int) -> None:
+    """Also rank 0, and at different operations."""
     for at in (0.05 + 0.003 * lost, 0.1 + 0.003 * lost):
         spared = ((lost + 1) % 4,) if at > 0.1 else ()
         results = run(lambda: train(strategy), Kill(worker=lost, at=at, spared=spared))
@@ -147,7 +147,7 @@ def reference_bsp(ranks_of: Callable[[int], Sequence[int]]) -> Tensor:
     return flat(model)
 
 
-def test_bsp_continues_with_the_mean_of_the_workers_that_are_left() -> None:
+def test_bsp_averages_over_the_remaining_workers() -> None:
     """Rank 2 is lost in its fifth step, rank 0 in its eighth."""
     # 50 ms until a loss is noticed, 50 ms to agree: the eighth step is from 170 to 180 ms
     results = exact(
@@ -164,7 +164,7 @@ def test_bsp_continues_with_the_mean_of_the_workers_that_are_left() -> None:
 
 
 def test_a_newcomer_takes_its_first_bsp_step_with_the_others() -> None:
-    """They wait for it with the gradients of that step; its momentum is theirs."""
+    """They wait for it with the gradients of that step, and it has their momentum."""
     results = exact(lambda: train_momentum("bsp"), Join(at=0.055))
     assert [one["begun"] for one in results] == [0, 0, 0, 0, 5]
     expected = reference_bsp(lambda step: range(4 if step < 5 else 5))
@@ -172,8 +172,8 @@ def test_a_newcomer_takes_its_first_bsp_step_with_the_others() -> None:
         close(one["model"], expected)
 
 
-def test_a_bsp_step_that_reached_some_workers_reaches_all() -> None:
-    """The mean of step 4 has come to rank 0 alone when rank 2 is lost: the others take it over."""
+def test_a_bsp_step_is_applied_on_all_workers_or_none() -> None:
+    """If the mean of step 4 has reached some workers, the others receive the result."""
 
     def worker() -> dict[str, Any]:
         return train_momentum("bsp")
@@ -197,7 +197,7 @@ def test_a_bsp_step_that_reached_some_workers_reaches_all() -> None:
             close(one["model"], expected)
 
 
-def test_local_sgd_continues_with_the_mean_of_the_workers_that_are_left() -> None:
+def test_local_sgd_averages_over_the_remaining_workers() -> None:
     """Rank 2 is lost in its fifth step; the mean after step 6 is over the other three."""
     results = exact(lambda: train_momentum("local:period=3"), Kill(worker=2, at=0.045))
     workers = Simulated.start(4, "momentum")
@@ -211,9 +211,9 @@ def test_local_sgd_continues_with_the_mean_of_the_workers_that_are_left() -> Non
 
 
 def test_a_newcomer_begins_at_the_mean_of_local_models() -> None:
-    """Asked for in the fifth step, between whose gradients and step the others take their mean.
+    """It asks in the fifth step, between whose gradients and update the others take their mean.
 
-    That step and two more are left until the next one; the newcomer has rank 0's momentum.
+    That step and two more remain until the next mean. The newcomer has rank 0's momentum.
     """
     results = exact(lambda: train_momentum("local:period=3"), Join(at=0.045))
     workers = Simulated.start(4, "momentum")
@@ -272,8 +272,8 @@ KEPT = [
 
 
 @pytest.mark.parametrize("strategy", some(KEPT, 0, 1, 2, 3))
-def test_no_step_of_the_workers_that_are_left_is_lost(strategy: str) -> None:
-    """Nor counted twice: the model has gone as far as each of them has stepped."""
+def test_every_step_of_a_remaining_worker_counts_once(strategy: str) -> None:
+    """The model has moved as far as each of them has stepped."""
 
     def worker() -> dict[str, Any]:
         model = Drift()
@@ -290,8 +290,8 @@ def test_no_step_of_the_workers_that_are_left_is_lost(strategy: str) -> None:
             close(one["model"], torch.full((11,), -float(STEPS), dtype=torch.float64))
 
 
-def test_two_losses_are_two_view_changes_or_one() -> None:
-    """At once; and the second while the others begin the view after the first."""
+def test_two_losses_need_one_or_two_view_changes() -> None:
+    """The second comes at the same time, or while the others begin the next view."""
     for gap, views in [(0.0, {1}), (0.03, {1}), (0.06, {1, 2}), (0.08, {2})]:
         for strategy in ("bsp", "streaming"):
             faults = Kill(worker=0, at=0.07), Kill(worker=3, at=0.07 + gap)
@@ -301,7 +301,7 @@ def test_two_losses_are_two_view_changes_or_one() -> None:
 
 
 def test_all_but_one_may_be_lost() -> None:
-    """The last one continues alone, and later with one that joins."""
+    """The last one continues alone, and later with a newcomer."""
     losses = [Kill(worker=rank, at=0.05 + 0.02 * rank) for rank in range(3)]
     for strategy in ("bsp", "local:period=3", "selsync", "async:staleness=4"):
         results = run(lambda name=strategy: train(name, steps=30), *losses, Join(at=0.35))
@@ -310,8 +310,8 @@ def test_all_but_one_may_be_lost() -> None:
         assert torch.equal(left[0]["model"], left[1]["model"])
 
 
-def test_fewer_than_min_workers_all_raise() -> None:
-    """One error, which names the number, on every worker that is left, and again at each step."""
+def test_too_few_workers_raise_one_error() -> None:
+    """Every remaining worker raises it, with the number of workers, and again at each step."""
 
     def worker() -> str:
         rank = dist.get_rank()
@@ -342,8 +342,8 @@ def test_fewer_than_min_workers_all_raise() -> None:
 @pytest.mark.parametrize(
     ("kind", "told"), [(Pause, "left behind|training has ended"), (Cut, "nobody could be reached")]
 )
-def test_one_that_was_silent_is_left_behind(kind: Any, told: str) -> None:
-    """The others go on after the time-out; it is told, and cannot disturb them."""
+def test_a_silent_worker_is_left_behind(kind: Any, told: str) -> None:
+    """The others continue after the time-out; it raises and does not disturb them."""
 
     def worker() -> Any:
         try:
@@ -358,15 +358,15 @@ def test_one_that_was_silent_is_left_behind(kind: Any, told: str) -> None:
     assert re.search(told, results[1])
 
 
-def test_a_silence_below_the_time_out_changes_nothing() -> None:
-    """Nobody is left out."""
+def test_a_short_silence_changes_nothing() -> None:
+    """It is shorter than the time-out."""
     results = run(lambda: train("bsp"), Pause(worker=1, at=0.06, seconds=1.0))
     assert [one["details"]["view"] for one in results] == [0] * 4
 
 
 @pytest.mark.parametrize("strategy", ["bsp", "local:period=3", "async:staleness=4"])
-def test_a_loss_in_consensus_and_in_finish(strategy: str) -> None:
-    """Those who are left see one consensus, their own model again, and one end."""
+def test_a_loss_in_consensus_and_in_finish_is_survived(strategy: str) -> None:
+    """The remaining workers see one consensus, their own model again, and one final model."""
 
     def worker() -> dict[str, Any]:
         rank = dist.get_rank()
@@ -397,8 +397,8 @@ def test_a_loss_in_consensus_and_in_finish(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["local:period=5", "bsp"])
-def test_a_loss_in_the_last_message_ends_training_alike(strategy: str) -> None:
-    """Who has seen the end has left; the others have its model, and learn that it was the end."""
+def test_a_loss_in_the_last_message_ends_training_on_all(strategy: str) -> None:
+    """Workers that have seen the end have left; the others end with the same model."""
 
     def at(*faults: Any) -> Any:
         return simulate(
@@ -419,8 +419,8 @@ def test_a_loss_in_the_last_message_ends_training_alike(strategy: str) -> None:
             close(one["model"], results[0]["model"])
 
 
-def test_one_that_detaches_is_not_waited_for() -> None:
-    """An exception that leaves the block does the same."""
+def test_a_detached_worker_is_not_awaited() -> None:
+    """The same holds for an exception that leaves the ``with`` block."""
 
     def worker() -> Any:
         model = make_model(dist.get_rank())
@@ -443,7 +443,7 @@ def test_one_that_detaches_is_not_waited_for() -> None:
 
 
 def test_a_newcomer_with_another_model_is_refused() -> None:
-    """It learns how it differs; the others go on without it."""
+    """Its error names the difference; the others continue without it."""
 
     def worker() -> Any:
         if dist.get_rank() < 3:
@@ -456,8 +456,8 @@ def test_a_newcomer_with_another_model_is_refused() -> None:
     check(run(worker, Join(at=0.06), workers=3), [0, 1, 2])
 
 
-def test_a_newcomer_gets_buffers_and_optimizer_state() -> None:
-    """Adam's moments and counters, and the statistics of BatchNorm; with gradients averaged."""
+def test_a_newcomer_receives_buffers_and_optimizer_state() -> None:
+    """With averaged gradients: Adam's moments and counters, and the statistics of BatchNorm."""
 
     def worker() -> Any:
         rank = dist.get_rank()
@@ -487,8 +487,8 @@ def test_a_newcomer_gets_buffers_and_optimizer_state() -> None:
     assert torch.equal(first["model"], newcomer["model"])
 
 
-def test_views_are_told_in_totals_and_records() -> None:
-    """The step in which a view begins names it, and how many workers it has."""
+def test_totals_and_records_name_the_view() -> None:
+    """The record of the step in which a view begins has its number and its size."""
     results = run(lambda: train("local:period=3"), Kill(worker=2, at=0.061), Join(at=0.07))
     one = results[0]
     assert one["details"]["view_changes"] == one["details"]["view"] >= 1
@@ -500,8 +500,8 @@ def test_views_are_told_in_totals_and_records() -> None:
     assert {r["rank"] for r in results[4]["records"]} == {4}
 
 
-def test_a_state_after_a_loss_is_that_of_fewer_workers() -> None:
-    """It loads where as many attach."""
+def test_a_state_saved_after_a_loss_is_one_of_fewer_workers() -> None:
+    """It loads where as many workers attach."""
 
     def save() -> Any:
         rank = dist.get_rank()
@@ -526,8 +526,8 @@ def test_a_state_after_a_loss_is_that_of_fewer_workers() -> None:
     assert run(load, workers=3) == [8] * 3
 
 
-def test_what_an_elastic_training_cannot_do_is_refused() -> None:
-    """See test_attach for what follows from the arguments alone."""
+def test_unsupported_features_are_refused() -> None:
+    """test_attach covers those that follow from the arguments alone."""
 
     def worker() -> None:
         model = make_model()

@@ -13,8 +13,7 @@ import torch.distributed as dist
 import offbeat
 from cells import some
 from loops import sgd
-from offbeat.elastic import views
-from offbeat.elastic import watch as regroup_watch
+from offbeat.elastic import membership, views
 from offbeat.errors import CommunicationError
 from problems import flat, loss_of, make_batch, make_model
 from workers import run
@@ -34,7 +33,7 @@ def store() -> Any:
 
 
 def stumble() -> None:
-    """Let this worker lose a connection when it first begins a view."""
+    """Let this worker fail when it first begins a view."""
     real = views.open_wire
 
     def fail(*args: Any) -> Any:
@@ -45,8 +44,8 @@ def stumble() -> None:
 
 
 def train(rank: int, size: int, strategy: str, stumbles: bool = False) -> Any:
-    """Rank 1 dies at step 10; a newcomer comes then; all take some steps more."""
-    regroup_watch._STORE_SECONDS = 0.1  # between looks whether somebody asks
+    """Rank 1 dies at step 10, then a worker joins; all take some more steps."""
+    membership._STORE_SECONDS = 0.1  # between two looks at the store
     os.environ["OFFBEAT_KERNELS"] = "0"  # numba is slow to import
     kept = store()
     if rank == size:
@@ -80,7 +79,7 @@ def train(rank: int, size: int, strategy: str, stumbles: bool = False) -> Any:
 
 
 def check(results: list[Any], least: int = 0) -> None:
-    """All end with one model and the same members; the newcomer begins where the others are."""
+    """All end with one model and the same members; the newcomer begins at the others' step."""
     first, _, *others = results
     model, begun, steps, details = first
     assert begun == 0
@@ -94,14 +93,14 @@ def check(results: list[Any], least: int = 0) -> None:
 
 
 @pytest.mark.parametrize("strategy", some(STRATEGIES, 0, 4))
-def test_training_continues(strategy: str) -> None:
-    """Without one that is killed, with one that joins."""
+def test_training_survives_a_death_and_a_join(strategy: str) -> None:
+    """One worker is killed, one joins."""
     least = 10 if strategy == "bsp" else 1  # in the others, workers go apart
     check(run(train, strategy, workers=4, newcomers=1, may_die=(1,)), least)
 
 
-def test_a_newcomer_may_fail_before_it_has_begun() -> None:
-    """It starts again with the next view, still with nothing to contribute, within seconds."""
+def test_a_newcomer_may_fail_before_its_first_view_begins() -> None:
+    """It enters the next view, still with nothing to contribute, within seconds."""
     started = time.monotonic()
     check(run(train, "streaming", True, workers=4, newcomers=1, may_die=(1,)))
     assert time.monotonic() - started < 15
@@ -131,8 +130,8 @@ def be_stopped(rank: int, size: int) -> Any:
     return flat(model), sync.step, sync.stats.details["members"]
 
 
-def test_one_that_was_stopped_raises_and_the_others_finish() -> None:
-    """Its step raises that it was left behind; it has taken no step by itself."""
+def test_a_stopped_worker_raises_and_the_others_finish() -> None:
+    """Its step raises that it was left behind. It takes no step by itself."""
     first, (text, steps), third = run(be_stopped, workers=3, newcomers=0)
     assert steps == 10
     assert re.match(r"rank 1 was left behind at step 10: ranks 0, 2 are in view 1", text), text

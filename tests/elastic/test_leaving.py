@@ -1,4 +1,4 @@
-"""A worker dies, gives up or is interrupted: the others learn it at once, wherever they wait."""
+"""A worker dies, gives up or is interrupted: the others notice at once, in every wait."""
 
 import os
 import re
@@ -22,13 +22,13 @@ from problems import make_batch, make_model, train_step
 from transport.communicators import meet as meet_in_store
 from workers import run
 
-SECONDS = 6  # within which everyone knows; the time-outs are 30 s
+SECONDS = 6  # until all notice; the time-outs are 30 s
 
 # -- one dies or gives up --------------------------------------------------------------------------
 
 
 def leave(rank: int, size: int, text: str, where: str, way: str, folder: str) -> Any:
-    """Rank 0 computes for long, the last rank leaves, and those between wait for both."""
+    """Rank 0 computes for long, the last rank leaves, and the others wait for both."""
     model = make_model(seed=rank)
     optimizer = sgd(model)
     sync = attach(model, optimizer, text, timeout_seconds=30)
@@ -74,10 +74,13 @@ def leave(rank: int, size: int, text: str, where: str, way: str, folder: str) ->
         pytest.param("ssp:staleness=2", "training", marks=pytest.mark.nightly),
     ],
 )
-def test_a_busy_server_passes_on_the_death_of_a_client(
+def test_the_death_of_a_client_of_a_busy_server_is_noticed(
     text: str, where: str, tmp_path: Path
 ) -> None:
-    """Pitfall 19: nobody is left to the time-out, and the dead rank is named, not the server."""
+    """No worker waits until the time-out, and errors name the dead rank, not the server.
+
+    Pitfall 19.
+    """
     results = run(leave, text, where, "dies", str(tmp_path), workers=4, may_die=(3,))
     for rank in (1, 2):
         message, seconds = results[rank]
@@ -89,8 +92,11 @@ def test_a_busy_server_passes_on_the_death_of_a_client(
 @pytest.mark.parametrize(
     "text", some(["bsp", "local:period=1", "async:staleness=2", "streaming"], 2)
 )
-def test_all_learn_that_one_gives_up(text: str, tmp_path: Path) -> None:
-    """Those in the ring that wait for a busy one, too; the error says who, and that it gave up."""
+def test_all_workers_notice_that_one_gives_up(text: str, tmp_path: Path) -> None:
+    """Also those in the ring that wait for a busy one.
+
+    The error names the rank and its exit reason.
+    """
     results = run(leave, text, "training", "gives up", str(tmp_path), workers=4)
     for rank in (0, 1, 2):
         message, seconds = results[rank]
@@ -100,7 +106,7 @@ def test_all_learn_that_one_gives_up(text: str, tmp_path: Path) -> None:
 
 
 def fail_beside(rank: int, size: int) -> Any:
-    """What rank 0 has started with rank 2 fails, while it waits for a message of rank 1."""
+    """An operation of ranks 0 and 2 fails while rank 0 waits for a message of rank 1."""
     communicator = TorchCommunicator(None, timeout_seconds=30)
     twin = communicator.twin()
     if rank == 2:
@@ -116,8 +122,8 @@ def fail_beside(rank: int, size: int) -> Any:
     return seen
 
 
-def test_an_operation_that_nobody_waits_for_may_be_the_one_that_fails() -> None:
-    """gloo may leave others on the same connections waiting: they are ended."""
+def test_a_failed_operation_that_is_not_awaited_ends_the_others() -> None:
+    """Gloo may leave others on the same connections blocked, so all connections are closed."""
     text, seconds, kept = run(fail_beside, workers=3, may_die=(2,))[0]
     assert text.startswith("rank 0: a message failed after "), text
     assert "lost the connection to rank 2, which died" in text
@@ -129,7 +135,7 @@ def test_an_operation_that_nobody_waits_for_may_be_the_one_that_fails() -> None:
 
 
 def interrupted(wait: Callable[[], object]) -> float:
-    """Seconds from a Ctrl-C until ``wait`` lets it through."""
+    """Return the seconds from a Ctrl-C until ``wait`` raises."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sent: list[float] = []
 
@@ -156,7 +162,7 @@ WAITS: dict[str, Callable[[Communicator], Any]] = {
     "a message": lambda communicator: communicator.receive(
         torch.ones(4), source=1, what="a message"
     ).wait(),
-    "a promise": lambda communicator: communicator.fulfilment(
+    "a promise": lambda communicator: communicator.await_promise(
         communicator.host.promise(), what="promise"
     ).wait(),
 }
@@ -183,8 +189,11 @@ def interrupt_waits(rank: int, size: int, folder: str) -> Any:
     return text, waited
 
 
-def test_ctrl_c_gets_through_every_wait(tmp_path: Path) -> None:
-    """In 0.2 s or so, however gloo waits; who comes to an opening that was left is told."""
+def test_ctrl_c_interrupts_every_wait(tmp_path: Path) -> None:
+    """It takes about 0.2 s, however gloo waits.
+
+    A worker that joins an interrupted opening raises.
+    """
     seconds, (text, waited) = run(interrupt_waits, str(tmp_path), workers=2)
     assert sorted(seconds) == sorted([*WAITS, "opening"])
     assert all(one < 1.0 for one in seconds.values()), seconds
@@ -207,8 +216,8 @@ def attach_without_one(rank: int, size: int, dies: int, folder: str) -> Any:
 
 
 @pytest.mark.parametrize("dies", [0, 1])
-def test_attach_without_a_worker_is_one_clear_error(dies: int, tmp_path: Path) -> None:
-    """The store's own errors do not come out; rank 0 may have kept the store."""
+def test_attach_without_a_worker_raises_one_clear_error(dies: int, tmp_path: Path) -> None:
+    """The store's own errors are not shown, also if rank 0 kept the store."""
     results = run(attach_without_one, dies, str(tmp_path), workers=3, may_die=(dies,))
     for rank, seen in enumerate(results):
         if rank == dies:
@@ -235,8 +244,8 @@ def test_attach_without_a_worker_is_one_clear_error(dies: int, tmp_path: Path) -
         (None, TypeError, "must be a number, got None"),
     ],
 )
-def test_a_time_out_that_is_none_is_refused(seconds: Any, error: Any, text: str) -> None:
-    """Before anything is done: there is no process group here."""
+def test_an_invalid_time_out_is_refused(seconds: Any, error: Any, text: str) -> None:
+    """The check needs no process group."""
     model = make_model()
     with pytest.raises(error, match=f"^timeout_seconds {text}"):
         offbeat.attach(model, sgd(model), offbeat.BSP(), timeout_seconds=seconds)

@@ -1,6 +1,6 @@
-"""Real workers that die, are stopped, or come later: who goes on, how soon, and who is told what.
+"""View changes of real processes that die, are stopped, or join.
 
-Each adds up 2 to the power of its number, so that a sum says who has taken part.
+Each worker contributes 2 to the power of its identity, so that a sum tells who took part.
 """
 
 import gc
@@ -20,11 +20,9 @@ import torch.distributed as dist
 
 import offbeat
 from cells import some
-from offbeat.elastic import agreement as regroup
-from offbeat.elastic import joining as regroup_join
-from offbeat.elastic import store as regroup_board
-from offbeat.elastic import watch as regroup_watch
-from offbeat.elastic.agreement import open_elastic
+from offbeat.elastic import agreement, joining, membership
+from offbeat.elastic.connect import open_elastic
+from offbeat.elastic.store import SharedStore
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout
 from offbeat.transport import process_groups as groups
 from offbeat.transport.membership import EndedError, membership_of
@@ -40,12 +38,12 @@ def mask(*numbers: int) -> float:
 
 
 class Worker:
-    """One that goes on adding, through all views."""
+    """A worker that computes sums through all views."""
 
     def __init__(
         self, number: int, size: int, *, address: str | None = None, **settings: float
     ) -> None:
-        regroup_watch._STORE_SECONDS = 0.1  # between looks whether somebody asks
+        membership._STORE_SECONDS = 0.1  # between two looks at the store
         settings = {"timeout_seconds": TIMEOUT_SECONDS, **settings}
         if number < size:
             self.communicator = open_elastic(None, **settings)
@@ -66,15 +64,15 @@ class Worker:
         self.totals.append([])
 
     def change(self) -> None:
-        """Begin a view change, or take part in one."""
+        """Start or join a view change."""
         self.communicator.close()
-        self._enter(self.membership.regroup(view=self.view.number, step=self.steps))
+        self._enter(self.membership.next_view(view=self.view.number, step=self.steps))
         self.changed = time.monotonic()
 
     def step(self, ready: bool = True) -> None:
-        """Add once, or go over to the next view."""
+        """Compute a sum, or enter the next view."""
         try:
-            if self.membership.wanted():
+            if self.membership.change_requested():
                 raise CommunicationError("wanted")
             x = torch.tensor([mask(self.number), ready])
             total = self.communicator.sum(x, what="a sum").wait().tolist()
@@ -85,7 +83,7 @@ class Worker:
             self.totals[-1].append(total)
 
     def until(self, *numbers: int, key: str | None = None) -> "Worker":
-        """Go on until these and no others are in the view, and see ``key`` in the store.
+        """Compute sums until exactly these are in the view and all see ``key`` in the store.
 
         All of them stop after the same sum.
         """
@@ -94,11 +92,11 @@ class Worker:
             assert time.monotonic() < deadline, (self.views, numbers)
             self.step(len(self.totals[-1]) >= SUMS and (not kept or kept.check([key])))
             if self.view.members == numbers and [mask(*numbers), len(numbers)] in self.totals[-1]:
-                self.totals[-1][-1][1] = 0.0  # another time, anew
+                self.totals[-1][-1][1] = 0.0  # a later call needs another sum
                 return self
 
     def finish(self) -> Any:
-        """The views and what was summed in each."""
+        """End the training, check the sums of each view, and return the views."""
         self.membership.leave(ended=True)
         self.communicator.close(together=True)
         for (_, members, _), totals in zip(self.views, self.totals, strict=True):
@@ -127,8 +125,11 @@ def lose(rank: int, size: int, victims: list[int]) -> Any:
 
 
 @pytest.mark.parametrize("victims", some([[0], [1], [2], [3], [0, 2], [1, 2, 3]], 0, 3, 5), ids=str)
-def test_the_others_go_on(victims: list[int]) -> None:
-    """Whoever dies, rank 0 too; two at once; all but one. It takes a fraction of a second."""
+def test_the_others_continue_after_deaths(victims: list[int]) -> None:
+    """Any worker may die, also rank 0, two at once, or all but one.
+
+    It takes a fraction of a second.
+    """
     results = run(lose, victims, workers=4, newcomers=0, may_die=tuple(victims))
     survivors = [rank for rank in range(4) if rank not in victims]
     for rank in survivors:
@@ -139,13 +140,13 @@ def test_the_others_go_on(victims: list[int]) -> None:
 
 
 def kill_at(place: str) -> None:
-    """Let this process die when it comes to ``place`` of the next view change."""
+    """Let this process die at ``place`` of the next view change."""
     if place == "before it is here":
-        regroup.Participant._agree = lambda *args, **named: die()
+        agreement.Agreement.decide = lambda *args, **named: die()
     elif place == "before it proposes":
-        regroup.Participant._propose = lambda *args, **named: die()
+        agreement.Agreement._propose = lambda *args, **named: die()
     elif place == "before it opens":
-        regroup.Participant.enter = lambda *args, **named: die()
+        membership.Participant.enter = lambda *args, **named: die()
     else:
         groups.GroupFactory._make = lambda *args, **named: die()
 
@@ -155,7 +156,7 @@ PLACES = ["before it is here", "before it proposes", "before it opens", "while a
 
 def lose_another(rank: int, size: int, place: str) -> Any:
     worker = Worker(rank, size).until(*range(size))
-    if rank == 0:  # the lowest, who proposes
+    if rank == 0:  # the lowest, which proposes
         kill_at(place)
     if rank == 2:
         die()
@@ -163,8 +164,8 @@ def lose_another(rank: int, size: int, place: str) -> Any:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_one_may_die_while_the_others_agree(place: str) -> None:
-    """Wherever it has come to: the next lowest proposes, or another view follows; at once."""
+def test_a_member_may_die_during_a_view_change(place: str) -> None:
+    """At any step of it: the next lowest proposes, or another view follows, at once."""
     results = run(lose_another, place, workers=4, newcomers=0, may_die=(0, 2))
     for rank in (1, 3):
         views, seconds = results[rank]
@@ -176,7 +177,7 @@ def test_one_may_die_while_the_others_agree(place: str) -> None:
 def leave_a_child(rank: int, size: int) -> Any:
     worker = Worker(rank, size).until(*range(size))
     if rank == 1:
-        child = os.fork()  # as one that loads data
+        child = os.fork()  # such as a data loader
         if child == 0:
             time.sleep(15)
             os._exit(0)
@@ -188,8 +189,8 @@ def leave_a_child(rank: int, size: int) -> Any:
     return worker.finish(), worker.changed - float(store().get("died"))
 
 
-def test_a_child_that_lives_on_hides_no_death() -> None:
-    """It has inherited the connections of gloo, and keeps them open for a while."""
+def test_a_surviving_child_process_hides_no_death() -> None:
+    """It has inherited the connections of gloo and keeps them open for a while."""
     results = run(leave_a_child, workers=3, newcomers=0, may_die=(1,))
     for rank in (0, 2):
         views, seconds = results[rank]
@@ -207,12 +208,12 @@ def keep_the_store(rank: int, size: int) -> Any:
     return str(caught.value), time.monotonic() - started
 
 
-def test_without_the_store_nobody_goes_on() -> None:
-    """If a worker kept it, the error says so, and what to do."""
+def test_without_the_store_no_worker_continues() -> None:
+    """The error names the rank that kept it, and the remedy."""
     for rank, (text, seconds) in enumerate(run(keep_the_store, workers=3, may_die=(0,))[1:], 1):
-        assert text.startswith(f"rank {rank}: agreeing on who goes on failed: the store of the ")
+        assert text.startswith(f"rank {rank}: agreeing on the next view failed: the store of the ")
         assert ", which rank 0 kept, cannot be reached" in text
-        assert "keep it in one that outlives them" in text
+        assert "keep the store in a process that outlives the workers" in text
         assert seconds < 8
 
 
@@ -228,23 +229,25 @@ def be_stopped(rank: int, size: int) -> Any:
             worker.until(0, 1)
         worker.communicator.close()
         store().set("told", "")
-        again = Worker(size, size)  # this process, anew
+        store().wait(["0 saw it", "1 saw it"])  # else a view change could end their last sum
+        again = Worker(size, size)  # this process, as a newcomer
         return str(caught.value), again.until(0, 1, size).finish()
     worker.until(0, 1)
     if rank == 0:
         os.kill(int(store().get("stopped")), signal.SIGCONT)
     before = list(worker.until(0, 1, key="told").views)
+    store().set(f"{rank} saw it", "")
     return before, worker.until(0, 1, size).finish()
 
 
-def test_one_that_was_stopped_is_left_behind_and_disturbs_nobody() -> None:
-    """It is told so when it comes back, and may join as a newcomer."""
+def test_a_stopped_worker_is_left_behind() -> None:
+    """It raises when it resumes, does not disturb the others, and may join as a newcomer."""
     *others, (text, views) = run(be_stopped, workers=3, newcomers=0)
     for before, after in others:
         assert before == [(0, (0, 1, 2), []), (1, (0, 1), [])]
         assert after == [*before, (2, (0, 1, 3), [3])]
     assert re.match(r"rank 2 was left behind at step \d+: ranks 0, 1 are in view 1", text), text
-    assert "they wait 0.5 s for one that is silent" in text
+    assert "the others wait 0.5 s for a silent worker" in text
     assert "group=offbeat.join(...)" in text
     assert views == [(2, (0, 1, 3), [3])]
 
@@ -258,8 +261,8 @@ def be_busy(rank: int, size: int) -> Any:
     return worker.until(0, 2).finish()
 
 
-def test_one_that_is_busy_is_waited_for() -> None:
-    """For as long as a silent one may take."""
+def test_a_busy_member_is_awaited() -> None:
+    """The others wait for as long as a member may be silent."""
     results = run(be_busy, workers=3, newcomers=0, may_die=(1,))
     assert results[0] == results[2] == [(0, (0, 1, 2), []), (1, (0, 2), [])]
 
@@ -272,7 +275,7 @@ def stop_before_proposing(rank: int, size: int) -> Any:
             store().set("stopped", str(os.getpid()))
             os.kill(os.getpid(), signal.SIGSTOP)
 
-        regroup.Participant._propose = stop  # type: ignore[method-assign, assignment]
+        agreement.Agreement._propose = stop  # type: ignore[method-assign, assignment]
     if rank == 1:
         die()
     worker.until(2, 3)
@@ -281,8 +284,8 @@ def stop_before_proposing(rank: int, size: int) -> Any:
     return worker.finish()
 
 
-def test_one_that_falls_silent_before_it_proposes_is_left_behind() -> None:
-    """Having come, it is in the list that another one makes; the others go on without it."""
+def test_a_member_that_falls_silent_before_it_proposes_is_left_behind() -> None:
+    """It has arrived, so it is in the next view; the one after excludes it."""
     results = run(stop_before_proposing, workers=4, newcomers=0, may_die=(0, 1))
     for views in results[2:]:
         assert views == [(0, (0, 1, 2, 3), []), (2, (2, 3), [])]
@@ -293,15 +296,15 @@ def be_stopped_before_opening(rank: int, size: int) -> Any:
     if rank == 0:
         die()
     if rank == 2:
-        enter = regroup.Participant.enter
+        enter = membership.Participant.enter
 
         def stop(*args: Any) -> Any:
-            regroup.Participant.enter = enter  # type: ignore[method-assign]
+            membership.Participant.enter = enter  # type: ignore[method-assign]
             store().set("stopped", str(os.getpid()))
             os.kill(os.getpid(), signal.SIGSTOP)
             return enter(*args)
 
-        regroup.Participant.enter = stop  # type: ignore[assignment, method-assign]
+        membership.Participant.enter = stop  # type: ignore[assignment, method-assign]
         with pytest.raises(CommunicationError) as caught:
             worker.until(1, 3)
         worker.communicator.close()
@@ -313,11 +316,11 @@ def be_stopped_before_opening(rank: int, size: int) -> Any:
     return worker.until(1, 3, key="told").finish()
 
 
-def test_one_that_was_stopped_while_all_open_is_left_behind() -> None:
-    """However long it was, it is told that, and not that its time is over."""
+def test_a_member_that_was_stopped_during_the_opening_is_left_behind() -> None:
+    """However long it was stopped, its error says so, and not that its own time is up."""
     _, first, text, last = run(be_stopped_before_opening, workers=4, newcomers=0, may_die=(0,))
     assert re.match(r"rank 2 was left behind at step \d+: ranks 1, 3 are in view 2", text), text
-    assert float(re.findall(r"not taken part for (.*) s, ", text)[0]) >= 2
+    assert float(re.findall(r"did not take part for (.*) s, ", text)[0]) >= 2
     assert first == last == [(0, (0, 1, 2, 3), []), (2, (1, 3), [])]
 
 
@@ -335,12 +338,11 @@ def be_stopped_at_the_store(rank: int, size: int) -> int:
         return 1
 
     store().set("pid", str(os.getpid()))
-    board = regroup_board.Board(store(), "here")
-    return board.promptly(ask, "this worker", seconds=0.5)
+    shared = SharedStore(store(), "here")
+    return shared.call(ask, "this worker", seconds=0.5)
 
 
-def test_a_worker_that_was_stopped_does_not_miss_the_store() -> None:
-    """The time in which it was stopped is not the store's."""
+def test_the_time_limit_of_the_store_excludes_a_stop() -> None:
     assert run(be_stopped_at_the_store, workers=2, newcomers=0) == [0, 1]
 
 
@@ -348,13 +350,13 @@ def have_a_thread_that_stays(rank: int, size: int) -> Any:
     worker = Worker(rank, size, silence_seconds=1.0).until(*range(size))
     if rank == 1:
         die()
-    if rank == 2:  # as one that waits for the rest of a message, which gloo does not give up
+    if rank == 2:  # such as one blocked in gloo on half of a message
         worker.communicator.host.spawn(lambda: time.sleep(4), what="a thread that stays")
     return worker.until(0, 2).finish()
 
 
-def test_a_thread_that_does_not_end_leaves_nobody_behind() -> None:
-    """It is waited for before a worker says that it is there, but not for long."""
+def test_a_stuck_thread_does_not_delay_the_arrival_for_long() -> None:
+    """So its worker is not left behind."""
     results = run(have_a_thread_that_stays, workers=3, newcomers=0, may_die=(1,))
     assert results[0] == results[2] == [(0, (0, 1, 2), []), (1, (0, 2), [])]
 
@@ -368,10 +370,10 @@ def be_hasty(rank: int, size: int) -> Any:
     return worker.until(*range(size)).finish()
 
 
-def test_one_alone_does_not_leave_the_others_behind() -> None:
-    """Where most are silent they have timeout_seconds; once one has come the others have a while.
+def test_a_minority_does_not_exclude_the_others() -> None:
+    """It waits for timeout_seconds; a majority waits for a while since the last arrival.
 
-    The second comes 0.3 s after the first, for whom 1.3 s were waited.
+    The second worker comes 0.3 s after the first, which came after 1.3 s.
     """
     for views in run(be_hasty, workers=3, newcomers=0):
         assert views == [(0, (0, 1, 2), []), (1, (0, 1, 2), [])]
@@ -390,8 +392,8 @@ def go_away(rank: int, size: int) -> Any:
     return worker.finish(), time.monotonic() - started
 
 
-def test_one_that_has_left_is_not_waited_for() -> None:
-    """Though its process lives."""
+def test_a_worker_that_has_left_is_not_awaited() -> None:
+    """Its process lives."""
     results = run(go_away, workers=3, newcomers=0)
     for views, seconds in (results[0], results[2]):
         assert views == [(0, (0, 1, 2), []), (1, (0, 2), [])]
@@ -410,8 +412,8 @@ def come_too_late(rank: int, size: int) -> Any:
     return str(caught.value), time.monotonic() - started
 
 
-def test_nobody_goes_on_once_training_has_ended() -> None:
-    """Who comes too late is told so, at once."""
+def test_no_view_begins_once_training_has_ended() -> None:
+    """A late worker raises EndedError at once."""
     text, seconds = run(come_too_late, workers=3, newcomers=0)[2]
     assert text == "rank 2: the others have ended the training"
     assert seconds < 5
@@ -433,8 +435,8 @@ def come(rank: int, size: int, deaths: bool) -> Any:
 
 
 @pytest.mark.parametrize("deaths", [False, True])
-def test_a_newcomer_is_taken_in(deaths: bool) -> None:
-    """By a view change, with a number that nobody had; perhaps while another one dies."""
+def test_a_newcomer_is_admitted(deaths: bool) -> None:
+    """It enters by a view change, with a new identity, also while another worker dies."""
     results = run(come, deaths, workers=3, newcomers=1, may_die=(1,) if deaths else ())
     members = (0, 2, 3) if deaths else (0, 1, 2, 3)
     for rank in members:
@@ -451,7 +453,7 @@ def come_and_die(rank: int, size: int, place: str) -> Any:
         store().wait(["come"])
         kill_at(place)
         if place == "having asked":
-            regroup_join.Newcomer._ask = lambda *args, **named: die()
+            joining.Newcomer._await_admission = lambda *args, **named: die()
         Worker(rank, size)
     worker = Worker(rank, size).until(*range(size))
     if rank == 0:
@@ -461,8 +463,8 @@ def come_and_die(rank: int, size: int, place: str) -> Any:
 
 
 @pytest.mark.parametrize("place", ["having asked", *PLACES[2:]])
-def test_a_newcomer_that_dies_is_left_out(place: str) -> None:
-    """Wherever it has come to, the others go on."""
+def test_a_newcomer_may_die_while_it_joins(place: str) -> None:
+    """At any step of it; the others continue."""
     results = run(come_and_die, place, workers=2, newcomers=1, may_die=(2,))
     for views, seconds in results[:2]:
         assert views[0] == (0, (0, 1), [])
@@ -483,37 +485,37 @@ def join_the_last(rank: int, size: int) -> Any:
     return worker.until(0, 2).finish()
 
 
-def test_the_last_one_can_be_joined() -> None:
-    """Alone is a view as any other."""
+def test_a_view_of_one_worker_can_be_joined() -> None:
     first, _, newcomer = run(join_the_last, workers=2, newcomers=1, may_die=(1,))
     assert first == [(0, (0, 1), []), (1, (0,), []), (2, (0, 2), [2])]
     assert newcomer == first[-1:]
 
 
 @pytest.mark.parametrize("address", ["", "here", "host:", ":29500", "host:port"])
-def test_an_address_that_is_none_is_refused(address: str) -> None:
-    """Before anybody is asked."""
+def test_an_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match=r"host:port or file://path, got"):
         offbeat.join(address)
 
 
-def test_without_an_address_the_environment_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or the error says which variable is missing."""
+def test_join_takes_the_address_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the error names the missing variable."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.delenv("MASTER_PORT", raising=False)
     with pytest.raises(ValueError, match=r"join\(\) needs.*MASTER_PORT in the environment"):
         offbeat.join()
 
 
-def test_nobody_to_join_is_an_error(tmp_path: Path) -> None:
-    """In finite time, and it says what is missing: the store, or the training."""
+def test_joining_nothing_raises(tmp_path: Path) -> None:
+    """In finite time. The error says if the store or the training is missing."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = "{}:{}".format(*closed.getsockname())
-    with pytest.raises(CommunicationError, match=rf"joining failed: nobody keeps .* {address}"):
+    with pytest.raises(CommunicationError, match=rf"joining failed: no store answers at {address}"):
         offbeat.join(address).make_communicator(0.5)
-    with socket.create_server(("127.0.0.1", 0)) as stuck:  # it listens, and never answers
+    with socket.create_server(("127.0.0.1", 0)) as stuck:  # it accepts and never answers
         address = "{}:{}".format(*stuck.getsockname())
-        with pytest.raises(CommunicationError, match=rf"joining failed: nobody keeps .* {address}"):
+        with pytest.raises(
+            CommunicationError, match=rf"joining failed: no store answers at {address}"
+        ):
             offbeat.join(address).make_communicator(0.2)
     path = tmp_path / "rendezvous"
     with pytest.raises(CommunicationError, match="there is no store at"):
@@ -528,7 +530,7 @@ def test_nobody_to_join_is_an_error(tmp_path: Path) -> None:
 
 
 def begin_from(rank: int, _: int, size: int, folder: str) -> Any:
-    """Rank 0 dies, and another one comes; in a group made from the environment or a file."""
+    """Rank 0 dies and a worker joins, with a store from the environment or a file."""
     address = f"file://{folder}/store" if folder else None
     if rank < size:
         os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", RANK=str(rank), WORLD_SIZE=str(size))
@@ -546,8 +548,7 @@ def begin_from(rank: int, _: int, size: int, folder: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["environment", "file"])
-def test_every_way_to_begin(kind: str, tmp_path: Path) -> None:
-    """As torchrun or a launcher of one's own sets the environment, or through a file."""
+def test_training_begins_from_the_environment_or_a_file(kind: str, tmp_path: Path) -> None:
     folder = str(tmp_path) if kind == "file" else ""
     results = run(begin_from, 3, folder, workers=0, newcomers=4, may_die=(0,))
     for views in results[1:]:
@@ -562,7 +563,7 @@ def use_another_backend(rank: int, size: int) -> str:
 
 
 def test_another_backend_is_refused() -> None:
-    """At attach, by name."""
+    """The error names the backend."""
     (text,) = run(use_another_backend, workers=1)
     assert text.startswith("min_workers needs a process group of gloo, got nccl")
 
@@ -584,8 +585,8 @@ def be_late(rank: int, size: int) -> Any:
     return late.item(), total.item(), len(worker.views)
 
 
-def test_an_operation_of_a_later_view_has_its_time() -> None:
-    """timeout_seconds, though opening the view has less."""
+def test_operations_of_a_later_view_have_the_full_time_limit() -> None:
+    """The opening of the view has less."""
     assert run(be_late, workers=2, newcomers=0) == [(0.0, 2.0, 2), (1.0, 2.0, 2)]
 
 
@@ -593,7 +594,7 @@ def test_an_operation_of_a_later_view_has_its_time() -> None:
 
 
 def held(most: tuple[int, int] = (0, 0)) -> tuple[int, int]:
-    """Threads and descriptors, as soon as they are at ``most`` so many: some take a moment."""
+    """Return the numbers of threads and descriptors, once they are at most ``most``."""
     deadline = time.monotonic() + 5
     while True:
         gc.collect()
@@ -605,7 +606,7 @@ def held(most: tuple[int, int] = (0, 0)) -> tuple[int, int]:
 
 
 def change_often(rank: int, size: int, times: int) -> Any:
-    gc.freeze()  # else each look would go through all that the tests have imported
+    gc.freeze()  # else each collection would traverse all imported objects
     worker, first = Worker(rank, size), (0, 0)
     while worker.view.number < times:
         worker.until(*range(size))
@@ -620,11 +621,8 @@ def change_often(rank: int, size: int, times: int) -> Any:
 
 
 @pytest.mark.parametrize("times", some([8, 30], 0))
-def test_many_view_changes_leave_nothing_behind(times: int) -> None:
-    """No thread and no descriptor of a view that has ended.
-
-    One more may be there: at the first look a connection may not have been used yet.
-    """
+def test_view_changes_release_threads_and_descriptors(times: int) -> None:
+    """One more may exist, because at the first count a connection may not have been used yet."""
     for first, last, views in run(change_often, times, workers=3, newcomers=0):
         assert [number for number, _, _ in views] == list(range(times + 1))
         assert all(a <= b + 1 for a, b in zip(last, first, strict=True)), (first, last)

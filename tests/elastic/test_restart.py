@@ -1,4 +1,4 @@
-"""The restart of the documentation, with the command and the program that stand there."""
+"""The restart from a checkpoint, with the command and the program of the documentation."""
 
 import json
 import os

@@ -1,6 +1,6 @@
-"""Ways to run a function on all workers of one communicator; results come in rank order.
+"""Worlds: ways to run a function on all workers of a communicator, with results in rank order.
 
-A row of ``WORLDS`` is a communicator that is held to the suites of this folder.
+The tests of this folder run on every communicator in ``WORLDS``.
 """
 
 from collections.abc import Callable
@@ -20,18 +20,18 @@ Function = Callable[[Communicator], Any]
 World = Callable[[Function], list[Any]]
 
 STEP_SECONDS = 0.05
-"""What ``host.computed(1)`` takes in the simulated world."""
+"""Duration of ``host.computed(1)`` in the simulated world."""
 TIMEOUT_SECONDS = 20.0
 
 
 _open: list[Communicator] = []
-"""Those of this process, which ends with them: to close one takes longer than most tests."""
+"""Open communicators of this process, which ends with them: closing takes longer than a test."""
 
 
 def _on_gloo(rank: int, size: int, function: Function) -> Any:
     _open.append(TorchCommunicator(None, timeout_seconds=TIMEOUT_SECONDS))
     result = function(_open[0])
-    dist.barrier()  # who leaves early would end connections that others still need
+    dist.barrier()  # an early exit would close connections that others still use
     return result
 
 
@@ -41,7 +41,7 @@ def gloo(function: Function) -> list[Any]:
 
 
 def single(function: Function) -> list[Any]:
-    """A lone worker."""
+    """A single process."""
     return [function(SingleCommunicator(TIMEOUT_SECONDS))]
 
 
@@ -62,13 +62,13 @@ worlds_without_processes = pytest.mark.parametrize("world", WORLDS[1:])
 
 
 def meet(name: str, ranks: list[int]) -> None:
-    """Wait until all of ``ranks`` have come to the meeting ``name``; processes only.
+    """Wait until all of ``ranks`` have called this with the same ``name``. Processes only.
 
-    Through the store of the test, not a communicator: it holds whoever dies or gives up.
+    It uses the store of the test, which works after the failure of a communicator.
     """
     store = dist.group.WORLD.get_group_store()
     store.set(f"meeting {name}/{dist.get_rank()}", "here")
     store.wait([f"meeting {name}/{rank}" for rank in ranks], timedelta(seconds=30))
     store.set(f"after {name}/{dist.get_rank()}", "seen")
-    if dist.get_rank() == 0:  # who may end next, and serves the store that the others still ask
+    if dist.get_rank() == 0:  # it serves the store, so it must not exit first
         store.wait([f"after {name}/{rank}" for rank in ranks], timedelta(seconds=30))

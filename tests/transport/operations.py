@@ -1,4 +1,4 @@
-"""One operation of every class, and what it must give on all workers."""
+"""One operation of every class, and its expected result on all workers."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +13,7 @@ from offbeat.transport.operation import Await, Broadcast, Exchange, Operation, R
 
 
 def classes(parent: type[Any] = Operation) -> Iterator[type[Operation[Any]]]:
-    """What a worker may ask of the others."""
+    """Return all classes of operations."""
     for kind in parent.__subclasses__():
         if kind.__module__ == Operation.__module__:
             if not kind.__name__.startswith("_"):
@@ -22,7 +22,7 @@ def classes(parent: type[Any] = Operation) -> Iterator[type[Operation[Any]]]:
 
 
 def example(kind: type[Operation[Any]], communicator: Communicator) -> Operation[Any]:
-    """One of each kind, named by its class."""
+    """Return an operation of this class, named by it."""
     what, mine = kind.__name__, torch.tensor([1.0, 10.0, 100.0]) * (communicator.rank + 1)
     after, before = (
         (communicator.rank + 1) % communicator.size,
@@ -44,7 +44,7 @@ def example(kind: type[Operation[Any]], communicator: Communicator) -> Operation
 
 
 def start_all(communicator: Communicator) -> dict[str, Any]:
-    """The result of one operation of each class, or the ValueError that refused it."""
+    """Return the result, or the text of the ValueError, of one operation of each class."""
     handles: dict[str, Handle[Any]] = {}
     results: dict[str, Any] = {}
     for kind in classes():
@@ -60,7 +60,7 @@ def start_all(communicator: Communicator) -> dict[str, Any]:
 
 
 def expected(rank: int, size: int) -> dict[str, Any]:
-    """What ``start_all`` gives."""
+    """Return the expected result of ``start_all``."""
     rows = [[scale * (other + 1) for scale in (1.0, 10.0, 100.0)] for other in range(size)]
     lone = "a single worker has no rank 0 to"
     return {

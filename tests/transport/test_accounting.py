@@ -1,4 +1,4 @@
-"""What counts as sent and as waiting, and what a team makes of it."""
+"""Accounting of bytes and waiting time, by itself and in a team."""
 
 import math
 from collections.abc import Callable
@@ -22,8 +22,8 @@ from transport.communicators import World, every_world, simulated, worlds_withou
 
 
 @worlds_without_processes
-def test_what_this_worker_hands_over_counts(world: World) -> None:
-    """payload_bytes: sums, maxima and gathers in full, a broadcast at its source only."""
+def test_payload_bytes_counts_the_inputs_of_operations(world: World) -> None:
+    """Sums, maxima and gathers count in full, a broadcast only at its source."""
 
     def work(inner: Communicator) -> Any:
         communicator = Accounting(inner)
@@ -49,8 +49,8 @@ def test_what_this_worker_hands_over_counts(world: World) -> None:
         assert counts == [28, 56, 5, 24 if rank == 0 else 0, 8 + size, 8 * size]
 
 
-def test_what_is_received_does_not_count() -> None:
-    """A push counts at its sender alone."""
+def test_received_bytes_do_not_count() -> None:
+    """A message counts only at its sender."""
 
     def work(inner: Communicator) -> int:
         communicator = Accounting(inner)
@@ -63,7 +63,7 @@ def test_what_is_received_does_not_count() -> None:
     assert simulated(work) == [36, 0, 0]
 
 
-def test_what_was_refused_does_not_count() -> None:
+def test_refused_operations_do_not_count() -> None:
     """An operation that could not be started has sent nothing."""
     communicator = Accounting(SingleCommunicator())
     with pytest.raises(ValueError, match="no rank 3 to send to"):
@@ -72,8 +72,8 @@ def test_what_was_refused_does_not_count() -> None:
 
 
 @worlds_without_processes
-def test_a_twin_counts_on_the_same_account(world: World) -> None:
-    """Its bytes and its waits, those of a twin of a twin too; and nothing while paused."""
+def test_a_twin_shares_the_account(world: World) -> None:
+    """So does a twin of a twin. Nothing counts while the account is paused."""
 
     def work(inner: Communicator) -> Any:
         communicator = Accounting(inner)
@@ -97,8 +97,8 @@ def test_a_twin_counts_on_the_same_account(world: World) -> None:
 
 
 @every_world
-def test_what_happens_beside_the_training_does_not_count(world: World) -> None:
-    """What an activity sends and waits for does not; the worker's wait for its promise does."""
+def test_background_traffic_does_not_count(world: World) -> None:
+    """The worker's wait for a promise of the background thread does count."""
 
     def work(inner: Communicator) -> Any:
         team = Team(inner)
@@ -120,7 +120,7 @@ def test_what_happens_beside_the_training_does_not_count(world: World) -> None:
         if team.size > 1:
             team.uncounted.send(torch.zeros(1), destination=after, tag=7, what="test").wait()
         start = team.host.now()
-        got = team.communicator.fulfilment(promise, what="a message").wait()
+        got = team.communicator.await_promise(promise, what="a message").wait()
         elapsed = team.host.now() - start
         return nothing, got, team.account.payload_bytes, team.account.wait_seconds, elapsed
 
@@ -132,8 +132,11 @@ def test_what_happens_beside_the_training_does_not_count(world: World) -> None:
         assert 0 < waited <= elapsed or waited == elapsed == 0
 
 
-def test_waiting_for_a_promise_takes_virtual_time_that_counts() -> None:
-    """Exactly the time until it is fulfilled; an activity that waits meanwhile adds nothing."""
+def test_waiting_for_a_promise_counts_in_virtual_time() -> None:
+    """It takes exactly the time until the promise is fulfilled.
+
+    Waits of background threads add nothing.
+    """
 
     def work() -> Any:
         team = Team(dist.group.WORLD.make_communicator(20.0))
@@ -147,7 +150,7 @@ def test_waiting_for_a_promise_takes_virtual_time_that_counts() -> None:
         team.host.spawn(activity, what="a test activity")
         after = (team.rank + 1) % team.size
         team.uncounted.send(torch.zeros(250), destination=after, tag=6, what="test")
-        team.communicator.fulfilment(promise, what="a message").wait()
+        team.communicator.await_promise(promise, what="a message").wait()
         return team.account.wait_seconds, team.account.payload_bytes
 
     network = offbeat.Network("8Mbit/s", latency="1ms")  # 1000 bytes: 1 ms + 1 ms
@@ -159,12 +162,12 @@ def test_waiting_for_a_promise_takes_virtual_time_that_counts() -> None:
     assert sum(span.kind == "wait" for span in result.timeline) == 2
 
 
-def test_an_activity_that_sleeps_or_polls_does_not_wait_for_the_worker() -> None:
-    """What a worker computed and waited still fills its time, which the simulator verifies."""
+def test_sleeping_background_threads_add_no_waiting_time() -> None:
+    """The simulator checks that computing and waiting fill the worker's time."""
 
     def work() -> float:
         team = Team(dist.group.WORLD.make_communicator(20.0))
-        never = team.communicator.fulfilment(team.host.promise(), what="nothing")
+        never = team.communicator.await_promise(team.host.promise(), what="nothing")
 
         def activity() -> None:
             team.host.sleep(0.01, "a nap")
@@ -183,8 +186,8 @@ def test_an_activity_that_sleeps_or_polls_does_not_wait_for_the_worker() -> None
 
 
 @worlds_without_processes
-def test_while_paused_nothing_counts(world: World) -> None:
-    """Inside paused() neither bytes nor waits count, also nested and after an exception."""
+def test_nothing_counts_while_paused(world: World) -> None:
+    """Neither bytes nor waiting time count inside paused(), also nested and after an exception."""
 
     def work(inner: Communicator) -> Any:
         communicator = Accounting(inner)
@@ -210,7 +213,7 @@ def test_while_paused_nothing_counts(world: World) -> None:
 
 
 class Clock(ThreadHost):
-    """A clock that the test moves."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +225,7 @@ class Clock(ThreadHost):
 
 
 class Slow(SingleCommunicator):
-    """Operations of which each takes 1.5 s of ``Clock``; those of NaN fail."""
+    """A communicator whose waits take 1.5 s of ``Clock`` each, and fail for NaN."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,8 +252,8 @@ class _Slow(Handle[Tensor]):
         return self._tensor
 
 
-def test_wait_seconds_are_those_blocked_in_wait() -> None:
-    """Only time inside wait() is waiting, through then() and failures too."""
+def test_wait_seconds_is_the_time_blocked_in_wait() -> None:
+    """This includes wait() through then(), and waits that fail."""
     inner = Slow()
     communicator, clock = Accounting(inner), inner.host
     account = communicator.account
@@ -268,26 +271,29 @@ def test_wait_seconds_are_those_blocked_in_wait() -> None:
     assert communicator.host.now() == clock.seconds == 14.5
 
 
-def test_everyone_is_told_before_the_worker_waits_for_a_collective() -> None:
-    """All callbacks, at each wait, with the handle; of twins too; not before done() or messages."""
-    account, told = Account(), []
+def test_callbacks_run_before_the_wait_for_a_collective() -> None:
+    """All callbacks run at each wait, with the handle, also for twins.
+
+    They do not run for done() or messages.
+    """
+    account, calls = Account(), []
     communicator = Accounting(Slow(), account)
     for name in ("first", "second"):
-        account.before_waiting.append(lambda handle, name=name: told.append((name, handle.done())))
+        account.before_waiting.append(lambda handle, name=name: calls.append((name, handle.done())))
     promise: Promise[int] = communicator.host.promise()
     promise.fulfil(1)
     communicator.sum(torch.zeros(2), what="test").done()
-    assert Accounting(SingleCommunicator(), account).fulfilment(promise, what="test").wait() == 1
-    assert told == []
+    assert Accounting(SingleCommunicator(), account).await_promise(promise, what="test").wait() == 1
+    assert calls == []
     communicator.sum(torch.zeros(2), what="test").wait()
-    assert told == [("first", False), ("second", False)]
+    assert calls == [("first", False), ("second", False)]
     Accounting(SingleCommunicator(), account).twin().sum(torch.zeros(2), what="test").wait()
-    assert told[2:] == [("first", True), ("second", True)]
+    assert calls[2:] == [("first", True), ("second", True)]
 
 
 @worlds_without_processes
-def test_a_team_is_all_workers(world: World) -> None:
-    """It has their communicator, whose operations count, and a twin that counts with it."""
+def test_a_team_counts_with_its_twin(world: World) -> None:
+    """Operations of its communicator and of its twin count on one account."""
 
     def work(inner: Communicator) -> Any:
         team = Team(inner)

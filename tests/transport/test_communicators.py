@@ -1,4 +1,4 @@
-"""What every communicator does, whatever carries its bytes."""
+"""Conformance: rules that hold for every communicator."""
 
 import math
 import time
@@ -34,7 +34,7 @@ DTYPES = [torch.float32, torch.float64, torch.int64, torch.uint8]
 
 
 def numbers(rank: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Another vector on each rank; small integers, so that sums are exact in every dtype."""
+    """A different vector on each rank. Small integers, so that sums are exact in every dtype."""
     return torch.tensor([rank + 1, 10 * (rank + 1), (rank * 7 + 3) % 5]).to(dtype)
 
 
@@ -47,7 +47,7 @@ def size_of(results: list[Any]) -> range:
 
 @every_world
 def test_every_operation_is_handled(world: World) -> None:
-    """Of whatever class: a new one must be taught to every communicator, and be added here."""
+    """A new class of operations must be added to every communicator and to this test."""
     for rank, results in enumerate(got := world(start_all)):
         assert results == expected(rank, len(got))
 
@@ -59,7 +59,7 @@ class Product(Operation[Tensor]):
 
 @every_world
 def test_an_unknown_operation_is_refused(world: World) -> None:
-    """It is named, and not mistaken for one of the others because it has a tensor."""
+    """The error names its class."""
 
     def work(communicator: Communicator) -> str:
         try:
@@ -73,8 +73,8 @@ def test_an_unknown_operation_is_refused(world: World) -> None:
 
 
 @every_world
-def test_methods_are_short_for_operations(world: World) -> None:
-    """sum() starts a Sum, and so on, with every argument in its place."""
+def test_methods_are_shorthands_for_operations(world: World) -> None:
+    """sum() starts a Sum and so on, with every argument in its place."""
 
     def work(communicator: Communicator) -> Any:
         started: list[Operation[Any]] = []
@@ -101,7 +101,7 @@ def test_methods_are_short_for_operations(world: World) -> None:
                 one.receive(x, source=5, tag=6, what="h", patient=True),
                 Receive(what="h", tensor=x, source=5, tag=6, patient=True),
             ),
-            (one.fulfilment(promise, what="i"), Await(what="i", promise=promise)),
+            (one.await_promise(promise, what="i"), Await(what="i", promise=promise)),
         ]
         return [
             type(got) is type(want) and vars(got) == vars(want)
@@ -112,8 +112,8 @@ def test_methods_are_short_for_operations(world: World) -> None:
         assert alike == [True] * 9
 
 
-def test_sent_bytes_are_what_a_worker_hands_over() -> None:
-    """A broadcast costs its source alone, a receive and a promise nobody."""
+def test_sent_bytes_is_the_input_of_a_worker() -> None:
+    """A broadcast counts at its source alone, a receive and a promise nowhere."""
     x = torch.zeros(6)
     sizes = {
         Sum(what="", tensor=x): (24, 24),
@@ -130,8 +130,7 @@ def test_sent_bytes_are_what_a_worker_hands_over() -> None:
         assert (operation.sent_bytes(0), operation.sent_bytes(1)) == want
 
 
-def test_collectives_are_what_all_workers_start() -> None:
-    """Messages and promises are not."""
+def test_messages_and_promises_are_not_collectives() -> None:
     assert {kind for kind in classes() if not kind.collective} == {Send, Receive, Await}
 
 
@@ -164,7 +163,7 @@ def test_reductions_replace_the_tensor_on_all_workers(world: World, name: str) -
 
 @every_world
 def test_all_workers_receive_the_same_bits(world: World) -> None:
-    """A sum of numbers that do not add exactly is bit-identical everywhere, NaN and inf too."""
+    """A sum that rounds is bit-identical on all workers, also with NaN and infinity."""
 
     def work(communicator: Communicator) -> Tensor:
         generator = torch.Generator().manual_seed(communicator.rank)
@@ -182,7 +181,7 @@ def test_all_workers_receive_the_same_bits(world: World) -> None:
 
 
 @every_world
-def test_broadcast_gives_everyone_the_sources_tensor(world: World) -> None:
+def test_broadcast_copies_the_tensor_of_the_source(world: World) -> None:
     """Any rank may be the source, and keeps its own values."""
 
     def work(communicator: Communicator) -> list[Tensor]:
@@ -199,7 +198,7 @@ def test_broadcast_gives_everyone_the_sources_tensor(world: World) -> None:
 
 @every_world
 def test_gather_collects_in_rank_order(world: World) -> None:
-    """Every worker gets all tensors; its own stays as it was."""
+    """Every worker receives all tensors; its own is unchanged."""
 
     def work(communicator: Communicator) -> Any:
         own = numbers(communicator.rank)
@@ -215,7 +214,7 @@ def test_gather_collects_in_rank_order(world: World) -> None:
 
 @every_world
 def test_send_and_receive_match_by_source_and_tag(world: World) -> None:
-    """Tags keep two messages of one sender apart, in whatever order they are asked for."""
+    """Two messages of one sender are told apart by their tags, in any order of receives."""
 
     def work(communicator: Communicator) -> Any:
         if communicator.size == 1:
@@ -291,7 +290,7 @@ def test_messages_of_one_sender_and_tag_arrive_in_order(world: World) -> None:
 
 @every_world
 def test_exchange_sends_chunk_k_to_worker_k(world: World) -> None:
-    """All-to-all into a new tensor of the same dtype; what was given stays as it was."""
+    """The result is a new tensor of the same dtype; the input is unchanged."""
 
     def chunks(rank: int, size: int, dtype: torch.dtype) -> Tensor:
         parts = [[10 * rank + k, 100 + rank, 200 + k] for k in range(size)]
@@ -357,13 +356,13 @@ def test_operations_may_overlap_and_end_in_any_order(world: World) -> None:
 
 
 @every_world
-def test_a_handle_is_done_after_wait_and_waits_again_for_nothing(world: World) -> None:
-    """wait() returns the same result each time; done() never blocks and is true afterwards."""
+def test_wait_can_be_repeated(world: World) -> None:
+    """It returns the same result each time. done() becomes true without a wait."""
 
     def work(communicator: Communicator) -> Any:
         handle = communicator.sum(numbers(communicator.rank), what="test")
         while not handle.done():
-            pass  # it becomes true without anyone waiting
+            pass  # it becomes true without a wait
         first, second = handle.wait(), handle.wait()
         return first is second, handle.done(), first
 
@@ -375,8 +374,8 @@ def test_a_handle_is_done_after_wait_and_waits_again_for_nothing(world: World) -
 
 
 @every_world
-def test_done_is_false_while_others_have_not_come(world: World) -> None:
-    """The first rank to start asks before the others have started: done() says so at once."""
+def test_done_is_false_until_all_workers_have_started(world: World) -> None:
+    """Rank 0 asks before the others have started: done() returns False at once."""
 
     def work(communicator: Communicator) -> Any:
         if communicator.size == 1:
@@ -446,8 +445,8 @@ def test_then_applies_the_function_once(world: World) -> None:
 
 
 @every_world
-def test_a_twin_has_an_order_of_its_own(world: World) -> None:
-    """Ranks start operations of the twin and of the original in different orders: none mix."""
+def test_a_twin_has_an_independent_order_of_operations(world: World) -> None:
+    """Ranks start operations of the twin and of the original in different orders."""
 
     def work(communicator: Communicator) -> Any:
         twin = communicator.twin()
@@ -482,7 +481,7 @@ def test_a_twin_has_an_order_of_its_own(world: World) -> None:
 
 @every_world
 def test_messages_of_a_twin_and_of_the_original_do_not_mix(world: World) -> None:
-    """The same sender and tag on both: each receives its own, whichever asks first."""
+    """Both carry the same sender and tag; each receives its own, in either order."""
 
     def work(communicator: Communicator) -> Any:
         twin = communicator.twin()
@@ -506,7 +505,7 @@ def test_messages_of_a_twin_and_of_the_original_do_not_mix(world: World) -> None
 
 
 def test_two_communicators_of_a_simulation_do_not_mix() -> None:
-    """Messages and collectives meet within one communicator, as those of two process groups do."""
+    """Messages and collectives match within one communicator, as in two process groups."""
 
     def work() -> Any:
         first, second = (dist.group.WORLD.make_communicator(20.0) for _ in range(2))
@@ -535,8 +534,8 @@ def test_two_communicators_of_a_simulation_do_not_mix() -> None:
 
 
 @every_world
-def test_an_activity_beside_the_worker_fulfils_its_promise(world: World) -> None:
-    """spawn() runs it beside collectives of the worker; its result arrives, now or later."""
+def test_a_background_thread_fulfils_a_promise(world: World) -> None:
+    """It runs at the same time as collectives of the worker."""
 
     def work(communicator: Communicator) -> Any:
         promise: Promise[list[float]] = communicator.host.promise()
@@ -550,7 +549,7 @@ def test_an_activity_beside_the_worker_fulfils_its_promise(world: World) -> None
             promise.fulfil(received)
 
         communicator.host.spawn(activity, what="a test activity")
-        answer = communicator.fulfilment(promise, what="what the neighbour sends")
+        answer = communicator.await_promise(promise, what="what the neighbour sends")
         sends = []
         for i in range(3 if communicator.size > 1 else 0):
             communicator.sum(numbers(communicator.rank), what="test").wait()
@@ -572,11 +571,11 @@ def test_an_activity_beside_the_worker_fulfils_its_promise(world: World) -> None
 
 @every_world
 def test_a_promise_can_be_polled(world: World) -> None:
-    """done() is false before and becomes true without anyone waiting, as for other handles."""
+    """done() is false before and becomes true without a wait, as for other handles."""
 
     def work(communicator: Communicator) -> Any:
         promise: Promise[int] = communicator.host.promise()
-        answer = communicator.fulfilment(promise, what="a message")
+        answer = communicator.await_promise(promise, what="a message")
         early = answer.done() or promise.fulfilled
 
         def activity() -> None:
@@ -598,13 +597,13 @@ def test_a_promise_can_be_polled(world: World) -> None:
 
 
 @every_world
-def test_what_was_fulfilled_before_is_there_at_once(world: World) -> None:
-    """A promise may be kept before anyone asks for it, and None may be promised."""
+def test_a_fulfilled_promise_is_done_at_once(world: World) -> None:
+    """None is a valid result."""
 
     def work(communicator: Communicator) -> Any:
         promise: Promise[None] = communicator.host.promise()
         promise.fulfil(None)
-        answer = communicator.fulfilment(promise, what="nothing")
+        answer = communicator.await_promise(promise, what="nothing")
         return answer.done(), answer.wait()
 
     assert set(world(work)) == {(True, None)}
@@ -612,7 +611,7 @@ def test_what_was_fulfilled_before_is_there_at_once(world: World) -> None:
 
 @every_world
 def test_the_clock_does_not_go_back(world: World) -> None:
-    """now() counts seconds and never decreases; sleep() lets at least so many pass."""
+    """now() never decreases; sleep() lets at least the given time pass."""
 
     def work(communicator: Communicator) -> bool:
         times = [communicator.host.now() for _ in range(50)]
@@ -626,7 +625,7 @@ def test_the_clock_does_not_go_back(world: World) -> None:
 
 
 def test_completed_is_done_at_once() -> None:
-    """The handle of an operation that needs nobody."""
+    """Completed is the handle of an operation that has already ended."""
     handle = Completed(3)
     assert handle.done()
     assert handle.wait() == 3
@@ -641,8 +640,8 @@ class Lost(Handle[int]):
         raise offbeat.CommunicationError("lost")
 
 
-def test_nothing_follows_a_failure() -> None:
-    """then() does not call its function, and raises at every wait()."""
+def test_then_does_not_run_after_a_failure() -> None:
+    """wait() raises each time."""
     calls: list[int] = []
     handle = Lost().then(calls.append)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Real workers that come late, die, or never answer: who is named, how soon, and by whom."""
+"""Late, dead and stuck workers: the error names them, in finite time."""
 
 import os
 import re
@@ -39,14 +39,14 @@ def outcome(handle: Handle[Any]) -> tuple[str, str, float]:
 def come_late(rank: int, size: int) -> float:
     if rank == 1:
         time.sleep(0.4)
-    communicator = TorchCommunicator(None, timeout_seconds=20, health_seconds=0.1)
+    communicator = TorchCommunicator(None, timeout_seconds=20, liveness_seconds=0.1)
     total = communicator.sum(torch.ones(1), what="test").wait().item()
     communicator.close(together=True)
     return total
 
 
-def test_workers_may_come_as_late_as_an_operation_may_take() -> None:
-    """Opening has timeout_seconds, not the few seconds of those who look for a missing worker."""
+def test_opening_waits_for_late_workers_until_the_time_out() -> None:
+    """Its time limit is timeout_seconds, not the shorter one of the liveness check."""
     assert run(come_late, workers=2) == [2.0, 2.0]
 
 
@@ -61,8 +61,8 @@ def come_without(rank: int, size: int) -> Any:
     return str(caught.value), time.perf_counter() - started
 
 
-def test_who_does_not_come_is_named() -> None:
-    """Pitfall 19: in finite time, with the knob to turn."""
+def test_a_worker_that_does_not_open_its_connections_is_named() -> None:
+    """The error comes in finite time and names the setting to change. Pitfall 19."""
     text, seconds = run(come_without, workers=2)[0]
     assert re.match(r"rank 0: opening connections failed after [\d.]+ s: rank 1 did not come", text)
     assert "timeout_seconds=0.5" in text
@@ -74,7 +74,7 @@ def test_who_does_not_come_is_named() -> None:
 
 
 def lose_one(rank: int, size: int) -> Any:
-    communicator = TorchCommunicator(None, timeout_seconds=20, health_seconds=5.0)
+    communicator = TorchCommunicator(None, timeout_seconds=20, liveness_seconds=5.0)
     twin = communicator.twin()
     communicator.sum(torch.ones(1), what="a sum").wait()
     if rank == 1:
@@ -90,8 +90,11 @@ def lose_one(rank: int, size: int) -> Any:
     return seen
 
 
-def test_a_dead_worker_is_named_at_once_and_ever_after() -> None:
-    """Pitfall 19: long before the time-out; later operations, of twins too, tell the same story."""
+def test_a_dead_worker_is_named_at_once_and_in_later_errors() -> None:
+    """Long before the time-out.
+
+    Later operations, also of twins, raise the same error. Pitfall 19.
+    """
     results = run(lose_one, workers=3, may_die=(1,))
     for rank in (0, 2):
         (kind, text, seconds), *later = results[rank]
@@ -103,7 +106,7 @@ def test_a_dead_worker_is_named_at_once_and_ever_after() -> None:
 
 
 def be_stuck(rank: int, size: int) -> Any:
-    communicator = TorchCommunicator(None, timeout_seconds=0.5, health_seconds=0.3)
+    communicator = TorchCommunicator(None, timeout_seconds=0.5, liveness_seconds=0.3)
     seen = None
     if rank == 0:
         seen = outcome(communicator.sum(torch.ones(1), what="a sum"))
@@ -112,8 +115,8 @@ def be_stuck(rank: int, size: int) -> Any:
     return seen
 
 
-def test_a_worker_that_is_stuck_is_named() -> None:
-    """Pitfall 19: alive, and silent; with the knob to turn."""
+def test_a_stuck_worker_is_named() -> None:
+    """It lives and does not answer. The error names the setting to change. Pitfall 19."""
     kind, text, seconds = run(be_stuck, workers=2)[0]
     assert kind == "CommunicationTimeout"
     assert "rank 0: a sum failed after 0." in text
@@ -124,7 +127,7 @@ def test_a_worker_that_is_stuck_is_named() -> None:
 
 
 def be_patient(rank: int, size: int) -> Any:
-    communicator = TorchCommunicator(None, timeout_seconds=0.1, health_seconds=5.0)
+    communicator = TorchCommunicator(None, timeout_seconds=0.1, liveness_seconds=5.0)
     seen: Any = None
     if rank == 0:
         late = communicator.receive(torch.zeros(1), source=1, what="a push", patient=True)
@@ -144,10 +147,10 @@ def be_patient(rank: int, size: int) -> Any:
     return seen
 
 
-def test_a_patient_receive_has_no_time_out_but_ends_with_its_connection() -> None:
-    """The message may come late; when the sender dies the error comes at once and names it.
+def test_a_patient_receive_fails_only_with_its_connection() -> None:
+    """The message may be late.
 
-    It is no time-out, however long that took.
+    When the sender dies, the error names it at once, and is no time-out.
     """
     (value, lost), other, _ = run(be_patient, workers=3, may_die=(2,))
     assert value == 7.0
@@ -163,15 +166,15 @@ def test_a_patient_receive_has_no_time_out_but_ends_with_its_connection() -> Non
 
 
 def break_a_promise(rank: int, size: int) -> Any:
-    communicator = TorchCommunicator(None, timeout_seconds=0.3, health_seconds=5.0)
+    communicator = TorchCommunicator(None, timeout_seconds=0.3, liveness_seconds=5.0)
     promise: Promise[int] = communicator.host.promise()
-    seen = outcome(communicator.fulfilment(promise, what="an answer of this rank's own"))
+    seen = outcome(communicator.await_promise(promise, what="an answer of this rank's own"))
     communicator.close()
     return seen
 
 
-def test_a_promise_that_is_not_kept_ends_in_a_time_out() -> None:
-    """Finite, and the error names the rank, what was waited for and the knob."""
+def test_an_unfulfilled_promise_ends_in_a_time_out() -> None:
+    """The error names the rank, the promise and the setting to change."""
     for rank, (kind, text, seconds) in enumerate(run(break_a_promise, workers=2)):
         assert kind == "CommunicationTimeout"
         assert text.startswith(f"rank {rank}: an answer of this rank's own failed after 0."), text
@@ -179,23 +182,22 @@ def test_a_promise_that_is_not_kept_ends_in_a_time_out() -> None:
         assert 0.28 <= seconds < 5
 
 
-def test_a_lone_workers_promise_ends_in_a_time_out() -> None:
-    """Without a network, too; kept in time by an activity it is kept."""
+def test_an_unfulfilled_promise_of_a_single_process_ends_in_a_time_out() -> None:
     communicator = SingleCommunicator(timeout_seconds=0.01)
     promise: Promise[int] = communicator.host.promise()
-    answer = communicator.fulfilment(promise, what="an answer")
+    answer = communicator.await_promise(promise, what="an answer")
     assert not answer.done()
     with pytest.raises(CommunicationTimeout, match=r"an answer.*timeout_seconds=0\.01"):
         answer.wait()
     assert communicator.twin().timeout_seconds == 0.01
 
 
-def test_a_simulated_promise_that_is_not_kept_is_a_deadlock() -> None:
-    """There nobody has to wait for a time-out to know."""
+def test_an_unfulfilled_promise_in_the_simulator_is_a_deadlock() -> None:
+    """The simulator needs no time-out to detect it."""
 
     def work() -> None:
         communicator: Communicator = dist.group.WORLD.make_communicator(20.0)
-        communicator.fulfilment(
+        communicator.await_promise(
             communicator.host.promise(), what="an answer that never comes"
         ).wait()
 
@@ -207,7 +209,7 @@ def test_a_simulated_promise_that_is_not_kept_is_a_deadlock() -> None:
 
 
 def lose_one_beside(rank: int, size: int) -> Any:
-    communicator = TorchCommunicator(None, timeout_seconds=2.0, health_seconds=5.0)
+    communicator = TorchCommunicator(None, timeout_seconds=2.0, liveness_seconds=5.0)
     if rank == 2:
         communicator.receive(torch.zeros(1), source=0, what="go", patient=True).wait()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -222,15 +224,15 @@ def lose_one_beside(rank: int, size: int) -> Any:
     communicator.host.spawn(activity, what="a test activity")
     if rank == 0:
         communicator.send(torch.zeros(1), destination=2, what="go").wait()
-    raw = communicator.fulfilment(promise, what="the error of the activity").wait()
+    raw = communicator.await_promise(promise, what="the error of the activity").wait()
     time.sleep(0.6)  # the worker has something better to do
     first, again = explained(raw), explained(raw)
     communicator.close()
     return type(raw).__name__, str(raw), type(first).__name__, str(first), str(again)
 
 
-def test_the_worker_finds_out_whom_an_activity_misses() -> None:
-    """The activity's own error names nobody; explained() by the worker does, also much later."""
+def test_the_worker_explains_errors_of_background_threads() -> None:
+    """The thread's own error names no rank; explained() on the worker does, also much later."""
     results = run(lose_one_beside, workers=3, may_die=(2,))
     for rank in (0, 1):
         raw_kind, raw, kind, text, again = results[rank]
@@ -243,7 +245,6 @@ def test_the_worker_finds_out_whom_an_activity_misses() -> None:
         assert again == text
 
 
-def test_other_errors_are_explained_by_themselves() -> None:
-    """explained() changes only errors of operations beside the worker."""
+def test_explained_returns_other_errors_unchanged() -> None:
     for error in (ValueError("x"), CommunicationError("y")):
         assert explained(error) is error

@@ -150,7 +150,7 @@ class ParameterServer:
             return
         if release and not self._in_flight.fulfilled:
             self._send_to_all(Request("release", self._team.rank), self.vector[:0])
-        outcome = self._team.communicator.fulfilment(self._in_flight, what=self._what).wait()
+        outcome = self._team.communicator.await_promise(self._in_flight, what=self._what).wait()
         if isinstance(outcome, Exception):
             raise explained(outcome)
         self._in_flight, self._answer = None, outcome

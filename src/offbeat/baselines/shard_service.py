@@ -117,7 +117,7 @@ class ShardService:
         self._unanswered = [one for one in self._unanswered if not one.fulfilled] + [promise]
         self._fail_unanswered()
         what = f"{request.kind} at this rank's own parameter server"
-        return communicator.fulfilment(promise, what=what, patient=patient).then(read)
+        return communicator.await_promise(promise, what=what, patient=patient).then(read)
 
     def _fail_unanswered(self) -> None:
         for promise in list(self._unanswered):
@@ -128,4 +128,4 @@ class ShardService:
         """Wait until all other ranks have left. Their last requests need this shard."""
         for rank, left in self._left.items():
             what = f"the end of the requests of rank {rank}"
-            self._team.communicator.fulfilment(left, what=what).wait()
+            self._team.communicator.await_promise(left, what=what).wait()

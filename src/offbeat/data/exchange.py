@@ -175,7 +175,7 @@ class Exchange:
             answer: Promise[Answer] = self._team.host.promise()
             peer.answers[key] = answer
             self._send(peer, _Kind.ASK, key, number=epoch)
-            return self._team.communicator.fulfilment(answer, what=what)
+            return self._team.communicator.await_promise(answer, what=what)
 
     def hurry(self, rank: int, key: Key) -> None:
         """Tell ``rank`` that the training waits for its samples of step ``key``."""
@@ -237,7 +237,7 @@ class Exchange:
             self._review()
         for peer in self._peers.values():
             what = f"the goodbye of rank {peer.rank} to data injection"
-            error = self._messages.fulfilment(peer.farewell, what=what).wait()
+            error = self._messages.await_promise(peer.farewell, what=what).wait()
             if error is not None:
                 raise explained(error)
 

@@ -1,14 +1,20 @@
-"""Which communicator belongs to a process group: the one door for every transport."""
+"""Opens the communicator that belongs to a process group or to a custom transport."""
 
 import logging
+import uuid
 
 import torch.distributed as dist
 
-from offbeat.elastic.agreement import open_elastic
+from offbeat.elastic.agreement import SILENCE_SECONDS, Agreement, Decision
+from offbeat.elastic.heartbeats import HeartbeatConnections
+from offbeat.elastic.joining import LATEST_TRAINING
+from offbeat.elastic.membership import Participant
+from offbeat.elastic.store import SharedStore, is_kept_here, location_of, without_prefixes
 from offbeat.errors import AttachError
 from offbeat.transport.communicator import Communicator, Transport
 from offbeat.transport.membership import membership_of
 from offbeat.transport.network_interface import interface_in_use
+from offbeat.transport.process_groups import GroupFactory
 from offbeat.transport.single_process import SingleCommunicator
 from offbeat.transport.torch_distributed import TorchCommunicator
 
@@ -20,29 +26,29 @@ def open_communicator(
     timeout_seconds: float,
     *,
     what: str,
-    regroups: bool = False,
+    elastic: bool = False,
 ) -> Communicator:
-    """A communicator of its own for the members of ``group``. A collective.
+    """Open a new communicator between the members of ``group``. A collective.
 
     Args:
-        group: A process group of ``torch.distributed``, or whatever makes communicators by itself
-            (``Transport``); None is the default group.
-        timeout_seconds: How long one operation may take.
-        what: Who asks, for the error.
-        regroups: Whether it must have a ``membership``.
+        group: Process group of ``torch.distributed``, or a ``Transport``; None is the default
+            group.
+        timeout_seconds: Time limit of one operation.
+        what: Name of the caller, for error messages.
+        elastic: True if the communicator must have a ``membership``.
 
     Raises:
-        AttachError: no process group was initialised, or there is no ``membership``.
-        TypeError: what a transport made is no communicator.
+        AttachError: No process group is initialised, or the communicator has no ``membership``.
+        TypeError: The transport did not return a communicator.
     """
-    made = _open(group, timeout_seconds, what=what, regroups=regroups)
-    if regroups and membership_of(made) is None:
-        made.close()
+    communicator = _open(group, timeout_seconds, what=what, elastic=elastic)
+    if elastic and membership_of(communicator) is None:
+        communicator.close()
         raise AttachError(
-            f"{what} with min_workers: a {type(made).__name__} has no membership, so the workers "
-            "cannot agree on who continues; leave min_workers out"
+            f"{what} with min_workers: a {type(communicator).__name__} has no membership, so the "
+            "workers cannot agree on who continues; leave min_workers out"
         )
-    return made
+    return communicator
 
 
 def _open(
@@ -50,7 +56,7 @@ def _open(
     timeout_seconds: float,
     *,
     what: str,
-    regroups: bool,
+    elastic: bool,
 ) -> Communicator:
     make = getattr(group, "make_communicator", None)
     if make is None and not (dist.is_available() and dist.is_initialized()):
@@ -58,8 +64,8 @@ def _open(
             "torch.distributed is not initialised: call torch.distributed.init_process_group() "
             f"before {what}, and start the script with torchrun"
         )
-    if group is None:
-        make = getattr(dist.group.WORLD, "make_communicator", None)  # that of the simulator
+    if group is None:  # the default group of the simulator is a transport
+        make = getattr(dist.group.WORLD, "make_communicator", None)
     if make is not None:
         made = make(timeout_seconds)
         if not isinstance(made, Communicator):
@@ -67,7 +73,7 @@ def _open(
         return made
     assert group is None or isinstance(group, dist.ProcessGroup)
     communicator: Communicator
-    if regroups:
+    if elastic:
         communicator = open_elastic(group, timeout_seconds)
     elif dist.get_world_size(group) == 1:
         return SingleCommunicator(timeout_seconds)
@@ -78,3 +84,68 @@ def _open(
         interface = interface_in_use(backend)
         logger.info("%d workers over %s on %s", communicator.size, backend, interface)
     return communicator
+
+
+def open_elastic(
+    group: dist.ProcessGroup | None,
+    timeout_seconds: float,
+    *,
+    silence_seconds: float = SILENCE_SECONDS,
+) -> Communicator:
+    """Open a communicator with a ``membership`` between the members of ``group``. A collective.
+
+    Args:
+        group: Process group with the gloo backend; None is the default group.
+        timeout_seconds: Time limit of one operation.
+        silence_seconds: Time for which a view change waits for silent members, if it is less than
+            ``timeout_seconds``.
+
+    Raises:
+        AttachError: The backend is not gloo, or this process is not a member.
+        CommunicationError: A worker did not take part, or the store does not answer.
+    """
+    if dist.get_rank(group) < 0:
+        raise AttachError("this process is not a member of the group given to attach()")
+    backend = str(dist.get_backend(group))
+    if backend != "gloo":
+        raise AttachError(
+            f"min_workers needs a process group of gloo, got {backend}, which cannot open groups "
+            "without all workers of the first view (gloo takes tensors on a GPU, too)"
+        )
+    factory = GroupFactory.of(group)
+    rank, size, keys = factory.rank, factory.size, factory.keys()
+    base = without_prefixes(keys)
+    root, heartbeats = SharedStore(base, location_of(base)), HeartbeatConnections()
+
+    def begin() -> SharedStore:
+        # All members of the group read the name that the first one has written.
+        name = SharedStore(keys, root.location).put_if_absent("name", uuid.uuid4().hex)
+        training = f"{LATEST_TRAINING}/{name}"
+        store = root.within(training)
+        store.put(f"address/{rank}", heartbeats.address)
+        if rank == 0:
+            store.put("size", size)
+            root.put(LATEST_TRAINING, training)
+        if is_kept_here(base):
+            store.put("keeper", rank)
+            logger.warning(
+                "rank %d keeps the store of the process group: training cannot go on without it. "
+                'Keep the store in a process of its own, see "Elastic training"',
+                rank,
+            )
+        return store
+
+    what = f"rank {rank}: attaching failed"
+    store = root.call(begin, what)
+    agreement = Agreement(
+        rank,
+        store,
+        heartbeats,
+        timeout_seconds=timeout_seconds,
+        silence_seconds=silence_seconds,
+    )
+    view = Participant(agreement).enter(0, Decision(list(range(size)), [], size), timeout_seconds)
+    keeper = root.call(lambda: store.get("keeper"), what)
+    if keeper is not None:
+        store.location += f", which rank {keeper} kept,"
+    return view.communicator

@@ -1,4 +1,4 @@
-"""Connections that end with the process they lead to, and not before."""
+"""Heartbeat connections: sockets that stay open exactly as long as the process at the other end."""
 
 import contextlib
 import os
@@ -11,97 +11,98 @@ from collections.abc import Mapping
 from offbeat.transport.network_interface import gloo_address
 
 _CONNECT_SECONDS = 2.0
-_BACKLOG = 4096  # connections that nobody accepts; Linux has as many at most
+_BACKLOG = 4096  # connections that are never accepted; the highest value that Linux takes
 
 
-class Lifelines:
-    """Whether the processes of other workers still exist.
+class HeartbeatConnections:
+    """Detects that the process of another worker has ended.
 
-    A process listens, and accepts nobody: its kernel completes the connections for it, whatever it
-    does (computing, stopped), and ends them with it. So this takes no thread, no message and no
-    time of anybody. A host that is switched off says nothing; it is silent, not lost.
+    Each process listens on a port and never accepts. Its kernel completes the connections whether
+    the process computes or is stopped, and closes them when the process ends. So no thread, no
+    message and no computing time is needed. A host that loses power or network does not close its
+    connections: its worker is silent, not dead.
 
     Attributes:
-        address: Where this process listens, for the others.
+        address: Address on which this process listens, as ``host:port``.
     """
 
     def __init__(self) -> None:
         listener = socket.create_server((gloo_address(), 0), backlog=_BACKLOG)
         host, port = listener.getsockname()
         self.address = f"{host}:{port}"
-        self._lines: dict[int, socket.socket] = {}
-        self._lost: set[int] = set()
-        # However a training ends, this must be given back, without a warning from Python.
-        self.close = weakref.finalize(self, _close, listener, self._lines)
-        _open.add(self)
+        self._sockets: dict[int, socket.socket] = {}
+        self._dead: set[int] = set()
+        # Closes the sockets however the training ends, without a ResourceWarning.
+        self.close = weakref.finalize(self, _close, listener, self._sockets)
+        _instances.add(self)
 
-    def watch(self, addresses: Mapping[int, str]) -> list[int]:
-        """Connect to processes that are alive, by worker; those that cannot be reached.
+    def connect(self, addresses: Mapping[int, str]) -> list[int]:
+        """Connect to processes, given by worker, and return the workers that cannot be reached.
 
-        A worker that is watched already is left as it is. Takes up to 2 s.
+        Skips the workers that are already monitored. Blocks for at most 2 s.
         """
-        begun: dict[int, socket.socket] = {}
-        missed = []
+        attempts: dict[int, socket.socket] = {}
+        unreachable = []
         for worker, address in addresses.items():
-            if self.leads_to(worker):
+            if self.monitors(worker):
                 continue
             host, _, port = address.rpartition(":")
-            line = socket.socket()
-            line.setblocking(False)
-            with contextlib.suppress(OSError):  # it says so below
-                line.connect((host, int(port)))
-            begun[worker] = line
+            connection = socket.socket()
+            connection.setblocking(False)
+            with contextlib.suppress(OSError):  # the result is checked below
+                connection.connect((host, int(port)))
+            attempts[worker] = connection
         deadline = time.monotonic() + _CONNECT_SECONDS
-        for worker, line in begun.items():
-            if _connected(line, deadline - time.monotonic()):
-                self._lines[worker] = line
+        for worker, connection in attempts.items():
+            if _connected(connection, deadline - time.monotonic()):
+                self._sockets[worker] = connection
             else:
-                line.close()
-                missed.append(worker)
-        return missed
+                connection.close()
+                unreachable.append(worker)
+        return unreachable
 
-    def leads_to(self, worker: int) -> bool:
-        """Whether it is watched, or was until it was lost."""
-        return worker in self._lines or worker in self._lost
+    def monitors(self, worker: int) -> bool:
+        """Return True if the worker is monitored, or was until it died."""
+        return worker in self._sockets or worker in self._dead
 
-    def lost(self) -> frozenset[int]:
-        """Workers whose process has ended. Costs microseconds."""
+    def dead(self) -> frozenset[int]:
+        """Return the workers whose process has ended. Takes microseconds."""
         poll = select.poll()
-        by_descriptor = {line.fileno(): worker for worker, line in self._lines.items()}
+        by_descriptor = {one.fileno(): worker for worker, one in self._sockets.items()}
         for descriptor in by_descriptor:
-            poll.register(descriptor, select.POLLIN)  # nobody sends anything
+            poll.register(descriptor, select.POLLIN)  # readable only at its end: no data is sent
         for descriptor, _ in poll.poll(0):
             worker = by_descriptor[descriptor]
-            self._lines.pop(worker).close()
-            self._lost.add(worker)
-        return frozenset(self._lost)
+            self._sockets.pop(worker).close()
+            self._dead.add(worker)
+        return frozenset(self._dead)
 
 
-_open: "weakref.WeakSet[Lifelines]" = weakref.WeakSet()
+_instances: "weakref.WeakSet[HeartbeatConnections]" = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    for one in list(_open):
+    for one in list(_instances):
         one.close()
 
 
-# A child, such as one that loads data, would keep the connections to a process that has died.
+# A forked child, such as a data loader's, would keep the sockets of a dead parent open.
 os.register_at_fork(after_in_child=_close_all)
 
 
-def _connected(line: socket.socket, seconds: float) -> bool:
+def _connected(connection: socket.socket, seconds: float) -> bool:
     poll = select.poll()
-    poll.register(line.fileno(), select.POLLOUT)
+    poll.register(connection.fileno(), select.POLLOUT)
     poll.poll(max(0.0, 1000 * seconds))
     try:
-        line.getpeername()
+        connection.getpeername()
     except OSError:
         return False
     return True
 
 
-def _close(listener: socket.socket, lines: dict[int, socket.socket]) -> None:
+def _close(listener: socket.socket, connections: dict[int, socket.socket]) -> None:
     listener.close()
-    for line in lines.values():
-        line.close()
-    lines.clear()
+    for connection in connections.values():
+        connection.close()
+    connections.clear()

@@ -1,7 +1,6 @@
-"""How a new process comes into a training that is under way."""
+"""Joining: a new process asks to become a member of an elastic training that is running."""
 
 import os
-import threading
 import time
 from datetime import timedelta
 from functools import partial
@@ -9,33 +8,37 @@ from typing import Any
 
 import torch.distributed as dist
 
-from offbeat.elastic.agreement import SILENCE_SECONDS, TRAINING, Decision, Participant
-from offbeat.elastic.heartbeats import Lifelines
-from offbeat.elastic.store import Board
+from offbeat.elastic.agreement import SILENCE_SECONDS, Agreement, Decision
+from offbeat.elastic.heartbeats import HeartbeatConnections
+from offbeat.elastic.membership import Participant
+from offbeat.elastic.store import SharedStore
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout
 from offbeat.transport.communicator import Communicator, Transport
 from offbeat.transport.membership import View
+from offbeat.transport.store_access import call_within
 
-_LOOK_SECONDS = 0.05  # between looks whether the others have agreed
+LATEST_TRAINING = "offbeat/elastic"
+"""Key of the prefix of the training that began last in a store."""
+_POLL_SECONDS = 0.05  # time between two looks at the store
 _CONNECT_SECONDS = 30.0
-_MORE_SECONDS = 1.0  # than its time-out: how long torch may take to notice that
-_ATTEMPTS = 2  # each ends a view of the members
+_MARGIN_SECONDS = 1.0  # delay with which torch may notice its time limit
+_ATTEMPTS = 2  # each failed attempt costs the members one view change
 
 
 def join(address: str | None = None) -> Transport:
-    """What a new worker gives to ``attach(..., group=...)``, to join a training that goes on.
+    """Return the ``group`` argument with which a new worker attaches to a running training.
 
-    That training was attached with ``min_workers``. The new process calls no
-    ``init_process_group``. Its ``attach`` waits until the others take it in, at the end of a step
-    of theirs, at most ``timeout_seconds``. If several trainings use the store, that which began
-    last is joined.
+    The training must have been attached with ``min_workers``. The new process does not call
+    ``init_process_group``. Its ``attach`` waits until the members admit it, after one of their
+    steps, for at most ``timeout_seconds``. If several trainings use the store, it joins the one
+    that began last.
 
     Args:
-        address: Of the store of their process group: ``host:port``, or ``file://`` and a path.
-            None takes it from ``MASTER_ADDR`` and ``MASTER_PORT``.
+        address: Address of the store of the members' process group, as ``host:port`` or
+            ``file://path``. None uses ``MASTER_ADDR`` and ``MASTER_PORT``.
 
     Raises:
-        ValueError: no such address.
+        ValueError: The address has another form.
     """
     if address is None:
         variables = "MASTER_ADDR", "MASTER_PORT"
@@ -52,77 +55,76 @@ def join(address: str | None = None) -> Transport:
 
 
 class Newcomer(Transport):
-    """Makes communicators that come with a view change of others.
+    """Opens communicators in views that admit this worker.
 
     Args:
-        address: Of the store.
+        address: Address of the store.
     """
 
     def __init__(self, address: str) -> None:
         self._address = address
 
     def make_communicator(self, timeout_seconds: float) -> Communicator:
-        """Ask to join, and wait until the members have agreed.
+        """Ask to join, and wait until the members have agreed on a view with this worker.
 
         Raises:
-            AttachError: that training has ended.
-            CommunicationError: nobody keeps a store there.
-            CommunicationTimeout: nobody has taken this worker in.
+            AttachError: The training has ended.
+            CommunicationError: The store cannot be reached.
+            CommunicationTimeout: The members did not admit this worker in time.
         """
         deadline = time.monotonic() + timeout_seconds
-        everyone = Board(self._open_store(timeout_seconds), self._address)
+        root = SharedStore(self._open_store(timeout_seconds), self._address)
         for _ in range(_ATTEMPTS):
-            name = self._await(everyone, TRAINING, deadline, timeout_seconds)
-            board = everyone.within(name)
-            lifelines = Lifelines()
+            store = root.within(self._await_training(root, deadline, timeout_seconds))
+            heartbeats = HeartbeatConnections()
             try:
-                worker = board.promptly(partial(_take_number, board, lifelines), "joining failed")
-                participant = Participant(
+                worker = store.call(partial(_take_identity, store, heartbeats), "joining failed")
+                agreement = Agreement(
                     worker,
-                    board,
-                    lifelines,
+                    store,
+                    heartbeats,
                     timeout_seconds=timeout_seconds,
                     silence_seconds=SILENCE_SECONDS,
                 )
-                view = self._ask(participant, deadline)
+                view = self._await_admission(agreement, deadline)
             except BaseException:
-                lifelines.close()
+                heartbeats.close()
                 raise
             if view is not None:
                 return view.communicator
-            lifelines.close()
+            heartbeats.close()
         raise CommunicationError(
-            f"joining failed: the members cannot reach this process at {lifelines.address}. Name "
+            f"joining failed: the members cannot reach this process at {heartbeats.address}. Name "
             "the network interface that joins you to them in GLOO_SOCKET_IFNAME"
         )
 
-    def _ask(self, participant: Participant, deadline: float) -> View | None:
-        """The view that has taken this worker in; None if one has passed it over."""
-        board, worker = participant.board, participant.worker
+    def _await_admission(self, agreement: Agreement, deadline: float) -> View | None:
+        """Return the view that admits this worker, or None if a view change has excluded it."""
+        store, worker = agreement.store, agreement.worker
         what = f"rank {worker}: joining failed"
-        number = board.promptly(lambda: board.get("latest") or 0, what)
-        asked = False
+        number = store.call(lambda: store.get("latest") or 0, what)
+        requested = False
         while time.monotonic() < deadline:
-            following = board.within(f"view/{number + 1}")
-            ended = board.promptly(partial(board.get, "ended"), what)
-            decided = board.promptly(partial(following.get, "decided"), what)
+            following = store.within(f"view/{number + 1}")
+            ended = store.call(partial(store.get, "ended"), what)
+            decided = store.call(partial(following.get, "decided"), what)
             if ended is not None:
-                raise AttachError(f"rank {worker}: the training at {board.where} has ended")
+                raise AttachError(f"rank {worker}: the training at {store.location} has ended")
             if decided is not None:
-                number, asked = number + 1, False
+                number, requested = number + 1, False
                 decision = Decision(**decided)
                 if worker in decision.members:
-                    return participant.begin(number, decision)
+                    return Participant(agreement).enter_as_newcomer(number, decision)
                 if decision.asked > worker:
                     return None
-            elif not asked:
-                asked = True
-                board.promptly(partial(following.put, "wanted", True), what)
+            elif not requested:
+                requested = True
+                store.call(partial(following.put, "wanted", True), what)
             else:
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
         raise CommunicationTimeout(
-            f"{what}: the members at {board.where} have not begun another view within "
-            f"timeout_seconds={participant.timeout_seconds:g}: raise it in "
+            f"{what}: the members at {store.location} have not begun another view within "
+            f"timeout_seconds={agreement.timeout_seconds:g}: raise it in "
             "attach(..., timeout_seconds=...) if their steps may take that long"
         )
 
@@ -134,48 +136,40 @@ class Newcomer(Transport):
             return dist.FileStore(path)  # type: ignore[attr-defined]
         host, _, port = self._address.rpartition(":")
         seconds = min(timeout_seconds, _CONNECT_SECONDS)
-        made: list[Any] = []
-        said = ["no answer"]
 
-        def connect() -> None:
-            try:
-                made.append(
-                    dist.TCPStore(  # type: ignore[attr-defined]
-                        *(host, int(port)),
-                        is_master=False,
-                        wait_for_workers=False,
-                        timeout=timedelta(seconds=seconds),
-                    )
-                )
-            except RuntimeError as error:
-                said[:] = [str(error).splitlines()[0][:200]]
+        def connect() -> Any:
+            return dist.TCPStore(  # type: ignore[attr-defined]
+                *(host, int(port)),
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=seconds),
+            )
 
-        # It has no time-out for one that listens and does not answer, as one that is stopped.
-        thread = threading.Thread(target=connect, name="store", daemon=True)
-        thread.start()
-        thread.join(seconds + _MORE_SECONDS)
-        if made:
-            return made[0]
+        # TCPStore has no time limit for a process that accepts and never answers, as when stopped.
+        try:
+            return call_within(seconds + _MARGIN_SECONDS, connect)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0][:200]
         raise CommunicationError(
-            f"joining failed: nobody keeps a store at {self._address} (none found within "
-            f"{seconds:g} s): {said[0]}"
+            f"joining failed: no store answers at {self._address} within {seconds:g} s: {reason}"
         )
 
-    def _await(self, board: Board, key: str, deadline: float, timeout_seconds: float) -> str:
+    def _await_training(self, root: SharedStore, deadline: float, timeout_seconds: float) -> str:
+        """Return the prefix of the keys of the training that began last."""
         while time.monotonic() < deadline:
-            value = board.promptly(lambda: board.get(key), "joining failed")
+            value = root.call(lambda: root.get(LATEST_TRAINING), "joining failed")
             if value is not None:
                 return str(value)
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         raise CommunicationTimeout(
             f"joining failed: no training with min_workers has begun at "
             f"{self._address} within timeout_seconds={timeout_seconds:g}"
         )
 
 
-def _take_number(board: Board, lifelines: Lifelines) -> int:
-    """The first that nobody has, and with it the place among those that ask."""
-    number = int(board.get("size"))
-    while board.first(f"address/{number}", lifelines.address) != lifelines.address:
-        number += 1
-    return number
+def _take_identity(store: SharedStore, heartbeats: HeartbeatConnections) -> int:
+    """Take the lowest free identity, which is also the place in the queue of join requests."""
+    worker = int(store.get("size"))
+    while store.put_if_absent(f"address/{worker}", heartbeats.address) != heartbeats.address:
+        worker += 1
+    return worker

@@ -1,108 +1,101 @@
-"""The store in which workers meet, so that no look at it can take longer than it may."""
+"""The shared store of an elastic training, with a time limit for every access."""
 
 import json
 import os
 import socket
 import stat
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from offbeat.errors import CommunicationError
+from offbeat.transport.store_access import call_within
 
 T = TypeVar("T")
-_SLICES = 20  # of a wait: if this process is stopped meanwhile, that takes away one of them
-_STORE_SECONDS = 10.0  # a store on a host that is cut off would take as long as TCP does
+_LIMIT_SECONDS = 10.0
 
 
-class StoreGoneError(CommunicationError):
-    """The store does not answer. Without it nobody can agree on anything."""
+class StoreLostError(CommunicationError):
+    """The store does not answer. Without it the workers cannot agree on anything."""
 
 
-class Board:
-    """What all workers of a training can read and write: JSON values under keys.
+class SharedStore:
+    """JSON values under keys, which all workers of a training can read and write.
 
     Args:
-        store: It holds them.
-        where: Its address, for errors.
+        store: Store of ``torch.distributed`` that holds them.
+        location: Address of the store, for error messages.
     """
 
-    def __init__(self, store: Any, where: str) -> None:
-        self.store, self.where = store, where
+    def __init__(self, store: Any, location: str) -> None:
+        self.store, self.location = store, location
 
-    def within(self, name: str) -> "Board":
-        """The keys that begin with ``name``, by the rest."""
-        return Board(dist.PrefixStore(name, self.store), self.where)  # type: ignore[attr-defined]
+    def within(self, prefix: str) -> "SharedStore":
+        """Return a view of the keys that begin with ``prefix``, which it omits."""
+        return SharedStore(dist.PrefixStore(prefix, self.store), self.location)  # type: ignore[attr-defined]
 
     def put(self, key: str, value: object) -> None:
-        """Write."""
+        """Write a value. Returns before the write has reached the store."""
         self.store.set(key, json.dumps(value))
 
     def get(self, key: str) -> Any:
-        """Read; None if it is not there."""
+        """Read a value. Returns None if the key does not exist."""
         return json.loads(self.store.get(key)) if self.store.check([key]) else None
 
-    def first(self, key: str, value: object) -> Any:
-        """Write unless somebody has; what stands there then, for all."""
+    def put_if_absent(self, key: str, value: object) -> Any:
+        """Write a value unless the key exists, atomically, and return the value of the key."""
         return json.loads(self.store.compare_set(key, "", json.dumps(value)))
 
-    def those(self, key: str, workers: Iterable[int]) -> list[int]:
-        """The workers for which ``key``, with their number in it, is there."""
-        keys = {worker: key.format(worker) for worker in workers}
+    def present(self, pattern: str, workers: Iterable[int]) -> list[int]:
+        """Return the workers for which the key ``pattern.format(worker)`` exists."""
+        keys = {worker: pattern.format(worker) for worker in workers}
         if not keys or self.store.check(list(keys.values())):
             return list(keys)
-        return [worker for worker, one in keys.items() if self.store.check([one])]
+        return [worker for worker, key in keys.items() if self.store.check([key])]
 
-    def promptly(
-        self, function: Callable[[], T], who: str, *, seconds: float = _STORE_SECONDS
-    ) -> T:
-        """What ``function`` gives, which reads and writes here.
+    def call(self, function: Callable[[], T], what: str, *, seconds: float = _LIMIT_SECONDS) -> T:
+        """Return the result of ``function``, which reads and writes this store.
+
+        Args:
+            function: Run in a thread.
+            what: Beginning of the error message.
+            seconds: Time limit, without the time in which this process was stopped.
 
         Raises:
-            StoreGoneError: it failed, or took longer than ``seconds``; ``who`` begins the message.
+            StoreLostError: ``function`` failed or exceeded the time limit.
         """
-        results: list[T] = []
-        said: list[str] = []
-
-        def run() -> None:
-            try:
-                results.append(function())
-            except RuntimeError as error:
-                said.append(str(error).splitlines()[0][:200])
-
-        thread = threading.Thread(target=run, name="store", daemon=True)
-        thread.start()
-        for _ in range(_SLICES):
-            if thread.is_alive():
-                thread.join(seconds / _SLICES)
-        if results:
-            return results[0]
-        why = said[0] if said else f"no answer within {seconds:g} s"
-        raise StoreGoneError(
-            f"{who}: the store of the process group at {self.where} cannot be reached ({why}). "
-            "Workers agree there on who goes on: this one is cut off, or the process that kept the "
-            'store has ended; keep it in one that outlives them, see "Elastic training"'
+        try:
+            return call_within(seconds, function)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0][:200]
+        raise StoreLostError(
+            f"{what}: the store of the process group at {self.location} cannot be reached "
+            f"({reason}). Elastic training needs it to agree on the next view. This worker is cut "
+            "off, or the process that kept the store has ended: keep the store in a process that "
+            'outlives the workers, see "Elastic training"'
         )
 
 
-def base_of(store: Any) -> Any:
-    """The store below all prefixes, which other processes can reach."""
+def without_prefixes(store: Any) -> Any:
+    """Return the store below all prefixes, which other processes can open."""
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store
     return store
 
 
-def place_of(store: Any) -> str:
-    """Where a store is, as a person would say it."""
+def location_of(store: Any) -> str:
+    """Return the address of a store in readable form."""
     if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
         return f"{store.host}:{store.port}"
     return str(getattr(store, "path", type(store).__name__))
 
 
-def kept_here(store: Any) -> bool:
-    """Whether a TCPStore lives in this process, and ends with it. Where Linux can tell."""
+def is_kept_here(store: Any) -> bool:
+    """Return True if this process serves a TCPStore, which then ends with it. Linux only.
+
+    Torch does not tell; a listening socket on the port of the store does.
+    """
     tcp = isinstance(store, dist.TCPStore)  # type: ignore[attr-defined]
     if not tcp or not os.path.isdir("/proc/self/fd"):
         return False
@@ -113,8 +106,8 @@ def _listens(descriptor: int, port: int) -> bool:
     try:
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             return False
-        with socket.socket(fileno=os.dup(descriptor)) as one:
-            listening = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            return bool(listening) and one.getsockname()[1] == port
+        with socket.socket(fileno=os.dup(descriptor)) as duplicate:
+            listening = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            return bool(listening) and duplicate.getsockname()[1] == port
     except (OSError, IndexError):
         return False

@@ -1,10 +1,16 @@
-"""Changes of membership: one view ends, and the next begins from what its workers have in common.
+"""View changes: one view ends, and its workers start the next one from a common state.
 
-The loss of a worker and the arrival of one are handled alike. Everything in flight is abandoned;
-the living workers agree on the next view, make model, optimizers and counters common, and start a
-new flow. A worker writes what it receives only once it has all of it. If another worker is lost
-meanwhile, each worker therefore has either its old model or the common one, and the next attempt
-asks which worker is ahead.
+The loss of a worker and the admission of one are handled alike:
+
+1. Each worker abandons everything in flight and agrees with the others on the next view
+   (``transport/membership.py``).
+2. Each worker reports which state it has. All workers derive the same plan from the reports: one
+   worker sends its whole state to the workers that lack it, and the models of some are averaged.
+3. Each worker starts a new flow.
+
+A worker writes the state it receives only once it has all of it. If another worker is lost
+meanwhile, each worker has either its old model or the common one, and the next attempt finds out
+which workers are ahead.
 """
 
 import hashlib
@@ -19,8 +25,8 @@ import torch
 from offbeat.averaging import Worker, flow_of
 from offbeat.averaging.exact_mean import ExactMean
 from offbeat.elastic.state_transfer import (
+    load_optimizer_values,
     optimizer_values,
-    put_optimizer_values,
     receive_values,
     send_values,
 )
@@ -38,12 +44,12 @@ logger = logging.getLogger("offbeat")
 
 
 def open_wire(team: Team, strategy: Strategy, precision: Precision) -> Wire:
-    """The wire of one view. A collective.
+    """Open the wire of one view. A collective.
 
     Args:
-        team: The workers.
-        strategy: The strategy.
-        precision: As given to ``attach``.
+        team: Workers of the view.
+        strategy: Strategy, which may choose the precision itself.
+        precision: ``wire`` argument of ``attach``.
     """
     if precision == "auto" and not chooses_precision(strategy):
         return AdaptiveWire(team)
@@ -52,17 +58,17 @@ def open_wire(team: Team, strategy: Strategy, precision: Precision) -> Wire:
 
 @dataclass(frozen=True)
 class _Report:
-    """What a worker reports when a view begins.
+    """State of one worker when a view begins.
 
     Attributes:
-        fresh: True if it has joined and has nothing to contribute.
+        fresh: True if the worker has joined and has nothing to contribute.
         common: Number of the last view whose common model it has received.
         decided: Number of rounds it has decided since then.
-        unsynced: True if its model holds steps that no other worker has received.
-        steps: Local steps.
-        syncs: Local steps that synchronized.
-        digest: Digest of what must be equal on all workers.
-        carried: Common values of its flow.
+        unsynced: True if its model contains steps that no other worker has received.
+        steps: Number of local steps.
+        syncs: Number of local steps that synchronized.
+        digest: Hash of the settings that must be equal on all workers.
+        carried: Carried state of its flow that is common to all workers.
     """
 
     fresh: bool
@@ -77,12 +83,12 @@ class _Report:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What follows from all reports, the same on all workers.
+    """Steps to a common state. Derived from the reports, so all workers have the same plan.
 
     Attributes:
         source: Rank of a worker that is ahead.
-        behind: Ranks that receive everything from it.
-        contributing: Ranks whose models are averaged. Empty: the models of all others are equal.
+        behind: Ranks that receive the whole state of the source.
+        contributing: Ranks whose models are averaged. Empty if the models are then equal.
     """
 
     source: int
@@ -91,48 +97,48 @@ class _Plan:
 
 
 def plan_of(reports: Sequence[_Report], *, waits: bool, replicates: bool) -> _Plan:
-    """Who has what the others need.
+    """Return the plan that follows from the reports.
 
     Args:
-        reports: Of all workers, in rank order.
+        reports: Reports of all workers, in rank order.
         waits: True if all workers wait for each mean. A worker that has decided one round more then
-            holds all that the others have contributed to it. Otherwise all workers of the same view
-            count alike.
+            has everything that the others contributed to it. Otherwise all workers that received
+            the common model of the same view count as equally far.
         replicates: True if all workers that step hold the same parameters.
     """
-    old = [rank for rank, one in enumerate(reports) if not one.fresh]
+    old = [rank for rank, report in enumerate(reports) if not report.fresh]
 
     def progress(rank: int) -> tuple[int, ...]:
-        one = reports[rank]
+        report = reports[rank]
         if not (waits or replicates):
-            return (one.common,)
-        return one.common, one.decided, one.unsynced if replicates else False
+            return (report.common,)
+        return report.common, report.decided, report.unsynced if replicates else False
 
-    best = max(progress(rank) for rank in old)
-    ahead = [rank for rank in old if progress(rank) == best]
-    fresh = [rank for rank, one in enumerate(reports) if one.fresh]
+    most = max(progress(rank) for rank in old)
+    ahead = [rank for rank in old if progress(rank) == most]
+    fresh = [rank for rank, report in enumerate(reports) if report.fresh]
     if replicates:
-        return _Plan(ahead[0], sorted({*fresh, *old} - {*ahead}), [])
+        return _Plan(ahead[0], sorted({*range(len(reports))} - {*ahead}), [])
     contributing = ahead
-    if waits and len(ahead) == len(old):
+    if waits and len(ahead) == len(old):  # no worker missed a mean: average the steps after it
         contributing = [rank for rank in old if reports[rank].unsynced] or ahead[:1]
     return _Plan(ahead[0], fresh, contributing)
 
 
 class Views:
-    """The changes of membership, as one worker sees them.
+    """The view changes of one worker. Calling the object carries one out.
 
     Args:
-        strategy: Driven by a new flow in each view.
+        strategy: Strategy, which a new flow drives in each view.
         worker: This worker.
-        precision: Precision of the wire, as given to ``attach``.
-        stats: Returns the totals.
-        lines: What must be equal on all workers.
-        min_workers: With fewer workers training ends.
+        precision: ``wire`` argument of ``attach``.
+        stats: Returns the totals of this worker.
+        lines: Descriptions of the settings that must be equal on all workers.
+        min_workers: Number of workers below which training ends (≥ 1).
 
     Attributes:
         iteration: Iterations of this worker; set before the first view begins.
-        took: Called with the duration of each change in seconds.
+        report_seconds: Function called with the duration of each view change in seconds.
     """
 
     def __init__(
@@ -149,27 +155,28 @@ class Views:
         self._stats, self._min_workers = stats, min_workers
         self._text = "\n".join(versioned(lines))
         self.iteration: Iteration | None = None
-        self.took: Callable[[float], None] = lambda seconds: None
-        self._fresh = False  # this worker has joined and has nothing yet
+        self.report_seconds: Callable[[float], None] = lambda seconds: None
+        self._fresh = False  # True until a worker that joined has received the state
         self._common = worker.team.view
-        self._decided, self._unsynced = 0, False  # of the flow that ends
-        self._overtaken = False
-        self._last: CommunicationError | None = None  # the reason why there is no further view
+        self._decided, self._unsynced = 0, False  # see _Report; of the flow that ends
+        self._overtaken = False  # True if this worker received the state after its current step
+        self._last: CommunicationError | None = None  # why there is no further view
 
     def require_current_view(self) -> None:
-        """Raise CommunicationError if the workers want another view."""
+        """Raise CommunicationError if a view change is requested."""
         membership = self._worker.team.membership
-        if membership is not None and membership.wanted():
+        if membership is not None and membership.change_requested():
             raise CommunicationError("a worker asks to join, or another one has left the view")
 
     def __call__(self, error: CommunicationError) -> bool:
         """End this view because of ``error``, and begin the next one. A collective.
 
         Returns:
-            True if the model is now the one after a step that this worker was about to take.
+            True if this worker has received the model after the step it was about to take, so that
+            it must skip the step.
 
         Raises:
-            CommunicationError: there is no next view for this worker, or too few workers are left.
+            CommunicationError: There is no next view for this worker, or too few workers are left.
         """
         assert self.iteration is not None
         if self._last is not None:
@@ -185,14 +192,14 @@ class Views:
             raise
         seconds = team.host.now() - before
         self.record()
-        self.took(seconds)
+        self.report_seconds(seconds)
         details = worker.details
         details["view_changes"] = details.get("view_changes", 0) + 1
         details["view_seconds"] = details.get("view_seconds", 0.0) + seconds
         return self._overtaken
 
     def record(self) -> None:
-        """Note the view in the totals and in the next record."""
+        """Add the view to the totals and to the next record."""
         worker, team = self._worker, self._worker.team
         worker.details.update(view=team.view, members=list(team.members))
         worker.record.update(view=team.view, workers=team.size)
@@ -201,8 +208,8 @@ class Views:
         """Begin the view that has admitted this worker.
 
         Raises:
-            CommunicationError: it was not admitted in the end, or there are too few workers.
-            MismatchError: it differs from the others.
+            CommunicationError: The view ended before it began, or there are too few workers.
+            MismatchError: The settings of this worker differ from those of the others.
         """
         self._fresh = True
         try:
@@ -212,6 +219,7 @@ class Views:
         self.record()
 
     def _change(self, error: CommunicationError) -> None:
+        """Leave the view because of ``error``, and repeat this until a next view has begun."""
         team = self._worker.team
         while True:
             membership = team.membership
@@ -219,7 +227,7 @@ class Views:
             logger.info("rank %d leaves view %d: %s", team.rank, team.view, error)
             team.close()
             self._worker.replica.forget_buckets()
-            team.enter(membership.regroup(view=team.view, step=self._stats().steps))
+            team.enter(membership.next_view(view=team.view, step=self._stats().steps))
             if team.size < self._min_workers:
                 self._give_up()
             try:
@@ -232,8 +240,8 @@ class Views:
         """Begin the view that the team has entered. A collective.
 
         Raises:
-            CommunicationError: another view is needed.
-            MismatchError: this worker has joined, and differs from the others.
+            CommunicationError: Another view is needed.
+            MismatchError: The settings of this worker, which has joined, differ.
         """
         worker, team, iteration = self._worker, self._worker.team, self.iteration
         assert iteration is not None
@@ -242,7 +250,9 @@ class Views:
         plan = plan_of(reports, waits=before.waits, replicates=before.replicates)
         self._copy(plan, reports)
         if plan.contributing:
-            self._average(plan.contributing)
+            weight, total = float(team.rank in plan.contributing), float(len(plan.contributing))
+            what = f"mean of the models at the beginning of view {team.view}"
+            ExactMean(team, worker.replica).average(weight, total, what=what)
         self._common, self._decided, self._unsynced = team.view, 0, False
         worker.open_view(open_wire(team, self._strategy, self._precision))
         worker.norm_squared = None
@@ -251,17 +261,10 @@ class Views:
         flow.start(reports[plan.source].carried)
         if not self._fresh:
             flow.keep_local(before)
-        self._fresh = False  # only now: before, this worker had nothing that another could need
+        self._fresh = False  # only now: until here this worker had no state of use to others
         worker.barrier(f"the beginning of view {team.view}")
         iteration.begin_view(flow)
         logger.info("rank %d of %d begins view %d", team.rank, team.size, team.view)
-
-    def _average(self, contributing: Sequence[int]) -> None:
-        """x ← mean(x) over some workers, on all."""
-        worker, team = self._worker, self._worker.team
-        own, total = float(team.rank in contributing), float(len(contributing))
-        what = f"mean of the models at the beginning of view {team.view}"
-        ExactMean(team, worker.replica).average(own, total, what=what)
 
     def _give_up(self) -> None:
         team = self._worker.team
@@ -275,15 +278,15 @@ class Views:
         )
 
     def _exchange_reports(self) -> list[_Report]:
-        """The reports of all workers.
+        """Return the reports of all workers.
 
         Raises:
-            CommunicationError: a worker that has joined differs, and will leave.
-            MismatchError: it is this one.
+            CommunicationError: The settings of another worker, which has joined, differ. It leaves.
+            MismatchError: The settings of this worker differ.
         """
         worker, stats, iteration = self._worker, self._stats(), self.iteration
         assert iteration is not None
-        own = _Report(
+        report = _Report(
             self._fresh,
             self._common,
             self._decided,
@@ -294,14 +297,14 @@ class Views:
             {} if self._fresh else iteration.flow.common_values(),
         )
         communicator, what = worker.team.communicator, "reports at the beginning of a view"
-        payload = json.dumps(vars(own)).encode()
+        payload = json.dumps(vars(report)).encode()
         reports = [
             _Report(**json.loads(one)) for one in communicator.gather_bytes(payload, what=what)
         ]
         if all(one.fresh for one in reports):
             raise OffbeatError(
-                "no worker is left that has the model: all workers of this view have joined "
-                "lately. Restart training from a checkpoint"
+                "no worker is left that has the model: all workers of this view joined just now. "
+                "Restart training from a checkpoint"
             )
         first = next(rank for rank, one in enumerate(reports) if not one.fresh)
         others = [rank for rank, one in enumerate(reports) if one.digest != reports[first].digest]
@@ -332,7 +335,7 @@ class Views:
             for tensor, value in zip(tensors, values["model"], strict=True):
                 tensor.detach().copy_(value)
         for one, saved in zip(worker.optimizers, values["optimizers"], strict=True):
-            put_optimizer_values(one.optimizer, one.parameters, saved)
+            load_optimizer_values(one.optimizer, one.parameters, saved)
         source, stats = reports[plan.source], self._stats()
         if self._fresh:
             worker.step = stats.steps = source.steps

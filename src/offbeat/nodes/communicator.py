@@ -196,7 +196,7 @@ class NodeCommunicator(Communicator):
         self._next.fulfil(job)
         self._next = job.next
         # Patient, for both stages have time-outs of their own, whose errors say more.
-        ended = self._across.fulfilment(job.ended, what=what, patient=True)
+        ended = self._across.await_promise(job.ended, what=what, patient=True)
         return _Following(self, ended)
 
     @override
@@ -248,7 +248,7 @@ def _work(across: Communicator, coming: Promise[_Job | None]) -> None:
     failure: Exception | None = None
     while True:
         try:
-            job = across.fulfilment(coming, what="work inside the node", patient=True).wait()
+            job = across.await_promise(coming, what="work inside the node", patient=True).wait()
         except CommunicationError:
             return
         if job is None:

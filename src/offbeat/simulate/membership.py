@@ -193,11 +193,11 @@ class SimulatedMembership(Membership):
         return self._view
 
     @override
-    def wanted(self) -> bool:
+    def change_requested(self) -> bool:
         return self._roster.wanted(self._member)
 
     @override
-    def regroup(self, *, view: int, step: int) -> View:
+    def next_view(self, *, view: int, step: int) -> View:
         return self._roster.regroup(self._member, view)
 
     @override

@@ -1,4 +1,4 @@
-"""How workers exchange bytes: the interface of a communicator and its implementations."""
+"""Communication between workers: the communicator interface and its implementations."""
 
 from offbeat.transport.accounting import Account, Accounting
 from offbeat.transport.communicator import Communicator, Transport, Wrapper

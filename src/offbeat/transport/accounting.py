@@ -1,4 +1,4 @@
-"""Counting what a worker sends and how long it waits, around any communicator."""
+"""Accounting: bytes that a worker sends and seconds that it waits, around any communicator."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,34 +14,35 @@ T = TypeVar("T")
 
 
 class Account:
-    """What has been counted.
+    """Totals of the bytes sent and the time waited.
 
     Args:
-        carriers: How many workers hand over the same tensors, of which each carries an equal part.
+        carriers: Number of processes that pass the same tensors to their operations. Each of them
+            sends an equal part (≥ 1).
 
     Attributes:
         wait_seconds: Time spent blocked in ``Handle.wait``.
-        before_waiting: Called with the handle of each collective that is about to be waited for.
-            Not of messages, which two workers exchange while the others are anywhere.
+        before_waiting: Functions called with the handle of a collective before the worker waits
+            for it. They are not called for messages.
     """
 
     def __init__(self, carriers: int = 1) -> None:
-        self._carriers, self._handed = carriers, 0
+        self._carriers, self._bytes = carriers, 0
         self.wait_seconds = 0.0
         self.before_waiting: list[Callable[[Handle[Any]], None]] = []
         self._paused = False
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of the tensors handed to operations, as far as this worker carries them.
+        """Bytes of the tensors passed to operations, divided by the number of carriers.
 
-        A gathered or broadcast tensor counts once; what is received does not count.
+        A gathered or broadcast tensor counts once. Received tensors do not count.
         """
-        return self._handed // self._carriers
+        return self._bytes // self._carriers
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Count nothing inside: set-up and evaluation are not training."""
+        """Return a context in which nothing is counted, as during set-up and evaluation."""
         previous, self._paused = self._paused, True
         try:
             yield
@@ -49,20 +50,24 @@ class Account:
             self._paused = previous
 
     def sent(self, payload_bytes: int) -> None:
-        """Add bytes, which this worker hands over now or later."""
+        """Add bytes that this worker passes to operations."""
         if not self._paused:
-            self._handed += payload_bytes
+            self._bytes += payload_bytes
 
     def waited(self, seconds: float) -> None:
-        """Add seconds of waiting."""
+        """Add seconds of waiting time."""
         if not self._paused:
             self.wait_seconds += seconds
 
 
 class Accounting(Wrapper):
-    """A communicator that counts on an ``account``, its own unless one is given.
+    """A communicator that counts bytes and waiting time.
 
-    ``inner`` is for what happens beside the worker, whose bytes and waits are not the training's.
+    Background threads use ``inner``, so that their traffic does not count as that of training.
+
+    Args:
+        inner: Communicator that carries out the operations.
+        account: Totals to add to; None creates new ones.
     """
 
     def __init__(self, inner: Communicator, account: Account | None = None) -> None:
@@ -84,7 +89,7 @@ class _Timed(Handle[T]):
     """A handle whose blocking time is added to the account."""
 
     def __init__(self, handle: Handle[T], communicator: Accounting, collective: bool) -> None:
-        self._handle, self._fabric, self._collective = handle, communicator, collective
+        self._handle, self._communicator, self._collective = handle, communicator, collective
 
     @override
     def done(self) -> bool:
@@ -92,7 +97,7 @@ class _Timed(Handle[T]):
 
     @override
     def wait(self) -> T:
-        account, now = self._fabric.account, self._fabric.host.now
+        account, now = self._communicator.account, self._communicator.host.now
         if self._collective:
             for callback in account.before_waiting:
                 callback(self._handle)

@@ -1,7 +1,8 @@
-"""The seam between strategies and networks: operations are values, a communicator starts them.
+"""The communicator: the interface between strategies and networks.
 
-Every operation is started by one call and finished by ``Handle.wait``, so that a strategy may do
-other work in between. All workers start the same collective operations in the same order.
+A communicator starts operations, which are values. Each operation is started by one call and
+completed by ``Handle.wait``, so that computation and communication can overlap. All workers start
+the same collectives in the same order.
 """
 
 from abc import ABC, abstractmethod
@@ -29,19 +30,19 @@ T = TypeVar("T")
 
 
 class Communicator(ABC):
-    """Operations between ``size`` workers, of which this one is ``rank``.
+    """Operations between the workers of one group.
 
-    Tensors are flat, contiguous and alike on all workers. Sums are exact in no particular order,
-    but all workers receive bit-identical results.
+    Tensors are flat, contiguous, and have the same shape and dtype on all workers. The order in
+    which a sum adds is unspecified, but all workers receive bit-identical results.
 
-    An implementation has ``start``, ``twin``, ``close`` and these attributes; what else is here is
-    a shorter way to write ``start(Sum(…))`` and so on.
+    An implementation provides ``start``, ``twin``, ``close`` and the attributes below. The other
+    methods are shorthands such as ``sum(x)`` for ``start(Sum(tensor=x))``.
 
     Attributes:
-        rank: This worker, from 0.
-        size: How many workers there are.
-        timeout_seconds: How long one operation may take.
-        host: This worker's clock and activities.
+        rank: Rank of this worker, from 0.
+        size: Number of workers.
+        timeout_seconds: Time limit of one operation.
+        host: Clock and background threads of this worker.
     """
 
     rank: int
@@ -51,7 +52,7 @@ class Communicator(ABC):
 
     @property
     def control_device(self) -> torch.device:
-        """Where the small tensors that carry decisions must live."""
+        """Device for the small tensors that carry decisions, as opposed to model data."""
         return torch.device("cpu")
 
     @abstractmethod
@@ -60,28 +61,33 @@ class Communicator(ABC):
 
     @abstractmethod
     def twin(self) -> "Communicator":
-        """Another communicator of the same workers, with an order of operations of its own.
+        """Return a duplicate: the same workers, with an independent order of operations.
 
-        A collective: all workers call it alike.
+        A collective. Operations of the two communicators never mix, so that two threads can each
+        use one of them.
         """
 
     @abstractmethod
     def close(self, *, together: bool = False) -> None:
-        """Give back connections, threads and descriptors, those of twins too.
+        """Release connections, threads and descriptors, including those of all twins.
 
-        Operations under way fail, here and on the workers that still wait for this one. Calling
-        it again does nothing.
+        Pending operations fail, on this worker and on the workers that wait for it. A second call
+        has no effect.
 
         Args:
-            together: All workers close, and nothing is under way: then no worker takes away what
-                another is still receiving. Without it this is no collective.
+            together: True if all workers close and no operation is pending. The call is then a
+                collective that closes no connection on which another worker is still receiving.
         """
 
     @final
     def sum(self, tensor: Tensor, *, what: str, tail: int = 0) -> Handle[Tensor]:
-        """Start replacing ``tensor`` by its sum over the workers; ``what`` names it in errors.
+        """Start replacing ``tensor`` by its sum over the workers.
 
-        ``tail``: see ``Host.scale``; the last numbers of ``tensor`` that are no model data.
+        Args:
+            tensor: Summed in place.
+            what: Name of the operation in error messages.
+            tail: Number of elements at the end of ``tensor`` that are not model data; see
+                ``Host.scale``.
         """
         return self.start(Sum(what=what, tensor=tensor, tail=tail))
 
@@ -92,12 +98,12 @@ class Communicator(ABC):
 
     @final
     def broadcast(self, tensor: Tensor, *, source: int = 0, what: str) -> Handle[Tensor]:
-        """Start replacing ``tensor`` by that of worker ``source``."""
+        """Start replacing ``tensor`` by the one of worker ``source``."""
         return self.start(Broadcast(what=what, tensor=tensor, source=source))
 
     @final
     def gather(self, tensor: Tensor, *, what: str) -> Handle[list[Tensor]]:
-        """Start collecting every worker's ``tensor``, in rank order, on all workers."""
+        """Start an all-gather: the result lists every worker's ``tensor`` in rank order."""
         return self.start(Gather(what=what, tensor=tensor))
 
     @final
@@ -114,19 +120,19 @@ class Communicator(ABC):
     def receive(
         self, tensor: Tensor, *, source: int, tag: int = 0, what: str, patient: bool = False
     ) -> Handle[Tensor]:
-        """Start filling ``tensor`` with a message; see ``operation.Receive``."""
+        """Start receiving a message into ``tensor``; see ``operation.Receive``."""
         return self.start(
             Receive(what=what, tensor=tensor, source=source, tag=tag, patient=patient)
         )
 
     @final
-    def fulfilment(self, promise: Promise[T], *, what: str, patient: bool = False) -> Handle[T]:
-        """What another activity of this worker fulfils; see ``operation.Await``."""
+    def await_promise(self, promise: Promise[T], *, what: str, patient: bool = False) -> Handle[T]:
+        """Return a handle of the result of ``promise``; see ``operation.Await``."""
         return self.start(Await(what=what, promise=promise, patient=patient))
 
     @final
     def gather_bytes(self, payload: bytes, *, what: str) -> list[bytes]:
-        """Every worker's ``payload`` (of any length), in rank order. Blocks."""
+        """Return every worker's ``payload`` in rank order. Lengths may differ. Blocks."""
         device = self.control_device
         length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
         lengths = [int(n.item()) for n in self.gather(length, what=f"length of {what}").wait()]
@@ -141,10 +147,12 @@ class Communicator(ABC):
 
 
 class Wrapper(Communicator):
-    """A communicator around another one, to be given a ``start`` of its own.
+    """Base class of communicators that change or observe what another one starts.
+
+    A subclass overrides ``start``, and ``twin`` if duplicates are to be wrapped as well.
 
     Args:
-        inner: The communicator that does the work.
+        inner: Communicator that carries out the operations.
     """
 
     def __init__(self, inner: Communicator) -> None:
@@ -171,13 +179,14 @@ class Wrapper(Communicator):
 
 
 class Transport(Protocol):
-    """What ``attach(group=…)`` takes besides a process group: workers reached in a way of its own.
+    """Custom source of communicators, accepted by ``attach(group=…)`` in place of a process group.
 
-    The simulator is one; so is a test that puts a fault between the workers.
+    The simulator provides one. Tests use others to inject faults.
     """
 
     def make_communicator(self, timeout_seconds: float) -> Communicator:
-        """A communicator of its own for each caller, with ``timeout_seconds`` for an operation.
+        """Open a new communicator between the workers. A collective.
 
-        A collective: all workers call it alike.
+        Args:
+            timeout_seconds: Time limit of one operation.
         """

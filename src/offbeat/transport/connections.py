@@ -1,4 +1,4 @@
-"""The life of a communicator and its twins: their connections, the first failure, and the end."""
+"""Connections of a communicator and its twins: opening, loss of peers, the first error, closing."""
 
 import atexit
 import functools
@@ -13,68 +13,85 @@ from typing_extensions import override
 
 from offbeat.errors import CommunicationError, CommunicationTimeout
 from offbeat.transport import process_groups as groups
-from offbeat.transport.exit_reasons import Departures
-from offbeat.transport.failure_detection import Health
+from offbeat.transport.exit_reasons import ExitReasons
+from offbeat.transport.failure_detection import LivenessCheck
 from offbeat.transport.handle import UnexplainedError
 from offbeat.transport.host import ThreadHost
-from offbeat.transport.process_groups import GroupFactory, MeetingError, ranks_text
-from offbeat.transport.receiver_thread import Waiter
+from offbeat.transport.process_groups import GroupFactory, OpeningError, ranks_text
+from offbeat.transport.receiver_thread import ReceiverThread
 
-_SETTLE_SECONDS = 0.5  # in which operations fail whose connections have ended
-_EXIT_SECONDS = 5.0  # in which Python waits for one that has not, at its end
-_HALF_SECONDS = 1.0  # likewise, one that waits for the rest of a message, if gloo lets go of it
+_SETTLE_SECONDS = 0.5  # time in which pending operations fail once their connections are closed
+_ABANDON_SECONDS = 1.0  # time after which close() abandons a thread that is still in gloo
+_EXIT_SECONDS = 5.0  # time for which Python, when it exits, waits for an abandoned thread
 
 
-class Underway(Protocol):
-    """An operation that was started and not waited for."""
+class PendingOperation(Protocol):
+    """An operation that was started and not yet waited for."""
 
     def done(self) -> bool:
-        """Whether it has ended, as far as the backend knows."""
+        """Return True if the backend reports that the operation has ended."""
 
     def failed(self) -> bool:
-        """Whether it has ended in an error, as far as the backend knows."""
+        """Return True if the backend reports that the operation has failed."""
 
     def running(self) -> bool:
-        """Whether a thread of the backend is at it."""
+        """Return True while a thread of the backend executes the operation."""
 
     def abandon(self) -> None:
-        """Let go of the backend."""
+        """Drop the reference to the backend's operation."""
 
 
 @dataclass
-class Lines:
-    """The groups of one communicator. Closing takes them away, or handles would keep them alive."""
+class Channel:
+    """The process groups of one communicator.
 
-    group: Any
+    ``Connections.close`` sets them to None, because handles would keep them alive.
+
+    Attributes:
+        collectives: Group for collectives.
+        messages: Gloo group for messages. With gloo it is the group for collectives.
+    """
+
+    collectives: Any
     messages: Any
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An operation that failed, after how long, and the first line of what the backend said."""
+    """A failed operation.
+
+    Attributes:
+        what: Name of the operation.
+        seconds: Time from its start to its failure.
+        timed_out: True if its time limit ran out.
+        reason: First line of the backend's error message.
+    """
 
     what: str
     seconds: float
     timed_out: bool
-    said: str
+    reason: str
 
 
-class Life:
-    """What a communicator and its twins share.
+class Connections:
+    """Lifetime of the process groups shared by a communicator and its twins.
+
+    Opens the groups, detects lost peers, turns the first failure into the error that every later
+    operation raises, and closes everything once.
 
     Args:
-        factory: Opens the groups, and may know who is lost; else a group is opened to ask them.
-        backend: Of the groups that do the work.
-        host: Runs the activities.
-        timeout_seconds: How long one operation may take.
-        health_seconds: How long the others have, after a failure, to say that they are alive.
-        farewell_seconds: How long ``close`` waits for threads to end.
+        factory: Opens the groups. If it can name lost peers, no liveness check is needed.
+        backend: Backend of the groups for collectives.
+        host: Runs the background threads.
+        timeout_seconds: Time limit of one operation.
+        liveness_seconds: Time in which a peer must answer the liveness check after a failure.
+        closing_seconds: Time for which ``close`` waits for threads.
 
     Attributes:
-        closed: Whether this worker has left.
-        under_way: Operations that nobody has waited for.
-        inside: Threads that wait in the backend for a message.
-        waiter: Waits for messages in the place of the main thread.
+        closed: True once ``close`` was called.
+        pending: Operations that were started and not yet waited for.
+        blocked_threads: Background threads that are blocked in the backend on a receive.
+        receiver: Thread that waits for messages on behalf of the main thread.
     """
 
     def __init__(
@@ -84,27 +101,27 @@ class Life:
         host: ThreadHost,
         *,
         timeout_seconds: float,
-        health_seconds: float,
-        farewell_seconds: float,
+        liveness_seconds: float,
+        closing_seconds: float,
     ) -> None:
         self.rank, self.backend, self.host = factory.rank, backend, host
         self.timeout_seconds = timeout_seconds
         self.closed = False
-        self.under_way: set[Underway] = set()
-        self.inside: set[threading.Thread] = set()
-        self.waiter = Waiter()
-        self._farewell_seconds = farewell_seconds
+        self.pending: set[PendingOperation] = set()
+        self.blocked_threads: set[threading.Thread] = set()
+        self.receiver = ReceiverThread()
+        self._closing_seconds = closing_seconds
         self._factory = factory
-        self._lines: list[Lines] = []
-        # Makes the first error: one for all would keep alive what all that raise it hold.
-        self._failed: Callable[[], CommunicationError] | None = None
-        self._first: Failure | None = None  # what it tells of
-        self._hung_up: float | None = None  # when
+        self._channels: list[Channel] = []
+        # A factory, because one error object would keep alive the tracebacks of all its raisers.
+        self._make_error: Callable[[], CommunicationError] | None = None
+        self._first_failure: Failure | None = None
+        self._closed_at: float | None = None  # when the sockets were closed
         self._failing = threading.Lock()
-        self._health: Health | None = None
+        self._liveness: LivenessCheck | None = None
         if factory.lost is None:
-            self._health = Health(self._open("gloo"), health_seconds)
-        self._departures = Departures(factory.keys(), self.rank)
+            self._liveness = LivenessCheck(self._open("gloo"), liveness_seconds)
+        self._exit_reasons = ExitReasons(factory.keys(), self.rank)
         close_at_exit(self)
 
     def _open(self, backend: str) -> groups.Group:
@@ -114,49 +131,53 @@ class Life:
         except RuntimeError as error:
             elapsed = time.perf_counter() - started
             text = f"rank {self.rank}: opening connections failed after {elapsed:.1f} s"
-            said = ""
-            if isinstance(error, MeetingError):
+            reason = ""
+            if isinstance(error, OpeningError):
                 text += f": {error}"
             else:
-                said = _first_line(error)
+                reason = _first_line(error)
             timed_out = elapsed >= 0.95 * self.timeout_seconds
-            failure = Failure("opening", elapsed, timed_out, said)
+            failure = Failure("opening", elapsed, timed_out, reason)
             raise self._error(text, failure)() from None
 
-    def open_lines(self) -> Lines:
-        """Groups for one communicator. A collective."""
+    def open_channel(self) -> Channel:
+        """Open the groups of one communicator. A collective."""
         group = self._open(self.backend)
-        # Messages travel between CPUs: NCCL has none from any sender.
+        # Messages travel between CPUs, because NCCL cannot receive from an unknown sender.
         messages = group if self.backend == "gloo" else self._open("gloo")
-        self._lines.append(Lines(group, messages))
-        return self._lines[-1]
+        self._channels.append(Channel(group, messages))
+        return self._channels[-1]
 
-    def look(self) -> bool:
-        """Hang up if a worker is lost, though not to what waits here. Called now and then in waits.
+    # -- failures ---------------------------------------------------------------------------------
 
-        Returns whether the connections ended so long ago that what still waits has missed it, as
-        happens in gloo.
+    def poll(self) -> bool:
+        """Close all sockets if a peer is lost. Called periodically by blocked operations.
 
-        An operation that was started later may wait for one that lives and is busy. Besides, gloo
-        reads no more from a connection whose next message is for an operation that has failed by
-        another connection: what else waits there would wait for the time-out.
+        Closing is what wakes the other operations. Two cases need it. An operation may be blocked
+        on a healthy but busy peer and would never notice the loss of another one. And gloo stops
+        reading from a connection once its next message belongs to a failed operation, so
+        operations behind it would block until the time-out.
+
+        Returns:
+            True if the sockets were closed more than 0.5 s ago. Gloo sometimes never wakes an
+            operation after its connection is closed; the caller then gives up on it.
         """
-        failed = any(work.failed() for work in list(self.under_way))
-        if failed or self._departures.look() or self._lost():
-            self._hang_up()
-        ended = self._hung_up
-        return ended is not None and time.perf_counter() - ended > _SETTLE_SECONDS
+        failed = any(operation.failed() for operation in list(self.pending))
+        if failed or self._exit_reasons.any_published() or self._lost():
+            self._close_sockets()
+        closed_at = self._closed_at
+        return closed_at is not None and time.perf_counter() - closed_at > _SETTLE_SECONDS
 
-    def _hang_up(self) -> None:
-        self._hung_up = self._hung_up or time.perf_counter()
-        for lines in list(self._lines):
-            for group in {id(g): g for g in (lines.group, lines.messages)}.values():
-                groups.hang_up(group)
+    def _close_sockets(self) -> None:
+        self._closed_at = self._closed_at or time.perf_counter()
+        for channel in list(self._channels):
+            for group in {id(g): g for g in (channel.collectives, channel.messages)}.values():
+                groups.close_connections(group)
 
-    def why_closed(self, what: str) -> CommunicationError:
-        """What to raise for an operation after the end."""
-        if self._failed is not None:
-            return self._failed()
+    def error_after_close(self, what: str) -> CommunicationError:
+        """Return the error to raise for an operation on closed connections."""
+        if self._make_error is not None:
+            return self._make_error()
         return CommunicationError(
             f"rank {self.rank}: {what} after this worker has left: attach again"
         )
@@ -164,121 +185,132 @@ class Life:
     def failure(
         self, what: str, started: float, error: RuntimeError, *, patient: bool = False
     ) -> CommunicationError:
-        """The error to raise when an operation failed. Asks once who is still there."""
-        error.__traceback__ = None  # it would keep a process group
+        """Return the error to raise for an operation that failed; see ``explain``."""
+        error.__traceback__ = None  # it would keep a process group alive
         elapsed = time.perf_counter() - started
         timed_out = not patient and elapsed >= 0.95 * self.timeout_seconds
         return self.explain(Failure(what, elapsed, timed_out, _first_line(error)))
 
     def explain(self, failure: Failure) -> CommunicationError:
-        """The error to raise for a failure, with who is missing if the worker itself asks."""
-        with self._failing:  # a time-out of gloo's makes everything else fail, too
-            self._first = failure = failure if failure.timed_out else self._first or failure
-        if self.host.in_background and self._failed is None:
-            # An activity beside the worker ends; the worker itself asks who is missing, because
-            # only its own messages of that kind are answered. That may be later, or never while it
-            # waits for somebody else, who in turn may wait for the one that is lost.
+        """Return the error to raise for a failure.
+
+        The first call on the worker's thread closes all sockets and asks which peers are missing.
+        All later calls return the same error.
+        """
+        with self._failing:  # a time-out in gloo makes all other operations fail, too
+            first = failure if failure.timed_out else self._first_failure or failure
+            self._first_failure = failure = first
+        if self.host.in_background and self._make_error is None:
+            # The liveness check runs once, on the worker's own thread. That may be much later, or
+            # never if the worker is blocked on a peer that in turn is blocked on the lost one.
+            # Closing the sockets ends such a deadlock.
             if not self.closed:
-                self._hang_up()
+                self._close_sockets()
             return _BackgroundError(self, failure)
         with self._failing:
-            if self._failed is None:
-                self._failed = self._describe(failure)
-        return self._failed()
+            if self._make_error is None:
+                self._make_error = self._describe(failure)
+        return self._make_error()
 
     def _describe(self, failure: Failure) -> Callable[[], CommunicationError]:
-        self._hang_up()
-        gone, silent = ([], []) if self.closed else self._missing()
+        self._close_sockets()
+        lost, silent = ([], []) if self.closed else self._missing()
         text = f"rank {self.rank}: {failure.what} failed after {failure.seconds:.1f} s"
-        if gone:
-            text += f": lost the connection to {self._first_of(gone)}"
+        if lost:
+            text += f": lost the connection to {self._lost_first(lost)}"
         elif silent:
             text += (
                 f": no answer from {ranks_text(silent)}, busy elsewhere or stuck "
                 "(one that skips a step under a GradScaler needs attach(..., scaler=scaler))"
             )
-            failure = replace(failure, timed_out=True)  # another worker's, perhaps, which hung up
+            failure = replace(failure, timed_out=True)  # here, or on a peer that then closed
         if not self.closed:
-            self._departures.tell("failed")
+            self._exit_reasons.publish("failed")
         return self._error(text, failure)
 
     def _lost(self) -> list[int]:
         return [] if self._factory.lost is None else self._factory.lost()
 
     def _missing(self) -> tuple[list[int], list[int]]:
-        """Ranks that are gone, and ranks that are silent, whom a view change finds out itself."""
-        return (self._lost(), []) if self._health is None else self._health.missing()
+        """Return lost and silent ranks. The factory names no silent ones: a view change does."""
+        return (self._lost(), []) if self._liveness is None else self._liveness.missing()
 
-    def _first_of(self, gone: list[int]) -> str:
-        """Those who did not leave on account of others, and why they left."""
-        told = self._departures.told(gone)
-        if told is None:
-            return f"{ranks_text(gone)}, which died or gave up first"
-        ways = {
-            "which died or was cut off": [rank for rank in gone if rank not in told],
-            "which gave up": [rank for rank in gone if told.get(rank) == "gave up"],
+    def _lost_first(self, lost: list[int]) -> str:
+        """Name the ranks that were lost first, with their exit reasons."""
+        reasons = self._exit_reasons.read(lost)
+        if reasons is None:
+            return f"{ranks_text(lost)}, which died or gave up first"
+        kinds = {
+            "which died or was cut off": [rank for rank in lost if rank not in reasons],
+            "which gave up": [rank for rank in lost if reasons.get(rank) == "gave up"],
         }
-        texts = [f"{ranks_text(ranks)}, {how}" for how, ranks in ways.items() if ranks]
-        return ", and to ".join(texts) or f"{ranks_text(gone)}, which failed before"
+        texts = [f"{ranks_text(ranks)}, {kind}" for kind, ranks in kinds.items() if ranks]
+        return ", and to ".join(texts) or f"{ranks_text(lost)}, which failed before"
 
     def _error(self, text: str, failure: Failure) -> Callable[[], CommunicationError]:
-        """What makes the error: ``text``, the knob to turn, and what the backend said."""
+        """Return a factory of errors: ``text``, the setting to change, the backend's reason."""
         if failure.timed_out:
             text += (
                 f". The time-out is timeout_seconds={self.timeout_seconds:g}: raise it in "
                 "attach(..., timeout_seconds=...) if a worker may be that much slower"
             )
         kind = CommunicationTimeout if failure.timed_out else CommunicationError
-        said = f". {self.backend} said: {failure.said}" if failure.said else ""
-        return functools.partial(kind, text + said)
+        reason = f". {self.backend} said: {failure.reason}" if failure.reason else ""
+        return functools.partial(kind, text + reason)
+
+    # -- closing ----------------------------------------------------------------------------------
 
     def close(self, *, together: bool = False) -> None:
-        """Fail what is under way, let the threads end, and give the groups back.
+        """Fail the pending operations, wait for the threads, and release the groups.
 
         Args:
-            together: All workers leave: nobody will ask why.
+            together: True if all workers close, so that no exit reason is needed.
         """
         if self.closed:
             return
         self.closed = True
-        if self._failed is None and not together:
-            self._departures.tell("gave up")
-        if self.host.active or not all(work.done() for work in list(self.under_way)):
+        if self._make_error is None and not together:
+            self._exit_reasons.publish("gave up")
+        if self.host.active or not all(operation.done() for operation in list(self.pending)):
             with self._failing:
-                if self._failed is None:
+                if self._make_error is None:
                     text = f"rank {self.rank} has given up"
-                    self._failed = functools.partial(CommunicationError, text)
-            self._hang_up()
+                    self._make_error = functools.partial(CommunicationError, text)
+            self._close_sockets()
+        self._join_threads()
+        stuck = self._is_stuck()
+        for operation in list(self.pending):
+            operation.abandon()
+        self.pending.clear()
+        for channel in self._channels:
+            groups.close(channel.collectives)
+            references = [channel.collectives]
+            channel.collectives = channel.messages = None
+            groups.release(references, in_background=stuck)
+        self._channels.clear()
+        self.receiver.close(self._closing_seconds)
+        self._exit_reasons.close()
+        if self._liveness is not None:
+            self._liveness.close()
+
+    def _join_threads(self) -> None:
         current = threading.current_thread()
-        deadline = time.perf_counter() + self._farewell_seconds
+        deadline = time.perf_counter() + self._closing_seconds
         for thread in self.host.active:
             while thread is not current and thread.is_alive() and time.perf_counter() < deadline:
                 thread.join(0.2)
                 if thread.is_alive():
-                    self._hang_up()  # what it has begun meanwhile was not under way then
-                    ended = self._hung_up or time.perf_counter()
-                    if thread in self.inside and time.perf_counter() - ended > _HALF_SECONDS:
-                        groups.leave(thread, time.monotonic() + _EXIT_SECONDS)
+                    self._close_sockets()  # the thread may have started an operation meanwhile
+                    closed_at = self._closed_at or time.perf_counter()
+                    waited = time.perf_counter() - closed_at
+                    if thread in self.blocked_threads and waited > _ABANDON_SECONDS:
+                        groups.abandon_thread(thread, time.monotonic() + _EXIT_SECONDS)
                         break
-        lost = self._loses_track()
-        for work in list(self.under_way):
-            work.abandon()
-        self.under_way.clear()
-        for lines in self._lines:
-            groups.close(lines.group)
-            held = [lines.group]
-            lines.group = lines.messages = None
-            groups.let_go(held, beside=lost)
-        self._lines.clear()
-        self.waiter.close(self._farewell_seconds)
-        self._departures.close()
-        if self._health is not None:
-            self._health.close()
 
-    def _loses_track(self) -> bool:
-        """Whether an operation runs on although all connections have ended, as happens in gloo."""
+    def _is_stuck(self) -> bool:
+        """Return True if gloo still runs an operation although all its connections are closed."""
         deadline = time.perf_counter() + _SETTLE_SECONDS
-        while any(work.running() for work in list(self.under_way)):
+        while any(operation.running() for operation in list(self.pending)):
             if time.perf_counter() > deadline:
                 return True
             time.sleep(0.001)
@@ -286,25 +318,28 @@ class Life:
 
 
 class _BackgroundError(UnexplainedError):
-    def __init__(self, life: Life, failure: Failure) -> None:
-        super().__init__(f"{failure.what} failed: {failure.said}")
-        self._life, self._failure = life, failure
+    def __init__(self, connections: Connections, failure: Failure) -> None:
+        super().__init__(f"{failure.what} failed: {failure.reason}")
+        self._connections, self._failure = connections, failure
 
     @override
     def explain(self) -> CommunicationError:
-        return self._life.explain(self._failure)
+        return self._connections.explain(self._failure)
 
 
-class Closes(Protocol):
-    """Something with an end."""
+class Closeable(Protocol):
+    """An object with a ``close`` method."""
 
     def close(self) -> None:
-        """End it."""
+        """Release resources."""
 
 
-def close_at_exit(one: Closes) -> None:
-    """Python would abort with a thread inside gloo, and wait for operations that cannot end."""
-    reference = weakref.ref(one)
+def close_at_exit(resource: Closeable) -> None:
+    """Close ``resource`` when Python exits, if it is still alive.
+
+    Otherwise Python would abort with a thread inside gloo, and wait for operations that never end.
+    """
+    reference = weakref.ref(resource)
 
     def close() -> None:
         alive = reference()
@@ -312,10 +347,10 @@ def close_at_exit(one: Closes) -> None:
             alive.close()
 
     atexit.register(close)
-    weakref.finalize(one, atexit.unregister, close).atexit = False
+    weakref.finalize(resource, atexit.unregister, close).atexit = False
 
 
 def _first_line(error: RuntimeError) -> str:
-    """The backend's message without its source path and its small talk."""
+    """Return the backend's message without its source path and its general advice."""
     line = str(error).splitlines()[0]
     return line.rpartition("] ")[2].partition(". This is typically")[0][:200]

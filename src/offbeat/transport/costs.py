@@ -1,8 +1,8 @@
-"""What communication costs: pure formulas in plain numbers, and when it may begin.
+"""Durations and traffic of messages and collectives in the α–β model.
 
-Sizes in bytes (M), a bandwidth in bytes a second (B), a latency in seconds (α), a number of workers
-(N). They follow the α–β model (Hockney, "The communication challenge for MPP", Parallel Computing
-20(3), 1994): a message costs α + M/B. The arithmetic of a reduction costs nothing.
+Symbols: size in bytes (M), bandwidth in bytes per second (B), latency in seconds (α), number of
+workers (N). A message takes α + M/B (Hockney, "The communication challenge for MPP", Parallel
+Computing 20(3), 1994). The arithmetic of a reduction takes no time.
 """
 
 import math
@@ -10,14 +10,14 @@ import math
 from offbeat.arguments import require_integer
 
 USUAL_INSIDE, USUAL_INSIDE_LATENCY = "100Gbit/s", "10us"
-"""Of the network inside a node of several workers, where nothing else is said."""
+"""Default bandwidth and latency of the network inside a node."""
 
 FORWARD_SHARE = 1 / 3
-"""Of a step's computing, what comes before backward: a backward costs two forwards."""
+"""Share of a step's computation before backward: backward takes as long as two forwards."""
 
 
 def message_seconds(size_bytes: float, bytes_per_second: float, latency_seconds: float) -> float:
-    """One message from one worker to another: α + M/B.
+    """Return the duration of one message from one worker to another: α + M/B.
 
     Source: Hockney 1994.
     """
@@ -28,10 +28,10 @@ def message_seconds(size_bytes: float, bytes_per_second: float, latency_seconds:
 def all_reduce_seconds(
     size_bytes: float, workers: int, bytes_per_second: float, latency_seconds: float
 ) -> float:
-    """A ring all-reduce: 2(N−1)·(α + M/(N·B)), so 0 for one worker and 2M/B for many.
+    """Return the duration of a ring all-reduce: 2(N−1)·(α + M/(N·B)).
 
-    N−1 rounds of reduce-scatter and N−1 of all-gather, in each of which every worker sends one
-    N-th of the tensor.
+    It has N−1 steps of reduce-scatter and N−1 of all-gather. In each step every worker sends one
+    N-th of the tensor. The duration is 0 for one worker and approaches 2M/B for many.
 
     Source: Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
     workstations", JPDC 69(2), 2009.
@@ -44,9 +44,9 @@ def all_reduce_seconds(
 def broadcast_seconds(
     size_bytes: float, workers: int, bytes_per_second: float, latency_seconds: float
 ) -> float:
-    """A broadcast down a binomial tree: ⌈log₂ N⌉·(α + M/B), 0 for one worker.
+    """Return the duration of a broadcast along a binomial tree: ⌈log₂ N⌉·(α + M/B).
 
-    In each round everyone who has the tensor sends all of it to one who has not.
+    In each step every worker that has the tensor sends it to one that does not.
 
     Source: Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in
     MPICH", IJHPCA 19(1), 2005.
@@ -58,7 +58,7 @@ def broadcast_seconds(
 def reduce_seconds(
     size_bytes: float, workers: int, bytes_per_second: float, latency_seconds: float
 ) -> float:
-    """A reduction to one worker up a binomial tree: ⌈log₂ N⌉·(α + M/B), 0 for one worker.
+    """Return the duration of a reduction to one worker along a binomial tree: ⌈log₂ N⌉·(α + M/B).
 
     Source: Thakur, Rabenseifner & Gropp 2005.
     """
@@ -68,9 +68,9 @@ def reduce_seconds(
 def all_gather_seconds(
     size_bytes: float, workers: int, bytes_per_second: float, latency_seconds: float
 ) -> float:
-    """A ring all-gather of M bytes from *each* worker: (N−1)·(α + M/B), 0 for one worker.
+    """Return the duration of a ring all-gather of M bytes from *each* worker: (N−1)·(α + M/B).
 
-    In each round every worker passes on the tensor that it received last.
+    In each step every worker forwards the tensor that it received last.
 
     Source: Thakur, Rabenseifner & Gropp 2005 (there with n = N·M bytes in total).
     """
@@ -81,9 +81,10 @@ def all_gather_seconds(
 def all_to_all_seconds(
     size_bytes: float, workers: int, bytes_per_second: float, latency_seconds: float
 ) -> float:
-    """An all-to-all of M bytes from each worker, M/N to each: (N−1)·(α + M/(N·B)).
+    """Return the duration of an all-to-all of M bytes from each worker: (N−1)·(α + M/(N·B)).
 
-    In round k every worker sends to the k-th after it and receives from the k-th before it.
+    In step k every worker sends M/N bytes to the k-th worker after it, and receives as much from
+    the k-th before it.
 
     Source: Thakur, Rabenseifner & Gropp 2005 (pairwise exchange).
     """
@@ -92,7 +93,7 @@ def all_to_all_seconds(
 
 
 def all_reduce_bytes(size_bytes: float, workers: int) -> float:
-    """Bytes that each worker sends in a ring all-reduce: 2(N−1)/N·M.
+    """Return the bytes that each worker sends in a ring all-reduce: 2(N−1)/N·M.
 
     Source: Patarasuk & Yuan 2009; no algorithm sends fewer.
     """
@@ -101,9 +102,9 @@ def all_reduce_bytes(size_bytes: float, workers: int) -> float:
 
 
 def broadcast_bytes(size_bytes: float, workers: int) -> float:
-    """Bytes that a worker sends in a broadcast, the mean over workers: (N−1)/N·M.
+    """Return the bytes that a worker sends in a broadcast, averaged over workers: (N−1)/N·M.
 
-    All but the root receive M once. The root, which sends most, sends ⌈log₂ N⌉·M; leaves send
+    Each worker except the root receives M bytes once. The root sends ⌈log₂ N⌉·M; leaves send
     nothing.
 
     Source: Thakur, Rabenseifner & Gropp 2005.
@@ -113,9 +114,9 @@ def broadcast_bytes(size_bytes: float, workers: int) -> float:
 
 
 def reduce_bytes(size_bytes: float, workers: int) -> float:
-    """Bytes that a worker sends in a reduction, the mean over workers: (N−1)/N·M.
+    """Return the bytes that a worker sends in a reduction, averaged over workers: (N−1)/N·M.
 
-    All but the root send M once.
+    Each worker except the root sends M bytes once.
 
     Source: Thakur, Rabenseifner & Gropp 2005.
     """
@@ -123,7 +124,7 @@ def reduce_bytes(size_bytes: float, workers: int) -> float:
 
 
 def all_gather_bytes(size_bytes: float, workers: int) -> float:
-    """Bytes that each worker sends in a ring all-gather of M bytes from each: (N−1)·M.
+    """Return the bytes that each worker sends in a ring all-gather of M bytes from each: (N−1)·M.
 
     Source: Thakur, Rabenseifner & Gropp 2005.
     """
@@ -132,7 +133,7 @@ def all_gather_bytes(size_bytes: float, workers: int) -> float:
 
 
 def all_to_all_bytes(size_bytes: float, workers: int) -> float:
-    """Bytes that each worker sends in an all-to-all of M bytes from each: (N−1)/N·M.
+    """Return the bytes that each worker sends in an all-to-all of M bytes: (N−1)/N·M.
 
     Source: Thakur, Rabenseifner & Gropp 2005.
     """

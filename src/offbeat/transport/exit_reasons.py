@@ -1,98 +1,72 @@
-"""Why workers have left, and that one has: a connection that is lost does not say."""
+"""Exit reasons: workers publish why they leave, because a lost connection does not tell."""
 
-import threading
-import time
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar, cast
 
+from offbeat.transport.store_access import KeyPoll, call_within
+
 T = TypeVar("T")
-Why = Literal["gave up", "failed"]
-_ALARM = "alarm"  # key: somebody has left
-_STORE_SECONDS = 1.0  # a store on a host that is cut off may take as long as it likes
-_BETWEEN_SECONDS = 1.0  # between looks at the store in a long wait
+ExitReason = Literal["gave up", "failed"]
+_ALARM = "alarm"  # key that exists once any worker has left
+_STORE_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 
 
-class Departures:
-    """What workers tell in the process group's store before they leave.
+class ExitReasons:
+    """The exit reasons of the workers of one communicator, in the store of their process group.
 
-    One that was killed tells nothing, but whoever notices it does: "failed". Those who notice later
-    do not take that one for the first, and those who wait for somebody who lives learn of it.
+    A worker that closes by itself publishes "gave up". A worker that closes because an operation
+    failed publishes "failed". A killed worker publishes nothing. This has two uses:
+
+    * An error names the worker that was lost first, and not those that failed because of it.
+    * A worker that waits for a healthy peer learns that a third worker was lost.
 
     Args:
-        store: Keys of these workers alone.
-        rank: This worker's.
+        store: Store whose keys belong to these workers alone.
+        rank: Rank of this worker.
     """
 
     def __init__(self, store: Any, rank: int) -> None:
         self._store, self._rank = store, rank
-        self._gone = False  # the store, perhaps with the rank that kept it
-        self._alarm = False
-        self._looking: threading.Thread | None = None
-        self._looked = time.monotonic()
+        self._poll = KeyPoll(store, _ALARM, _POLL_SECONDS)
 
-    def tell(self, why: Why) -> None:
-        """Say why this worker leaves. Everyone can read it afterwards."""
+    def publish(self, reason: ExitReason) -> None:
+        """Publish the exit reason of this worker. Takes at most a second."""
 
-        def tell() -> bool:
-            self._store.set(self._key(self._rank), why)
+        def write() -> bool:
+            self._store.set(self._key(self._rank), reason)
             self._store.set(_ALARM, "")
-            return bool(self._store.check([_ALARM]))  # both have arrived
+            return bool(self._store.check([_ALARM]))  # the answer confirms both writes
 
-        self._promptly(tell)
+        self._within_limit(write)
 
-    def told(self, ranks: Iterable[int]) -> dict[int, Why] | None:
-        """What some of the ``ranks`` have said; None if that cannot be known."""
+    def read(self, ranks: Iterable[int]) -> dict[int, ExitReason] | None:
+        """Return the exit reasons of those ``ranks`` that published one; None without a store."""
 
-        def read() -> dict[int, Why]:
+        def read() -> dict[int, ExitReason]:
             keys = {rank: self._key(rank) for rank in ranks}
             left = [rank for rank, key in keys.items() if self._store.check([key])]
-            return {rank: cast(Why, self._store.get(keys[rank]).decode()) for rank in left}
+            return {rank: cast(ExitReason, self._store.get(keys[rank]).decode()) for rank in left}
 
-        return self._promptly(read)
+        return self._within_limit(read)
 
-    def look(self) -> bool:
-        """Whether somebody is known to have left. Never blocks; looks once a second, if asked."""
-
-        def look() -> None:
-            try:
-                self._alarm = bool(self._store.check([_ALARM]))
-            except RuntimeError:
-                self._gone = True
-
-        now = time.monotonic()
-        idle = self._looking is None or not self._looking.is_alive()
-        if idle and not self._gone and now - self._looked > _BETWEEN_SECONDS:
-            self._looked, self._looking = now, self._start(look)
-        return self._alarm
+    def any_published(self) -> bool:
+        """Return True if a worker is known to have left. Never blocks; asks once a second."""
+        return self._poll.found()
 
     def close(self) -> None:
-        """Let a look end: Python would abort with a thread inside the store."""
-        if self._looking is not None:
-            self._looking.join(_STORE_SECONDS)
+        """Stop asking the store."""
+        self._poll.close()
 
     def _key(self, rank: int) -> str:
         return f"left/{rank}"
 
-    def _promptly(self, function: Callable[[], T]) -> T | None:
-        """What ``function`` gives; None if the store is gone."""
-        results: list[T] = []
-
-        def run() -> None:
-            try:
-                results.append(function())
-            except RuntimeError:
-                self._gone = True
-
-        thread = None if self._gone else self._start(run)
-        if thread is not None:
-            thread.join(_STORE_SECONDS)
-            self._gone = self._gone or thread.is_alive()
-        return results[0] if results else None
-
-    def _start(self, function: Callable[[], None]) -> threading.Thread | None:
-        thread = threading.Thread(target=function, name="departures", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # the interpreter is ending
+    def _within_limit(self, function: Callable[[], T]) -> T | None:
+        """Return ``function()``, or None if the store is lost or does not answer in time."""
+        if self._poll.store_lost:
             return None
-        return thread
+        try:
+            return call_within(_STORE_SECONDS, function)
+        except RuntimeError:
+            self._poll.store_lost = True
+            return None

@@ -1,4 +1,4 @@
-"""After a failure: who is still there."""
+"""Failure detection after a failed operation: which peers are lost, and which do not answer."""
 
 import queue
 import threading
@@ -8,76 +8,80 @@ from typing import Any, Literal
 
 import torch
 
-from offbeat.transport.process_groups import Group, hang_up
+from offbeat.transport.process_groups import Group, close_connections
 
-_MORE_SECONDS = 0.25  # once one is known to be gone: how long the others have to be so, too
-State = Literal["well", "gone", "silent"]
+_GRACE_SECONDS = 0.25  # time for further peers to be found lost, once one is
+PeerState = Literal["alive", "lost", "silent"]
 
 
-class Health:
-    """A gloo group beside the group that does the work, used only when that has failed.
+class LivenessCheck:
+    """Exchanges one message with every peer, over a gloo group that is used for nothing else.
+
+    All workers run the check when an operation fails. A peer that is in the check, too, answers
+    at once. A peer that computes is silent. The connection to a dead peer breaks.
 
     Args:
-        group: That group.
-        seconds: How long the others have to say that they are alive.
+        group: A gloo group of all workers.
+        seconds: Time in which a peer must answer.
     """
 
     def __init__(self, group: Group, seconds: float) -> None:
         self._seconds = seconds
         self._group: Group | None = group
-        self._messages: list[Any] = []  # gloo may lose one that nobody holds
-        self._asking: list[threading.Thread] = []
+        self._messages: list[Any] = []  # gloo may drop a send whose handle is garbage-collected
+        self._threads: list[threading.Thread] = []
 
     def close(self) -> None:
-        """End it: who asks this worker from now on is told that it is gone."""
+        """Close the group. Peers that check this worker from now on find it lost."""
         group, self._group = self._group, None
-        if group is not None and any(thread.is_alive() for thread in self._asking):
-            hang_up(group)  # Python would abort with a thread inside gloo
-        for thread in self._asking:
+        if group is not None and any(thread.is_alive() for thread in self._threads):
+            close_connections(group)  # Python would abort with a thread inside gloo
+        for thread in self._threads:
             thread.join(self._seconds)
         self._messages.clear()
 
     def missing(self) -> tuple[list[int], list[int]]:
-        """Ranks whose connection is gone, and ranks that do not answer.
+        """Return the ranks of the lost peers and those of the silent peers.
 
-        Takes up to ``seconds``, but hardly any time if one is gone: then it does not matter who
-        else is silent. The questions to these go on, which is an answer to theirs.
+        Blocks for up to ``seconds`` if no peer is lost. Once one is, it returns within a fraction
+        of a second, because the silent peers no longer matter. Threads continue to exchange
+        messages with these, so that they in turn find this worker alive.
         """
         group = self._group
-        others = [] if group is None else [r for r in range(group.size()) if r != group.rank()]
-        answers: queue.SimpleQueue[tuple[int, State]] = queue.SimpleQueue()
-        for other in others:  # a time-out of one must not cost another
+        peers = [] if group is None else [r for r in range(group.size()) if r != group.rank()]
+        answers: queue.SimpleQueue[tuple[int, PeerState]] = queue.SimpleQueue()
+        for peer in peers:  # one thread each: the time-out of one must not delay another
             thread = threading.Thread(
-                target=self._ask, args=(group, other, answers), name=f"health of {other}"
+                target=self._check, args=(group, peer, answers), name=f"liveness of {peer}"
             )
             thread.daemon = True
-            self._asking.append(thread)
+            self._threads.append(thread)
             thread.start()
-        found: dict[int, State] = {}
+        states: dict[int, PeerState] = {}
         deadline = time.perf_counter() + self._seconds + 1.0
-        while len(found) < len(others):
+        while len(states) < len(peers):
             try:
-                other, state = answers.get(timeout=max(0.0, deadline - time.perf_counter()))
+                peer, state = answers.get(timeout=max(0.0, deadline - time.perf_counter()))
             except queue.Empty:
                 break
-            found[other] = state
-            if state == "gone":
-                deadline = min(deadline, time.perf_counter() + _MORE_SECONDS)
+            states[peer] = state
+            if state == "lost":
+                deadline = min(deadline, time.perf_counter() + _GRACE_SECONDS)
         return (
-            [other for other in others if found.get(other) == "gone"],
-            [other for other in others if found.get(other, "silent") == "silent"],
+            [peer for peer in peers if states.get(peer) == "lost"],
+            [peer for peer in peers if states.get(peer, "silent") == "silent"],
         )
 
-    def _ask(
-        self, group: Group, other: int, answers: "queue.SimpleQueue[tuple[int, State]]"
+    def _check(
+        self, group: Group, peer: int, answers: "queue.SimpleQueue[tuple[int, PeerState]]"
     ) -> None:
         started = time.perf_counter()
         try:
-            self._messages.append(group.send([torch.ones(1)], other, 0))
-            answer = group.recv([torch.zeros(1)], other, 0)
+            self._messages.append(group.send([torch.ones(1)], peer, 0))
+            answer = group.recv([torch.zeros(1)], peer, 0)
             answer.wait(timedelta(seconds=self._seconds))
         except RuntimeError:
-            gone = time.perf_counter() - started < 0.9 * self._seconds
-            answers.put((other, "gone" if gone else "silent"))
+            broken = time.perf_counter() - started < 0.9 * self._seconds
+            answers.put((peer, "lost" if broken else "silent"))
         else:
-            answers.put((other, "well"))
+            answers.put((peer, "alive"))

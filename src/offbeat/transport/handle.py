@@ -1,4 +1,4 @@
-"""An operation under way, and what it may end in."""
+"""Handles of operations that have been started."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -13,27 +13,28 @@ U = TypeVar("U")
 
 
 class Handle(ABC, Generic[T]):
-    """An operation under way."""
+    """An operation that has been started."""
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether ``wait`` would return at once. Never blocks.
+        """Return True if ``wait`` would return at once. Never blocks.
 
-        Of a message (``send``, ``receive``) a backend may know only once it was waited for; gloo
-        is one.
+        A backend may report a message (``send``, ``receive``) as done only after ``wait``. Gloo
+        does so.
         """
 
     @abstractmethod
     def wait(self) -> T:
-        """Block until the operation has ended and return its result.
+        """Block until the operation has ended, and return its result.
 
         Raises:
-            CommunicationError: the operation failed; the message names operation, rank, seconds
-                waited, the ranks that did not answer, and ``timeout_seconds`` when that ran out.
+            CommunicationError: The operation failed. The message names the operation, this rank,
+                the elapsed seconds and the ranks that are missing, and mentions
+                ``timeout_seconds`` if that ran out.
         """
 
     def then(self, function: Callable[[T], U]) -> "Handle[U]":
-        """The same operation with ``function`` applied to its result, once."""
+        """Return a handle whose result is ``function(self.wait())``, computed once."""
         return _Then(self, function)
 
 
@@ -51,12 +52,12 @@ class _Then(Handle[U]):
         if self._source is not None:
             handle, function = self._source
             self._result.append(function(handle.wait()))
-            self._source = None  # it may hold much, and this handle may be kept for long
+            self._source = None  # frees the tensors of the inner handle
         return self._result[0]
 
 
 class Completed(Handle[T]):
-    """An operation that has already ended with ``result``."""
+    """The handle of an operation that has already ended with ``result``."""
 
     def __init__(self, result: T) -> None:
         self._result = result
@@ -71,13 +72,17 @@ class Completed(Handle[T]):
 
 
 class UnexplainedError(CommunicationError):
-    """An operation of an activity beside the worker failed; the worker can find out why."""
+    """An operation of a background thread failed, and the cause is not known yet.
+
+    Only the worker's own thread asks the peers, once, which of them are missing. It does so in
+    ``explain``.
+    """
 
     @abstractmethod
     def explain(self) -> CommunicationError:
-        """The error to raise, which names who is missing. To be called by the worker itself."""
+        """Return the error to raise, which names the missing ranks. Call on the worker's thread."""
 
 
 def explained(error: Exception) -> Exception:
-    """What the worker should raise for an ``error`` that has ended an activity beside it."""
+    """Return the error that the worker should raise for one that ended a background thread."""
     return error.explain() if isinstance(error, UnexplainedError) else error

@@ -1,7 +1,7 @@
-"""What a worker runs on: its clock and its activities. Real ones here; the simulator has its own.
+"""Clock and background threads of a worker: real ones here, virtual ones in the simulator.
 
-Apart from the communicator, because messages, clock and threads change independently: a wrapper
-around a communicator counts or breaks operations and leaves the host as it is.
+The host is separate from the communicator, because wrappers of a communicator count or break
+operations and must leave clock and threads as they are.
 """
 
 import threading
@@ -16,58 +16,62 @@ T = TypeVar("T")
 
 
 class Promise(ABC, Generic[T]):
-    """A result that one activity of a worker owes to another; see ``operation.Await``."""
+    """A result that one thread of a worker passes to another; see ``operation.Await``."""
 
     @abstractmethod
     def fulfil(self, result: T) -> None:
-        """Give the result, once."""
+        """Set the result. Called once."""
 
     @property
     @abstractmethod
     def fulfilled(self) -> bool:
-        """Whether it was given."""
+        """True once the result is set."""
 
     @property
     @abstractmethod
     def result(self) -> T:
-        """What was given."""
+        """The result, after it was set."""
 
 
 class Host(ABC):
-    """A worker's clock and activities.
+    """Clock and background threads of one worker.
 
     Attributes:
-        scale: How many numbers one number of the model stands for; 1 unless a
-            simulation exchanges placeholder tensors; see ``transport/placeholder_tensors.py``.
+        scale: Number of elements of the full model that one element of the exchanged model stands
+            for (≥ 1). It is 1 unless a simulation uses placeholder tensors; see
+            ``transport/placeholder_tensors.py``.
     """
 
     scale: float = 1.0
 
     @abstractmethod
     def now(self) -> float:
-        """Seconds on this worker's clock (virtual ones in the simulator)."""
+        """Return the time in seconds. The simulator returns virtual time."""
 
     @abstractmethod
     def sleep(self, seconds: float, what: str) -> None:
-        """Let ``seconds`` pass for the running activity."""
+        """Let ``seconds`` pass on the calling thread; ``what`` names the pause in a timeline."""
 
     @abstractmethod
     def spawn(self, activity: Callable[[], None], *, what: str) -> None:
-        """Run ``activity`` beside the worker, until it returns or the worker ends."""
+        """Run ``activity`` in a background thread named ``what``."""
 
     @abstractmethod
     def promise(self) -> Promise[T]:
-        """A promise between activities of this worker."""
+        """Return a new promise between threads of this worker."""
 
-    def computed(self, progress: float) -> None:  # noqa: B027 - only virtual time must be told
-        """This worker has computed so much of a step, in (0, 1]; 1 ends it."""
+    def computed(self, progress: float) -> None:  # noqa: B027 - needed in virtual time only
+        """Report progress: the share of the current step that is computed, in (0, 1].
 
-    def watch(self, totals: Callable[[], object]) -> None:  # noqa: B027 - likewise
-        """``totals`` gives, at any time, the totals of the training that runs here."""
+        A share of 1 ends the step.
+        """
+
+    def watch(self, totals: Callable[[], object]) -> None:  # noqa: B027 - as above
+        """Register a function that returns the current totals of the training on this worker."""
 
 
 class ThreadPromise(Promise[T]):
-    """A promise between threads."""
+    """A promise between real threads."""
 
     def __init__(self) -> None:
         self._given = threading.Event()
@@ -89,7 +93,7 @@ class ThreadPromise(Promise[T]):
         return self._results[0]
 
     def wait(self, seconds: float) -> bool:
-        """Block until it is fulfilled, for at most ``seconds``; whether it is."""
+        """Block until the promise is fulfilled, for at most ``seconds``. Return ``fulfilled``."""
         return self._given.wait(seconds)
 
 
@@ -120,10 +124,10 @@ class ThreadHost(Host):
 
     @property
     def in_background(self) -> bool:
-        """Whether the thread that asks was made by ``spawn``."""
+        """True if the calling thread was started by ``spawn``."""
         return threading.current_thread() in self._threads
 
     @property
     def active(self) -> list[threading.Thread]:
-        """Threads that have not ended."""
+        """Background threads that have not ended."""
         return [thread for thread in self._threads if thread.is_alive()]

@@ -1,8 +1,8 @@
-"""Who goes on after a loss, and who comes in: the door to whatever agrees on it.
+"""The membership interface: how workers agree on who takes part after a loss or a join.
 
-A *view* is one composition of a team. A view change ends everything that is under way in one view
-and begins the next one, with a communicator of its own. Losing workers and taking in new ones are
-both just that.
+One composition of the workers is a *view*. A view change ends everything that is in flight in one
+view and starts the next view with a new communicator. Losing workers and admitting new ones are
+both view changes.
 """
 
 from dataclasses import dataclass
@@ -13,20 +13,20 @@ from offbeat.transport.communicator import Communicator
 
 
 class EndedError(CommunicationError):
-    """The other members have ended the training together."""
+    """The other members have finished the training."""
 
 
 @dataclass(frozen=True)
 class View:
-    """One composition of a team, as one of its workers sees it; this one is ``communicator.rank``.
+    """One composition of the workers. The rank of this worker is ``communicator.rank``.
 
     Attributes:
-        number: 0 for the workers that began together, larger for each later view. Numbers may be
-            left out, where a view failed before all had come.
-        members: Identities by rank, ascending: the ranks of those that began together, and for
-            each newcomer a number that nobody had before.
-        communicator: Between these members, in this order. It has a ``membership`` again.
-        newcomers: Identities of those that are in no earlier view. They have nothing to
+        number: 0 for the first view, larger for each later one. A number is skipped if its view
+            failed before all members had entered it.
+        members: Identities by rank, ascending. An identity is the worker's rank in view 0, or a
+            new number for a worker that joined later.
+        communicator: Communicator between these members in this order. It has a ``membership``.
+        newcomers: Identities of the members that were in no earlier view. They have no state to
             contribute yet.
     """
 
@@ -37,65 +37,64 @@ class View:
 
 
 class Membership(Protocol):
-    """What a communicator has that can be replaced by one of other workers; see ``Regroups``.
+    """The membership of one view.
 
-    The members of a view call ``regroup`` each by itself, as soon as an operation fails or
-    ``wanted`` says so. Before that they close the communicator of the view, so that the operations
-    of the others fail, too, and these come as well.
+    Each member calls ``next_view`` by itself, as soon as an operation fails or
+    ``change_requested`` returns True. Before that it closes the communicator of the view, so that
+    the operations of the other members fail and they call ``next_view``, too.
     """
 
     @property
     def view(self) -> View:
-        """The view of this communicator: 0, or for a newcomer the one that took it in.
+        """The view of this communicator: 0, or for a newcomer the view that admitted it.
 
-        A newcomer's communicator is made once the members have agreed to take it in.
+        A newcomer receives its communicator once the members have admitted it.
         """
 
-    def wanted(self) -> bool:
-        """Whether somebody asks to join, or a view change has begun elsewhere. Never blocks.
+    def change_requested(self) -> bool:
+        """Return True if a worker asks to join or another member has started a view change.
 
-        Asked once a step: it must cost next to nothing.
+        Never blocks. Called once per step, so it must cost next to nothing.
         """
 
-    def regroup(self, *, view: int, step: int) -> View:
-        """Agree on who goes on, and open a communicator between them.
+    def next_view(self, *, view: int, step: int) -> View:
+        """Agree on the next view, and open a communicator between its members.
 
-        Blocks at most ``timeout_seconds`` of the communicator, for those that are late. A failure
-        of what it returns is the beginning of another view change: it is called again, on the
-        membership of the new communicator.
+        Blocks for at most ``timeout_seconds`` of the communicator while members are late. A failure
+        of the new communicator starts another view change, with its own membership.
 
         Args:
             view: Number of the view that ends.
-            step: Own steps so far, for messages.
+            step: Steps of this worker so far, for messages.
 
         Raises:
-            EndedError: the others have left at the end of training.
-            CommunicationError: this worker cannot go on: the others have gone on without it, or
-                nobody can be reached. The message says which.
+            EndedError: The other members have finished the training.
+            CommunicationError: This worker cannot continue: the others continue without it, or it
+                cannot reach them. The message tells which.
         """
 
     def leave(self, *, ended: bool) -> None:
-        """This worker goes for good: no view change waits for it. Never blocks for long.
+        """Leave permanently, so that no view change waits for this worker. Does not block for long.
 
-        Called just before its communicator is closed for the last time.
+        Called just before the worker closes its communicator for the last time.
 
         Args:
-            ended: All members have come to the end of training: nobody can join any more, and who
-                still calls ``regroup`` is told so.
+            ended: True if all members have reached the end of training. No worker can join from
+                then on, and ``next_view`` raises EndedError.
         """
 
 
 @runtime_checkable
-class Regroups(Protocol):
-    """A communicator whose workers can agree on who goes on.
+class HasMembership(Protocol):
+    """A communicator whose workers can agree on the next view.
 
     Attributes:
-        membership: By which they do; None, or no such attribute: the first failure is the end.
+        membership: Membership of its view; None if the first failure ends the training.
     """
 
     membership: Membership | None
 
 
 def membership_of(communicator: Communicator) -> Membership | None:
-    """Its membership, if it has one."""
-    return communicator.membership if isinstance(communicator, Regroups) else None
+    """Return the membership of a communicator, or None if it has none."""
+    return communicator.membership if isinstance(communicator, HasMembership) else None

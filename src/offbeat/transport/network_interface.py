@@ -1,4 +1,4 @@
-"""Which network interface and address the workers talk over: the first thing to check when slow."""
+"""The network interface and address that the workers use: the first thing to check when slow."""
 
 import os
 import socket
@@ -8,7 +8,7 @@ from types import ModuleType
 fcntl: ModuleType | None
 try:
     import fcntl
-except ImportError:  # Windows has no such module, and names no addresses here
+except ImportError:  # on Windows, where no address is shown
     fcntl = None
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
@@ -26,20 +26,20 @@ def _address_of(interface: str) -> str | None:
 
 
 def gloo_address() -> str:
-    """The IPv4 address that gloo binds; loopback's if there is none."""
+    """Return the IPv4 address that gloo binds, by default the loopback address."""
     named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     try:
-        found = _address_of(named) if named else socket.gethostbyname(socket.gethostname())
+        address = _address_of(named) if named else socket.gethostbyname(socket.gethostname())
     except OSError:  # the host's name does not resolve
-        found = None
-    return found or "127.0.0.1"
+        address = None
+    return address or "127.0.0.1"
 
 
 def interface_in_use(backend: str) -> str:
-    """Interface and address the backend binds, as ``eth0 (10.0.0.1)``.
+    """Return the interface and address that the backend binds, as in ``eth0 (10.0.0.1)``.
 
-    gloo and NCCL take the interface named by ``GLOO_SOCKET_IFNAME`` / ``NCCL_SOCKET_IFNAME``;
-    without it gloo binds the address that this host's name resolves to, and NCCL chooses itself.
+    gloo and NCCL use the interface named by ``GLOO_SOCKET_IFNAME`` / ``NCCL_SOCKET_IFNAME``.
+    Without it gloo binds the address to which this host's name resolves, and NCCL chooses one.
     """
     variable = f"{backend.upper()}_SOCKET_IFNAME"
     named = os.environ.get(variable)

@@ -1,7 +1,7 @@
-"""What a worker may ask of the others, as values that a communicator starts.
+"""Operations between workers, as values that ``Communicator.start`` starts.
 
-Because an operation is a value, whatever concerns all of them (counting, recording, a fault at the
-k-th of them) is a wrapper around one method, ``Communicator.start``.
+Because an operation is a value, code that concerns all of them (counting bytes, recording, failing
+the k-th operation in a test) wraps a single method.
 """
 
 from dataclasses import dataclass
@@ -18,19 +18,19 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Operation(Generic[R]):
-    """Something between workers that gives an ``R``.
+    """An operation between workers whose result is an ``R``.
 
     Attributes:
-        what: Names it in errors.
+        what: Name of the operation in error messages.
     """
 
     what: str
 
     collective: ClassVar[bool] = True
-    """Whether all workers start it, in the same order; else two of them, or one."""
+    """True if all workers start it, in the same order; False if it concerns one or two workers."""
 
     def sent_bytes(self, rank: int, scale: float = 1.0) -> int:
-        """Bytes of the tensors that worker ``rank`` hands over, at ``Host.scale``."""
+        """Return the payload of worker ``rank`` in bytes, where ``scale`` is ``Host.scale``."""
         return 0
 
 
@@ -39,8 +39,8 @@ class _OnTensor(Operation[R]):
     """An operation on one tensor.
 
     Attributes:
-        tensor: The tensor that the worker hands over.
-        tail: Numbers at its end that stand for themselves, whatever ``Host.scale``.
+        tensor: Input of this worker. Sums, maxima, broadcasts and receives also write to it.
+        tail: Number of elements at its end that are not model data; see ``Host.scale``.
     """
 
     tensor: Tensor
@@ -60,11 +60,11 @@ class Maximum(_OnTensor[Tensor]):
 
 
 class Gather(_OnTensor[list[Tensor]]):
-    """Collect every worker's ``tensor``, in rank order, on all workers."""
+    """All-gather: list every worker's ``tensor`` in rank order, on all workers."""
 
 
 class Exchange(_OnTensor[Tensor]):
-    """All-to-all: of ``size`` equal chunks of ``tensor``, the k-th goes to worker k.
+    """All-to-all: split ``tensor`` into ``size`` equal chunks and send the k-th to worker k.
 
     The result is a new tensor of the same size, whose k-th chunk comes from worker k.
     """
@@ -72,7 +72,7 @@ class Exchange(_OnTensor[Tensor]):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Broadcast(_OnTensor[Tensor]):
-    """Replace ``tensor`` by that of worker ``source``."""
+    """Replace ``tensor`` by the one of worker ``source``."""
 
     source: int = 0
 
@@ -92,10 +92,13 @@ class Send(_OnTensor[Tensor]):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Receive(_OnTensor[Tensor]):
-    """Fill ``tensor`` with what worker ``source`` sends under the same ``tag``.
+    """Receive a message from worker ``source`` with the same ``tag`` into ``tensor``.
 
-    ``patient`` is for servers, which wait for requests: no time-out, but an error as soon as the
-    connection is lost.
+    Attributes:
+        source: Rank of the sender.
+        tag: Number that the sender gave to the message.
+        patient: True for a server that waits for requests. The operation then has no time limit,
+            and fails only when the connection is lost.
     """
 
     collective: ClassVar[bool] = False
@@ -110,10 +113,15 @@ class Receive(_OnTensor[Tensor]):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Await(Operation[R]):
-    """Wait for a promise, which another activity of this worker fulfils. Nothing is sent.
+    """Wait for a promise that another thread of this worker fulfils. Sends nothing.
 
-    It is an operation because its time-out, its error and its waiting are those of the others.
-    ``patient`` is for activities beside the worker: no time-out, but an error once it has left.
+    It is an operation so that its time limit, its errors and the accounting of its waiting time
+    are those of all other operations.
+
+    Attributes:
+        promise: Promise to wait for.
+        patient: True for background threads. The wait then has no time limit, and fails only when
+            the connections of this worker are closed.
     """
 
     collective: ClassVar[bool] = False

@@ -1,12 +1,12 @@
-"""Placeholder tensors: small tensors that stand for large ones, and the bytes that they stand for.
+"""Placeholder tensors: small tensors that represent large ones in a simulation.
 
-A simulation may exchange a model of billions of numbers without holding it (see ``offbeat.plan``).
-Its model then has a few thousand numbers, and each stands for ``Host.scale`` numbers. Three rules
-say how many bytes a tensor stands for:
+A simulation may exchange a model of billions of elements without allocating it (see
+``offbeat.plan``). Its model then has a few thousand elements, each of which represents
+``Host.scale`` elements. Three rules give the number of bytes that a tensor represents:
 
-* float32 is model data: each number counts ``scale`` times.
-* Other dtypes stand for themselves: decisions travel in float64 or int64.
-* A blank tensor has the full size already: all of its elements share one address.
+* A float32 tensor is model data: each element counts ``scale`` times.
+* A tensor of another dtype represents itself: decisions travel in float64 or int64.
+* A blank tensor already has the full size: all of its elements share one address.
 """
 
 import torch
@@ -14,12 +14,12 @@ from torch import Tensor
 
 
 def bytes_of(tensor: Tensor, scale: float, tail: int = 0) -> int:
-    """Bytes that ``tensor`` stands for.
+    """Return the bytes that ``tensor`` represents.
 
     Args:
-        tensor: Any tensor that is sent or kept.
+        tensor: Tensor that is sent or stored.
         scale: ``Host.scale``.
-        tail: Numbers at its end that stand for themselves.
+        tail: Number of elements at its end that represent themselves.
     """
     if scale == 1 or tensor.dtype != torch.float32 or is_blank(tensor):
         return tensor.nbytes
@@ -27,29 +27,30 @@ def bytes_of(tensor: Tensor, scale: float, tail: int = 0) -> int:
 
 
 def blank(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """A tensor of this shape in eight bytes of memory, which cannot be written.
+    """Return a read-only tensor of this shape that occupies eight bytes of memory.
 
-    The eight bytes hold its size, for ``kept_bytes``.
+    The eight bytes store the size of the tensor, which ``kept_bytes`` reads.
     """
     size = torch.Size(shape).numel() * dtype.itemsize
     return torch.full((1,), size, dtype=torch.int64).view(dtype)[:1].expand(*shape)
 
 
 def blanks(like: Tensor, count: int) -> list[Tensor]:
-    """As many blank tensors like ``like``, in one allocation."""
+    """Return ``count`` blank tensors with the shape and dtype of ``like``, in one allocation."""
     parts = blank(count, *like.shape, dtype=like.dtype)
     return [parts[0]] * count
 
 
 def is_blank(tensor: Tensor) -> bool:
-    """True for what ``blank`` has made, and for views of it."""
+    """Return True for a tensor made by ``blank``, and for a view of one."""
     return tensor.numel() > 1 and not any(tensor.stride())
 
 
 def kept_bytes(tensor: Tensor, scale: float) -> int:
-    """Bytes of memory that the storage of ``tensor`` stands for.
+    """Return the bytes of memory that the storage of ``tensor`` represents.
 
-    Copies of model data may be in a half type. One in float64 would be taken for a decision.
+    Half-precision tensors count as copies of model data. A copy in float64 would be mistaken for
+    a decision and counted unscaled.
     """
     storage = tensor.untyped_storage()
     if is_blank(tensor):

@@ -1,8 +1,8 @@
-"""Process groups of one's own: opened beside the user's, closed without a trace.
+"""Process groups separate from the user's: opened without a trace in torch, and closed reliably.
 
-gloo groups are made directly, not registered with ``torch.distributed``: a registered one gets its
-name from the number of those that exist, so one that is opened after another was destroyed would
-find that one's addresses in the store.
+Gloo groups are constructed directly, without registration in ``torch.distributed``. Torch names a
+registered group by the number of existing ones. A group opened after another was destroyed would
+therefore get a name that was used before, and find old addresses in the store.
 """
 
 import atexit
@@ -20,31 +20,31 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 
-_HANG_UP_TAG = 2**15  # of messages that nobody sends
-_GIVEN_UP = "given up"  # key in the store of an opening: the rank that waits no longer
-_LOOKS = 0.0005, 0.05  # seconds between looks who has come: at first, and at most
-_MORE_SECONDS = 1.0  # than its time-out: how long gloo may take to notice that
+_UNUSED_TAG = 2**15  # tag under which no worker sends
+_GIVEN_UP = "given up"  # key in the store of one opening: a rank that has stopped waiting
+_POLL_SECONDS = 0.0005, 0.05  # time between two looks at the store: at first, and at most
+_MARGIN_SECONDS = 1.0  # delay with which gloo may notice its time limit
 _numbers: dict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
-"""By members: how many groups this process has opened with them; the same on all of them."""
-_left: list[tuple[threading.Thread, float]] = []
-"""Threads inside gloo that are left to themselves, and until when they may take."""
+"""By members: counts the groups that this process opened with them. Equal on all members."""
+_abandoned: list[tuple[threading.Thread, float]] = []
+"""Abandoned threads, blocked in gloo, each with a deadline (monotonic clock)."""
 
 
-def leave(thread: threading.Thread, until: float) -> None:
-    """Let a thread inside gloo be; Python waits for it at its end, by the monotonic clock."""
-    _left[:] = [(one, deadline) for one, deadline in _left if one.is_alive()]
-    _left.append((thread, until))
+def abandon_thread(thread: threading.Thread, deadline: float) -> None:
+    """Stop waiting for a thread blocked in gloo. At exit Python waits for it until ``deadline``."""
+    _abandoned[:] = [(other, limit) for other, limit in _abandoned if other.is_alive()]
+    _abandoned.append((thread, deadline))
 
 
 @atexit.register
-def _await_left() -> None:
-    """Python would abort with a thread that comes out of gloo during its end."""
-    for thread, deadline in _left:
+def _join_abandoned() -> None:
+    """Wait for abandoned threads: Python would abort if one returned from gloo during shutdown."""
+    for thread, deadline in _abandoned:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class Group(Protocol):
-    """What is used of a process group, registered or not."""
+    """The part of a process group that is used here, whether it is registered or not."""
 
     allreduce: Any
     broadcast: Any
@@ -55,35 +55,33 @@ class Group(Protocol):
     set_timeout: Any
 
     def rank(self) -> int:
-        """This worker's."""
+        """Return the rank of this worker."""
 
     def size(self) -> int:
-        """How many workers."""
+        """Return the number of workers."""
 
 
-class MeetingError(RuntimeError):
-    """Not all members have come to an opening."""
+class OpeningError(RuntimeError):
+    """Not all members take part in the opening of a group."""
 
 
 class GroupFactory:
-    """Opens groups of some workers, which all open as many.
+    """Opens process groups of some workers. All members open the same number of groups.
 
     Args:
-        store: They meet in it, under ``name``.
-        rank: This worker's in the groups.
-        size: How many members there are.
-        name: Of these members alone.
-        numbers: Of their groups.
-        opening_seconds: How long an opening may take, if less than an operation.
-        lost: Gives the ranks of those whose processes have ended; None if nobody watches them.
-        over: Key in ``store`` that is there once some of them will open no more.
+        store: Store in which the members exchange addresses.
+        rank: Rank of this worker in the groups.
+        size: Number of members.
+        name: Prefix of the keys of these members.
+        numbers: Counts the groups.
+        opening_seconds: Time limit of an opening, if it is less than that of an operation.
+        lost: Returns the ranks whose processes have ended; None without failure detection.
+        abandoned_key: Key in ``store`` that exists once some members open no more groups; "" if
+            there is no such key.
 
     Attributes:
-        backend: Of the groups that do the work.
-        rank: As above.
-        size: As above.
-        lost: As above.
-        store: Of the last opening: keys of these members alone.
+        backend: Backend of the groups for collectives.
+        store: Store of the last opening. Its keys belong to these members alone.
     """
 
     def __init__(
@@ -96,66 +94,67 @@ class GroupFactory:
         *,
         opening_seconds: float = math.inf,
         lost: Callable[[], list[int]] | None = None,
-        over: str = "",
+        abandoned_key: str = "",
     ) -> None:
         self.rank, self.size, self.lost = rank, size, lost
         self.backend = "gloo"
         self.store: Any = None
         self._store, self._name, self._numbers = store, name, numbers
-        self._opening_seconds, self._over = opening_seconds, over
-        self._members: list[int] = []  # in torch's default group
+        self._opening_seconds, self._abandoned_key = opening_seconds, abandoned_key
+        self._members: list[int] = []  # ranks in torch's default group
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> "GroupFactory":
-        """Of the members of ``group``; None is the default group."""
-        whole: Any = dist.group.WORLD if group is None else group
-        return cls.among(group, range(len(dist.get_process_group_ranks(whole))))
+        """Return the factory for all members of ``group``; None is the default group."""
+        parent: Any = dist.group.WORLD if group is None else group
+        return cls.among(group, range(len(dist.get_process_group_ranks(parent))))
 
     @classmethod
     def among(cls, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> "GroupFactory":
-        """Of those members of ``group`` that have ``ranks`` in it; this worker is one of them."""
-        whole: Any = dist.group.WORLD if group is None else group
-        everyone = dist.get_process_group_ranks(whole)
-        members = tuple(everyone[rank] for rank in ranks)
-        store = whole.get_group_store()
+        """Return the factory for the members of ``group`` with these ranks, this one included."""
+        parent: Any = dist.group.WORLD if group is None else group
+        global_ranks = dist.get_process_group_ranks(parent)
+        members = tuple(global_ranks[rank] for rank in ranks)
+        store = parent.get_group_store()
         name = f"offbeat/{'-'.join(map(str, members))}"
         rank = ranks.index(dist.get_rank(group))
-        made = cls(store, rank, len(members), name, _numbers[members])
-        made._members, made.backend = list(members), str(dist.get_backend(group))
-        return made
+        factory = cls(store, rank, len(members), name, _numbers[members])
+        factory._members, factory.backend = list(members), str(dist.get_backend(group))
+        return factory
 
     def keys(self) -> Any:
-        """A store of these members alone, empty: another one each time. All ask as often."""
+        """Return a new, empty store of the members. All members call it equally often."""
         name = f"{self._name}/{next(self._numbers)}"
         return dist.PrefixStore(name, self._store)  # type: ignore[attr-defined]
 
     def open(self, backend: str, timeout_seconds: float) -> Group:
-        """A new group. A collective of the members.
+        """Open a new group. A collective of the members.
 
-        They meet first: what backends do here lets no Ctrl-C through and names nobody.
+        The members first wait for each other in the store. Inside the backend a Ctrl-C would be
+        delayed, and an error would name no ranks.
 
         Raises:
-            MeetingError: one did not come, or gives up.
-            RuntimeError: the store is gone, or one left just after it had come.
+            OpeningError: A member did not arrive in time, or gave up.
+            RuntimeError: The store is lost, or a member left after it had arrived.
         """
         self.store = self.keys()
         opening_seconds = min(self._opening_seconds, timeout_seconds)
         try:
-            self._meet(opening_seconds)
+            self._await_members(opening_seconds)
             make = functools.partial(self._make, backend, timedelta(seconds=opening_seconds))
-            group = make() if self.lost is None else self._beside(make, opening_seconds)
+            group = make() if self.lost is None else self._in_thread(make, opening_seconds)
             if opening_seconds < timeout_seconds:
                 group.set_timeout(timedelta(seconds=timeout_seconds))
             return group
         except BaseException as error:
-            if not isinstance(error, dist.DistNetworkError):  # else nobody would read it
+            if not isinstance(error, dist.DistNetworkError):  # in that case the store is lost
                 with contextlib.suppress(RuntimeError):
                     self.store.set(_GIVEN_UP, str(self.rank))
             raise
 
     def _make(self, backend: str, limit: timedelta) -> Group:
         if backend == "gloo":
-            # Its own connection to the store, if another thread looks into that meanwhile.
+            # A separate connection to the store, if another thread polls the store meanwhile.
             store = self.store if self.lost is None else self.store.clone()
             return cast(Group, dist.ProcessGroupGloo(store, self.rank, self.size, limit))
         group = dist.new_group(
@@ -163,102 +162,102 @@ class GroupFactory:
         )
         return cast(Group, group)
 
-    def _beside(self, make: Callable[[], Group], timeout_seconds: float) -> Group:
-        """``make()``, in a thread that is left to itself if one dies while all connect.
+    def _in_thread(self, make: Callable[[], Group], timeout_seconds: float) -> Group:
+        """Return ``make()``, run in a thread that is abandoned if a member dies meanwhile.
 
-        gloo would wait for that one until the time-out, and now and then longer.
+        Gloo would wait for the dead member until the time limit, and sometimes longer.
         """
-        made: list[Group] = []
-        failed: list[RuntimeError] = []
+        results: list[Group] = []
+        errors: list[RuntimeError] = []
 
         def run() -> None:
             try:
-                made.append(make())
+                results.append(make())
             except RuntimeError as error:
-                failed.append(error)
+                errors.append(error)
 
         thread = threading.Thread(target=run, name="opening of a group", daemon=True)
-        deadline = time.monotonic() + timeout_seconds + _MORE_SECONDS
+        deadline = time.monotonic() + timeout_seconds + _MARGIN_SECONDS
         thread.start()
         try:
             while thread.is_alive():
-                thread.join(_LOOKS[1])
+                thread.join(_POLL_SECONDS[1])
                 if thread.is_alive():
-                    self._look_out()
+                    self._require_members()
                     if time.monotonic() > deadline:
-                        raise MeetingError("gloo did not connect all who had come")
+                        raise OpeningError("gloo did not connect all members that had arrived")
         except BaseException:
-            leave(thread, deadline)
+            abandon_thread(thread, deadline)
             raise
-        if failed:
-            raise failed.pop()
-        return made.pop()
+        if errors:
+            raise errors.pop()
+        return results.pop()
 
-    def _look_out(self) -> None:
-        """Raise if not all will come, or one that had come has left."""
+    def _require_members(self) -> None:
+        """Raise OpeningError if a member is known not to take part, or no longer to."""
         if self.lost is not None and (lost := self.lost()):
-            raise MeetingError(f"{ranks_text(lost)} died")
-        if self._over and self._store.check([self._over]):
-            raise MeetingError("others have given up this view")
+            raise OpeningError(f"{ranks_text(lost)} died")
+        if self._abandoned_key and self._store.check([self._abandoned_key]):
+            raise OpeningError("others have given up this view")
         if self.store.check([_GIVEN_UP]):
-            raise MeetingError(f"rank {int(self.store.get(_GIVEN_UP))} has given up")
+            raise OpeningError(f"rank {int(self.store.get(_GIVEN_UP))} has given up")
 
-    def _meet(self, timeout_seconds: float) -> None:
-        deadline, (pause, longest) = time.monotonic() + timeout_seconds, _LOOKS
+    def _await_members(self, timeout_seconds: float) -> None:
+        deadline, (pause, longest) = time.monotonic() + timeout_seconds, _POLL_SECONDS
         self.store.set(f"here/{self.rank}", "")
-        everyone = [f"here/{rank}" for rank in range(self.size)]
+        keys = [f"here/{rank}" for rank in range(self.size)]
         while True:
-            self._look_out()
-            if self.store.check(everyone):
+            self._require_members()
+            if self.store.check(keys):
                 return
             if time.monotonic() > deadline:
-                absent = [r for r, key in enumerate(everyone) if not self.store.check([key])]
-                raise MeetingError(f"{ranks_text(absent)} did not come")
+                absent = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+                raise OpeningError(f"{ranks_text(absent)} did not come")
             time.sleep(pause)
             pause = min(2 * pause, longest)
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """As in ``rank 1``, ``ranks 0, 2``."""
+    """Return ``rank 1``, or ``ranks 0, 2``."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
-def hang_up(group: Group) -> None:
-    """Close the connections of a gloo group, so that what is under way fails everywhere.
+def close_connections(group: Group) -> None:
+    """Close the connections of a gloo group, so that pending operations fail on all workers.
 
-    Otherwise workers that are not neighbours of the missing one in the ring would find out only
-    by their own time-out. gloo closes a connection on which a receive has timed out; its own abort
-    leaves waiting operations alone.
+    Otherwise a worker that is not a neighbour of the missing one in the ring would notice only
+    at its own time limit. Gloo closes a connection on which a receive has timed out. Its own abort
+    does not wake pending operations.
     """
     if not isinstance(group, dist.ProcessGroupGloo):
         return
-    for other in range(group.size()):
-        if other != group.rank():
+    for peer in range(group.size()):
+        if peer != group.rank():
             with contextlib.suppress(RuntimeError):
-                work = group.recv([torch.zeros(1)], other, _HANG_UP_TAG)
+                work = group.recv([torch.zeros(1)], peer, _UNUSED_TAG)
                 work.wait(timedelta(milliseconds=1))
 
 
 def close(group: Group) -> None:
-    """Give a group back that nobody uses any more. Not a collective.
+    """Release a group that is no longer used. Not a collective.
 
-    A gloo group ends with the last reference to it. NCCL's are destroyed by torch, except that of
-    some of the workers, for the reason at the top of this file.
+    A gloo group ends with its last reference. Torch destroys NCCL groups of all workers. A group of
+    some workers is kept, because torch would give its name to the next group (see the module).
     """
     if isinstance(group, dist.ProcessGroup) and group.size() == dist.get_world_size():
         dist.destroy_process_group(group)
 
 
-def let_go(held: list[Group], *, beside: bool) -> None:
+def release(references: list[Group], *, in_background: bool) -> None:
     """Drop the last references to groups.
 
     Args:
-        held: They are taken out of it.
-        beside: In a thread, because an operation of theirs runs until its time-out: gloo waits for
-            it, now and then one that has missed the end of its connections.
+        references: List of groups, which is cleared.
+        in_background: True if an operation of the groups still runs. Gloo then blocks until the
+            time limit of the operation, so the references are dropped in a thread.
     """
-    if not beside:
-        held.clear()
+    if not in_background:
+        references.clear()
         return
-    with contextlib.suppress(RuntimeError):  # the interpreter is ending, and everything with it
-        threading.Thread(target=held.clear, name="ending of a group", daemon=True).start()
+    with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
+        threading.Thread(target=references.clear, name="closing of a group", daemon=True).start()

@@ -1,4 +1,4 @@
-"""The communicator of a lone worker: every operation ends at once and changes nothing."""
+"""The communicator of a single process: every operation completes at once."""
 
 from typing import Any
 
@@ -22,10 +22,10 @@ from offbeat.transport.operation import (
 
 
 class SingleCommunicator(Communicator):
-    """One worker by itself, so that the same script runs with ``--nproc-per-node 1``.
+    """A communicator of one worker, so that a script also runs with ``--nproc-per-node 1``.
 
     Args:
-        timeout_seconds: How long a promise may take.
+        timeout_seconds: Time limit of waiting for a promise.
     """
 
     rank = 0
@@ -50,7 +50,7 @@ class SingleCommunicator(Communicator):
                 raise ValueError(f"{what}: a single worker has no rank {rank} to receive from")
             case Await(promise=promise, what=what, patient=patient):
                 assert isinstance(promise, ThreadPromise)
-                return _Fulfilment(promise, what, self.timeout_seconds, patient)
+                return _PromiseHandle(promise, what, self.timeout_seconds, patient)
         raise TypeError(f"a single worker has no {type(operation).__name__}")
 
     @override
@@ -61,10 +61,10 @@ class SingleCommunicator(Communicator):
 
     @override
     def close(self, *, together: bool = False) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
-class _Fulfilment(Handle[Any]):
+class _PromiseHandle(Handle[Any]):
     def __init__(
         self, promise: ThreadPromise[Any], what: str, timeout_seconds: float, patient: bool
     ) -> None:
@@ -81,6 +81,6 @@ class _Fulfilment(Handle[Any]):
             if self._patient:
                 continue
             raise CommunicationTimeout(
-                f"{self._what} did not come within timeout_seconds={self._timeout_seconds:g}"
+                f"{self._what} was not fulfilled within timeout_seconds={self._timeout_seconds:g}"
             )
         return self._promise.result

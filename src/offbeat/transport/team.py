@@ -1,4 +1,4 @@
-"""Who trains together now: the one holder of the communicator, which everyone else asks."""
+"""The workers that train together: rank, size and communicator of the current view."""
 
 from dataclasses import dataclass
 
@@ -12,13 +12,13 @@ from offbeat.transport.membership import Membership, View, membership_of
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """One node of several workers, as one of them sees it.
+    """A node of several processes, as seen by one of them.
 
     Attributes:
-        everyone: All workers of all nodes, for what each process has of its own.
-        inside: Those of this node.
-        sharded: Whether each of them holds a part of the model, and trains it with its counterparts
-            in the other nodes; else all hold the same.
+        everyone: Communicator of all processes of all nodes.
+        inside: Communicator of the processes of this node.
+        sharded: True if each process of a node holds one shard of the model and trains it with its
+            counterparts in the other nodes; False if all hold the whole model.
     """
 
     everyone: Communicator
@@ -32,19 +32,19 @@ class Node:
 
 
 class Team:
-    """The workers of a training, as one of them sees them.
+    """The workers of a training, as seen by one of them.
 
-    What depends on how many there are reads ``size`` when it is used, or is made anew in each view.
-    Where nodes of several processes train together, each node is one worker.
+    It is the only holder of the communicator, which changes with the view. Other objects read
+    ``size`` when they need it, or are created again for each view. If nodes of several processes
+    train together, each node is one worker.
 
     Attributes:
-        view: Number of this composition of the team; another one for each change.
-        members: Who they are, by rank: their ranks in view 0, and further numbers for those that
-            have joined.
-        communicator: The communicator. Its bytes and waits are counted in ``account``.
-        account: What the training has sent and waited.
-        membership: Agrees on the next view; None: there is none.
-        node: The processes that are this worker; None: it is this one alone.
+        view: Number of the current view.
+        members: Identities by rank: the rank in view 0, or a new number for a worker that joined.
+        communicator: Communicator between the workers, counted in ``account``.
+        account: Totals of bytes and waiting time of the training.
+        membership: Membership of the current view; None if the training is not elastic.
+        node: Node of this process; None if the process is a worker by itself.
     """
 
     communicator: Accounting
@@ -72,49 +72,49 @@ class Team:
         self.communicator = Accounting(view.communicator, self.account)
 
     def enter(self, view: View) -> None:
-        """The next view; what is under way in this one is abandoned."""
+        """Enter the next view, and abandon everything in flight in this one."""
         self.account.before_waiting.clear()
         self._take(view)
 
     @property
     def rank(self) -> int:
-        """This worker's number."""
+        """Rank of this worker in the current view."""
         return self.communicator.rank
 
     @property
     def size(self) -> int:
-        """How many workers there are."""
+        """Number of workers."""
         return len(self.members)
 
     @property
     def ranks(self) -> range:
-        """The numbers of all workers."""
+        """Ranks of all workers."""
         return range(self.size)
 
     @property
     def member(self) -> int:
-        """Who this process is, whatever its number in this view."""
+        """Identity of this process, which is the same in all views."""
         return self.members[self.rank] if self.node is None else self.node.everyone.rank
 
     @property
     def everyone(self) -> Communicator:
-        """The communicator of all processes, for what each of them has of its own."""
+        """Communicator of all processes, for state that each process has separately."""
         return self.communicator if self.node is None else self.node.everyone
 
     @property
     def host(self) -> Host:
-        """This worker's clock and activities."""
+        """Clock and background threads of this worker."""
         return self.communicator.host
 
     @property
     def sharded(self) -> bool:
-        """Whether this worker holds a part of the model, and others of its node the rest."""
+        """True if the processes of a node hold one shard of the model each."""
         return self.node is not None and self.node.sharded
 
     def over_shards(self, *values: float) -> list[float]:
-        """Sums of numbers over the parts of the model in this node; themselves if it is whole.
+        """Return the sum of each value over the shards of the model in this node.
 
-        Blocks. All workers of the node get the same.
+        Returns the values themselves if the model is not sharded. A collective of the node. Blocks.
         """
         if self.node is None or not self.node.sharded:
             return list(values)
@@ -124,10 +124,10 @@ class Team:
         return sums
 
     def agree(self, *values: float) -> list[float]:
-        """The maximum of each number over the workers of this node.
+        """Return the maximum of each value over the processes of this node.
 
-        All of them call it alike. Without a node it returns the values. Blocks; the time counts as
-        waiting.
+        Returns the values themselves without a node. A collective of the node. Blocks, and counts
+        the time as waiting.
         """
         if self.node is None:
             return list(values)
@@ -141,18 +141,18 @@ class Team:
 
     @property
     def uncounted(self) -> Communicator:
-        """The communicator for activities beside the training: bytes and waits of their own."""
+        """Communicator for background tasks, whose bytes and waiting time do not count."""
         return self.communicator.inner
 
     def twin(self) -> "Team":
-        """The same workers with an order of operations of their own, counted together.
+        """Return a duplicate with an independent order of operations and the same account.
 
         A collective.
         """
         return Team(self.communicator.inner.twin(), account=self.account, node=self.node)
 
     def close(self, *, together: bool = False) -> None:
-        """Give connections, threads and descriptors back; see ``Communicator.close``."""
+        """Release connections, threads and descriptors; see ``Communicator.close``."""
         self.communicator.close(together=together)
         if self.node is not None:
             self.node.close(together=together)

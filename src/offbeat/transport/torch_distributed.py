@@ -1,7 +1,7 @@
-"""The communicator of real workers, on ``torch.distributed`` (gloo or NCCL).
+"""The communicator of real processes, over ``torch.distributed`` with gloo or NCCL.
 
-It opens process groups of its own, so that its operations never interleave with the user's: one
-for the work, one (gloo) that is used only to find out who is missing after a failure.
+It opens separate process groups, so that its operations never interleave with those of the user's
+script: one for the operations, and a gloo group that only the liveness check after a failure uses.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from offbeat.errors import AttachError, CommunicationError
 from offbeat.transport.communicator import Communicator
-from offbeat.transport.connections import Life
+from offbeat.transport.connections import Connections
 from offbeat.transport.handle import Handle
 from offbeat.transport.host import ThreadHost, ThreadPromise
 from offbeat.transport.operation import (
@@ -33,29 +33,30 @@ from offbeat.transport.operation import (
     Sum,
 )
 from offbeat.transport.process_groups import GroupFactory
-from offbeat.transport.receiver_thread import ENDED, SLICE_SECONDS, needs_waiter
+from offbeat.transport.receiver_thread import CLOSED, SLICE_SECONDS, needs_receiver_thread
 
 T = TypeVar("T")
 _FOREVER = timedelta(days=365)
 _SLICE = timedelta(seconds=SLICE_SECONDS)
-_HEALTH_SECONDS = 3.0
-_FAREWELL_SECONDS = 5.0
+_LIVENESS_SECONDS = 3.0
+_CLOSING_SECONDS = 5.0
 
 
 class TorchCommunicator(Communicator):
     """Operations over a ``torch.distributed`` process group.
 
     Args:
-        group: The group whose members take part; None is the default group. Or what opens groups
-            for them.
-        timeout_seconds: How long one operation may take before it fails on every worker.
-        health_seconds: How long the others have, after a failure, to say that they are alive.
-        farewell_seconds: How long ``close`` waits for threads to end.
-        host: Of activities that wait for operations of several communicators; None makes one.
+        group: Process group whose members take part (None is the default group), or a factory
+            that opens groups of the members.
+        timeout_seconds: Time limit of one operation, after which it fails on every worker.
+        liveness_seconds: Time in which a peer must answer the liveness check after a failure.
+        closing_seconds: Time for which ``close`` waits for threads.
+        host: Host shared with other communicators, for background threads that use several; None
+            creates one.
 
     Raises:
-        AttachError: no process group was initialised, or this process is not a member.
-        CommunicationError: a worker did not come, or left at once.
+        AttachError: This process is not a member of the group.
+        CommunicationError: A worker did not open its connections in time, or left meanwhile.
     """
 
     def __init__(
@@ -63,8 +64,8 @@ class TorchCommunicator(Communicator):
         group: dist.ProcessGroup | GroupFactory | None,
         *,
         timeout_seconds: float,
-        health_seconds: float = _HEALTH_SECONDS,
-        farewell_seconds: float = _FAREWELL_SECONDS,
+        liveness_seconds: float = _LIVENESS_SECONDS,
+        closing_seconds: float = _CLOSING_SECONDS,
         host: ThreadHost | None = None,
     ) -> None:
         if isinstance(group, GroupFactory):
@@ -77,15 +78,15 @@ class TorchCommunicator(Communicator):
         self.rank, self.size = factory.rank, factory.size
         self.timeout_seconds = timeout_seconds
         self.host: ThreadHost = ThreadHost() if host is None else host
-        self._life = Life(
+        self._connections = Connections(
             factory,
             self.backend,
             self.host,
             timeout_seconds=timeout_seconds,
-            health_seconds=health_seconds,
-            farewell_seconds=farewell_seconds,
+            liveness_seconds=liveness_seconds,
+            closing_seconds=closing_seconds,
         )
-        self._lines = self._life.open_lines()
+        self._channel = self._connections.open_channel()
 
     @property
     @override
@@ -98,20 +99,22 @@ class TorchCommunicator(Communicator):
     @override
     def start(self, operation: Operation[Any]) -> Handle[Any]:
         if isinstance(operation, Await):
-            return _Fulfilment(self._life, operation)
-        if self._life.closed:
-            raise self._life.why_closed(operation.what)
+            return _PromiseHandle(self._connections, operation)
+        if self._connections.closed:
+            raise self._connections.error_after_close(operation.what)
         started = time.perf_counter()
         patient = isinstance(operation, Receive) and operation.patient
         try:
             work, result = self._launch(operation)
         except RuntimeError as error:
-            raise self._life.failure(operation.what, started, error, patient=patient) from None
-        return _Work(self._life, work, result, operation, started, patient)
+            raise self._connections.failure(
+                operation.what, started, error, patient=patient
+            ) from None
+        return _Work(self._connections, work, result, operation, started, patient)
 
     def _launch(self, operation: Operation[Any]) -> tuple[dist.Work, Any]:
-        """Hand the operation to the backend: what it runs as, and where its result will be."""
-        group, messages = self._lines.group, self._lines.messages
+        """Start the operation in the backend. Return the backend's handle and the result to be."""
+        group, messages = self._channel.collectives, self._channel.messages
         match operation:
             case Sum(tensor=tensor):
                 return group.allreduce([tensor]), tensor
@@ -137,50 +140,50 @@ class TorchCommunicator(Communicator):
 
     @override
     def twin(self) -> Communicator:
-        """Other process groups of the same workers, which end with the first communicator's."""
+        """Open further process groups of the same workers. They close with the original's."""
         twin = object.__new__(TorchCommunicator)
         twin.__dict__.update(self.__dict__)
-        twin._lines = self._life.open_lines()
+        twin._channel = self._connections.open_channel()
         return twin
 
     @override
     def close(self, *, together: bool = False) -> None:
         try:
-            if together and not self._life.closed:
-                with contextlib.suppress(CommunicationError):  # training is over, whoever is gone
+            if together and not self._connections.closed:
+                with contextlib.suppress(CommunicationError):  # a lost peer no longer matters
                     self.sum(torch.zeros(1, device=self.control_device), what="the end").wait()
-        finally:  # a Ctrl-C, too, leaves nothing open
-            self._life.close(together=together)
+        finally:  # also after a Ctrl-C
+            self._connections.close(together=together)
 
 
 class _Work(Handle[Any]):
     def __init__(
         self,
-        life: Life,
+        connections: Connections,
         work: dist.Work,
         result: Any,
         operation: Operation[Any],
         started: float,
         patient: bool,
     ) -> None:
-        self._life, self._result = life, result
+        self._connections, self._result = connections, result
         self._work: dist.Work | None = work
         self._what, self._started, self._patient = operation.what, started, patient
         self._collective = operation.collective
         self._ended = False
-        life.under_way.add(self)
+        connections.pending.add(self)
 
     @override
     def done(self) -> bool:
         return self._work is None or self._work.is_completed()
 
     def running(self) -> bool:
-        """Whether a thread of the backend is at it. Messages have none."""
+        """Return True while a thread of the backend executes it. Messages have no such thread."""
         return self._collective and not self.done()
 
     def failed(self) -> bool:
-        """Whether it has ended in an error. Of a message gloo does not know."""
-        if not self._collective or self._life.backend != "gloo" or self._work is None:
+        """Return True if it has failed. For a message gloo cannot tell."""
+        if not self._collective or self._connections.backend != "gloo" or self._work is None:
             return False
         try:
             if self._work.is_completed():
@@ -194,32 +197,35 @@ class _Work(Handle[Any]):
         if self._ended:
             return self._result
         if self._work is None:
-            raise self._life.why_closed(self._what)
+            raise self._connections.error_after_close(self._what)
         try:
             self._block()
         except RuntimeError as error:
-            failure = self._life.failure(self._what, self._started, error, patient=self._patient)
+            failure = self._connections.failure(
+                self._what, self._started, error, patient=self._patient
+            )
             raise failure from None
         self._work, self._ended = None, True
-        self._life.under_way.discard(self)
+        self._connections.pending.discard(self)
         return self._result
 
     def _block(self) -> None:
-        """Wait so that a Ctrl-C gets through; see ``waiting``."""
+        """Wait without delaying a Ctrl-C; see ``receiver_thread``."""
         if not self._collective:
-            # Named, because gloo ends one at the time-out that its group was opened with.
-            limit = timedelta(seconds=self._life.timeout_seconds)
+            # Explicit, because gloo's default is the time limit with which the group was opened.
+            limit = timedelta(seconds=self._connections.timeout_seconds)
             limit = _FOREVER if self._patient else limit
-            if needs_waiter():
-                self._life.waiter.wait(functools.partial(self._wait, limit), self._life.look)
+            if needs_receiver_thread():
+                wait = functools.partial(self._wait, limit)
+                self._connections.receiver.wait(wait, self._connections.poll)
             else:
                 thread = threading.current_thread()
-                self._life.inside.add(thread)
+                self._connections.blocked_threads.add(thread)
                 try:
                     self._wait(limit)
                 finally:
-                    self._life.inside.discard(thread)
-        elif self._life.backend != "gloo":  # NCCL's ends the operation when the time has passed
+                    self._connections.blocked_threads.discard(thread)
+        elif self._connections.backend != "gloo":  # NCCL enforces the time limit itself
             self._wait()
         else:
             while True:
@@ -228,25 +234,26 @@ class _Work(Handle[Any]):
                     return
                 except RuntimeError:
                     if self.done():
-                        self._wait()  # raises why it failed, unless it has ended only now
+                        self._wait()  # raises the reason, or returns if it ended just now
                         return
-                if self._life.look():
-                    raise RuntimeError(ENDED)
+                if self._connections.poll():
+                    raise RuntimeError(CLOSED)
 
     def _wait(self, *limit: timedelta) -> None:
         assert self._work is not None
-        self._work.wait(*limit)  # held by nobody else: a Ctrl-C's traceback would keep it
+        self._work.wait(*limit)  # not in a local: the traceback of a Ctrl-C would keep it alive
 
     def abandon(self) -> None:
-        """Let go of the backend, which would live on with whoever holds this handle."""
+        """Drop the backend's operation, which would otherwise live as long as this handle."""
         self._work = None
 
 
-class _Fulfilment(Handle[Any]):
-    def __init__(self, life: Life, operation: Await[Any]) -> None:
+class _PromiseHandle(Handle[Any]):
+    def __init__(self, connections: Connections, operation: Await[Any]) -> None:
         assert isinstance(operation.promise, ThreadPromise)
-        self._life, self._promise, self._patient = life, operation.promise, operation.patient
-        self._what, self._started = operation.what, time.perf_counter()
+        self._connections, self._promise = connections, operation.promise
+        self._patient, self._what = operation.patient, operation.what
+        self._started = time.perf_counter()
 
     @override
     def done(self) -> bool:
@@ -254,14 +261,16 @@ class _Fulfilment(Handle[Any]):
 
     @override
     def wait(self) -> Any:
-        limit = math.inf if self._patient else self._life.timeout_seconds
+        limit = math.inf if self._patient else self._connections.timeout_seconds
         deadline = time.perf_counter() + limit
         while not self._promise.fulfilled:
-            if self._life.closed:
-                raise self._life.why_closed(self._what)
+            if self._connections.closed:
+                raise self._connections.error_after_close(self._what)
             left = deadline - time.perf_counter()
             if left <= 0:
-                raise self._life.failure(self._what, self._started, RuntimeError("no answer"))
-            if not self._promise.wait(min(left, SLICE_SECONDS)) and self._life.look():
-                raise self._life.failure(self._what, self._started, RuntimeError(ENDED))
+                raise self._connections.failure(
+                    self._what, self._started, RuntimeError("no answer")
+                )
+            if not self._promise.wait(min(left, SLICE_SECONDS)) and self._connections.poll():
+                raise self._connections.failure(self._what, self._started, RuntimeError(CLOSED))
         return self._promise.result

@@ -1,0 +1,87 @@
+"""Access to a ``torch.distributed`` store that never blocks for longer than it may."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_SLICES = 20  # number of waits; if this process is stopped for a while, that uses up only one
+_CLOSE_SECONDS = 1.0
+
+
+def call_within(seconds: float, function: Callable[[], T]) -> T:
+    """Return ``function()``, which accesses a store and is run in a thread.
+
+    A store on an unreachable host would block for as long as TCP does.
+
+    Args:
+        seconds: Time limit, without the time in which this process was stopped.
+        function: Function to call. Its thread is abandoned at the time limit.
+
+    Raises:
+        RuntimeError: ``function`` raised it, or exceeded the time limit.
+    """
+    results: list[T] = []
+    errors: list[RuntimeError] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="store", daemon=True)
+    thread.start()
+    for _ in range(_SLICES):
+        if thread.is_alive():
+            thread.join(seconds / _SLICES)
+    if results:
+        return results[0]
+    raise errors[0] if errors else RuntimeError(f"no answer within {seconds:g} s")
+
+
+class KeyPoll:
+    """Checks in a background thread, at most once per interval, if a key exists in a store.
+
+    Args:
+        store: Store of ``torch.distributed``.
+        key: Key to look for.
+        interval_seconds: Least time between two checks (> 0).
+
+    Attributes:
+        store_lost: True once the store has failed. It is then not asked again.
+    """
+
+    def __init__(self, store: Any, key: str, interval_seconds: float) -> None:
+        self._store, self._key, self._interval_seconds = store, key, interval_seconds
+        self.store_lost = False
+        self._found = False
+        self._thread: threading.Thread | None = None
+        self._last_check = time.monotonic()
+
+    def found(self) -> bool:
+        """Return True if the key is known to exist. Starts a check if one is due. Never blocks."""
+        now = time.monotonic()
+        idle = self._thread is None or not self._thread.is_alive()
+        due = now - self._last_check > self._interval_seconds
+        if idle and due and not self._found and not self.store_lost:
+            self._last_check = now
+            self._thread = threading.Thread(target=self._check, name="key poll", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError:  # the interpreter is shutting down
+                self._thread = None
+        return self._found
+
+    def close(self) -> None:
+        """Stop polling, and wait for a check: Python would abort with a thread inside the store."""
+        self.store_lost = True
+        if self._thread is not None:
+            self._thread.join(_CLOSE_SECONDS)
+
+    def _check(self) -> None:
+        try:
+            self._found = bool(self._store.check([self._key]))
+        except RuntimeError:
+            self.store_lost = True
