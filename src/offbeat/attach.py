@@ -89,7 +89,7 @@ def attach(
         strategy: When to synchronize, for example ``offbeat.SelSync()``. None:
             ``offbeat.StreamingAveraging()``.
         group: The process group of the workers. None: the default group. Or a transport of your
-            own, which makes a communicator: see ``offbeat.transport.Transport``.
+            own, which makes a communicator: see ``offbeat.transport.communicator.Transport``.
         node_group: The process group of this worker's node, whose workers are connected by a fast
             network. They average their gradients and buffers in every step, and the strategy works
             between the nodes, each of which counts as one worker. "auto": the nodes of torchrun.

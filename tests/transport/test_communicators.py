@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import offbeat
-from offbeat.transport.communicator import Communicator
+from offbeat.transport.communicator import Communicator, Wrapper
 from offbeat.transport.handle import Completed, Handle
 from offbeat.transport.host import Promise
 from offbeat.transport.operation import (
@@ -79,7 +79,7 @@ def test_methods_are_shorthands_for_operations(world: World) -> None:
     def work(communicator: Communicator) -> Any:
         started: list[Operation[Any]] = []
 
-        class Listening(offbeat.transport.Wrapper):
+        class Listening(Wrapper):
             def start(self, operation: Operation[Any]) -> Handle[Any]:
                 started.append(operation)
                 return Completed(None)
