@@ -8,7 +8,7 @@ from dataclasses import fields
 import pytest
 
 from cli.commands import ended
-from offbeat.cli import commands, lists, network, reports, runs
+from offbeat.cli import commands, lists, network, runs
 from offbeat.lab.job import Job
 from offbeat.lab.method import SAVING
 
@@ -70,7 +70,7 @@ def test_the_shell_completes_without_torch(typed: str, offered: list[str]) -> No
 def test_a_command_and_what_carries_it_out_take_the_same(command: object) -> None:
     """Each option of a command, those of a job apart, is a parameter of what has its name."""
     name = command.__name__  # type: ignore[attr-defined]
-    found = [vars(one).get(name) for one in (runs, reports, network, lists)]
+    found = [vars(one).get(name) for one in (runs, network, lists)]
     (function,) = (one for one in found if inspect.isfunction(one))
     does = [*inspect.signature(function).parameters]
     asked = [*inspect.signature(command).parameters]  # type: ignore[arg-type]

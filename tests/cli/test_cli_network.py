@@ -18,7 +18,7 @@ from cli.commands import LIMIT, Call, one_line, plain, started
 from offbeat import BSP, AsyncAveraging, LocalSGD, SelSync, StreamingAveraging, cli
 from offbeat.cli import network
 from offbeat.lab import probe as probing
-from offbeat.lab.cluster import Cluster
+from offbeat.lab.launch.cluster import Cluster
 from offbeat.lab.probe import Pair
 from offbeat.registry import parse_strategy
 
@@ -56,7 +56,7 @@ DURATION = "is not a duration; write a number and a unit, like 100us, 50ms, 1.5s
         *(
             (
                 f"plan --model digits --probe {option} {value}",
-                f"{name} is what --probe finds out: .*",
+                f"--probe measures what {name} says: .*",
             )
             for option, value, name in [
                 ("--bandwidth", "1gbit", "--bandwidth"),
@@ -241,7 +241,7 @@ def test_probe_prints_once(under_torchrun: Call) -> None:
     assert sum(line.startswith("all-reduce: ") for line in lines) == 1
 
 
-@pytest.mark.parametrize(("size", "words"), [("2", "two nodes at least, got 2"), ("5", "do not f")])
+@pytest.mark.parametrize(("size", "words"), [("2", "at least two nodes, got 2"), ("5", "do not f")])
 def test_nodes_are_there_before_anything_is_measured(
     size: str, words: str, idle_call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:

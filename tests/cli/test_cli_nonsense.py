@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cli.commands import Call, plain
-from offbeat.cli import outputs
+from offbeat.cli import checks
 
 HUGE = "1" + 15 * "0"
 NET = "plan --parameters 25M --step-time 1ms --bandwidth 1gbit"
@@ -102,7 +102,7 @@ def write_mnist(
         ("compare digits -s bsp --jitter -1", "jitter must be finite and at least 0, got -1.0"),
         (
             "compare digits -s bsp --simulate --turns",
-            "--turns: no speed varies in virtual time, leave it away",
+            "--turns: speeds do not vary in virtual time, leave it out",
         ),
         ("compare digits -s bsp --slow 9=2", "slow 9=2: ranks are 0 to 3"),
         ("compare digits -s bsp --slow 1", "slow must be RANK=FACTOR, as in 1=2, got '1'"),
@@ -170,9 +170,9 @@ def test_files_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.Monke
         asked.append(path)
         return False
 
-    monkeypatch.setattr(outputs.os, "access", access)
-    for check in (outputs.require_file, outputs.require_folder):
-        with pytest.raises(ValueError, match=f"--x {locked}/a/b: {tmp_path} may not be written"):
+    monkeypatch.setattr(checks.os, "access", access)
+    for check in (checks.require_file, checks.require_folder):
+        with pytest.raises(ValueError, match=f"--x {locked}/a/b: {tmp_path} is not writable"):
             check("--x", locked / "a" / "b")
     assert asked == [tmp_path, tmp_path]
 

@@ -87,11 +87,10 @@ def test_a_field_more_is_an_option_more(monkeypatch: pytest.MonkeyPatch) -> None
         temperature: float = option(1.0, help="How hot.", above=0)
         hidden: int = setting(3, least=1)
 
-    monkeypatch.setattr(options, "Job", Longer)
     got: list[Job] = []
 
-    @options.with_job("log")
-    def command(job: Job, own: int = 2) -> None:
+    @options.with_options("log")
+    def command(job: Longer, own: int = 2) -> None:
         """Do it."""
         got.append(job)
         assert own == 4
@@ -110,7 +109,7 @@ def test_a_field_more_is_an_option_more(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_help_and_range_stand_beside_the_field() -> None:
     (workers,) = (one for one in dataclasses.fields(Job) if one.name == "workers")
-    assert option_of(workers) == Option("How many workers.", ("--workers", "-n"))
+    assert option_of(workers) == Option("Number of workers.", ("--workers", "-n"))
 
 
 FLAGS = [name for names in flags_of("train").values() for name in names if name[0] == "-"]

@@ -21,8 +21,8 @@ from torch.distributed.run import get_args_parser
 
 from cli.commands import Call, ended
 from offbeat import cli
-from offbeat.cli import network, runs
-from offbeat.lab.cluster import Cluster
+from offbeat.cli import launcher, network, runs
+from offbeat.lab.launch.cluster import Cluster
 from pages import ROOT, SHELL, Block, blocks_in, code_on, files_of
 
 BLOCKS = blocks_in(*SHELL)
@@ -99,9 +99,9 @@ def begin(call: Call, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], 
 
     monkeypatch.setattr(runs.comparison, "run_and_record", reached)
     monkeypatch.setattr(runs.comparison, "compare", reached)
-    monkeypatch.setattr(runs, "ShapedLinks", reached)
+    monkeypatch.setattr(launcher, "ShapedLinks", reached)
     monkeypatch.setattr(runs, "measure_recipe", reached)
-    monkeypatch.setattr(runs.dist, "init_process_group", reached)
+    monkeypatch.setattr(launcher.dist, "init_process_group", reached)
     monkeypatch.setattr(network, "measure_recipe", reached)
     return main
 

@@ -29,11 +29,11 @@ from cli.commands import (
 )
 from offbeat.cli import runs, view
 from offbeat.errors import OffbeatError
-from offbeat.lab import forking, launch
-from offbeat.lab.cleanup import surely
-from offbeat.lab.cluster import Cluster
 from offbeat.lab.events import Evaluation, Event
 from offbeat.lab.job import Job
+from offbeat.lab.launch import fork_server, runners
+from offbeat.lab.launch.cleanup import run_cleanup
+from offbeat.lab.launch.cluster import Cluster
 from offbeat.lab.recipes import RECIPES, Setup, Task
 from offbeat.lab.report import SHARE_MEANS
 from offbeat.registry import STRATEGIES
@@ -258,7 +258,7 @@ def test_torchrun_has_its_own_number_of_workers(argv: str, idle_call: Call) -> N
     """Another --workers than torchrun has started is refused, not replaced."""
     code, out, err = idle_call(*argv.split())
     assert (code, out) == (2, "")
-    assert err == "error: --workers 8: the launcher has started 2, leave the option away\n"
+    assert err == "error: --workers 8: the launcher has started 2, leave the option out\n"
 
 
 @pytest.mark.usefixtures("launched")
@@ -356,7 +356,7 @@ def test_a_signal_ends_every_worker(tmp_path: Path, number: signal.Signals) -> N
     assert not list(tmp_path.glob("offbeat-*")), "its temporary folder"
 
 
-SAVED = re.compile(r"  saved at step (\d+) in (\S+): --resume goes on from it\n")
+SAVED = re.compile(r"  saved at step (\d+) in (\S+): --resume continues from it\n")
 
 
 @pytest.mark.parametrize(
@@ -464,9 +464,9 @@ def test_cleaning_up_goes_on_after_one_interruption() -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        surely(clean)
+        run_cleanup(clean)
     assert calls == [0, 1]
-    surely(clean)
+    run_cleanup(clean)
     assert calls == [0, 1, 2]
 
 
@@ -486,7 +486,7 @@ def test_workers_can_be_interrupted_whoever_started_the_command() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         argv = [sys.executable, "-c", show]
-        shown = subprocess.check_output(argv, preexec_fn=forking.prepare_worker, text=True)
+        shown = subprocess.check_output(argv, preexec_fn=fork_server.prepare_worker, text=True)
     finally:
         signal.signal(signal.SIGINT, before)
     assert "default_int_handler" in shown
@@ -754,7 +754,7 @@ def test_mistakes_with_a_strategy_of_ones_own(
     call: Call, monkeypatch: pytest.MonkeyPatch, command: str, text: str, message: str
 ) -> None:
     """One line and exit code 2, before anything runs."""
-    monkeypatch.setattr(launch, "run_job", None)
+    monkeypatch.setattr(runners, "run_job", None)
     code, out, err = call(*command.split(), "-s", text)
     assert (code, out) == (2, "")
     assert re.fullmatch(f"error: {message}\n", err)
@@ -773,7 +773,7 @@ def test_a_run_that_was_cut_short_is_resumed(call: Call, tmp_path: Path) -> None
         (tmp_path / f"step-4.rank{rank}.pt").unlink()
     status, again, _ = call(*saving, "--resume")
     assert status == 0
-    assert "local:period=2  goes on from step 2" in again
+    assert "local:period=2  continues from step 2" in again
     curves = [
         re.findall(r"step (\d+)  [\d.]+ s  (test accuracy [\d.]+)", one) for one in (out, again)
     ]

@@ -3,7 +3,7 @@
 import pytest
 
 from offbeat.cli import view
-from offbeat.lab.events import Chosen, Evaluation, Start, Step, Waiting
+from offbeat.lab.events import Evaluation, EvaluationCount, Start, Step, Waiting
 from offbeat.lab.job import Job
 
 
@@ -37,13 +37,13 @@ def test_the_bar_shows_what_is_waited_for(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("chosen", "words"),
     [
-        (Chosen(24, 0.01), ""),
-        (Chosen(6, 1.5), "bsp  evaluating takes 1.5 s: 6 times in this run, so that"),
-        (Chosen(1, 40.0), "bsp  evaluating takes 40 s: once in this run, so that"),
+        (EvaluationCount(24, 0.01), ""),
+        (EvaluationCount(6, 1.5), "bsp  evaluating takes 1.5 s: 6 times in this run, so that"),
+        (EvaluationCount(1, 40.0), "bsp  evaluating takes 40 s: once in this run, so that"),
     ],
 )
 def test_what_was_chosen_is_said(
-    capsys: pytest.CaptureFixture[str], chosen: Chosen, words: str
+    capsys: pytest.CaptureFixture[str], chosen: EvaluationCount, words: str
 ) -> None:
     """And how to set it; nothing if it is as often as ever."""
     with view.Bar() as bar:

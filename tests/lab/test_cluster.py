@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from offbeat.errors import OffbeatError
-from offbeat.lab import cluster as lab
-from offbeat.lab import places
-from offbeat.lab.cluster import Cluster, _run
 from offbeat.lab.events import Evaluation, Event, Start, Step
 from offbeat.lab.job import Job
-from offbeat.lab.places import ShapedLinks, at_half
+from offbeat.lab.launch import cluster as lab
+from offbeat.lab.launch import runners
+from offbeat.lab.launch.cluster import Cluster, _run
+from offbeat.lab.launch.runners import ShapedLinks, call_at_half
 
 needs_namespaces = pytest.mark.skipif(Cluster.why_not() is not None, reason=f"{Cluster.why_not()}")
 
@@ -62,7 +62,7 @@ def on_nodes(cluster: Cluster, program: str, *values: Any) -> list[float]:
 
 LINKS = """
 import json, sys, torch.distributed as dist
-from offbeat.lab.links import measure_links
+from offbeat.lab.probe.ring import measure_links
 rank, size, folder = json.loads(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"file://{folder}/r", rank=rank, world_size=size)
 print(measure_links().bytes_per_second)
@@ -146,7 +146,7 @@ def test_links_are_given_another_rate_while_they_are_in_use(
         seen.append(rates(links))
         raise OffbeatError("a worker died")
 
-    monkeypatch.setattr(places, "run_job", fail)
+    monkeypatch.setattr(runners, "run_job", fail)
 
     def rates(links: ShapedLinks) -> set[int]:
         ends = [(links._node(rank), links.interface) for rank in range(2)]
@@ -167,7 +167,7 @@ def test_the_second_half_begins_at_the_step_in_the_middle() -> None:
     """Once, before its event is told; a run that is evaluated then counts as one that is not."""
     for middle in (Step(3, 1.0), Evaluation(4, 1.0, 0.5, {})):
         seen: list[object] = []
-        listen = at_half(lambda seen=seen: seen.append("act"), seen.append)
+        listen = call_at_half(lambda seen=seen: seen.append("act"), seen.append)
         events = [Start(6, 4), Step(1, 0.1), Step(2, 0.2), middle, Step(5, 2.0), Step(6, 3.0)]
         for event in events:
             listen(event)

@@ -15,9 +15,9 @@ from offbeat.errors import CommunicationError
 from offbeat.lab import evaluation, train
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.evaluation import Looks, affordable, evaluate_together, expected_seconds, gather
-from offbeat.lab.events import Chosen, Evaluation, Event, Step, Waiting
+from offbeat.lab.events import Evaluation, EvaluationCount, Event, Step, Waiting
 from offbeat.lab.job import Job
-from offbeat.lab.places import VirtualCluster
+from offbeat.lab.launch.runners import VirtualCluster
 from offbeat.lab.recipes import find_recipe
 from offbeat.lab.recipes.base import HeldOut, Setup, accuracy
 from offbeat.lab.recipes.samples import TensorData
@@ -230,7 +230,7 @@ def test_a_costly_evaluation_is_done_less_often() -> None:
     """The first one tells; all workers evaluate at the same steps; what is left is even."""
     heard, silent = on_processes(slow_digits, 0.3, None, workers=2)
     assert silent == []
-    (chosen,) = (event for event in heard if isinstance(event, Chosen))
+    (chosen,) = (event for event in heard if isinstance(event, EvaluationCount))
     assert 0.3 < chosen.seconds < 1.3
     assert 1 <= chosen.evaluations <= 3  # 1.2 s for them, or a tenth of a shorter run
     points = [event.step for event in heard if isinstance(event, Evaluation)]
@@ -242,7 +242,7 @@ def test_a_costly_evaluation_is_done_less_often() -> None:
 @pytest.mark.nightly
 def test_a_number_that_is_set_is_kept() -> None:
     heard = on_processes(slow_digits, 0.02, 6, workers=2)[0]
-    assert not any(isinstance(event, Chosen) for event in heard)
+    assert not any(isinstance(event, EvaluationCount) for event in heard)
     points = [event.step for event in heard if isinstance(event, Evaluation)]
     assert points == [8, 16, 24, 32, 40, 48]
 
@@ -254,7 +254,7 @@ def test_what_is_waited_for_is_told() -> None:
     run_and_record(job, heard.append, VirtualCluster(Network("1Gbit/s"), Compute("5ms")))
     told = [e.what if isinstance(e, Waiting) else type(e).__name__ for e in heard]
     assert told == [
-        *("loading the data", "meeting the other workers", "Start"),
+        *("loading the data", "connecting to the other workers", "Start"),
         *("Step", "evaluating", "Evaluation", "Step", "Step", "Step"),
         *("finishing", "evaluating", "Evaluation", "End"),
     ]
@@ -268,7 +268,7 @@ def test_in_virtual_time_evaluation_is_free_and_nothing_is_chosen() -> None:
         heard: list[Event] = []
         place = VirtualCluster(Network("1Gbit/s"), Compute("5ms"))
         results.append(run_and_record(job, heard.append, place))
-        assert not any(isinstance(event, Chosen) for event in heard)
+        assert not any(isinstance(event, EvaluationCount) for event in heard)
     often, once = results
     assert (len(often.points), len(once.points)) == (24, 1)
     assert often.final == once.final

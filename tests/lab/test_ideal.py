@@ -8,11 +8,11 @@ import torch
 
 from lab import tiny
 from offbeat import Compute, Network, Stats
-from offbeat.lab import ideal
+from offbeat.lab import step_time
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.events import End, Evaluation, Start
 from offbeat.lab.job import Job
-from offbeat.lab.places import Loopback, VirtualCluster
+from offbeat.lab.launch.runners import Loopback, VirtualCluster
 from offbeat.lab.recipes import Setup
 from offbeat.lab.results import Result
 
@@ -64,9 +64,9 @@ def test_in_virtual_time_nobody_waits_for_the_slowest() -> None:
 def test_a_stretch_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Model, buffers, optimizer, schedule and random states are as before; it did train."""
     monkeypatch.setattr(
-        ideal, "gather", lambda value, device, what: [value, 3 * value if value else 0]
+        step_time, "gather", lambda value, device, what: [value, 3 * value if value else 0]
     )
-    monkeypatch.setattr(ideal, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(step_time, "REFERENCE", step_time.Duration(5, 10, 0.0))
     task = tiny.build(Setup(1, 1.0))
     task.optimizer = torch.optim.SGD(task.model.parameters(), lr=0.1, momentum=0.9)
     states = torch.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index,union-attr]
@@ -80,9 +80,9 @@ def test_a_stretch_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
             seen.append(tiny.size_of([*task.model.parameters()]))
             yield batch
 
-    alone = ideal.Alone(task, 1.0, batches)
+    alone = step_time.LocalTraining(task, 1.0, batches)
     alone.measure()
-    assert len(seen) == ideal.WARMUP_STEPS + ideal.LEAST_STEPS
+    assert len(seen) == 5 + 10
     assert len(set(seen)) == len(seen)
     for tensor, value in zip(
         (*task.model.parameters(), *task.model.buffers()), before, strict=True
@@ -114,11 +114,13 @@ def test_the_step_time_is_the_mean_over_steps_and_workers(
         now += next(ticks)
         return now
 
-    monkeypatch.setattr(ideal, "gather", gather)
-    monkeypatch.setattr(ideal, "LEAST_SECONDS", 16.0)  # of 6·1 + 5·2 in the first
-    monkeypatch.setattr(ideal.time, "perf_counter", clock)
+    monkeypatch.setattr(step_time, "gather", gather)
+    monkeypatch.setattr(
+        step_time, "REFERENCE", step_time.Duration(5, 10, 16.0)
+    )  # of 6·1 + 5·2 in the first
+    monkeypatch.setattr(step_time.time, "perf_counter", clock)
     task = tiny.build(Setup(1, 1.0))
-    alone = ideal.Alone(
+    alone = step_time.LocalTraining(
         task, 1.0, lambda: tiny.Batches(task, tiny.make_sampler(task, 1, 0, seed=0))
     )
     alone.measure()

@@ -13,7 +13,7 @@ import pytest
 
 from offbeat.display.table import Table
 from offbeat.errors import CommunicationError, OffbeatError
-from offbeat.lab.cluster import Cluster
+from offbeat.lab.launch.cluster import Cluster
 from offbeat.lab.probe import (
     AllReduce,
     Pair,

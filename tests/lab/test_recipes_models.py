@@ -11,7 +11,7 @@ from torch import nn
 from lab.standins import write_cifar, write_images, write_text
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.job import Job
-from offbeat.lab.places import Loopback
+from offbeat.lab.launch.runners import Loopback
 from offbeat.lab.recipes import RECIPES, Setup, Task, find_recipe, imagenet
 from offbeat.lab.recipes.base import accuracy
 from offbeat.lab.recipes.googlenet import googlenet

@@ -8,7 +8,7 @@ import pytest
 
 from cli.commands import ENVIRONMENT
 from offbeat.errors import OffbeatError
-from offbeat.lab.slurm import as_torchrun, first_node, sharing
+from offbeat.lab.launch.slurm import first_node, torchrun_variables, workers_sharing_cores
 
 BATCH = {
     **{"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"},
@@ -24,19 +24,19 @@ LAST = {**TASK, "SLURM_PROCID": "2", "SLURM_NODEID": "1"}
 
 def test_a_task_knows_what_torchrun_would_tell_it() -> None:
     """Rank, place in its node, and where all meet: on the step's first node, not srun's."""
-    assert as_torchrun(LAST) == {
+    assert torchrun_variables(LAST) == {
         **{"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "15113"},  # 16 · 7 + 1
     }
-    first = as_torchrun(TASK)
+    first = torchrun_variables(TASK)
     assert first["LOCAL_WORLD_SIZE"] == "2"
     assert first["MASTER_PORT"] == "15113"
-    assert as_torchrun({**LAST, "SLURM_JOB_ID": "123456789"})["MASTER_PORT"] == "18625"
+    assert torchrun_variables({**LAST, "SLURM_JOB_ID": "123456789"})["MASTER_PORT"] == "18625"
 
 
 def test_where_they_meet_can_be_said() -> None:
     told = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "SLURM_STEP_NODELIST": "nowhere7"}
-    found = as_torchrun({**LAST, **told})
+    found = torchrun_variables({**LAST, **told})
     assert "MASTER_ADDR" not in found
     assert "MASTER_PORT" not in found
 
@@ -52,19 +52,19 @@ def test_where_they_meet_can_be_said() -> None:
     ],
 )
 def test_any_other_process_is_left_alone(environment: dict[str, str]) -> None:
-    assert as_torchrun(environment) == {}
+    assert torchrun_variables(environment) == {}
 
 
 @pytest.mark.parametrize("missing", ["SLURM_PROCID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID"])
 def test_what_is_missing_is_named(missing: str) -> None:
     environment = {name: value for name, value in LAST.items() if name != missing}
     with pytest.raises(OffbeatError, match=f"{missing} is not set: start the workers with srun"):
-        as_torchrun(environment)
+        torchrun_variables(environment)
 
 
 def test_a_node_without_an_address_is_named() -> None:
-    with pytest.raises(OffbeatError, match=r"meet on x\.invalid, .*: set MASTER_ADDR to"):
-        as_torchrun({**LAST, "SLURM_STEP_NODELIST": "x.invalid,y"})
+    with pytest.raises(OffbeatError, match=r"connect to x\.invalid, .*: set MASTER_ADDR to"):
+        torchrun_variables({**LAST, "SLURM_STEP_NODELIST": "x.invalid,y"})
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ def test_tasks_with_cores_of_their_own_share_them_with_nobody(
         mask: Any = set(range(cores))
         monkeypatch.setattr("os.sched_getaffinity", lambda pid, mask=mask: mask, raising=False)
         own = {} if told is None else {"SLURM_CPUS_PER_TASK": told}
-        assert sharing({**TASK, **own}, 4) == expected
-    assert sharing({"SLURM_CPUS_PER_TASK": "64"}, 4) == 4  # not Slurm's
+        assert workers_sharing_cores({**TASK, **own}, 4) == expected
+    assert workers_sharing_cores({"SLURM_CPUS_PER_TASK": "64"}, 4) == 4  # not Slurm's
 
 
 @pytest.mark.nightly  # three processes import torch
@@ -115,6 +115,6 @@ def test_tasks_train_together() -> None:
     assert silent == ""
     _, err = alone.communicate(timeout=100)
     assert alone.returncode == 1
-    assert "error: rank 1 of 2 did not meet the others that Slurm has started, at " in err
+    assert "error: rank 1 of 2 could not connect to the others that Slurm has started, at " in err
     assert "127.0.0.1:16121 (MASTER_ADDR, MASTER_PORT) within --timeout 2" in err
     assert "Traceback" not in err

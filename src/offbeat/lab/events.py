@@ -1,4 +1,4 @@
-"""What a run tells while it goes on: values between objects, lines of JSON between processes."""
+"""Events of a run: values within a process, lines of JSON between processes and in checkpoints."""
 
 import json
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ from offbeat.telemetry import Stats
 
 @dataclass(frozen=True)
 class Start:
-    """Training begins.
+    """The start of training.
 
     Attributes:
-        steps: How many steps each worker will take.
+        steps: Number of steps that each worker will take.
         model_bytes: Size of the model's parameters.
     """
 
@@ -23,10 +23,10 @@ class Start:
 
 @dataclass(frozen=True)
 class Step:
-    """A step is taken, after which nothing was evaluated.
+    """A step without an evaluation.
 
     Attributes:
-        step: Steps each worker has taken.
+        step: Number of steps that each worker has taken.
         seconds: Training seconds of rank 0: computing and waiting, without evaluation.
     """
 
@@ -36,13 +36,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A step is taken, and the consensus of the workers evaluated.
+    """A step, followed by an evaluation of the consensus.
 
     Attributes:
-        step: Steps each worker has taken.
+        step: Number of steps that each worker has taken.
         seconds: Training seconds of rank 0: computing and waiting, without evaluation.
-        metric: The recipe's metric.
-        metrics: All metrics by name, that one among them.
+        metric: Value of the recipe's metric.
+        metrics: Values of all metrics by name, the recipe's metric included.
     """
 
     step: int
@@ -53,22 +53,22 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Rank 0 does something else than train, until the next event.
+    """The start of something other than training, which lasts until the next event.
 
     Attributes:
-        what: In a few words.
+        what: Description in a few words.
     """
 
     what: str
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """How often the run evaluates, chosen by what an evaluation will take.
+class EvaluationCount:
+    """The number of evaluations, chosen by the run from what one costs.
 
     Attributes:
-        evaluations: The number, the end included.
-        seconds: What one takes.
+        evaluations: Number of evaluations, the final one included.
+        seconds: Expected duration of one.
     """
 
     evaluations: int
@@ -76,12 +76,12 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """The links, before the training or after it; see ``measure_links``.
+class LinkSpeed:
+    """The measured links between the workers, before or after the training.
 
     Attributes:
-        bytes_per_second: Of the slowest link, one way, while all are busy.
-        latency_seconds: Of one message, the median.
+        bytes_per_second: Bandwidth of the slowest link in one direction, while all links are busy.
+        latency_seconds: Median latency of one message.
     """
 
     bytes_per_second: float
@@ -89,23 +89,23 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Paced:
-    """What uneven workers' sleeps are multiples of; see ``lab.uneven``.
+class LocalStepTime:
+    """The step time that the sleeps of stragglers are multiples of; see ``lab.stragglers``.
 
     Attributes:
-        step_seconds: A step of a worker alone, the mean over the workers.
+        step_seconds: Step time without communication, the mean over the workers.
     """
 
     step_seconds: float
 
 
 @dataclass(frozen=True)
-class Turn:
-    """The workers have trained alone for a moment, outside the clock; see ``lab.turns``.
+class Calibration:
+    """A measurement of the step time without communication, within a run and off its clock.
 
     Attributes:
-        step: Steps each worker had taken.
-        step_seconds: A step of a worker alone, the mean over the workers.
+        step: Number of steps of the run that each worker had taken.
+        step_seconds: Step time without communication, the mean over the workers.
     """
 
     step: int
@@ -114,22 +114,22 @@ class Turn:
 
 @dataclass(frozen=True)
 class Resumed:
-    """The run goes on from a checkpoint; what it had told until then follows.
+    """The continuation from a checkpoint. The events that it repeats follow.
 
     Attributes:
-        step: Steps each worker had taken.
+        step: Number of steps that each worker had taken.
     """
 
     step: int
 
 
 @dataclass(frozen=True)
-class Left:
-    """The run was asked to end early: all workers have saved, and leave.
+class Stopped:
+    """The early end of a run on request, after all workers have saved a checkpoint.
 
     Attributes:
-        step: Steps each worker has taken.
-        directory: Where the checkpoint is.
+        step: Number of steps that each worker has taken.
+        directory: Directory of the checkpoint.
     """
 
     step: int
@@ -137,11 +137,11 @@ class Left:
 
 
 @dataclass(frozen=True)
-class Unsaved:
-    """The run was asked to end early, and ends without a checkpoint of where it was.
+class NotSaved:
+    """The early end of a run on request, without a checkpoint.
 
     Attributes:
-        why: In a few words.
+        why: Reason in a few words.
     """
 
     why: str
@@ -149,12 +149,12 @@ class Unsaved:
 
 @dataclass(frozen=True)
 class End:
-    """Training is over.
+    """The end of training.
 
     Attributes:
-        stats: The totals of every worker, in rank order.
-        step_seconds: What each step counts in truth, where that is known now only (``ideal``): the
-            seconds of all events before are this many for each step. None: as they told.
+        stats: Totals of every worker, in rank order.
+        step_seconds: Duration of every step, for a method that knows it only now (``ideal``); it
+            replaces the seconds of all earlier events. None: those are valid.
     """
 
     stats: tuple[Stats, ...]
@@ -166,54 +166,45 @@ Event: TypeAlias = (
     | Step
     | Evaluation
     | Waiting
-    | Chosen
-    | Measured
-    | Paced
-    | Turn
+    | EvaluationCount
+    | LinkSpeed
+    | LocalStepTime
+    | Calibration
     | Resumed
-    | Left
-    | Unsaved
+    | Stopped
+    | NotSaved
     | End
 )
 
-_KINDS: dict[str, Any] = {
-    "start": Start,
-    "step": Step,
-    "evaluation": Evaluation,
-    "waiting": Waiting,
-    "chosen": Chosen,
-    "measured": Measured,
-    "paced": Paced,
-    "turn": Turn,
-    "resumed": Resumed,
-    "left": Left,
-    "unsaved": Unsaved,
+_KINDS: dict[str, Any] = {  # the names are part of the checkpoints of runs
+    **{"start": Start, "step": Step, "evaluation": Evaluation, "waiting": Waiting, "end": End},
+    **{"chosen": EvaluationCount, "measured": LinkSpeed, "paced": LocalStepTime},
+    **{"turn": Calibration, "resumed": Resumed, "left": Stopped, "unsaved": NotSaved},
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 def to_json(event: Event) -> str:
-    """An event as one line of JSON."""
+    """Return an event as one line of JSON."""
+    values = {name: value for name, value in asdict(event).items() if value is not None}
     if isinstance(event, End):
-        stats = [one.to_dict() for one in event.stats]
-        known = {} if event.step_seconds is None else {"step_seconds": event.step_seconds}
-        return json.dumps({"event": "end", "stats": stats, **known})
-    return json.dumps({"event": _NAMES[type(event)], **asdict(event)})
+        values["stats"] = [stats.to_dict() for stats in event.stats]
+    return json.dumps({"event": _NAMES[type(event)], **values})
 
 
 def from_json(line: str | bytes) -> Event:
-    """The event of a line that ``to_json`` made."""
+    """Return the event of a line that ``to_json`` made."""
     values = json.loads(line)
-    name = values.pop("event")
-    if name == "end":
-        return End(tuple(stats_of(one) for one in values["stats"]), values.get("step_seconds"))
-    event: Event = _KINDS[name](**values)
+    kind = _KINDS[values.pop("event")]
+    if kind is End:
+        values["stats"] = tuple(map(stats_of, values["stats"]))
+    event: Event = kind(**values)
     return event
 
 
 def stats_of(values: Mapping[str, Any]) -> Stats:
-    """The totals of ``Stats.to_dict()``; what it derives from others is derived anew."""
-    told = {one.name: values[one.name] for one in fields(Stats) if one.name in values}
-    if values.get("flags"):  # 0.1.0 wrote them beside the details only
-        told["details"] = {"flags": values["flags"], **told.get("details", {})}
-    return Stats(**told)
+    """Return the ``Stats`` of the values of ``Stats.to_dict()``, without its derived ones."""
+    known = {field.name: values[field.name] for field in fields(Stats) if field.name in values}
+    if values.get("flags"):  # version 0.1.0 wrote them outside the details
+        known["details"] = {"flags": values["flags"], **known.get("details", {})}
+    return Stats(**known)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.lab.baselines import is_ideal, is_peer
-from offbeat.lab.events import Evaluation, Measured, Turn, stats_of
+from offbeat.lab.events import Calibration, Evaluation, LinkSpeed, stats_of
 from offbeat.lab.job import Job
 from offbeat.telemetry import Stats
 
@@ -47,8 +47,8 @@ class Result:
     points: tuple[Evaluation, ...]
     stats: tuple[Stats, ...]
     model_bytes: int | None = None
-    links: tuple[Measured, ...] = ()
-    turns: tuple[Turn, ...] = ()
+    links: tuple[LinkSpeed, ...] = ()
+    turns: tuple[Calibration, ...] = ()
     lr_scales: tuple[float, ...] = ()
     command: str = ""
 
@@ -174,8 +174,8 @@ class Result:
         kept["job"] = _job_of(values["job"])
         kept["points"] = tuple(Evaluation(**point) for point in values["points"])
         kept["stats"] = tuple(stats_of(one) for one in values["stats"])
-        kept["links"] = tuple(Measured(**one) for one in kept.get("links", ()))
-        kept["turns"] = tuple(Turn(**one) for one in kept.get("turns", ()))
+        kept["links"] = tuple(LinkSpeed(**one) for one in kept.get("links", ()))
+        kept["turns"] = tuple(Calibration(**one) for one in kept.get("turns", ()))
         kept["lr_scales"] = tuple(kept.get("lr_scales", ()))
         if not (kept["points"] and kept["stats"]):
             raise ValueError("a result needs an evaluation and the totals of a worker")

@@ -9,7 +9,7 @@ from offbeat.lab.results import Result
 
 
 def took_turns(results: Sequence[Result]) -> bool:
-    """Whether any run trained alone by turns (``lab.turns``)."""
+    """Whether any run trained alone by turns (``lab.step_time``)."""
     return any(one.turns for one in results)
 
 

@@ -12,11 +12,20 @@ from torch import Tensor, nn
 from lab import tiny
 from offbeat import Compute, Network
 from offbeat.errors import OffbeatError
-from offbeat.lab import resume
+from offbeat.lab import checkpoints
 from offbeat.lab.compare import run_and_record
-from offbeat.lab.events import Chosen, Event, Resumed, Start, Step, Turn, from_json, to_json
+from offbeat.lab.events import (
+    Calibration,
+    EvaluationCount,
+    Event,
+    Resumed,
+    Start,
+    Step,
+    from_json,
+    to_json,
+)
 from offbeat.lab.job import Job
-from offbeat.lab.places import VirtualCluster
+from offbeat.lab.launch.runners import VirtualCluster
 from offbeat.lab.recipes import RECIPES
 from offbeat.lab.results import Result
 
@@ -93,7 +102,7 @@ def test_a_resumed_run_ends_with_the_same_bits(strategy: str, every: int, tmp_pa
 
 
 def test_what_a_resumed_run_tells_again_goes_through_a_pipe() -> None:
-    told: list[Any] = [Chosen(3, 0.5), Resumed(7)]
+    told: list[Any] = [EvaluationCount(3, 0.5), Resumed(7)]
     assert [from_json(to_json(event)) for event in told] == told
 
 
@@ -124,7 +133,9 @@ def test_a_checkpoint_of_an_older_version_is_resumed(
     saving = replace(JOB, evaluations=2, checkpoints=str(tmp_path), save_every=15)
     with monkeypatch.context() as older:
         known = [name for name in asdict(JOB) if name != "measure_alone"]
-        older.setattr(resume, "asdict", lambda job: {name: asdict(job)[name] for name in known})
+        older.setattr(
+            checkpoints, "asdict", lambda job: {name: asdict(job)[name] for name in known}
+        )
         first, _ = trained(saving)
     again, _ = trained(replace(saving, resume=True))
     assert again.final_metrics == first.final_metrics
@@ -174,7 +185,7 @@ def test_another_run_is_not_resumed(changes: dict[str, Any], message: str, tmp_p
         (
             {"checkpoints": ".", "save_every": 5},
             True,
-            "--checkpoints .: a run was saved there already; go on with it by --resume, or .*",
+            "--checkpoints .: a run was saved there already; continue it with --resume, or .*",
         ),
         (
             {"checkpoints": ".", "save_every": 5, "strategy": "ideal"},
@@ -206,7 +217,7 @@ def test_options_that_do_not_go_together_are_refused(
 
 def test_turns_are_told_again() -> None:
     """With evaluations, and nothing that only belongs to its moment."""
-    history = resume.History(lambda event: None)
-    for event in (Turn(0, 0.5), Step(1, 0.5), Turn(2, 0.25)):
-        history(event)
-    assert [from_json(line) for line in history.kept] == [Turn(0, 0.5), Turn(2, 0.25)]
+    log = checkpoints.EventLog(lambda event: None)
+    for event in (Calibration(0, 0.5), Step(1, 0.5), Calibration(2, 0.25)):
+        log(event)
+    assert [from_json(line) for line in log.lines] == [Calibration(0, 0.5), Calibration(2, 0.25)]

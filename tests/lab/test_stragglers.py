@@ -9,13 +9,14 @@ import torch
 import workers
 from lab import tiny
 from offbeat import Compute, Network
-from offbeat.lab import ideal, links, uneven
+from offbeat.lab import step_time, stragglers
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.job import Job
-from offbeat.lab.links import measure_links
-from offbeat.lab.places import VirtualCluster
+from offbeat.lab.launch.runners import VirtualCluster
+from offbeat.lab.probe import ring
+from offbeat.lab.probe.ring import measure_links
 from offbeat.lab.results import Result
-from offbeat.lab.uneven import Uneven, parse_slow
+from offbeat.lab.stragglers import StragglerLoss, parse_slow
 
 PLACE = VirtualCluster(Network("100Mbit/s", latency="1ms"), Compute("1s"))
 JOB = Job("tiny", "local:period=3", 2, evaluations=tiny.STEPS)
@@ -62,13 +63,13 @@ def test_slow_workers_are_named_by_rank(text: str | None, found: dict[int, float
 def sleeps(rank: int, size: int, slowdown: float) -> list[float]:
     """What each of some steps of a worker slept, over a step alone; rank 1 is slow."""
     tiny.install()
-    ideal.LEAST_SECONDS = 0.1
+    step_time.REFERENCE = step_time.Duration(5, 10, 0.1)
     task = tiny.build(JOB.setup())
     batch = torch.zeros(4, 4).double(), torch.zeros(4, 1).double()
     factor = slowdown if rank == 1 else 1.0
-    longer = Uneven(task, lambda: iter([batch] * 20), slowdown=factor, jitter=0.2, seed=0)
+    longer = StragglerLoss(task, lambda: iter([batch] * 20), slowdown=factor, jitter=0.2, seed=0)
     slept: list[float] = []
-    uneven.time.sleep = slept.append  # type: ignore[assignment]
+    stragglers.time.sleep = slept.append  # type: ignore[assignment]
     for _ in range(400):
         longer(task.model, batch)
     return [seconds / longer.step_seconds for seconds in slept]
@@ -100,7 +101,7 @@ def test_links_are_measured_alike_on_all_workers() -> None:
 def test_a_stall_of_one_message_is_not_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of messages of 0.4, 4 and 0.4 s the median is told."""
     taken = iter([0.4, 4.0, 0.4])
-    monkeypatch.setattr(links, "_pass_on", lambda tensor: 0.0)
-    monkeypatch.setattr(links, "_slowest", lambda seconds: next(taken))
-    monkeypatch.setattr(links, "gather", lambda value, device, what: [value])
+    monkeypatch.setattr(ring, "_shift", lambda tensor: 0.0)
+    monkeypatch.setattr(ring, "_slowest", lambda seconds: next(taken))
+    monkeypatch.setattr(ring, "gather", lambda value, device, what: [value])
     assert measure_links().bytes_per_second == pytest.approx(2**18 / 0.4)

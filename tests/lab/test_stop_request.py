@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 
 from offbeat.errors import CommunicationTimeout
-from offbeat.lab.leaving import Leaving
+from offbeat.lab.launch.stop_request import StopRequest
 
 SOON: Any = {"last": 9, "seconds": 0.1}
 
 
 def test_all_leave_at_the_furthest_step_that_one_has_begun(tmp_path: Path) -> None:
     """However far apart they are; the one behind goes on until it is there."""
-    ahead, behind, asking = (Leaving(tmp_path / "leaving", 2) for _ in range(3))
-    assert [ahead.goes_on(0, step, **SOON) for step in range(4)] == [True] * 4  # at step 4 now
-    assert behind.goes_on(1, 0, **SOON)
-    assert asking.ask(1) == 4
-    assert not ahead.goes_on(0, 4, **SOON)
-    assert [behind.goes_on(1, step, **SOON) for step in (1, 2, 3, 4)] == [
+    ahead, behind, asking = (StopRequest(tmp_path / "stop", 2) for _ in range(3))
+    assert [ahead.may_continue(0, step, **SOON) for step in range(4)] == [True] * 4  # at step 4 now
+    assert behind.may_continue(1, 0, **SOON)
+    assert asking.request(1) == 4
+    assert not ahead.may_continue(0, 4, **SOON)
+    assert [behind.may_continue(1, step, **SOON) for step in (1, 2, 3, 4)] == [
         True,
         True,
         True,
@@ -33,22 +33,22 @@ def test_nothing_is_saved_before_the_beginning_and_after_the_end(
     ended: bool, tmp_path: Path
 ) -> None:
     """A worker that has begun to finish would not come to save."""
-    worker, asking = (Leaving(tmp_path / "leaving", 2) for _ in range(2))
+    worker, asking = (StopRequest(tmp_path / "stop", 2) for _ in range(2))
     if ended:
-        assert worker.goes_on(0, 9, **SOON)
-    assert asking.ask(1) is None
-    assert worker.goes_on(1, 3, **SOON)
+        assert worker.may_continue(0, 9, **SOON)
+    assert asking.request(1) is None
+    assert worker.may_continue(1, 3, **SOON)
 
 
 def test_who_asks_waits_no_longer_than_told(tmp_path: Path) -> None:
     """For a worker that was stopped while it held the lock."""
-    path = tmp_path / "leaving"
-    asking = Leaving(path, 1)
-    assert asking.goes_on(0, 3, **SOON)
+    path = tmp_path / "stop"
+    asking = StopRequest(path, 1)
+    assert asking.may_continue(0, 3, **SOON)
     held = os.open(path, os.O_RDWR)
     fcntl.flock(held, fcntl.LOCK_EX)
-    assert asking.ask(0.1) is None
+    assert asking.request(0.1) is None
     with pytest.raises(CommunicationTimeout, match=r"rank 0: another .* step 4 .*--timeout"):
-        asking.goes_on(0, 4, **SOON)
+        asking.may_continue(0, 4, **SOON)
     os.close(held)
-    assert asking.ask(0.1) == 4
+    assert asking.request(0.1) == 4

@@ -11,11 +11,11 @@ from torch import nn
 import workers
 from lab import tiny
 from offbeat import Compute, Network
-from offbeat.lab import ideal, turns
+from offbeat.lab import step_time
 from offbeat.lab.compare import run_and_record
-from offbeat.lab.events import Evaluation, Event, Turn
+from offbeat.lab.events import Calibration, Evaluation, Event
 from offbeat.lab.job import Job
-from offbeat.lab.places import VirtualCluster
+from offbeat.lab.launch.runners import VirtualCluster
 from offbeat.lab.train import train_worker
 
 METHODS = ("ideal", "streaming:parts=2", "torch:ddp")
@@ -41,7 +41,8 @@ def train_with_and_without(rank: int, size: int) -> dict[str, tuple[Any, Any]]:
     """Every method, one after the other in one process group."""
     tiny.install()
     tiny.loss = noisy_loss  # type: ignore[assignment]
-    ideal.LEAST_SECONDS, turns.TURN = 0.1, ideal.Stretch(2, 5, SECONDS)
+    step_time.REFERENCE = step_time.Duration(5, 10, 0.1)
+    step_time.CALIBRATION = step_time.Duration(2, 5, SECONDS)
     found = {}
     for text in METHODS:
         job = Job("tiny", text, size, evaluations=3, timeout_seconds=20)
@@ -68,9 +69,9 @@ def test_a_run_is_the_same_with_turns(text: str, runs: dict[str, tuple[Any, Any]
     assert [step for step, _ in points] == [3, 6, 9]
     if not text.startswith("streaming"):  # which meets when the links allow it
         assert points == expected
-    taken = [one for one in events if isinstance(one, Turn)]
+    taken = [one for one in events if isinstance(one, Calibration)]
     assert [one.step for one in taken] == [0, 3, 6, 9]
-    assert not [one for one in without if isinstance(one, Turn)]
+    assert not [one for one in without if isinstance(one, Calibration)]
 
 
 @pytest.mark.sampled
@@ -79,7 +80,7 @@ def test_turns_are_not_on_the_clock(text: str, runs: dict[str, tuple[Any, Any]])
     """A step alone sleeps for 10 ms; nine steps are less than a single turn, of which four are."""
     _, (events, wall) = runs[text]
     for one in events:
-        if isinstance(one, Turn):
+        if isinstance(one, Calibration):
             assert 0.01 < one.step_seconds < 0.1
     last = [one for one in events if isinstance(one, Evaluation)][-1]
     assert 0.09 < last.seconds < wall - 4 * SECONDS
@@ -103,10 +104,11 @@ def test_virtual_workers_take_no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 def uneven(rank: int, size: int) -> list[float]:
     tiny.install()
     tiny.loss = noisy_loss  # type: ignore[assignment]
-    ideal.LEAST_SECONDS, turns.TURN = 0.1, ideal.Stretch(2, 5, SECONDS)
+    step_time.REFERENCE = step_time.Duration(5, 10, 0.1)
+    step_time.CALIBRATION = step_time.Duration(2, 5, SECONDS)
     job = Job("tiny", "bsp", size, evaluations=1, timeout_seconds=20, measure_alone=True)
     events, _ = train(replace(job, slow="1=3"))
-    return [one.step_seconds for one in events if isinstance(one, Turn)]
+    return [one.step_seconds for one in events if isinstance(one, Calibration)]
 
 
 def test_slow_workers_are_slow_in_their_turns() -> None:
