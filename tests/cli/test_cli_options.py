@@ -14,6 +14,7 @@ from offbeat import cli
 from offbeat.arguments import setting
 from offbeat.cli import options, runs
 from offbeat.lab.job import Job, Option, option, option_of
+from offbeat.transport import costs
 
 APP: Any = typer.main.get_command(cli.app)
 ASKED = {one.name: one for one in dataclasses.fields(Job) if option_of(one) is not None}
@@ -110,6 +111,12 @@ def test_a_field_more_is_an_option_more(monkeypatch: pytest.MonkeyPatch) -> None
 def test_help_and_range_stand_beside_the_field() -> None:
     (workers,) = (one for one in dataclasses.fields(Job) if one.name == "workers")
     assert option_of(workers) == Option("Number of workers.", ("--workers", "-n"))
+
+
+def test_defaults_inside_nodes_are_those_of_the_cost_model() -> None:
+    """The options repeat them, because the cost model's package imports torch."""
+    assert options.USUAL_INSIDE == costs.USUAL_INSIDE
+    assert options.USUAL_INSIDE_LATENCY == costs.USUAL_INSIDE_LATENCY
 
 
 FLAGS = [name for names in flags_of("train").values() for name in names if name[0] == "-"]

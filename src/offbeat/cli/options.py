@@ -17,10 +17,10 @@ import typer
 
 from offbeat.arguments import Precision, types_of
 from offbeat.lab.job import Job, option_of
-from offbeat.transport.costs import USUAL_INSIDE, USUAL_INSIDE_LATENCY
 
 USUAL_LATENCY = "100us"
 USUAL_WORKERS = 4
+USUAL_INSIDE, USUAL_INSIDE_LATENCY = "100Gbit/s", "10us"  # those of `offbeat.transport.costs`
 Bandwidth = Annotated[
     str | None,
     typer.Option(help="Shape each worker's link, as in 200Mbit/s (Linux, root, iproute2)."),
