@@ -7,7 +7,6 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,96 +29,6 @@ SUGGESTED = {
     StreamingAveraging,
     AsyncAveraging,
 }  # by plan, if none is given
-
-# Mistakes
-
-BANDWIDTH = r"'1GB/s' is not a bandwidth; write a number and a unit, like 1Gbit/s .*"
-DURATION = "is not a duration; write a number and a unit, like 100us, 50ms, 1.5s or 2min"
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("plan", "plan needs --bandwidth, like 5Gbit/s, or --probe under torchrun"),
-        ("plan -s bsp -s ideal", "plan forecasts strategies; ideal is a baseline, .* by compare"),
-        ("plan -s torch:ddp,hook=fp16", "plan forecasts .*; torch:ddp,hook=fp16 is a baseline.*"),
-        ("plan --parameters 25M --step-time 1ms", "plan needs --bandwidth, like 5Gbit/s, .*"),
-        ("plan --bandwidth 5gbit", "plan needs --parameters and --step-time, like .*"),
-        ("plan --bandwidth 5gbit --parameters 25M", "plan needs .* --step-time, like .*"),
-        ("plan --bandwidth 5gbit --step-time 1ms", "plan needs --parameters .*, like .*"),
-        ("plan --parameters 25M --step-time 1ms --bandwidth 1GB/s", BANDWIDTH),
-        ("plan --parameters 25M --step-time 1 --bandwidth 1gbit", f"'1' {DURATION}"),
-        ("plan --parameters 25M --step-time 1s --bandwidth 1gbit --latency 5", f"'5' {DURATION}"),
-        ("plan --parameters 5X --step-time 1s --bandwidth 1gbit", "'5X' is not a count; .* 25M .*"),
-        ("plan --parameters 5 --step-time 1s --bandwidth 1gbit --lssr 2", "lssr must be .*"),
-        ("plan --parameters 5 --step-time 1s --bandwidth 1gbit -n 0", "workers must be .*, got 0"),
-        *(
-            (
-                f"plan --model digits --probe {option} {value}",
-                f"--probe measures what {name} says: .*",
-            )
-            for option, value, name in [
-                ("--bandwidth", "1gbit", "--bandwidth"),
-                ("-n", "4", "--workers"),  # the default, but asked for
-                ("--workers", "16", "--workers"),
-                ("--latency", "100us", "--latency"),
-                ("--inside", "10gbit", "--inside"),
-                ("--inside-latency", "1ms", "--inside-latency"),
-            ]
-        ),
-        (
-            "plan --model digits --parameters 5 --step-time 1s --bandwidth 1gbit",
-            "--model measures .*",
-        ),
-    ],
-)
-def test_mistakes_are_one_line(argv: str, message: str, idle_call: Call) -> None:
-    code, out, err = idle_call(*argv.split())
-    assert (code, out) == (2, "")
-    assert re.fullmatch(f"error: {message}\n", err)
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        "plan --model digits --bandwidth 1GB/s",
-        "plan --model digits --bandwidth 1gbit --latency 5",
-        "plan --model digits --bandwidth 1gbit --jitter 2",
-        "plan --model digits --bandwidth 1gbit --workers 0",
-    ],
-)
-def test_plan_measures_nothing_after_a_mistake(argv: str, idle_call: Call) -> None:
-    """A wrong option is told at once, not after the recipe has been measured."""
-    code, out, err = idle_call(*argv.split())
-    assert (code, out) == (2, "")
-    assert re.fullmatch("error: .*\n", err)
-
-
-def test_plan_probes_nothing_after_a_mistake(
-    idle_call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Under torchrun a missing --model is told at once, not after the network was measured."""
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        pytest.fail("the network was measured")
-
-    monkeypatch.setattr(network, "_measure_network", refuse)
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    code, out, err = idle_call("plan", "--probe")
-    assert (code, out) == (2, "")
-    assert re.fullmatch("error: plan needs --parameters and --step-time, .*\n", err)
-
-
-@pytest.mark.parametrize(
-    "argv", ["probe", "probe --seconds 5 --json", "plan --model digits --probe"]
-)
-def test_probing_needs_torchrun(argv: str, idle_call: Call) -> None:
-    """Without torchrun there is one line, which shows how to start it."""
-    code, out, err = idle_call(*argv.split())
-    assert (code, out) == (1, "")
-    assert re.fullmatch("error: .*: torchrun --nproc-per-node 2 -m offbeat.cli probe\n", err)
-
 
 # plan
 

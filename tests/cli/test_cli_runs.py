@@ -1,13 +1,15 @@
 """The commands that train: what they refuse, print and leave behind, and how they end."""
 
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +36,7 @@ from offbeat.lab.job import Job
 from offbeat.lab.launch import fork_server, runners
 from offbeat.lab.launch.cleanup import run_cleanup
 from offbeat.lab.launch.cluster import Cluster
-from offbeat.lab.recipes import RECIPES, Setup, Task
 from offbeat.lab.report import SHARE_MEANS
-from offbeat.registry import STRATEGIES
 from offbeat.units import parse_seconds
 from pages import code_on
 
@@ -55,160 +55,6 @@ def table(out: str) -> str:
     return re.split(r"\n(timeline|json|table) ", out[start.start() :])[0].rstrip()
 
 
-# A user's mistakes
-
-NO_RECIPE = (
-    f"unknown recipe 'nope'; there are {', '.join(RECIPES)}, and your own as path/to/file.py or "
-    "path/to/file.py:NAME"
-)
-NO_STRATEGY = (
-    f"unknown strategy 'nope'; there are {', '.join(sorted(STRATEGIES))}, and your own as "
-    "package.module:Class or package.module:Class:setting=value"
-)
-NOT_SIMULATED = "runs its own code on real processes, not on simulated workers"
-BANDWIDTH = r"'1GB/s' is not a bandwidth; write a number and a unit, like 1Gbit/s .*"
-DURATION = "is not a duration; write a number and a unit, like 100us, 50ms, 1.5s or 2min"
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "train digits",
-        "simulate digits",
-        "compare digits -s bsp",
-        "compare digits -s bsp --simulate",
-    ],
-)
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("-s nope", NO_STRATEGY),
-        ("--partition labels", "partition must be label:K or dirichlet:A, got .*"),
-        ("--injection 0.5", "injection must be ALPHA,BETA as in 0.5,0.5, got '0.5'"),
-        ("--lr-scale 0", "lr-scale must be positive and finite, got 0.0"),
-        ("--sampler all", "sampler must be seldp, defdp or distributed, got 'all'"),
-        ("-s selsync:delta=-1", "delta must be at least 0 .*, got -1"),
-        ("-s selsync:delta=high", "delta must be a number, got 'high'"),
-        ("-s selsync:dleta=1", "selsync has no setting 'dleta'; it has delta, .*"),
-        ("-s selsync:delta", ".*'delta' is not of the form setting=value"),
-        ("-s local", ".*period.*"),
-        ("-s local:perod=8", "local has no setting 'perod'; it has .*"),
-        ("--data /no/where -s local:period=0", "period must be at least 1.*, got 0"),
-        ("--workers 0", "workers must be at least 1, got 0"),
-        ("--epochs 0", "epochs must be positive and finite, got 0.0"),
-        ("--epochs nan", "epochs must be positive and finite, got nan"),
-        ("--epochs inf", "epochs must be positive and finite, got inf"),
-        ("--seed -1", "seed must be at least 0, got -1"),
-        ("--bandwidth 1GB/s", BANDWIDTH),
-    ],
-)
-def test_mistakes_in_a_job_are_one_line(
-    command: str, argv: str, message: str, idle_call: Call
-) -> None:
-    """Exit code 2 and one line that shows the right form, before anything runs."""
-    code, out, err = idle_call(*command.split(), *argv.split())
-    assert (code, out) == (2, "")
-    assert re.fullmatch(f"error: {message}\n", err)
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("train nope", NO_RECIPE),
-        ("simulate nope", NO_RECIPE),
-        ("compare nope -s bsp", NO_RECIPE),
-        ("train mnist", "the mnist recipe needs --data DIR with .*"),
-        ("simulate mnist", "the mnist recipe needs --data DIR with .*"),
-        ("train mnist --data /no/where", "looked for .* in /no/where, which does not exist"),
-        ("simulate mnist --data /no/where", "looked for .* in /no/where, which does not exist"),
-        ("train digits --timeout 0", "timeout must be positive and finite, got 0.0"),
-        ("train digits --timeout -1", "timeout must be positive and finite, got -1.0"),
-        ("compare digits -s bsp --timeout 0", "timeout must be positive and finite, got 0.0"),
-        ("train digits --bandwidth fast", "'fast' is not a bandwidth; write a number and a .*"),
-        ("train digits --bandwidth 0Mbit/s", ".*0Mbit/s.*"),
-        ("compare digits -s bsp --bandwidth 5", "'5' is not a bandwidth; write .*"),
-        ("compare digits -s bsp --seeds 0", "seeds must be at least 1, got 0"),
-        ("train digits --evaluations 0", "evaluations must be at least 1, got 0"),
-        (
-            "train digits -s downpour --wire int8",
-            "wire='int8' with downpour: .*",
-        ),
-        ("train nope.py", "looked for the recipe nope.py in nope.py, which does not exist"),
-        (
-            "compare digits -s bsp -s easgd --wire int8",
-            "wire='int8' with easgd: .*; an option for some strategies only goes "
-            "with them, as in -s 'local:period=8 --wire int8'",
-        ),
-        ("compare digits -s bsp -s nope --wire int8", NO_STRATEGY),
-        ("compare nope -s bsp --simulate", NO_RECIPE),
-        ("simulate digits -s torch:ddp", f"torch:ddp {NOT_SIMULATED}"),
-        (
-            "compare digits -s bsp -s torch:ddp,hook=fp16 --simulate",
-            f"torch:ddp,hook=fp16 {NOT_SIMULATED}",
-        ),
-        ("train digits -s ideal --records a", "--records a: ideal cannot honour it, leave it out"),
-        (
-            "compare digits -s bsp -s torch:ddp --wire int8",
-            "--wire int8: torch:ddp cannot honour it, leave it out; an option for some .*",
-        ),
-    ],
-)
-def test_mistakes_are_one_line(argv: str, message: str, idle_call: Call) -> None:
-    code, out, err = idle_call(*argv.split())
-    assert (code, out) == (2, "")
-    assert re.fullmatch(f"error: {message}\n", err)
-
-
-@pytest.mark.parametrize("command", ["simulate digits", "compare digits -s bsp --simulate"])
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("--step-time 20ms --bandwidth 1GB/s", BANDWIDTH),
-        ("--latency 5", f"'5' {DURATION}"),
-        ("--step-time fast", f"'fast' {DURATION}"),
-        ("--step-time 0s", f"'0s' {DURATION}"),
-        ("--step-time 20ms --jitter -1", "jitter must be finite and at least 0, got -1.0"),
-        ("--jitter -1", "jitter must be finite and at least 0, got -1.0"),
-    ],
-)
-def test_mistakes_in_a_simulation_are_one_line(
-    argv: str, message: str, command: str, idle_call: Call
-) -> None:
-    """Before a step of the recipe is measured."""
-    code, out, err = idle_call(*command.split(), *argv.split())
-    assert (code, out) == (2, "")
-    assert re.fullmatch(f"error: {message}\n", err)
-
-
-@pytest.mark.parametrize("command", ["simulate digits", "compare digits -s bsp --simulate"])
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("--workers-per-node 3", "workers=4 do not fill nodes of workers_per_node=3"),
-        ("--workers-per-node 0", "workers_per_node must be at least 1, got 0"),
-        ("--inside 1Gbit/s", "inside needs nodes of several workers: give workers_per_node"),
-        (
-            "--workers-per-node 2 -s async --wire auto",
-            'wire="auto" with node_group: .*',
-        ),
-    ],
-)
-def test_mistakes_in_nodes_are_one_line(
-    argv: str, message: str, command: str, idle_call: Call
-) -> None:
-    code, out, err = idle_call(*command.split(), *argv.split())
-    assert code in (1, 2)
-    assert out == ""
-    assert re.fullmatch(f"error: {message}\n", err)
-
-
-@pytest.mark.parametrize("option", ["--workers-per-node 2", "--inside 1Gbit/s"])
-def test_nodes_are_simulated(option: str, idle_call: Call) -> None:
-    code, _, err = idle_call(*["compare", "digits", "-s", "bsp"], *option.split())
-    assert code == 2
-    assert "is for simulated workers; add --simulate" in err
-
-
 def test_simulate_nodes(call: Call, tmp_path: Path) -> None:
     """Two nodes of two train as two workers of twice the batch, and the result says so."""
     argv = ("simulate", "digits", "-s", "local:period=2", "--workers", "4", "--epochs", "0.2")
@@ -225,49 +71,6 @@ def test_simulate_nodes(call: Call, tmp_path: Path) -> None:
     stats = run["stats"]
     assert stats[0]["payload_bytes"] == stats[1]["payload_bytes"] > 0
     assert any(span["inside"] and "gradients" in span["what"] for span in run["timeline"])
-
-
-def test_shaped_links_are_refused_where_they_cannot_be(
-    idle_call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """--bandwidth without root is exit code 1 and one line that says what is missing."""
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    code, out, err = idle_call("train", "digits", "--bandwidth", "200Mbit/s")
-    assert (code, out) == (1, "")
-    assert re.fullmatch("error: no shaped links here: network namespaces need .*\n", err)
-
-
-@pytest.fixture
-def launched(idle_call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one of two processes that torchrun has started."""
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-
-
-@pytest.mark.usefixtures("launched")
-def test_torchrun_has_its_own_links(idle_call: Call) -> None:
-    """--bandwidth is refused for processes that torchrun started."""
-    code, out, err = idle_call("train", "digits", "--bandwidth", "200Mbit/s")
-    assert (code, out) == (2, "")
-    assert re.fullmatch("error: --bandwidth .*\n", err)
-
-
-@pytest.mark.usefixtures("launched")
-@pytest.mark.parametrize("argv", ["train digits -n 8", "compare digits -s bsp --workers 8"])
-def test_torchrun_has_its_own_number_of_workers(argv: str, idle_call: Call) -> None:
-    """Another --workers than torchrun has started is refused, not replaced."""
-    code, out, err = idle_call(*argv.split())
-    assert (code, out) == (2, "")
-    assert err == "error: --workers 8: the launcher has started 2, leave the option out\n"
-
-
-@pytest.mark.usefixtures("launched")
-@pytest.mark.parametrize("argv", ["simulate digits", "compare digits -s bsp --simulate"])
-def test_torchrun_has_real_workers(argv: str, idle_call: Call) -> None:
-    """A simulation in each of its processes would be as many simulations."""
-    code, out, err = idle_call(*argv.split())
-    assert (code, out) == (2, "")
-    assert re.fullmatch("error: .* simulates all workers in one process: start it .*\n", err)
 
 
 # Worker processes
@@ -310,13 +113,18 @@ def test_train_joins_torchrun() -> None:
 
 
 @needs_namespaces
-def test_train_on_shaped_links(call: Call) -> None:
-    """--bandwidth is told with the result, and its namespaces are gone afterwards."""
-    code, out, err = call("train", "digits", *SHORT, "--bandwidth", "100Mbit/s")
+@pytest.mark.quiet
+def test_workers_on_shaped_links(call: Call, tmp_path: Path) -> None:
+    """The result has the rate, as given and as measured; the namespaces are gone afterwards."""
+    argv = ("compare", "digits", "-s", "local:period=4", *SHORT, "--bandwidth", "100Mbit/s")
+    code, out, err = call(*argv, "--output", str(tmp_path))
     assert (code, err) == (0, "")
     assert "100 Mbit/s shaped links" in one_line(table(out))
-    _, shown, _ = ended("ip", "netns", "list")
-    assert f"offbeat-{os.getpid()}-" not in shown
+    (result,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
+    for measured in result["links"]:
+        assert 8 * measured["bytes_per_second"] == pytest.approx(100e6, rel=0.2)
+    assert len(result["links"]) == 2, "before and after the training"
+    assert not offbeat_namespaces(os.getpid())
 
 
 @needs_proc
@@ -367,38 +175,59 @@ SAVED = re.compile(r"  saved at step (\d+) in (\S+): --resume continues from it\
     ],
 )
 def test_a_signal_lets_all_workers_save(
-    call: Call, number: signal.Signals, strategy: str, tmp_path: Path
+    call: Call,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    strategy: str,
+    tmp_path: Path,
 ) -> None:
-    """At one step, told in one line; the resumed run has the metrics of an unbroken one."""
-    folder = tmp_path / "saved"
+    """All save at one step, which a line reports; a resumed run has the metrics of a whole one."""
+    folder, scratch = tmp_path / "saved", tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     argv = ("train", "digits", "-s", strategy, "--workers", "2", "--epochs", "8")
-    argv = (*argv, "--evaluations", "8")
+    argv = (*argv, "--evaluations", "4")
     saving = (*argv, "--checkpoints", str(folder), "--save-every", "100000")
-    with started(*COMMAND, *saving, TMPDIR=str(tmp_path)) as process:
-        assert process.stdout is not None
-        until(lambda: "  step " in process.stdout.readline(), "an evaluation")
-        process.send_signal(number)
-        out, err = process.communicate(timeout=LIMIT)
-    assert process.returncode == 128 + number
-    assert plain(err) == "interrupted; all workers have been ended\n"
-    found = SAVED.search(plain(out))
+    show = view.Bar.event
+
+    def interrupt(bar: view.Bar, event: Event) -> None:
+        show(bar, event)
+        if isinstance(event, Evaluation) and not any(tmp_path.glob("sent")):
+            (tmp_path / "sent").touch()
+            os.kill(os.getpid(), number)
+
+    with monkeypatch.context() as interrupted, interruptible():
+        interrupted.setattr(view.Bar, "event", interrupt)
+        code, out, err = call(*saving)
+    assert (code, err) == (128 + number, "interrupted; all workers have been ended\n")
+    found = SAVED.search(out)
     assert found, out
     assert found[2] == str(folder)
     names = {f"step-{found[1]}.rank{rank}.pt" for rank in range(2)}
     assert {path.name for path in folder.iterdir()} == names
-    assert not list(tmp_path.glob("offbeat-*")), "its temporary folder"
+    assert not list(scratch.iterdir()), "its temporary folder"
     if strategy.startswith("local"):
         ends = []
         for one in (argv, (*saving, "--resume")):
             code, out, err = call(*one)
             assert code == 0, err
             ends.append(re.findall(r"  step (\d+)  \S+ s  (.*)", out))
-        assert len(ends[0]) >= 8
+        assert len(ends[0]) >= 4
         assert ends[0] == ends[1]
 
 
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Handle Ctrl-C as a shell's foreground job does; a background job ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def offbeat_namespaces(pid: int) -> list[str]:
-    """Those that the command with this process has made."""
+    """Return the namespaces that the process has made."""
     return re.findall(rf"offbeat-{pid}-\S+", ended("ip", "netns", "list")[1])
 
 
@@ -407,18 +236,26 @@ def offbeat_namespaces(pid: int) -> list[str]:
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)]
 )
 def test_a_signal_while_links_are_shaped_leaves_no_namespace(
-    tmp_path: Path, number: signal.Signals
+    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals
 ) -> None:
     """Nor a temporary folder, a worker or a traceback."""
-    argv = ("train", "digits", "--workers", "20", "--bandwidth", "1Gbit/s")
-    with started(*COMMAND, *argv, TMPDIR=str(tmp_path)) as process:
-        until(lambda: len(offbeat_namespaces(process.pid)) > 2, "some namespaces")
-        process.send_signal(number)
-        _, err = process.communicate(timeout=LIMIT)
-        assert not offbeat_namespaces(process.pid)
-    assert process.returncode == 128 + number
-    assert plain(err) == "interrupted; all workers have been ended\n"
-    assert not list(tmp_path.glob("offbeat-*"))
+    shape = Cluster._shape
+    made = []
+
+    def interrupt(cluster: Cluster, namespace: str, *arguments: Any) -> None:
+        if namespace.endswith("-2"):
+            made.extend(offbeat_namespaces(os.getpid()))
+            os.kill(os.getpid(), number)
+        shape(cluster, namespace, *arguments)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(Cluster, "_shape", interrupt)
+    with interruptible():
+        code, _, err = call("train", "digits", "--workers", "4", "--bandwidth", "1Gbit/s")
+    assert len(made) == 4, "the switch and three nodes"
+    assert not offbeat_namespaces(os.getpid())
+    assert (code, err) == (128 + number, "interrupted; all workers have been ended\n")
+    assert not list(tmp_path.iterdir())
 
 
 STUBBORN = """
@@ -623,24 +460,6 @@ def test_compare(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert (folder / "plot.png").read_bytes().startswith(PNG)
 
 
-def test_a_recipe_is_built_once_to_be_checked(
-    idle_call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many strategies are compared: it may take long to read the data."""
-    built: list[Setup] = []
-    digits = RECIPES["digits"]
-
-    def build(setup: Setup) -> Task:
-        built.append(setup)
-        return digits.build(setup)
-
-    monkeypatch.setitem(RECIPES, "digits", replace(digits, build=build))
-    argv = ("-s", "bsp", "-s", "local:period=8", "-s", "bsp --sampler all")
-    code, _, err = idle_call("compare", "digits", *argv)
-    assert (code, err) == (2, "error: sampler must be seldp, defdp or distributed, got 'all'\n")
-    assert len(built) == 1
-
-
 def test_what_is_printed_is_what_is_written(
     call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -683,20 +502,6 @@ def test_turns_are_asked_of_every_run(
     monkeypatch.setattr(runs.comparison, "run_and_record", fail)
     call("compare", "digits", "-s", "bsp", *more, "--output", str(tmp_path))
     assert asked == [bool(more)]
-
-
-def test_a_failed_run_is_one_line(
-    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Exit code 1, and the error of the run."""
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise OffbeatError("worker 1 failed: out of luck")
-
-    monkeypatch.setattr(runs.comparison, "run_and_record", fail)
-    argv = ("compare", "digits", "-s", "bsp", "--output", str(tmp_path))
-    code, _, err = call(*argv)
-    assert (code, err) == (1, "error: worker 1 failed: out of luck\n")
 
 
 # Strategies of one's own

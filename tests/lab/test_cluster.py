@@ -69,17 +69,15 @@ print(measure_links().bytes_per_second)
 """
 
 
+@pytest.mark.nightly  # tests/cli/test_cli_runs.py has it of two workers in a run
 @needs_namespaces
 @pytest.mark.quiet
-@pytest.mark.parametrize(
-    ("workers", "rate"), [(2, 100e6), pytest.param(3, 10e6, marks=pytest.mark.nightly)]
-)
-def test_links_are_measured_as_they_are_shaped(workers: int, rate: float, tmp_path: Path) -> None:
+def test_links_are_measured_as_they_are_shaped(tmp_path: Path) -> None:
     """To within a fifth, both ways at once; the same on all workers."""
-    with Cluster(workers, rate) as cluster:
-        found = on_nodes(cluster, LINKS, str(tmp_path))
-    assert len(set(found)) == 1
-    assert 8 * found[0] == pytest.approx(rate, rel=0.2)
+    with Cluster(3, 10e6) as cluster:
+        measured = on_nodes(cluster, LINKS, str(tmp_path))
+    assert len(set(measured)) == 1
+    assert 8 * measured[0] == pytest.approx(10e6, rel=0.2)
 
 
 @needs_namespaces
