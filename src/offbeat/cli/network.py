@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import fields
 
 import torch.distributed as dist
 
@@ -28,20 +28,14 @@ _PROBED = ("workers", "bandwidth", "latency", "inside", "inside_latency")
 def plan(options: PlanOptions) -> None:
     """Predict the time of a step under each strategy, and recommend one."""
     _check(options)
-    question: dict[str, Any] = {
-        "parameters": 1.0 if options.parameters is None else options.parameters,
-        "step_time": 1.0 if options.step_time is None else options.step_time,
-        "bandwidth": 1.0 if options.bandwidth is None else options.bandwidth,
-        "workers": USUAL_WORKERS if options.workers is None else options.workers,
-        "latency": USUAL_LATENCY if options.latency is None else options.latency,
-        "jitter": options.jitter,
-        "workers_per_node": options.workers_per_node,
-        "inside": options.inside,
-        "inside_latency": options.inside_latency,
-        "lssr": options.lssr,
-        "wire": options.wire,
-        "strategies": options.strategies or None,
+    question = {
+        field.name: getattr(options, field.name) for field in fields(Question) if field.init
     }
+    # Defaults, and placeholders of what is measured later.
+    usual: dict[str, object] = {"workers": USUAL_WORKERS, "latency": USUAL_LATENCY}
+    usual |= dict.fromkeys(("parameters", "step_time", "bandwidth"), 1.0)
+    question |= {name: value for name, value in usual.items() if question[name] is None}
+    question["strategies"] = options.strategies or None
     if options.probe:
         question["workers"] = _launched_workers(options.workers_per_node) or USUAL_WORKERS
     Question(**question)  # raises for mistakes, before anything is measured

@@ -1,4 +1,7 @@
-"""Events of a run: values within a process, lines of JSON between processes and in checkpoints."""
+"""Events of a run: values within a process, lines of JSON between processes and in checkpoints.
+
+``step`` is the number of steps that each worker has taken so far.
+"""
 
 import json
 from collections.abc import Mapping
@@ -10,12 +13,7 @@ from offbeat.telemetry import Stats
 
 @dataclass(frozen=True)
 class Start:
-    """The start of training.
-
-    Attributes:
-        steps: Number of steps that each worker will take.
-        model_bytes: Size of the model's parameters.
-    """
+    """The start of training: steps of each worker, and size of the model's parameters."""
 
     steps: int
     model_bytes: int
@@ -26,7 +24,7 @@ class Step:
     """A step without an evaluation.
 
     Attributes:
-        step: Number of steps that each worker has taken.
+        step: Number of steps.
         seconds: Training seconds of rank 0: computing and waiting, without evaluation.
     """
 
@@ -39,8 +37,8 @@ class Evaluation:
     """A step, followed by an evaluation of the consensus.
 
     Attributes:
-        step: Number of steps that each worker has taken.
-        seconds: Training seconds of rank 0: computing and waiting, without evaluation.
+        step: Number of steps.
+        seconds: Training seconds of rank 0, as in ``Step``.
         metric: Value of the recipe's metric.
         metrics: Values of all metrics by name, the recipe's metric included.
     """
@@ -53,23 +51,14 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Waiting:
-    """The start of something other than training, which lasts until the next event.
-
-    Attributes:
-        what: Description in a few words.
-    """
+    """The start of something other than training, described by ``what``, until the next event."""
 
     what: str
 
 
 @dataclass(frozen=True)
 class EvaluationCount:
-    """The number of evaluations, chosen by the run from what one costs.
-
-    Attributes:
-        evaluations: Number of evaluations, the final one included.
-        seconds: Expected duration of one.
-    """
+    """The number of evaluations that the run has chosen, given the expected seconds of one."""
 
     evaluations: int
     seconds: float
@@ -77,12 +66,7 @@ class EvaluationCount:
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """The measured links between the workers, before or after the training.
-
-    Attributes:
-        bytes_per_second: Bandwidth of the slowest link in one direction, while all links are busy.
-        latency_seconds: Median latency of one message.
-    """
+    """Bandwidth of the slowest link in one direction, all links being busy, and median latency."""
 
     bytes_per_second: float
     latency_seconds: float
@@ -90,23 +74,14 @@ class LinkSpeed:
 
 @dataclass(frozen=True)
 class LocalStepTime:
-    """The step time that the sleeps of stragglers are multiples of; see ``lab.stragglers``.
-
-    Attributes:
-        step_seconds: Step time without communication, the mean over the workers.
-    """
+    """Mean step time without communication; sleeps of ``lab.stragglers`` are multiples of it."""
 
     step_seconds: float
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A measurement of the step time without communication, within a run and off its clock.
-
-    Attributes:
-        step: Number of steps of the run that each worker had taken.
-        step_seconds: Step time without communication, the mean over the workers.
-    """
+    """Mean step time without communication, measured within the run but off its clock."""
 
     step: int
     step_seconds: float
@@ -114,23 +89,14 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Resumed:
-    """The continuation from a checkpoint. The events that it repeats follow.
-
-    Attributes:
-        step: Number of steps that each worker had taken.
-    """
+    """The continuation from a checkpoint of ``step``. The events that it repeats follow."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """The early end of a run on request, after all workers have saved a checkpoint.
-
-    Attributes:
-        step: Number of steps that each worker has taken.
-        directory: Directory of the checkpoint.
-    """
+    """The early end of a run on request, after all workers saved a checkpoint in ``directory``."""
 
     step: int
     directory: str
@@ -138,11 +104,7 @@ class Stopped:
 
 @dataclass(frozen=True)
 class NotSaved:
-    """The early end of a run on request, without a checkpoint.
-
-    Attributes:
-        why: Reason in a few words.
-    """
+    """The early end of a run on request, without a checkpoint, for the reason ``why``."""
 
     why: str
 

@@ -1,6 +1,5 @@
 """Real slow networks on one Linux machine: network namespaces joined by rate-limited links."""
 
-import json
 import os
 import re
 import shutil
@@ -137,11 +136,6 @@ class Cluster:
     def command(self, rank: int, argv: Sequence[str]) -> list[str]:
         """Return the command that runs ``argv`` on node ``rank``."""
         return ["ip", "netns", "exec", self._node(rank), *argv]
-
-    def bytes_sent(self, rank: int) -> int:
-        """Return the bytes that node ``rank`` has sent, headers included."""
-        shown = _run("ip", "-n", self._node(rank), "-s", "-j", "link", "show", self.interface)
-        return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
 
     def close(self) -> None:
         """Remove the namespaces and their links. Idempotent."""

@@ -9,15 +9,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, TypeAlias
 
 from offbeat.errors import OffbeatError
 from offbeat.lab.events import Event, NotSaved, Stopped, from_json
 from offbeat.lab.job import Job
 from offbeat.lab.launch import fork_server
 from offbeat.lab.launch.cleanup import run_cleanup
+from offbeat.lab.launch.cluster import Cluster
 from offbeat.lab.launch.stop_request import StopRequest
 from offbeat.lab.train import encode
 
@@ -25,39 +26,14 @@ _SAVING_SECONDS = 10.0  # time that workers have to save and exit after a signal
 _GRACE_SECONDS = 8.0  # time that the other workers have to report an error after one has failed
 
 
+Worker: TypeAlias = "fork_server.ForkedProcess | subprocess.Popen[bytes]"
+
+
 class WorkerError(OffbeatError):
     """A worker process ended before its work was done."""
 
 
-class Nodes(Protocol):
-    """The nodes that worker processes run on, one worker per node."""
-
-    @property
-    def interface(self) -> str:
-        """Network interface between the nodes, for ``GLOO_SOCKET_IFNAME``."""
-
-    def command(self, rank: int, argv: Sequence[str]) -> list[str] | None:
-        """Return the command that runs ``argv`` on the node of worker ``rank``.
-
-        None if that node is this process's own environment.
-        """
-
-
-class Worker(Protocol):
-    """A process that has been started; see ``subprocess.Popen``."""
-
-    @property
-    def pid(self) -> int:
-        """Id of the process and of its process group."""
-
-    def poll(self) -> int | None:
-        """Return the exit status (negative after a signal), or None while the process runs."""
-
-    def wait(self) -> int:
-        """Wait until the process has ended and return its exit status."""
-
-
-def run_job(job: Job, on_event: Callable[[Event], None], nodes: Nodes) -> None:
+def run_job(job: Job, on_event: Callable[[Event], None], cluster: Cluster | None = None) -> None:
     """Run ``job`` on one process per worker and end every process before returning or raising.
 
     Ctrl-C or SIGTERM during a job with checkpoints makes all workers save another checkpoint, if
@@ -66,7 +42,7 @@ def run_job(job: Job, on_event: Callable[[Event], None], nodes: Nodes) -> None:
     Args:
         job: The run.
         on_event: Function that receives the events of rank 0; see ``train_worker``.
-        nodes: Nodes of the workers.
+        cluster: Cluster with a node for each worker. None: the workers use the loopback interface.
 
     Raises:
         WorkerError: a worker failed or was killed. The message has its rank and its error.
@@ -80,7 +56,7 @@ def run_job(job: Job, on_event: Callable[[Event], None], nodes: Nodes) -> None:
                 with open(write, "wb", buffering=0) as out, open(os.devnull, "wb") as nowhere:
                     for rank in range(job.workers):
                         argument = encode(job, rank, f"{folder}/rendezvous", path)
-                        run.start(nodes, rank, argument, out if rank == 0 else nowhere)
+                        run.start(cluster, rank, argument, out if rank == 0 else nowhere)
                 run.wait()
             except BaseException as error:
                 if path is not None and not isinstance(error, Exception):  # a signal
@@ -114,20 +90,19 @@ class _Run:
         self._buffer = b""
         os.set_blocking(events.fileno(), False)
 
-    def start(self, nodes: Nodes, rank: int, argument: str, out: IO[bytes]) -> None:
-        """Start worker ``rank``, as a fork if it runs in this process's own environment."""
+    def start(self, cluster: Cluster | None, rank: int, argument: str, out: IO[bytes]) -> None:
+        """Start worker ``rank``, as a fork if it shares this process's network."""
         argv = [sys.executable, "-m", "offbeat.lab.train", argument]
-        command = nodes.command(rank, argv)
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": nodes.interface}
+        interface = "lo" if cluster is None else cluster.interface
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": interface}
         with open(self._folder / f"stderr{rank}", "wb") as errors:
-            worker: Worker
-            if command is None and fork_server.AVAILABLE:
-                worker = fork_server.fork_worker(
+            if cluster is None and fork_server.AVAILABLE:
+                worker: Worker = fork_server.fork_worker(
                     argument, environment, out.fileno(), errors.fileno()
                 )
             else:
                 worker = subprocess.Popen(
-                    argv if command is None else command,
+                    argv if cluster is None else cluster.command(rank, argv),
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=errors,

@@ -3,7 +3,7 @@
 import math
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from offbeat.lab.evaluation import MOST, gather
 from offbeat.lab.events import Evaluation, Event, Start, Step
 from offbeat.lab.job import Job
 from offbeat.lab.launch.cluster import Cluster
-from offbeat.lab.launch.processes import Nodes, run_job
+from offbeat.lab.launch.processes import run_job
 from offbeat.lab.train import train_worker, worker_device
 from offbeat.simulate import Compute, Network, Simulation, simulate
 from offbeat.units import show_bandwidth, show_seconds
@@ -41,10 +41,13 @@ class Runner(Protocol):
         """Run ``job`` to its end and pass the events of rank 0 to ``on_event``."""
 
 
-class _Processes(Runner, Nodes):
-    """Runs each worker as a process of this machine."""
+class Loopback(Runner):
+    """Runs each worker as a process of this machine, over the loopback interface."""
 
     simulated = False
+
+    def __str__(self) -> str:
+        return "loopback"
 
     @property
     @override
@@ -53,24 +56,11 @@ class _Processes(Runner, Nodes):
 
     @override
     def run(self, job: Job, on_event: Callable[[Event], None]) -> None:
-        run_job(job, on_event, self)
+        run_job(job, on_event)
 
 
-class Loopback(_Processes):
-    """Runs workers that communicate over the loopback interface."""
-
-    interface = "lo"
-
-    def __str__(self) -> str:
-        return "loopback"
-
-    @override
-    def command(self, rank: int, argv: Sequence[str]) -> list[str] | None:
-        return None
-
-
-class ShapedLinks(Cluster, _Processes):
-    """Runs each worker on a node of a ``Cluster``.
+class ShapedLinks(Cluster, Loopback):
+    """Runs each worker as a process on a node of a ``Cluster``.
 
     The baseline ``ideal`` runs over loopback: it averages all gradients, and its clock excludes
     communication.
@@ -93,7 +83,7 @@ class ShapedLinks(Cluster, _Processes):
     @override
     def run(self, job: Job, on_event: Callable[[Event], None]) -> None:
         if is_ideal(job.strategy):
-            run_job(job, on_event, Loopback())
+            run_job(job, on_event)
         elif self._later is None:
             run_job(job, on_event, self)
         else:
