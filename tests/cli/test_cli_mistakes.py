@@ -23,7 +23,7 @@ LABELS = "-idx1-ubyte.gz must hold"
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a file, a folder, modules that fail, and data sets that do not fit."""
+    """A folder with a file, a folder, failing modules, and invalid data sets."""
     folder = tmp_path_factory.mktemp("given")
     (folder / "file").write_text("x")
     (folder / "dir").mkdir()
@@ -46,7 +46,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_mnist(
     folder: Path, images: int = 80, labels: int = 80, side: int = 28, label: int = 1
 ) -> None:
-    """Four IDX files, gzipped; the two of each split alike."""
+    """Write four gzipped IDX files, the same two for each split."""
     folder.mkdir()
     for split in ("train", "t10k"):
         for name, shape, byte in (
@@ -301,7 +301,7 @@ def test_nodes_are_simulated(option: str, idle_call: Call) -> None:
 def test_a_recipe_is_built_once_to_be_checked(
     idle_call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many strategies are compared: it may take long to read the data."""
+    """Reading the data may take long, so several strategies share one task."""
     built: list[Setup] = []
     digits = RECIPES["digits"]
 
@@ -326,7 +326,7 @@ def test_a_recipe_is_built_once_to_be_checked(
     ],
 )
 def test_plan_measures_nothing_after_a_mistake(argv: str, idle_call: Call) -> None:
-    """A wrong option is told at once, not after the recipe has been measured."""
+    """A wrong option is reported before the recipe is measured."""
     code, out, err = idle_call(*argv.split())
     assert (code, out) == (2, "")
     assert re.fullmatch("error: .*\n", err)
@@ -335,7 +335,7 @@ def test_plan_measures_nothing_after_a_mistake(argv: str, idle_call: Call) -> No
 def test_plan_probes_nothing_after_a_mistake(
     idle_call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under torchrun a missing --model is told at once, not after the network was measured."""
+    """Under torchrun, a missing --model is reported before the network is measured."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         pytest.fail("the network was measured")
@@ -370,7 +370,7 @@ def test_shaped_links_are_refused_where_they_cannot_be(
 
 @pytest.fixture
 def launched(idle_call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one of two processes that torchrun has started."""
+    """Set the variables of one of two processes of torchrun."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
 
@@ -395,7 +395,7 @@ def test_torchrun_has_its_own_number_of_workers(argv: str, idle_call: Call) -> N
 @pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize("argv", ["simulate digits", "compare digits -s bsp --simulate"])
 def test_torchrun_has_real_workers(argv: str, idle_call: Call) -> None:
-    """A simulation in each of its processes would be as many simulations."""
+    """Each process would run its own simulation."""
     code, out, err = idle_call(*argv.split())
     assert (code, out) == (2, "")
     assert re.fullmatch("error: .* simulates all workers in one process: start it .*\n", err)
@@ -418,7 +418,7 @@ def test_a_failed_run_is_one_line(
 def test_the_same_strategy_over_two_wires_is_two(
     idle_call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over the wire that it would take anyway it is the same; over another one it is not."""
+    """Its default wire makes no difference; another wire does."""
     code, _, err = idle_call("compare", "digits", "-s", "bsp", "-s", "bsp --wire float32")
     assert (code, "are the same" in err) == (2, True)
     two = ("-s", "bsp --wire int8", "-s", "bsp")
@@ -427,7 +427,7 @@ def test_the_same_strategy_over_two_wires_is_two(
 
 
 def test_files_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rights are asked of the file, or of the nearest folder that exists. Root may everything."""
+    """The nearest existing folder is checked. Root may write everywhere."""
     locked = tmp_path / "locked"
     asked = []
 
@@ -443,7 +443,7 @@ def test_files_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_failing_disk_is_one_line(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the system says, with the path: exit code 2; without one, of a failed run: 1."""
+    """An error with a path is exit code 2; one without a path is a failed run, 1."""
     for error, code in (
         (OSError(28, "No space left on device", "runs/x"), 2),
         (OSError("no route to host"), 1),

@@ -64,7 +64,7 @@ def test_plan_as_json(call: Call) -> None:
 
 
 def test_plan_of_strategies_over_a_wire(call: Call) -> None:
-    """-s forecasts what is asked for, --wire how it would travel."""
+    """-s chooses the strategies, --wire the precision."""
     argv = (*NETWORKED, "--json", "-s", "diloco:period=8", "-s", "local:period=8")
     exact, lossy = (json.loads(call(*argv, *wire)[1]) for wire in ((), ("--wire", "int8")))
     assert [row["strategy"] for row in exact["rows"]] == ["diloco:period=8", "local:period=8"]
@@ -76,7 +76,7 @@ def test_plan_of_strategies_over_a_wire(call: Call) -> None:
 
 
 def test_plan_of_a_recipe(call: Call) -> None:
-    """--model measures parameters and step time; a step time that is given counts instead."""
+    """--model measures parameters and step time, unless a step time is given."""
     argv = ("plan", "--model", "digits", "--bandwidth", "100Mbit/s")
     code, out, err = call(*argv)
     assert (code, err) == (0, "")
@@ -91,7 +91,7 @@ def test_plan_of_a_recipe(call: Call) -> None:
 
 
 def as_torchrun_does(rank: int, port: int, folder: Path, argv: tuple[str, ...]) -> None:
-    """The command as one of two processes, with what it prints in files."""
+    """Run the command as one of two processes, with its output in files."""
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
     os.environ.update({name: str(value) for name, value in told.items()})
@@ -109,7 +109,7 @@ def as_torchrun_does(rank: int, port: int, folder: Path, argv: tuple[str, ...]) 
 
 @pytest.fixture
 def under_torchrun(call: Call, tmp_path: Path) -> Call:
-    """``main`` in two processes; their codes, and what they printed together."""
+    """Run ``main`` in two processes and return their codes and their output."""
 
     def main(*argv: str) -> tuple[int, str, str]:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -151,7 +151,7 @@ def test_probe_prints_once(under_torchrun: Call) -> None:
 
 
 @pytest.mark.parametrize(("size", "words"), [("2", "at least two nodes, got 2"), ("5", "do not f")])
-def test_nodes_are_there_before_anything_is_measured(
+def test_nodes_are_checked_before_anything_is_measured(
     size: str, words: str, idle_call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", size)
@@ -162,7 +162,7 @@ def test_nodes_are_there_before_anything_is_measured(
 
 
 def test_a_node_is_on_one_machine(idle_call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the slow link would be taken for the one inside the nodes."""
+    """Otherwise the slow link would count as one inside a node."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     argv = ("--model", "digits", "--probe", "--workers-per-node", "2")
@@ -172,7 +172,7 @@ def test_a_node_is_on_one_machine(idle_call: Call, monkeypatch: pytest.MonkeyPat
 
 
 def test_links_inside_a_node_are_its_own() -> None:
-    """Of 4 workers in nodes of two: pairs 0-1 and 2-3 are inside, the slowest of each count."""
+    """With nodes of two, pairs 0-1 and 2-3 are inside; the slowest of each kind counts."""
     pairs = [
         Pair(a, b, latency_seconds=1e-3 * (a + b), bytes_per_second=1e6 * (10 * a + b + 1),
              message_bytes=1024, repetitions=3)
@@ -221,7 +221,7 @@ def test_nodes_behind_a_slow_link_are_measured_as_they_are() -> None:
 def test_plan_with_a_probe_prints_once(
     under_torchrun: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The network is the measured one, and the plan is printed by rank 0 alone."""
+    """The plan uses the measured network, and rank 0 alone prints it."""
     # Forked processes must not train: what torch has prepared for threads here would hang there.
     monkeypatch.setattr(network, "measure_recipe", lambda name, data: (151_690, 0.005))
     code, out, err = under_torchrun("plan", "--model", "digits", "--probe")

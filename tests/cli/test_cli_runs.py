@@ -1,4 +1,4 @@
-"""The commands that train: what they refuse, print and leave behind, and how they end."""
+"""The commands that train: their output, their files, and their end."""
 
 import contextlib
 import json
@@ -49,7 +49,7 @@ ON_PLACE = "2 workers (simulated), 200 Mbit/s, 100 us latency, 20 ms a step, vir
 
 
 def table(out: str) -> str:
-    """Caption and table of a run, without the lines that tell of its progress."""
+    """Return caption and table of a run, without the lines of its progress."""
     start = re.search(r"^digits, target ", out, re.MULTILINE)
     assert start, out
     return re.split(r"\n(timeline|json|table) ", out[start.start() :])[0].rstrip()
@@ -153,7 +153,7 @@ def test_a_killed_worker_is_named(
 @needs_proc
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_every_worker(tmp_path: Path, number: signal.Signals) -> None:
-    """In the middle: exit code 130 or 143, no traceback, and no worker is left at that time."""
+    """Exit code 130 or 143, no traceback, and no worker is left."""
     with training(tmp_path / "run.jsonl") as (process, pids):
         process.send_signal(number)
         out, err = process.communicate(timeout=LIMIT)
@@ -238,7 +238,7 @@ def offbeat_namespaces(pid: int) -> list[str]:
 def test_a_signal_while_links_are_shaped_leaves_no_namespace(
     call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """Nor a temporary folder, a worker or a traceback."""
+    """No temporary folder or traceback is left, either."""
     shape = Cluster._shape
     made = []
 
@@ -279,7 +279,7 @@ cli.main()
     ("first", "second"), [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGINT)]
 )
 def test_a_second_signal_ends_at_once(first: signal.Signals, second: signal.Signals) -> None:
-    """However long cleaning up would take."""
+    """Cleanup may take long."""
     with started(sys.executable, "-c", STUBBORN) as process:
         assert process.stdout is not None
         for line, number in (("at work\n", first), ("cleaning up\n", second)):
@@ -291,8 +291,8 @@ def test_a_second_signal_ends_at_once(first: signal.Signals, second: signal.Sign
     assert process.returncode == 128 + second
 
 
-def test_cleaning_up_goes_on_after_one_interruption() -> None:
-    """Once; what is interrupted twice is left."""
+def test_cleanup_is_repeated_after_one_interrupt() -> None:
+    """A cleanup is interrupted once and then completed."""
     calls = []
 
     def clean() -> None:
@@ -310,15 +310,15 @@ def test_cleaning_up_goes_on_after_one_interruption() -> None:
 @needs_proc
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
-    """SIGKILL of the command itself, which can clean up nothing, ends the workers too."""
+    """SIGKILL of the command, which then cannot clean up, ends the workers, too."""
     with training(tmp_path / "run.jsonl") as (process, pids):
         process.kill()
         process.communicate(timeout=LIMIT)
         until(lambda: not any(map(alive, pids.values())), "the end of every worker", 10)
 
 
-def test_workers_can_be_interrupted_whoever_started_the_command() -> None:
-    """A script's background job ignores SIGINT; its workers do not inherit that."""
+def test_workers_handle_sigint_in_a_background_job() -> None:
+    """A background job of a shell script ignores SIGINT; its workers do not inherit that."""
     show = "import signal; print(signal.getsignal(signal.SIGINT))"
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -334,7 +334,7 @@ def test_workers_can_be_interrupted_whoever_started_the_command() -> None:
 
 @pytest.mark.nightly  # tests/simulate has it of the function
 def test_simulate_twice(call: Call, tmp_path: Path) -> None:
-    """Here and in another process: the same table and JSON, which say what they are."""
+    """Table and JSON are the same in this and in another process, and are labelled simulated."""
     told = []
     for name, run in (("first", call), ("second", lambda *argv: ended(*COMMAND, *argv))):
         files = ("--timeline", str(tmp_path / f"{name}.png"), "--json", str(tmp_path / name))
@@ -358,7 +358,7 @@ def test_simulate_twice(call: Call, tmp_path: Path) -> None:
 
 
 def test_without_a_step_time_it_is_measured(call: Call) -> None:
-    """What it measured is told before, and is the step time of the run."""
+    """The measured step time is printed first and is that of the run."""
     code, out, err = call("simulate", "digits", *SHORT)
     assert (code, err) == (0, "")
     first, _, rest = out.partition("\n")
@@ -371,7 +371,7 @@ def test_without_a_step_time_it_is_measured(call: Call) -> None:
 def test_the_timeline_says_simulated(
     call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Title and axis of the picture say that nobody measured these seconds."""
+    """Title and axis of the picture are labelled simulated."""
     shown = drawn_texts(monkeypatch)
     argv = ("simulate", "digits", *SHORT, *PLACE)
     code, _, err = call(*argv, "--timeline", str(tmp_path / "timeline.png"))
@@ -380,7 +380,7 @@ def test_the_timeline_says_simulated(
 
 
 def drawn_texts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """Title and horizontal label of each figure saved from now on."""
+    """Record title and horizontal label of each saved figure."""
     from matplotlib.figure import Figure
 
     texts: list[tuple[str, str]] = []
@@ -396,7 +396,7 @@ def drawn_texts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 
 def test_files_in_a_new_folder(call: Call, tmp_path: Path) -> None:
-    """--timeline and --json make their folder, as --records of `train` does."""
+    """--timeline and --json create their folders."""
     picture, values = tmp_path / "new" / "timeline.png", tmp_path / "other" / "run.json"
     argv = ("simulate", "digits", *SHORT, *PLACE)
     code, _, err = call(*argv, "--timeline", str(picture), "--json", str(values))
@@ -426,7 +426,7 @@ def test_ctrl_c_ends_a_simulation() -> None:
 
 
 def test_compare(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Files of a comparison in virtual time: each says that it is simulated, and all agree."""
+    """The files of a comparison in virtual time are labelled simulated and agree."""
     shown = drawn_texts(monkeypatch)
     folder = tmp_path / "a" / "b"
     strategies = ("-s", "bsp", "-s", "local:period=2")
@@ -460,10 +460,10 @@ def test_compare(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert (folder / "plot.png").read_bytes().startswith(PNG)
 
 
-def test_what_is_printed_is_what_is_written(
+def test_the_printed_table_is_the_written_one(
     call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Every cell of table.md is printed, too; and why there is no plot."""
+    """Every cell of table.md is printed, and the reason for a missing plot."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     argv = ("compare", "digits", "-s", "bsp", "-s", "local:period=2", "--simulate", *SHORT, *PLACE)
     _, out, _ = call(*argv, "--output", str(tmp_path))
@@ -477,7 +477,7 @@ def test_what_is_printed_is_what_is_written(
 
 
 def test_the_ideal_has_five_steps_and_no_network(call: Call, tmp_path: Path) -> None:
-    """Steps times step time, whatever the link; printed with what shares of it mean."""
+    """Its time is steps times step time, for any link; a note explains the shares."""
     argv = ("compare", "digits", "-s", "bsp", "-s", "ideal", "--simulate", *SHORT, *PLACE)
     code, out, err = call(*argv, "--output", str(tmp_path))
     assert (code, err) == (0, "")
@@ -490,7 +490,7 @@ def test_the_ideal_has_five_steps_and_no_network(call: Call, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("more", [(), ("--turns",)])
-def test_turns_are_asked_of_every_run(
+def test_the_option_turns_calibrates_every_run(
     more: tuple[str, ...], call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked = []
@@ -512,7 +512,7 @@ LOCAL = "local:period=2"
 
 @pytest.fixture
 def own_strategy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current directory has the module of the page, and Python does not look there."""
+    """Put the page's module into the current directory, outside Python's path."""
     (tmp_path / "growing_period.py").write_text(
         code_on("writing-a-strategy", "class GrowingPeriod")
     )
@@ -522,8 +522,8 @@ def own_strategy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("own_strategy")
-def test_a_strategy_of_ones_own(call: Call, tmp_path: Path) -> None:
-    """By module and class, of the current directory: simulated, compared, and on processes."""
+def test_a_custom_strategy(call: Call, tmp_path: Path) -> None:
+    """A class of a module in the current directory can be simulated, compared and trained."""
     code, out, err = call("simulate", "digits", "-s", OWN, *SHORT, *PLACE)
     assert (code, err) == (0, "")
     # Means after step 1 of 5, then after two more each: LSSR 2/5.
@@ -555,7 +555,7 @@ def test_a_strategy_of_ones_own(call: Call, tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("command", ["train digits", "simulate digits", "compare digits"])
-def test_mistakes_with_a_strategy_of_ones_own(
+def test_mistakes_with_a_custom_strategy(
     call: Call, monkeypatch: pytest.MonkeyPatch, command: str, text: str, message: str
 ) -> None:
     """One line and exit code 2, before anything runs."""
@@ -568,8 +568,8 @@ def test_mistakes_with_a_strategy_of_ones_own(
 # Checkpoints
 
 
-def test_a_run_that_was_cut_short_is_resumed(call: Call, tmp_path: Path) -> None:
-    """On processes, with the options as they are typed: the same curve, and where it goes on."""
+def test_an_interrupted_run_is_resumed(call: Call, tmp_path: Path) -> None:
+    """The curve on processes is the same, and a line names the step."""
     run = ("train", "digits", *SHORT, "-s", "local:period=2", "--evaluations", "5")
     saving = (*run, "--checkpoints", str(tmp_path), "--save-every", "2")
     status, out, _ = call(*saving)

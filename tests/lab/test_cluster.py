@@ -1,4 +1,4 @@
-"""Shaped links: they carry what they say, and nothing is left behind."""
+"""Shaped links have the given rate, and nothing of them is left behind."""
 
 import json
 import os
@@ -37,14 +37,14 @@ print(shortest)
 
 
 def namespaces(process: int) -> set[str]:
-    """Those of clusters that ``process`` made; other tests may make some meanwhile."""
+    """Return the namespaces of ``process``; other tests may make some meanwhile."""
     shown = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
     names = {line.split()[0] for line in shown.stdout.splitlines() if line}
     return {name for name in names if name.startswith(f"offbeat-{process}-")}
 
 
 def on_nodes(cluster: Cluster, program: str, *values: Any) -> list[float]:
-    """What the program prints on each node, told its rank, the number of nodes and ``values``."""
+    """Run a program on each node, with rank, number of nodes and ``values``; return its number."""
     processes = [
         subprocess.Popen(
             cluster.command(
@@ -79,7 +79,7 @@ print(measure_links().bytes_per_second)
 @needs_namespaces
 @pytest.mark.quiet
 def test_links_are_measured_as_they_are_shaped(tmp_path: Path) -> None:
-    """To within a fifth, both ways at once; the same on all workers."""
+    """All workers measure the same rate, to within a fifth."""
     with Cluster(3, 10e6) as cluster:
         measured = on_nodes(cluster, LINKS, str(tmp_path))
     assert len(set(measured)) == 1
@@ -105,7 +105,7 @@ def test_an_all_reduce_runs_at_the_shaped_rate(tmp_path: Path) -> None:
 
 @needs_namespaces
 def test_everything_is_removed() -> None:
-    """After leaving, after an exception, and after a process that died: no namespace remains."""
+    """No namespace remains after an exit, an exception or the death of a process."""
     here = os.getpid()
     assert namespaces(here) == set()
     with Cluster(2, 1e9) as cluster:
@@ -125,7 +125,7 @@ def test_everything_is_removed() -> None:
     assert namespaces(child) == set()
 
 
-def test_why_not_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_for_missing_links_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without root the error says so."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(OffbeatError, match="no shaped links here: network namespaces need root"):
@@ -138,10 +138,10 @@ def test_number_of_workers_is_checked() -> None:
 
 
 @needs_namespaces
-def test_links_are_given_another_rate_while_they_are_in_use(
+def test_links_can_be_reshaped_while_in_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Both ends of every link, as the kernel tells it; and back again after a run that failed."""
+    """Both ends of every link change, and change back after a failed run."""
     seen: list[set[int]] = []
 
     def fail(job: Job, on_event: Callable[[Event], None], links: ShapedLinks) -> None:
@@ -167,8 +167,8 @@ def test_links_are_given_another_rate_while_they_are_in_use(
         assert rates(links) == {1_000_000}
 
 
-def test_the_second_half_begins_at_the_step_in_the_middle() -> None:
-    """Once, before its event is told; a run that is evaluated then counts as one that is not."""
+def test_the_second_half_starts_at_the_middle_step() -> None:
+    """The call is made once, before the event; steps and evaluations count alike."""
     for middle in (Step(3, 1.0), Evaluation(4, 1.0, 0.5, {})):
         seen: list[object] = []
         listen = call_at_half(lambda seen=seen: seen.append("act"), seen.append)

@@ -1,4 +1,4 @@
-"""Comparing strategies: the same seeds for all, files that agree, numbers that come again."""
+"""Comparisons: the same seeds for all methods, consistent files, reproducible numbers."""
 
 import json
 from collections.abc import Callable
@@ -23,12 +23,12 @@ STEPS = 12  # half of 1437 images, by 2 workers with batches of 32
 
 
 def ignore(event: Event | Job) -> None:
-    """Nobody watches."""
+    """Do nothing."""
 
 
 @dataclass
 class Compared:
-    """What a comparison left behind."""
+    """Results and files of a comparison."""
 
     folder: Path
     results: list[Result]
@@ -37,7 +37,7 @@ class Compared:
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Compared:
-    """A comparison of two strategies on processes, read from its files."""
+    """Compare two strategies on processes and read the files."""
     folder = tmp_path_factory.mktemp("compared") / "a" / "b"
     returned = lab.compare(
         JOB, STRATEGIES, runner=Loopback(), output=folder, on_start=ignore, on_event=ignore
@@ -68,7 +68,7 @@ def test_plot_is_an_image(compared: Compared) -> None:
 
 
 def test_results_hold_the_whole_curve(compared: Compared) -> None:
-    """Each strategy once, in the order asked for; points rise in step and time up to the end."""
+    """Each strategy has one result, in the given order, with increasing steps and times."""
     assert [one.strategy for one in compared.results] == list(STRATEGIES)
     for one in compared.results:
         assert [point.step for point in one.points] == list(range(1, STEPS + 1))
@@ -123,8 +123,8 @@ def test_strategies_share_seed_model_and_data_order(compared: Compared) -> None:
     assert abs(bsp.points[0].metric - local.points[0].metric) <= 3 / 360
 
 
-def test_results_come_again(compared: Compared) -> None:
-    """The same run twice: the same metric at every point and the same bytes; only times differ."""
+def test_a_comparison_is_reproducible(compared: Compared) -> None:
+    """Two equal runs have the same metrics and bytes; only times differ."""
     once, again = compared.results[0], lab.run_and_record(JOB, ignore, Loopback())
     for one, other in zip(once.points, again.points, strict=True):
         assert (one.step, one.metrics) == (other.step, other.metrics)
@@ -139,7 +139,7 @@ def test_results_come_again(compared: Compared) -> None:
 
 
 class Choosing(Loopback):
-    """Where a run whose evaluations are not set chooses 5."""
+    """A runner that chooses 5 evaluations where the job leaves the number open."""
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
@@ -155,16 +155,16 @@ class Choosing(Loopback):
         on_event(End((Stats(),)))
 
 
-def test_the_first_run_chooses_how_often_all_evaluate(tmp_path: Path) -> None:
-    """So that the curves have the same steps; each result says how often it was."""
+def test_the_first_run_determines_the_number_of_evaluations(tmp_path: Path) -> None:
+    """All curves have the same steps, and each result contains the number."""
     runner = Choosing()
     results = compare(runner, tmp_path, seeds=2)
     assert [job.evaluations for job in runner.jobs] == [None, 5, 5, 5]
     assert [one.job.evaluations for one in results] == [5] * 4
 
 
-def test_the_first_run_measures_how_long_all_sleep(tmp_path: Path) -> None:
-    """Also where a comparison goes on."""
+def test_the_first_run_determines_the_sleeps_of_stragglers(tmp_path: Path) -> None:
+    """Also in a continued comparison."""
     results = compare(Choosing(), tmp_path, seeds=1, slow="1=2")
     assert [one.job.alone_seconds for one in results] == [0.5] * 2
     runner = Choosing()
@@ -172,8 +172,8 @@ def test_the_first_run_measures_how_long_all_sleep(tmp_path: Path) -> None:
     assert [(job.seed, job.alone_seconds) for job in runner.jobs] == [(8, 0.5)] * 2
 
 
-def test_a_strategy_has_options_of_its_own(tmp_path: Path) -> None:
-    """They change its runs alone, and the results keep them."""
+def test_a_strategy_may_have_its_own_options(tmp_path: Path) -> None:
+    """They change only its runs, and the results contain them."""
     runner = Choosing()
     results = lab.compare(
         Job("digits", "bsp", 2, wire="bfloat16"),
@@ -198,7 +198,7 @@ def test_a_strategy_has_options_of_its_own(tmp_path: Path) -> None:
 
 
 def test_every_method_is_tried_with_every_factor(tmp_path: Path) -> None:
-    """But one that has a factor of its own; seeds are still the outer loop."""
+    """A method with its own factor is an exception; seeds are still the outer loop."""
     runner = Choosing()
     results = lab.compare(
         Job("digits", "bsp", 2),
@@ -216,8 +216,8 @@ def test_every_method_is_tried_with_every_factor(tmp_path: Path) -> None:
     assert read_results(tmp_path / "results.jsonl") == results
 
 
-def test_what_is_in_the_results_is_not_run_again(tmp_path: Path) -> None:
-    """A comparison that failed goes on, and one can be widened; the others' results stay."""
+def test_existing_results_are_not_run_again(tmp_path: Path) -> None:
+    """A failed comparison continues, and a finished one can be extended."""
     with pytest.raises(OffbeatError):
         compare(Nowhere(), tmp_path, seeds=3)
     runner, kept = Choosing(), list[Result]()
@@ -254,7 +254,7 @@ def test_a_line_that_was_cut_off_is_run_again(tmp_path: Path) -> None:
 def test_results_of_another_comparison_are_not_mixed_in(
     change: dict[str, Any], name: str, tmp_path: Path
 ) -> None:
-    """They stay as they are, and the message names the file and what differs."""
+    """The file is unchanged, and the message names it and the difference."""
     compare(Choosing(), tmp_path, seeds=1)
     before = (tmp_path / "results.jsonl").read_bytes()
     with pytest.raises(ValueError, match=rf"jsonl, line 1, .*{name}.* name another --output"):
@@ -263,7 +263,7 @@ def test_results_of_another_comparison_are_not_mixed_in(
 
 
 def test_results_may_be_mixed_where_that_is_asked_for(tmp_path: Path) -> None:
-    """Those that are there are not run again; others are, with what the job says now."""
+    """Existing results are kept; further runs use the present job."""
     runner = Choosing()
 
     def widen(seeds: int, turns: bool) -> list[Result]:
@@ -277,7 +277,7 @@ def test_results_may_be_mixed_where_that_is_asked_for(tmp_path: Path) -> None:
 
 
 class Nowhere(Loopback):
-    """Where a job ends after one evaluation, and the fourth fails."""
+    """A runner whose jobs have one evaluation, and whose fourth job fails."""
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
@@ -325,7 +325,7 @@ def test_seeds_are_the_outer_loop(tmp_path: Path) -> None:
 
 
 def test_a_failed_run_leaves_the_earlier_results(tmp_path: Path) -> None:
-    """When a run fails, the results before it are on disk, whole."""
+    """When a run fails, the earlier results are complete on disk."""
     with pytest.raises(OffbeatError, match="worker 1 was ended by SIGKILL"):
         compare(Nowhere(), tmp_path, seeds=3)
     told = read_results(tmp_path / "results.jsonl")

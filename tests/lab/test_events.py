@@ -1,4 +1,4 @@
-"""Events: the lines between processes, and what comes back from them."""
+"""Events as lines of JSON."""
 
 import json
 
@@ -58,7 +58,7 @@ LINES: list[tuple[Event, dict[str, object]]] = [
 
 @pytest.mark.parametrize(("event", "line"), LINES)
 def test_a_line_holds_the_whole_event(event: Event, line: dict[str, object]) -> None:
-    """One line of JSON, with the keys it always had; read again it is the same event."""
+    """The line has stable keys, and reading it gives the same event."""
     text = to_json(event)
     assert "\n" not in text
     assert json.loads(text) == line

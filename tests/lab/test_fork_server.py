@@ -1,4 +1,4 @@
-"""Workers that are forks: what they get from whom asks for them, and how they end."""
+"""Forked workers: their environment, and their end."""
 
 import json
 import os
@@ -40,7 +40,7 @@ SLEEP = "time.sleep(60)"
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ForkedProcess]:
-    """A worker in an empty folder that tells its state in ``told``, and then does ``ending``."""
+    """Start a worker in an empty folder that writes its state to a file and runs ``ending``."""
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -62,10 +62,8 @@ def state(path: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_worker_is_as_if_started_anew(
-    start: Callable[..., ForkedProcess], tmp_path: Path
-) -> None:
-    """Its environment, folder, files and signals are those asked for, whoever lives beside it."""
+def test_a_fork_is_like_a_new_process(start: Callable[..., ForkedProcess], tmp_path: Path) -> None:
+    """Environment, folder, files and signals are those requested, next to another worker."""
     beside = start(SLEEP, "beside")
     worker = start("os._exit(7)")
     pipes = {os.readlink(f"/proc/self/fd/{one._pipe}") for one in (beside, worker)}
@@ -92,10 +90,10 @@ def test_a_worker_is_as_if_started_anew(
     assert not alive(beside.pid)
 
 
-def test_an_unforeseen_error_is_shown_and_ends_the_worker(
+def test_an_unexpected_error_is_printed_and_ends_the_worker(
     start: Callable[..., ForkedProcess], tmp_path: Path
 ) -> None:
-    """A worker must never go on in the loop of the server."""
+    """A worker must never continue in the loop of the server."""
     assert start("raise SystemExit('what now')").wait() == 1
     assert "SystemExit: what now" in (tmp_path / "told.errors").read_text()
 
@@ -104,7 +102,7 @@ def test_an_unforeseen_error_is_shown_and_ends_the_worker(
 def test_a_server_that_does_not_answer_is_replaced(
     start: Callable[..., ForkedProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error in a finite time, no worker that nobody knows of; the next worker has another."""
+    """The error comes in a finite time, no worker is left, and the next worker has a new server."""
     worker = start(SLEEP)
     server = state(tmp_path / "told")["parent"]
     os.kill(server, signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""Places: what each says of itself, and that a job runs wherever it is given."""
+"""Runners: their descriptions, and results made of their events."""
 
 import pytest
 
@@ -28,14 +28,16 @@ from offbeat.lab.launch.runners import (
         ),
     ],
 )
-def test_a_result_tells_the_place(runner: Runner, text: str, machine: str, simulated: bool) -> None:
-    """Link, machine, and whether seconds are virtual are those of the runner."""
+def test_a_result_describes_its_runner(
+    runner: Runner, text: str, machine: str, simulated: bool
+) -> None:
+    """Link, machine and simulated are those of the runner."""
     assert (str(runner), runner.machine, runner.simulated) == (text, machine, simulated)
     assert machine.endswith(" cores") or simulated
 
 
-def test_any_place_will_do() -> None:
-    """A runner is what runs a job and tells its events; the result is made of them."""
+def test_a_result_is_made_of_the_events_of_any_runner() -> None:
+    """A runner only has to run a job and pass on its events."""
 
     class Nowhere:
         simulated = False

@@ -1,4 +1,4 @@
-"""Tasks of srun as workers. The variables are those of Slurm 22.05, as two slurmd gave them."""
+"""Tasks of srun as workers, with the variables that two slurmd of Slurm 22.05 have set."""
 
 import subprocess
 import sys
@@ -22,8 +22,8 @@ TASK = {
 LAST = {**TASK, "SLURM_PROCID": "2", "SLURM_NODEID": "1"}
 
 
-def test_a_task_knows_what_torchrun_would_tell_it() -> None:
-    """Rank, place in its node, and where all meet: on the step's first node, not srun's."""
+def test_a_task_gets_the_variables_of_torchrun() -> None:
+    """Rank, local rank, and the address: the step's first node, not srun's."""
     assert torchrun_variables(LAST) == {
         **{"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "15113"},  # 16 · 7 + 1
@@ -34,7 +34,7 @@ def test_a_task_knows_what_torchrun_would_tell_it() -> None:
     assert torchrun_variables({**LAST, "SLURM_JOB_ID": "123456789"})["MASTER_PORT"] == "18625"
 
 
-def test_where_they_meet_can_be_said() -> None:
+def test_address_and_port_can_be_overridden() -> None:
     told = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "SLURM_STEP_NODELIST": "nowhere7"}
     found = torchrun_variables({**LAST, **told})
     assert "MASTER_ADDR" not in found
@@ -51,12 +51,12 @@ def test_where_they_meet_can_be_said() -> None:
         {**LAST, "RANK": "5", "TORCHELASTIC_RUN_ID": "x"},  # torchrun under srun
     ],
 )
-def test_any_other_process_is_left_alone(environment: dict[str, str]) -> None:
+def test_other_processes_get_no_variables(environment: dict[str, str]) -> None:
     assert torchrun_variables(environment) == {}
 
 
 @pytest.mark.parametrize("missing", ["SLURM_PROCID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID"])
-def test_what_is_missing_is_named(missing: str) -> None:
+def test_a_missing_variable_is_named(missing: str) -> None:
     environment = {name: value for name, value in LAST.items() if name != missing}
     with pytest.raises(OffbeatError, match=f"{missing} is not set: start the workers with srun"):
         torchrun_variables(environment)
@@ -81,7 +81,7 @@ def test_the_first_of_a_list_of_nodes(nodes: str, first: str) -> None:
     assert first_node(nodes) == first
 
 
-def test_tasks_with_cores_of_their_own_share_them_with_nobody(
+def test_bound_tasks_do_not_share_their_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for cores, told, expected in ((8, "8", 1), (32, "8", 4), (32, None, 4)):
@@ -94,7 +94,7 @@ def test_tasks_with_cores_of_their_own_share_them_with_nobody(
 
 @pytest.mark.nightly  # three processes import torch
 def test_tasks_train_together() -> None:
-    """Two processes with Slurm's variables are one run; one that comes alone says so."""
+    """Two processes with Slurm's variables are one run; one alone fails with an error."""
     step = {**TASK, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
     argv = (sys.executable, "-m", "offbeat.cli", "train", "digits", "--max-steps", "2")
 

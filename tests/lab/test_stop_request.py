@@ -1,4 +1,4 @@
-"""All workers save at one step that none of them has passed."""
+"""All workers save after one step, which none of them has passed."""
 
 import fcntl
 import os
@@ -13,8 +13,8 @@ from offbeat.lab.launch.stop_request import StopRequest
 SOON: Any = {"last": 9, "seconds": 0.1}
 
 
-def test_all_leave_at_the_furthest_step_that_one_has_begun(tmp_path: Path) -> None:
-    """However far apart they are; the one behind goes on until it is there."""
+def test_all_workers_stop_at_the_furthest_step_that_one_has_begun(tmp_path: Path) -> None:
+    """Workers may be far apart; the one behind continues until it is there."""
     ahead, behind, asking = (StopRequest(tmp_path / "stop", 2) for _ in range(3))
     assert [ahead.may_continue(0, step, **SOON) for step in range(4)] == [True] * 4  # at step 4 now
     assert behind.may_continue(1, 0, **SOON)
@@ -29,10 +29,10 @@ def test_all_leave_at_the_furthest_step_that_one_has_begun(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_nothing_is_saved_before_the_beginning_and_after_the_end(
+def test_a_request_before_the_start_or_after_the_end_is_declined(
     ended: bool, tmp_path: Path
 ) -> None:
-    """A worker that has begun to finish would not come to save."""
+    """A worker that is finishing would not save."""
     worker, asking = (StopRequest(tmp_path / "stop", 2) for _ in range(2))
     if ended:
         assert worker.may_continue(0, 9, **SOON)
@@ -40,8 +40,8 @@ def test_nothing_is_saved_before_the_beginning_and_after_the_end(
     assert worker.may_continue(1, 3, **SOON)
 
 
-def test_who_asks_waits_no_longer_than_told(tmp_path: Path) -> None:
-    """For a worker that was stopped while it held the lock."""
+def test_a_held_lock_times_out(tmp_path: Path) -> None:
+    """Another worker may be suspended while it holds the lock."""
     path = tmp_path / "stop"
     asking = StopRequest(path, 1)
     assert asking.may_continue(0, 3, **SOON)
