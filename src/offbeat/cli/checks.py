@@ -5,7 +5,7 @@ import os
 from dataclasses import fields, replace
 from pathlib import Path
 
-from offbeat.cli.options import SimulatedOptions
+from offbeat.cli.options import VirtualClusterOptions
 from offbeat.lab.baselines import parse_method
 from offbeat.lab.job import Job
 from offbeat.lab.recipes import Task
@@ -15,15 +15,7 @@ _PICTURES = (".png", ".pdf", ".svg")
 
 
 def require_file(option: str, path: Path | None) -> None:
-    """Raise unless a file can be written at ``path``; its parents may have to be created.
-
-    Args:
-        option: Option that the error names.
-        path: Path of the file; None: no check.
-
-    Raises:
-        ValueError: the path is a directory, is below a file, or is not writable.
-    """
+    """Raise ValueError unless a file can be written at ``path``; its folders need not exist."""
     if path is None:
         return
     if path.is_dir():
@@ -32,23 +24,14 @@ def require_file(option: str, path: Path | None) -> None:
 
 
 def require_folder(option: str, path: Path) -> None:
-    """Raise unless files can be written in the directory ``path``, which may have to be created.
-
-    Raises:
-        ValueError: the path is a file, is below a file, or is not writable.
-    """
+    """Raise ValueError unless files can be written in ``path``, which need not exist."""
     if path.exists() and not path.is_dir():
         raise ValueError(f"{option} {path}: it is a file; name a directory")
     _require_writable(option, path)
 
 
 def require_picture(option: str, path: Path | None) -> None:
-    """Raise unless a plot can be written to ``path``.
-
-    Raises:
-        ValueError: see ``require_file``, or the extension is not that of a picture.
-        ImportError: matplotlib is not installed.
-    """
+    """Raise ValueError, or ImportError without matplotlib, unless a plot can be written there."""
     if path is None:
         return
     require_file(option, path)
@@ -115,7 +98,7 @@ def require_distinct(job: Job, strategies: list[str]) -> None:
         seen[key] = text
 
 
-def refuse_simulated(options: SimulatedOptions) -> None:
+def refuse_simulated(options: VirtualClusterOptions) -> None:
     """Raise ValueError for an option that real workers do not support."""
     for field in fields(options):
         if field.name != "jitter" and getattr(options, field.name) != field.default:
@@ -124,11 +107,7 @@ def refuse_simulated(options: SimulatedOptions) -> None:
 
 
 def parse_lr_scales(text: str) -> tuple[float, ...]:
-    """Return the factors of ``--lr-scale``.
-
-    Raises:
-        ValueError: a factor is not a number or is given twice.
-    """
+    """Return the distinct factors of ``--lr-scale``; raise ValueError for anything else."""
     try:
         scales = tuple(map(float, text.split(",")))
     except ValueError:

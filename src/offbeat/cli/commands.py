@@ -13,10 +13,11 @@ from typing import Annotated, ParamSpec
 import typer
 
 from offbeat.cli.options import (
-    Bandwidth,
+    SHAPED_LINKS,
     CompareOptions,
     PlanOptions,
-    SimulatedOptions,
+    SimulateOptions,
+    VirtualClusterOptions,
     with_options,
 )
 from offbeat.lab.job import Job
@@ -43,7 +44,9 @@ def implemented_in(module: str) -> Callable[[Callable[Options, None]], Callable[
 
 @with_options()
 @implemented_in("runs")
-def train(job: Job, bandwidth: Bandwidth = None) -> None:
+def train(
+    job: Job, bandwidth: Annotated[str | None, typer.Option(help=SHAPED_LINKS)] = None
+) -> None:
     """Train a recipe under one strategy on local worker processes, or on those of torchrun or srun.
 
     A baseline can take the place of the strategy; `offbeat strategies` lists both.
@@ -66,20 +69,7 @@ def train(job: Job, bandwidth: Bandwidth = None) -> None:
 
 @with_options("log", "timeout_seconds", *_SAVING)
 @implemented_in("runs")
-def simulate(
-    job: Job,
-    bandwidth: Annotated[
-        str, typer.Option(help="Bandwidth of each link, as in 5Gbit/s.")
-    ] = "1Gbit/s",
-    *,
-    simulated: SimulatedOptions,
-    timeline: Annotated[
-        Path | None, typer.Option(help="Draw the computing and waiting of each worker, as PNG.")
-    ] = None,
-    as_json: Annotated[
-        Path | None, typer.Option("--json", help="Write totals and timeline as JSON.")
-    ] = None,
-) -> None:
+def simulate(job: Job, options: SimulateOptions, simulated: VirtualClusterOptions) -> None:
     """Train a recipe on simulated workers in this process: real training, virtual seconds.
 
     [bold]Examples[/bold]
@@ -92,7 +82,7 @@ def simulate(
 
 @with_options("log", *_SAVING)
 @implemented_in("runs")
-def compare(job: Job, options: CompareOptions, simulated: SimulatedOptions) -> None:
+def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions) -> None:
     """Run strategies one after the other under the same seeds; write table, plot and report.
 
     Also baselines: [bold]ideal[/bold] is bsp on an infinitely fast network, [bold]torch:…[/bold]

@@ -31,11 +31,7 @@ def require_single_process(what: str) -> None:
 
 
 def with_launched_workers(job: Job) -> Job:
-    """Return ``job`` with the launcher's number of workers, if there is a launcher.
-
-    Raises:
-        ValueError: ``--workers`` asks for another number.
-    """
+    """Return ``job`` with the launcher's number of workers; ``--workers`` must not differ."""
     if not is_launched():
         return job
     started = int(os.environ["WORLD_SIZE"])

@@ -22,7 +22,7 @@ from offbeat.cli.launcher import (
     require_single_process,
     with_launched_workers,
 )
-from offbeat.cli.options import CompareOptions, SimulatedOptions
+from offbeat.cli.options import CompareOptions, SimulateOptions, VirtualClusterOptions
 from offbeat.cli.view import Bar, console, print_narrow_table, print_path
 from offbeat.lab import compare as comparison
 from offbeat.lab import report
@@ -51,14 +51,9 @@ def train(job: Job, bandwidth: str | None) -> None:
             _run_one(job, runner)
 
 
-def simulate(
-    job: Job,
-    bandwidth: str,
-    simulated: SimulatedOptions,
-    timeline: Path | None,
-    as_json: Path | None,
-) -> None:
+def simulate(job: Job, options: SimulateOptions, simulated: VirtualClusterOptions) -> None:
     """Train a recipe on simulated workers."""
+    timeline, as_json = options.timeline, options.as_json
     require_single_process("offbeat simulate")
     require_virtual(job.strategy)
     require_picture("--timeline", timeline)
@@ -67,7 +62,7 @@ def simulate(
         raise ValueError(f"--timeline and --json are the same file: {timeline}")
     job = replace(job, workers_per_node=simulated.workers_per_node)
     job.check()
-    runner = _virtual_cluster(job, bandwidth, simulated)
+    runner = _virtual_cluster(job, options.bandwidth, simulated)
     for path in filter(None, (timeline, as_json)):
         path.parent.mkdir(parents=True, exist_ok=True)
     _run_one(job, runner)
@@ -80,7 +75,7 @@ def simulate(
         print_path("json    ", as_json)
 
 
-def compare(job: Job, options: CompareOptions, simulated: SimulatedOptions) -> None:
+def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions) -> None:
     """Run several methods under the same seeds; write table, plot and report."""
     strategies, seeds = options.strategy, options.seeds
     require_integer("seeds", seeds, least=1)
@@ -157,7 +152,7 @@ def _file_name(recipe: str) -> str:
     return re.sub(r"[^\w-]+", "-", recipe.rpartition("/")[2].replace(".py", "")).strip("-")
 
 
-def _virtual_cluster(job: Job, bandwidth: str, options: SimulatedOptions) -> VirtualCluster:
+def _virtual_cluster(job: Job, bandwidth: str, options: VirtualClusterOptions) -> VirtualCluster:
     network = Network(
         bandwidth,
         latency=options.latency,
