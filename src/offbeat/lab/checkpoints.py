@@ -54,7 +54,7 @@ class EventLog:
 
 
 class RunCheckpoints:
-    """Saves and loads the checkpoints of one worker's run. Does nothing for baselines.
+    """Saves and loads the checkpoints of one worker's run, if its method has a synchronizer.
 
     Args:
         job: The run.

@@ -28,7 +28,7 @@ class StragglerLoss:
         task: Task to train; restored after a measurement.
         batches: Function that returns a new iterator over this worker's batches.
         slowdown: Factor on this worker's step time (≥ 1).
-        jitter: Standard deviation of z's factor (≥ 0).
+        jitter: Coefficient of |z| (≥ 0).
         seed: Seed of z.
         step_seconds: t in seconds. None: measure it now, as the mean over the workers. The first
             run of a comparison measures it for all.

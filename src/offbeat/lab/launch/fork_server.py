@@ -38,7 +38,7 @@ from offbeat.lab import train
 AVAILABLE = sys.platform == "linux"  # system libraries of other platforms do not survive a fork
 
 _PR_SET_PDEATHSIG = 1
-_START_SECONDS = 120.0  # limit for the server's imports and the first fork
+_START_SECONDS = 120.0  # limit for the server's answer, its imports included
 _END_SECONDS = 10.0  # limit for a killed process to end
 _INTEGER = struct.Struct("q")
 _SERVER_ENDED = -signal.SIGKILL  # the kernel kills the workers together with the server
@@ -58,13 +58,10 @@ def prepare_worker() -> None:
 
 
 class ForkedProcess:
-    """A forked worker, with the interface of ``subprocess.Popen``.
+    """A forked worker, with ``pid``, ``poll`` and ``wait`` of ``subprocess.Popen``.
 
     Args:
         pipe: Read end of the status pipe. Closed after the exit status.
-
-    Attributes:
-        pid: Process id.
 
     Raises:
         OffbeatError: the server has ended or has not answered within two minutes.
@@ -111,14 +108,10 @@ class ForkedProcess:
 
 
 class _Client:
-    """The connection of this process to its server.
-
-    Attributes:
-        owner: Id of the process that created it; forks of that process cannot use it.
-    """
+    """The connection of this process to its server."""
 
     def __init__(self) -> None:
-        self.owner = os.getpid()
+        self.owner = os.getpid()  # forks of this process inherit the object, but cannot use it
         self._channel, other = socket.socketpair()
         with other:
             self._server = subprocess.Popen(

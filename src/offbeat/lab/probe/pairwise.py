@@ -4,9 +4,9 @@ Both figures follow the simulator's model, in which a message takes latency + by
 that they can be used there directly.
 
 Protocol: the measuring side sends an 8-byte request with the size of the payload that follows (0: a
-ping; −1: end). The other side answers each request and each payload with 8 bytes. All receives are
-posted before the message that they wait for can arrive: otherwise gloo's handshake for an
-unexpected message would add to the measured time.
+ping; −1: end). The other side answers each request and each payload with 8 bytes. Each receive is
+posted before the peer sends: otherwise the sender would first wait for gloo's notification that the
+receiver is ready, which would add to the measured time.
 """
 
 import statistics
