@@ -33,7 +33,7 @@ from benchmarks.race_names import OURS
 from benchmarks.virtual import MNIST, Cells, Row
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.job import Job
-from offbeat.lab.places import VirtualCluster
+from offbeat.lab.launch.runners import VirtualCluster
 from offbeat.simulate import Compute, Network
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from benchmarks.harness import Result, compare, interleave, slowest
 from benchmarks.processes import run
 from offbeat.averaging.replica import BUCKET_BYTES
-from offbeat.lab.cluster import Cluster
+from offbeat.lab.launch.cluster import Cluster
 from offbeat.quantization.codecs import CODECS
 from offbeat.quantization.wire import Precision, Wire
 from offbeat.transport.team import Team

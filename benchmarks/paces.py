@@ -2,7 +2,7 @@
 
 The ideal's step is what workers alone take; on a machine that others use it moves by a third within
 a quarter of an hour, and a method's step with it. A run that trained alone by turns
-(``offbeat.lab.turns``) knows how fast the machine was meanwhile: its seconds are told as on a
+(``offbeat.lab.step_time``) knows how fast the machine was meanwhile: its seconds are told as on a
 machine on which the ideal's step stayed what it was in the ideal's own run
 (``offbeat.lab.report.clock``).
 """

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from offbeat.lab.cluster import Cluster
+from offbeat.lab.launch.cluster import Cluster
 from offbeat.units import parse_bandwidth
 
 ROOT = Path(__file__).parent.parent

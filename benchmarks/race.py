@@ -27,9 +27,9 @@ from benchmarks.race_names import DILOCO, EARLIER, OURS
 from offbeat.lab.compare import compare
 from offbeat.lab.events import Evaluation, Event
 from offbeat.lab.job import Job
+from offbeat.lab.launch.runners import Loopback, Runner, ShapedLinks
 from offbeat.lab.methods.peer import Peer
 from offbeat.lab.methods.registry import parse_method
-from offbeat.lab.places import Loopback, Place, ShapedLinks
 from offbeat.lab.results import Result, read_results
 from offbeat.units import parse_bandwidth
 
@@ -125,7 +125,7 @@ class Cell:
         )
 
     @contextlib.contextmanager
-    def place(self) -> Iterator[Place]:
+    def place(self) -> Iterator[Runner]:
         """Its links, for as long as they are needed."""
         if self.bandwidth is None:
             yield Loopback()
@@ -203,7 +203,7 @@ def run(
     seeds: int | None = None,
     data: Path = DATA,
     folder: Path = RESULTS,
-    place: Place | None = None,
+    place: Runner | None = None,
 ) -> list[Result]:
     """Run what is missing of a cell; the results of these methods and seeds.
 
@@ -227,12 +227,12 @@ def run(
             texts,
             seeds=count,
             lr_scales=TRACKS[track],
-            place=where,
+            runner=where,
             output=path_of(cell, track, folder),
             on_start=lambda one: print(f"{cell.name}  {one.label}  seed {one.seed}", flush=True),
             on_event=_say,
             command=_command(cell, track),
-            mixed=["measure_alone"],  # older runs took no turns, and are marked in the tables
+            may_differ=["measure_alone"],  # older runs took no turns, and are marked in the tables
         )
 
 

@@ -23,7 +23,7 @@ from benchmarks.harness import RESULTS, Result, interleave, machine
 from benchmarks.processes import run
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.job import Job
-from offbeat.lab.places import ShapedLinks, VirtualCluster
+from offbeat.lab.launch.runners import ShapedLinks, VirtualCluster
 from offbeat.simulate import Compute, Network
 from offbeat.units import parse_bandwidth
 

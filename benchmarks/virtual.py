@@ -24,7 +24,7 @@ import offbeat
 from benchmarks.harness import RESULTS
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.job import Job
-from offbeat.lab.places import VirtualCluster
+from offbeat.lab.launch.runners import VirtualCluster
 from offbeat.lab.recipes import mnist
 from offbeat.simulate import Compute, Network
 

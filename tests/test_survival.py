@@ -161,7 +161,7 @@ ROWS = [
         "when it is saved",
         "`error: worker 0 failed: rank 0 cannot save …`; after a signal a line says so",
         "the checkpoint before",
-        "cli/test_cli_full_disk.py::test_who_is_interrupted_is_told_that_nothing_was_saved",
+        "cli/test_cli_full_disk.py::test_an_interrupted_run_reports_why_nothing_was_saved",
     ),
     Row(
         "a worker of `offbeat train` or `compare` is killed",

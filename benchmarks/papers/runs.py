@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.harness import RESULTS, machine
 from benchmarks.virtual import MNIST, SEEDS, Cells, Row, run_at, spread
 from offbeat.lab.job import Job
-from offbeat.lab.places import VirtualCluster
+from offbeat.lab.launch.runners import VirtualCluster
 from offbeat.lab.recipes import find_recipe
 from offbeat.simulate import Compute, Network
 

@@ -14,7 +14,7 @@ from benchmarks.harness import machine
 from benchmarks.soak.perform import working_folder
 from benchmarks.soak.plan import Case, case
 from benchmarks.soak.soak import POLICIES, Soak, table
-from offbeat.lab.cluster import Cluster
+from offbeat.lab.launch.cluster import Cluster
 from offbeat.quantization.kernels import kernels
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.soak.processes import Scene
 from benchmarks.soak.worker import ASKING, FINISHED, FIRST_STEP
-from offbeat.lab.cluster import Cluster
+from offbeat.lab.launch.cluster import Cluster
 
 _START_SECONDS = 30.0
 _CHANGE_SECONDS = 20.0  # in which the others have gone on without one that is silent

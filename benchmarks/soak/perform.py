@@ -15,7 +15,7 @@ from benchmarks.soak.faults import BREAKS, undo
 from benchmarks.soak.plan import Case
 from benchmarks.soak.processes import Process, Scene, meeting_place, nodes, start
 from benchmarks.soak.worker import CONNECTED, Progress, Report, Run
-from offbeat.lab.cluster import Cluster
+from offbeat.lab.launch.cluster import Cluster
 
 _START_SECONDS = 30.0
 HANG_SECONDS = 30.0

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.soak.plan import Case
 from benchmarks.soak.worker import Place, Progress, Run, keep, main
-from offbeat.lab.cluster import Cluster
+from offbeat.lab.launch.cluster import Cluster
 
 # torch asks for the name of every connection, and a name server that is out of reach keeps it
 # waiting for 5 s: nobody is asked.

@@ -13,10 +13,10 @@ from benchmarks.harness import RESULTS
 
 from lab.test_report import make
 from offbeat import Compute, Network
-from offbeat.lab.events import Measured
+from offbeat.lab.events import LinkSpeed
 from offbeat.lab.job import Job
+from offbeat.lab.launch.runners import VirtualCluster
 from offbeat.lab.methods.peer import Peer
-from offbeat.lab.places import VirtualCluster
 from offbeat.lab.results import Result, read_results
 
 ROOT = Path(__file__).parents[2]
@@ -119,7 +119,7 @@ def cell(name: str, of: dict[str, Sequence[tuple[float, float]]]) -> figures.Rac
     results: list[Result] = []
     for seed in range(3):
         for method, curve in of.items():
-            told = (Measured(1e6, 0.001),) * 2
+            told = (LinkSpeed(1e6, 0.001),) * 2
             one = replace(make(method, curve, seed=seed), links=told, model_bytes=4_000_000)
             results.append(one)
     return figures.raced("defaults", name, results)

@@ -11,7 +11,7 @@ from benchmarks import evidence, paces, race_late, race_names, race_pictures
 from benchmarks.harness import RESULTS
 
 from lab.test_report import make
-from offbeat.lab.events import Turn
+from offbeat.lab.events import Calibration
 from offbeat.lab.results import Result
 
 ROOT = Path(__file__).parents[2]
@@ -184,7 +184,9 @@ def test_the_overview_has_the_nearest_peer_and_the_dagger_who_took_no_turns(tmp_
     runs = [make("ideal", curve), make("streaming", late(1, 1.1)), make("bsp", late(1, 1))]
     runs += [make("torch:ddp", late(1, 3)), make("torch:postlocal,period=16", late(2, 2))]
     pace = runs[0].seconds / runs[0].points[-1].step
-    turned = tuple(Turn(step, pace) for step in [0, *(point.step for point in runs[1].points)])
+    turned = tuple(
+        Calibration(step, pace) for step in [0, *(point.step for point in runs[1].points)]
+    )
     runs[1] = replace(runs[1], turns=turned)
     written(tmp_path, "cifar-lan", runs)
     written(tmp_path, "as-made-up", runs[:2])

@@ -28,7 +28,7 @@ from benchmarks.virtual import Cells, Row
 from offbeat import Compute, Network
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.job import Job
-from offbeat.lab.places import VirtualCluster
+from offbeat.lab.launch.runners import VirtualCluster
 from offbeat.lab.recipes import find_recipe
 
 MLP = str(race_simulated.MODELS / "digits_mlp.py")

@@ -1,4 +1,4 @@
-"""The command line as tests start it, and the processes that it starts."""
+"""Helpers that start the command line and find its processes."""
 
 import contextlib
 import os
@@ -26,12 +26,12 @@ Call = Callable[..., Ended]
 
 
 def plain(text: str) -> str:
-    """Without colours."""
+    """Remove colours."""
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
 def one_line(text: str) -> str:
-    """Without the breaks that the width of the screen makes."""
+    """Remove line breaks."""
     return re.sub(r"\s+", " ", text)
 
 
@@ -45,7 +45,7 @@ def until(condition: Callable[[], bool], what: str, seconds: float = LIMIT) -> N
 
 @contextlib.contextmanager
 def started(*argv: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that a Ctrl-C can end, killed at the end of the block."""
+    """Start a process that Ctrl-C can end; kill it at the end of the block."""
     # Where the suite is a script's background job, SIGINT is ignored, and a child would inherit
     # that. Of a signal that is handled here, it gets the default.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -68,7 +68,7 @@ def started(*argv: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def ended(*argv: str, **environment: str) -> Ended:
-    """What a process gave that ends by itself."""
+    """Run a process to its end."""
     with started(*argv, **environment) as process:
         out, err = process.communicate(timeout=LIMIT)
         return process.returncode, plain(out), plain(err)
@@ -78,7 +78,7 @@ def ended(*argv: str, **environment: str) -> Ended:
 
 
 def alive(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
+    """Return True if the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -86,7 +86,7 @@ def alive(pid: int) -> bool:
 
 
 def workers_writing(log: Path) -> dict[int, int]:
-    """The process of each rank whose job has this ``log``: it holds the file of its records."""
+    """Return the process of each rank, which holds the rank's file of records open."""
     ranks = {str(log.with_suffix(f".rank{rank}.jsonl")): rank for rank in range(2)}
     found = {}
     for entry in filter(str.isdigit, os.listdir("/proc")):
@@ -103,7 +103,7 @@ LONG = ("train", "digits", "--workers", "2", "--epochs", "600")  # 13,000 steps:
 
 @contextlib.contextmanager
 def training(log: Path) -> Iterator[tuple[subprocess.Popen[str], dict[int, int]]]:
-    """``LONG``, once each of its 2 workers has recorded a step; and the process of each rank."""
+    """Start ``LONG``, wait until both workers have recorded a step, and yield their processes."""
     ranks = [log.with_suffix(f".rank{rank}.jsonl") for rank in range(2)]
 
     def under_way() -> bool:

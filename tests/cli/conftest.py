@@ -1,4 +1,4 @@
-"""The command line inside the test's own process, where nothing has to be imported anew."""
+"""The command line in the test's process, which has imported torch already."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ from offbeat.cli import network, runs, view
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Call]:
-    """``main`` in this process, on a wide screen."""
+    """Call ``main`` in this process, on a wide screen."""
 
     def main(*argv: str) -> Ended:
         monkeypatch.setattr(sys, "argv", ["offbeat", *argv])
@@ -39,7 +39,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.fixture
 def idle_call(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Call:
-    """The same in an empty folder, where nothing may run, be measured or be written."""
+    """Call ``main`` in an empty folder; fail if anything runs, is measured or is written."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         pytest.fail("something was started")

@@ -1,4 +1,4 @@
-"""A disk is really full under the command line: one line says which file, or why none was saved."""
+"""The command line on a disk that is really full: one line names the file or the reason."""
 
 import re
 import signal
@@ -21,8 +21,8 @@ def test_results_that_do_not_fit_are_one_line(call: Call, tmp_path: Path) -> Non
 
 
 @pytest.mark.nightly
-def test_who_is_interrupted_is_told_that_nothing_was_saved(tmp_path: Path) -> None:
-    """And why."""
+def test_an_interrupted_run_reports_why_nothing_was_saved(tmp_path: Path) -> None:
+    """The line contains the error of the disk."""
     with small_disk(tmp_path / "disk") as disk:
         folder = disk / "saved"
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""``offbeat recipes`` and ``offbeat strategies``: all there is, and what it may be set to."""
+"""``offbeat recipes`` and ``offbeat strategies`` list everything with its range."""
 
 import dataclasses
 import re
@@ -25,7 +25,7 @@ def test_recipes_are_listed(call: Call) -> None:
 
 
 def settings_in(out: str) -> dict[str, dict[str, str]]:
-    """What `offbeat strategies` says each setting of each strategy may be."""
+    """Return the printed range of each setting of each strategy."""
     found: dict[str, dict[str, str]] = {}
     heading = next(line for line in out.splitlines() if line.startswith("strategy "))
     setting, allowed = heading.index("setting"), heading.index("allowed")
@@ -47,7 +47,7 @@ PLANNED = "plan --parameters 25M --step-time 120ms --workers 16 --bandwidth 5gbi
 def test_nothing_is_cut_off_on_a_narrow_screen(
     command: str, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Long names are broken instead, and words of headings are whole."""
+    """Long names are wrapped, and words of headings are not."""
     monkeypatch.setattr(view.console, "width", 80)
     code, out, err = call(*command.split())
     assert (code, err) == (0, "")

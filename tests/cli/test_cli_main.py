@@ -1,4 +1,4 @@
-"""The command itself: how it is started, how it ends, and what it says of its commands."""
+"""The command itself: entry point, exit codes, help."""
 
 import importlib
 import re
@@ -78,7 +78,7 @@ def test_examples_of_the_help_are_accepted(command: str, call: Call) -> None:
     ],
 )
 def test_mistakes_in_options_name_the_option(argv: str, words: str, call: Call) -> None:
-    """What the parser refuses is exit code 2, and the message names it."""
+    """An error of the parser is exit code 2, and the message names the option."""
     code, out, err = call(*argv.split())
     assert (code, out) == (2, "")
     assert words in err.lower()
@@ -93,7 +93,7 @@ def test_a_mistake_of_a_real_process() -> None:
     assert err.count("\n") == 1
 
 
-def test_ctrl_c_is_told(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_is_one_line(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupted run is exit code 130 and one line."""
 
     def interrupt(*args: Any) -> None:
@@ -106,7 +106,7 @@ def test_ctrl_c_is_told(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_programming_error_is_not_swallowed(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what a user can do something about becomes one line."""
+    """Only errors that a user can act on become one line."""
 
     def fail(*args: Any) -> None:
         raise ZeroDivisionError

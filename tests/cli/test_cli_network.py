@@ -7,7 +7,6 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from cli.commands import LIMIT, Call, one_line, plain, started
 from offbeat import BSP, AsyncAveraging, LocalSGD, SelSync, StreamingAveraging, cli
 from offbeat.cli import network
 from offbeat.lab import probe as probing
-from offbeat.lab.cluster import Cluster
+from offbeat.lab.launch.cluster import Cluster
 from offbeat.lab.probe import Pair
 from offbeat.registry import parse_strategy
 
@@ -30,96 +29,6 @@ SUGGESTED = {
     StreamingAveraging,
     AsyncAveraging,
 }  # by plan, if none is given
-
-# Mistakes
-
-BANDWIDTH = r"'1GB/s' is not a bandwidth; write a number and a unit, like 1Gbit/s .*"
-DURATION = "is not a duration; write a number and a unit, like 100us, 50ms, 1.5s or 2min"
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("plan", "plan needs --bandwidth, like 5Gbit/s, or --probe under torchrun"),
-        ("plan -s bsp -s ideal", "plan forecasts strategies; ideal is a baseline, .* by compare"),
-        ("plan -s torch:ddp,hook=fp16", "plan forecasts .*; torch:ddp,hook=fp16 is a baseline.*"),
-        ("plan --parameters 25M --step-time 1ms", "plan needs --bandwidth, like 5Gbit/s, .*"),
-        ("plan --bandwidth 5gbit", "plan needs --parameters and --step-time, like .*"),
-        ("plan --bandwidth 5gbit --parameters 25M", "plan needs .* --step-time, like .*"),
-        ("plan --bandwidth 5gbit --step-time 1ms", "plan needs --parameters .*, like .*"),
-        ("plan --parameters 25M --step-time 1ms --bandwidth 1GB/s", BANDWIDTH),
-        ("plan --parameters 25M --step-time 1 --bandwidth 1gbit", f"'1' {DURATION}"),
-        ("plan --parameters 25M --step-time 1s --bandwidth 1gbit --latency 5", f"'5' {DURATION}"),
-        ("plan --parameters 5X --step-time 1s --bandwidth 1gbit", "'5X' is not a count; .* 25M .*"),
-        ("plan --parameters 5 --step-time 1s --bandwidth 1gbit --lssr 2", "lssr must be .*"),
-        ("plan --parameters 5 --step-time 1s --bandwidth 1gbit -n 0", "workers must be .*, got 0"),
-        *(
-            (
-                f"plan --model digits --probe {option} {value}",
-                f"{name} is what --probe finds out: .*",
-            )
-            for option, value, name in [
-                ("--bandwidth", "1gbit", "--bandwidth"),
-                ("-n", "4", "--workers"),  # the default, but asked for
-                ("--workers", "16", "--workers"),
-                ("--latency", "100us", "--latency"),
-                ("--inside", "10gbit", "--inside"),
-                ("--inside-latency", "1ms", "--inside-latency"),
-            ]
-        ),
-        (
-            "plan --model digits --parameters 5 --step-time 1s --bandwidth 1gbit",
-            "--model measures .*",
-        ),
-    ],
-)
-def test_mistakes_are_one_line(argv: str, message: str, idle_call: Call) -> None:
-    code, out, err = idle_call(*argv.split())
-    assert (code, out) == (2, "")
-    assert re.fullmatch(f"error: {message}\n", err)
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        "plan --model digits --bandwidth 1GB/s",
-        "plan --model digits --bandwidth 1gbit --latency 5",
-        "plan --model digits --bandwidth 1gbit --jitter 2",
-        "plan --model digits --bandwidth 1gbit --workers 0",
-    ],
-)
-def test_plan_measures_nothing_after_a_mistake(argv: str, idle_call: Call) -> None:
-    """A wrong option is told at once, not after the recipe has been measured."""
-    code, out, err = idle_call(*argv.split())
-    assert (code, out) == (2, "")
-    assert re.fullmatch("error: .*\n", err)
-
-
-def test_plan_probes_nothing_after_a_mistake(
-    idle_call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Under torchrun a missing --model is told at once, not after the network was measured."""
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        pytest.fail("the network was measured")
-
-    monkeypatch.setattr(network, "_measure_network", refuse)
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    code, out, err = idle_call("plan", "--probe")
-    assert (code, out) == (2, "")
-    assert re.fullmatch("error: plan needs --parameters and --step-time, .*\n", err)
-
-
-@pytest.mark.parametrize(
-    "argv", ["probe", "probe --seconds 5 --json", "plan --model digits --probe"]
-)
-def test_probing_needs_torchrun(argv: str, idle_call: Call) -> None:
-    """Without torchrun there is one line, which shows how to start it."""
-    code, out, err = idle_call(*argv.split())
-    assert (code, out) == (1, "")
-    assert re.fullmatch("error: .*: torchrun --nproc-per-node 2 -m offbeat.cli probe\n", err)
-
 
 # plan
 
@@ -155,7 +64,7 @@ def test_plan_as_json(call: Call) -> None:
 
 
 def test_plan_of_strategies_over_a_wire(call: Call) -> None:
-    """-s forecasts what is asked for, --wire how it would travel."""
+    """-s chooses the strategies, --wire the precision."""
     argv = (*NETWORKED, "--json", "-s", "diloco:period=8", "-s", "local:period=8")
     exact, lossy = (json.loads(call(*argv, *wire)[1]) for wire in ((), ("--wire", "int8")))
     assert [row["strategy"] for row in exact["rows"]] == ["diloco:period=8", "local:period=8"]
@@ -167,7 +76,7 @@ def test_plan_of_strategies_over_a_wire(call: Call) -> None:
 
 
 def test_plan_of_a_recipe(call: Call) -> None:
-    """--model measures parameters and step time; a step time that is given counts instead."""
+    """--model measures parameters and step time, unless a step time is given."""
     argv = ("plan", "--model", "digits", "--bandwidth", "100Mbit/s")
     code, out, err = call(*argv)
     assert (code, err) == (0, "")
@@ -182,7 +91,7 @@ def test_plan_of_a_recipe(call: Call) -> None:
 
 
 def as_torchrun_does(rank: int, port: int, folder: Path, argv: tuple[str, ...]) -> None:
-    """The command as one of two processes, with what it prints in files."""
+    """Run the command as one of two processes, with its output in files."""
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
     os.environ.update({name: str(value) for name, value in told.items()})
@@ -200,7 +109,7 @@ def as_torchrun_does(rank: int, port: int, folder: Path, argv: tuple[str, ...]) 
 
 @pytest.fixture
 def under_torchrun(call: Call, tmp_path: Path) -> Call:
-    """``main`` in two processes; their codes, and what they printed together."""
+    """Run ``main`` in two processes and return their codes and their output."""
 
     def main(*argv: str) -> tuple[int, str, str]:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -241,8 +150,8 @@ def test_probe_prints_once(under_torchrun: Call) -> None:
     assert sum(line.startswith("all-reduce: ") for line in lines) == 1
 
 
-@pytest.mark.parametrize(("size", "words"), [("2", "two nodes at least, got 2"), ("5", "do not f")])
-def test_nodes_are_there_before_anything_is_measured(
+@pytest.mark.parametrize(("size", "words"), [("2", "at least two nodes, got 2"), ("5", "do not f")])
+def test_nodes_are_checked_before_anything_is_measured(
     size: str, words: str, idle_call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", size)
@@ -253,7 +162,7 @@ def test_nodes_are_there_before_anything_is_measured(
 
 
 def test_a_node_is_on_one_machine(idle_call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the slow link would be taken for the one inside the nodes."""
+    """Otherwise the slow link would count as one inside a node."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     argv = ("--model", "digits", "--probe", "--workers-per-node", "2")
@@ -263,7 +172,7 @@ def test_a_node_is_on_one_machine(idle_call: Call, monkeypatch: pytest.MonkeyPat
 
 
 def test_links_inside_a_node_are_its_own() -> None:
-    """Of 4 workers in nodes of two: pairs 0-1 and 2-3 are inside, the slowest of each count."""
+    """With nodes of two, pairs 0-1 and 2-3 are inside; the slowest of each kind counts."""
     pairs = [
         Pair(a, b, latency_seconds=1e-3 * (a + b), bytes_per_second=1e6 * (10 * a + b + 1),
              message_bytes=1024, repetitions=3)
@@ -312,7 +221,7 @@ def test_nodes_behind_a_slow_link_are_measured_as_they_are() -> None:
 def test_plan_with_a_probe_prints_once(
     under_torchrun: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The network is the measured one, and the plan is printed by rank 0 alone."""
+    """The plan uses the measured network, and rank 0 alone prints it."""
     # Forked processes must not train: what torch has prepared for threads here would hang there.
     monkeypatch.setattr(network, "measure_recipe", lambda name, data: (151_690, 0.005))
     code, out, err = under_torchrun("plan", "--model", "digits", "--probe")

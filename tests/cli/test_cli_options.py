@@ -1,4 +1,4 @@
-"""The options of a job: written once, as fields of ``Job``, and the same in every command."""
+"""The options of a job: the fields of ``Job``, in every command."""
 
 import dataclasses
 import inspect
@@ -14,6 +14,7 @@ from offbeat import cli
 from offbeat.arguments import setting
 from offbeat.cli import options, runs
 from offbeat.lab.job import Job, Option, option, option_of
+from offbeat.transport import costs
 
 APP: Any = typer.main.get_command(cli.app)
 ASKED = {one.name: one for one in dataclasses.fields(Job) if option_of(one) is not None}
@@ -40,7 +41,7 @@ def flags_of(command: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("command", LEFT_OUT)
 def test_a_command_asks_for_every_field_of_a_job(command: str) -> None:
-    """But those it cannot use; names, flags and defaults are those of the fields."""
+    """Names and flags are those of the fields; fields that it cannot use are omitted."""
     flags = flags_of(command)
     assert ASKED.keys() - flags.keys() == LEFT_OUT[command]
     for name, one in ASKED.items():
@@ -55,7 +56,7 @@ def test_a_command_asks_for_every_field_of_a_job(command: str) -> None:
 def test_every_option_arrives(
     command: str, call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What is typed is what the job says."""
+    """The job has the values of the command line."""
     seen: list[Job] = []
 
     def note(job: Job, *args: Any, **kwargs: Any) -> None:
@@ -79,19 +80,18 @@ def test_every_option_arrives(
     assert seen == [Job(**told, measure_links=measured)]  # type: ignore[arg-type]
 
 
-def test_a_field_more_is_an_option_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One edit: the commands are made from the fields of ``Job``."""
+def test_a_new_field_is_a_new_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands are made from the fields of ``Job``."""
 
     @dataclasses.dataclass(frozen=True)
     class Longer(Job):
         temperature: float = option(1.0, help="How hot.", above=0)
         hidden: int = setting(3, least=1)
 
-    monkeypatch.setattr(options, "Job", Longer)
     got: list[Job] = []
 
-    @options.with_job("log")
-    def command(job: Job, own: int = 2) -> None:
+    @options.with_options("log")
+    def command(job: Longer, own: int = 2) -> None:
         """Do it."""
         got.append(job)
         assert own == 4
@@ -108,17 +108,23 @@ def test_a_field_more_is_an_option_more(monkeypatch: pytest.MonkeyPatch) -> None
         Longer("digits", temperature=0).check()
 
 
-def test_help_and_range_stand_beside_the_field() -> None:
+def test_a_field_has_its_help_and_flags() -> None:
     (workers,) = (one for one in dataclasses.fields(Job) if one.name == "workers")
-    assert option_of(workers) == Option("How many workers.", ("--workers", "-n"))
+    assert option_of(workers) == Option("Number of workers.", ("--workers", "-n"))
+
+
+def test_defaults_inside_nodes_are_those_of_the_cost_model() -> None:
+    """The options repeat them, because the cost model's package imports torch."""
+    assert options.USUAL_INSIDE == costs.USUAL_INSIDE
+    assert options.USUAL_INSIDE_LATENCY == costs.USUAL_INSIDE_LATENCY
 
 
 FLAGS = [name for names in flags_of("train").values() for name in names if name[0] == "-"]
 
 
 @pytest.mark.parametrize("flag", FLAGS)
-def test_torchrun_leaves_our_options_alone(flag: str) -> None:
-    """Each option of `offbeat train` goes through torchrun, which knows options of its own."""
+def test_torchrun_does_not_take_our_options(flag: str) -> None:
+    """Each option of `offbeat train` reaches it through torchrun, which has its own options."""
     ours = ["train", "digits", flag, "1"]
     parsed = get_args_parser().parse_args(["--nproc-per-node", "2", "-m", "offbeat.cli", *ours])
     assert parsed.training_script_args == ours

@@ -1,4 +1,4 @@
-"""Every shell block of the pages: each of its commands is one that there is.
+"""Every command in the shell blocks of the documentation exists.
 
 A line of ``offbeat`` goes through the real command line, up to the point where something would run;
 the nightly run lets it run for a few steps. Of others what they name has to exist: options, targets
@@ -21,8 +21,8 @@ from torch.distributed.run import get_args_parser
 
 from cli.commands import Call, ended
 from offbeat import cli
-from offbeat.cli import network, runs
-from offbeat.lab.cluster import Cluster
+from offbeat.cli import launcher, network, runs
+from offbeat.lab.launch.cluster import Cluster
 from pages import ROOT, SHELL, Block, blocks_in, code_on, files_of
 
 BLOCKS = blocks_in(*SHELL)
@@ -34,11 +34,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 
 class ReachedError(Exception):
-    """The command line has found no mistake and would now begin."""
+    """The command line has found no mistake and would start."""
 
 
 def commands_of(block: Block) -> Iterator[list[str]]:
-    """The words of each command, without what is put into its environment."""
+    """Yield the words of each command, without environment variables."""
     for line in block.code.replace("\\\n", " ").splitlines():
         words = shlex.split(line.removeprefix("$ "), comments=True)
         while words and re.match(r"\w+=", words[0]):
@@ -49,7 +49,7 @@ def commands_of(block: Block) -> Iterator[list[str]]:
 
 
 def offbeat_of(words: list[str]) -> list[str] | None:
-    """What ``offbeat`` is told, started by itself or under torchrun."""
+    """Return the arguments of ``offbeat``, run directly or under a launcher."""
     if words[0] == "offbeat":
         return words[1:]
     if "offbeat.cli" in words and words[0] == "torchrun":
@@ -61,7 +61,7 @@ def offbeat_of(words: list[str]) -> list[str] | None:
 
 @pytest.fixture
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Block], None]:
-    """Put where the reader of a block is: its page's files, and the checkout's, are there."""
+    """Enter a folder with the files of a block's page and of the repository."""
 
     def enter(block: Block) -> None:
         for name in ("examples", "benchmarks", "constraints.txt"):
@@ -80,7 +80,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Block],
 
 @pytest.fixture
 def begin(call: Call, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], None]:
-    """A line of ``offbeat``, which must come to where it would measure, connect or train."""
+    """Run a line of ``offbeat`` up to the point where it would measure, connect or train."""
 
     def reached(*args: Any, **kwargs: Any) -> Any:
         raise ReachedError
@@ -99,15 +99,15 @@ def begin(call: Call, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], 
 
     monkeypatch.setattr(runs.comparison, "run_and_record", reached)
     monkeypatch.setattr(runs.comparison, "compare", reached)
-    monkeypatch.setattr(runs, "ShapedLinks", reached)
+    monkeypatch.setattr(launcher, "ShapedLinks", reached)
     monkeypatch.setattr(runs, "measure_recipe", reached)
-    monkeypatch.setattr(runs.dist, "init_process_group", reached)
+    monkeypatch.setattr(launcher.dist, "init_process_group", reached)
     monkeypatch.setattr(network, "measure_recipe", reached)
     return main
 
 
 def parse(words: list[str]) -> None:
-    """A line of ``offbeat`` that needs what is not here: only its options are looked at."""
+    """Parse a line of ``offbeat`` that cannot run here."""
     command, *rest = offbeat_of(words) or [""]
     if command.startswith("-"):
         assert command in {one for option in APP.params for one in option.opts}
@@ -116,7 +116,7 @@ def parse(words: list[str]) -> None:
 
 
 def check(words: list[str]) -> None:
-    """What a line of anything else names."""
+    """Check the files, options and targets that another line names."""
     name, *rest = words
     named = [one for one in words if one.startswith("examples/")]
     assert all(Path(one).exists() for one in named), named
@@ -165,7 +165,7 @@ def test_a_command_on_a_page_is_accepted(
 
 
 def runnable() -> list[Block]:
-    """Those that only call what is of this project, and need nothing else."""
+    """Return the blocks that call only this project."""
     found = [one for one in BLOCKS if one.way is None]
     return [b for b in found if any(offbeat_of(one) or is_script(one) for one in commands_of(b))]
 
@@ -181,7 +181,7 @@ def is_script(words: list[str]) -> bool:
 def test_a_command_on_a_page_runs(
     block: Block, reader: Callable[[Block], None], call: Call
 ) -> None:
-    """For three steps and with one seed, if it trains."""
+    """Commands that train run for three steps and one seed."""
     reader(block)
     for words in commands_of(block):
         argv = offbeat_of(words)

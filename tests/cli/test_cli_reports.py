@@ -1,4 +1,4 @@
-"""Comparisons that are tuned and go on where they were, and pages made from their results."""
+"""Tuned and continued comparisons, and pages made from their results."""
 
 import json
 import re
@@ -13,8 +13,8 @@ SHORT = ("--workers", "2", "--max-steps", "2", "--evaluations", "2")
 VIRTUAL = ("--simulate", "--step-time", "20ms", "--bandwidth", "200mbit", "--slow", "1=2")
 
 
-def test_a_comparison_is_tuned_and_goes_on_where_it_was(call: Call, tmp_path: Path) -> None:
-    """A grid of factors, its limits in the results; the second time nothing is run."""
+def test_a_tuned_comparison_continues_where_it_was(call: Call, tmp_path: Path) -> None:
+    """The results contain the factors; the second call runs nothing."""
     argv = ("compare", "digits", "-s", "bsp", "-s", "local:period=2 --lr-scale 2", *SHORT, *VIRTUAL)
     argv = (*argv, "--lr-scale", "0.5,1", "--output", str(tmp_path))
     code, out, err = call(*argv)
@@ -40,7 +40,7 @@ def test_a_comparison_is_tuned_and_goes_on_where_it_was(call: Call, tmp_path: Pa
 
 
 def test_a_page_is_made_of_older_results(call: Call, tmp_path: Path) -> None:
-    """In a folder that has to be made."""
+    """The page is in a new folder."""
     page = tmp_path / "a" / "page.html"
     code, out, err = call("report", str(OLD), "-o", str(page))
     assert (code, err) == (0, "")
@@ -56,7 +56,7 @@ def test_a_page_is_made_of_older_results(call: Call, tmp_path: Path) -> None:
         (None, "results.jsonl, which does not exist"),
     ],
 )
-def test_what_is_no_result_is_one_line(
+def test_an_invalid_result_is_one_line(
     text: str | None, message: str, call: Call, tmp_path: Path
 ) -> None:
     path = tmp_path / "results.jsonl"

@@ -1,13 +1,15 @@
-"""The commands that train: what they refuse, print and leave behind, and how they end."""
+"""The commands that train: their output, their files, and their end."""
 
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +31,12 @@ from cli.commands import (
 )
 from offbeat.cli import runs, view
 from offbeat.errors import OffbeatError
-from offbeat.lab import forking, launch
-from offbeat.lab.cleanup import surely
-from offbeat.lab.cluster import Cluster
 from offbeat.lab.events import Evaluation, Event
 from offbeat.lab.job import Job
-from offbeat.lab.recipes import RECIPES, Setup, Task
+from offbeat.lab.launch import fork_server, runners
+from offbeat.lab.launch.cleanup import run_cleanup
+from offbeat.lab.launch.cluster import Cluster
 from offbeat.lab.report import SHARE_MEANS
-from offbeat.registry import STRATEGIES
 from offbeat.units import parse_seconds
 from pages import code_on
 
@@ -49,164 +49,10 @@ ON_PLACE = "2 workers (simulated), 200 Mbit/s, 100 us latency, 20 ms a step, vir
 
 
 def table(out: str) -> str:
-    """Caption and table of a run, without the lines that tell of its progress."""
+    """Return caption and table of a run, without the lines of its progress."""
     start = re.search(r"^digits, target ", out, re.MULTILINE)
     assert start, out
     return re.split(r"\n(timeline|json|table) ", out[start.start() :])[0].rstrip()
-
-
-# A user's mistakes
-
-NO_RECIPE = (
-    f"unknown recipe 'nope'; there are {', '.join(RECIPES)}, and your own as path/to/file.py or "
-    "path/to/file.py:NAME"
-)
-NO_STRATEGY = (
-    f"unknown strategy 'nope'; there are {', '.join(sorted(STRATEGIES))}, and your own as "
-    "package.module:Class or package.module:Class:setting=value"
-)
-NOT_SIMULATED = "runs its own code on real processes, not on simulated workers"
-BANDWIDTH = r"'1GB/s' is not a bandwidth; write a number and a unit, like 1Gbit/s .*"
-DURATION = "is not a duration; write a number and a unit, like 100us, 50ms, 1.5s or 2min"
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "train digits",
-        "simulate digits",
-        "compare digits -s bsp",
-        "compare digits -s bsp --simulate",
-    ],
-)
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("-s nope", NO_STRATEGY),
-        ("--partition labels", "partition must be label:K or dirichlet:A, got .*"),
-        ("--injection 0.5", "injection must be ALPHA,BETA as in 0.5,0.5, got '0.5'"),
-        ("--lr-scale 0", "lr-scale must be positive and finite, got 0.0"),
-        ("--sampler all", "sampler must be seldp, defdp or distributed, got 'all'"),
-        ("-s selsync:delta=-1", "delta must be at least 0 .*, got -1"),
-        ("-s selsync:delta=high", "delta must be a number, got 'high'"),
-        ("-s selsync:dleta=1", "selsync has no setting 'dleta'; it has delta, .*"),
-        ("-s selsync:delta", ".*'delta' is not of the form setting=value"),
-        ("-s local", ".*period.*"),
-        ("-s local:perod=8", "local has no setting 'perod'; it has .*"),
-        ("--data /no/where -s local:period=0", "period must be at least 1.*, got 0"),
-        ("--workers 0", "workers must be at least 1, got 0"),
-        ("--epochs 0", "epochs must be positive and finite, got 0.0"),
-        ("--epochs nan", "epochs must be positive and finite, got nan"),
-        ("--epochs inf", "epochs must be positive and finite, got inf"),
-        ("--seed -1", "seed must be at least 0, got -1"),
-        ("--bandwidth 1GB/s", BANDWIDTH),
-    ],
-)
-def test_mistakes_in_a_job_are_one_line(
-    command: str, argv: str, message: str, idle_call: Call
-) -> None:
-    """Exit code 2 and one line that shows the right form, before anything runs."""
-    code, out, err = idle_call(*command.split(), *argv.split())
-    assert (code, out) == (2, "")
-    assert re.fullmatch(f"error: {message}\n", err)
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("train nope", NO_RECIPE),
-        ("simulate nope", NO_RECIPE),
-        ("compare nope -s bsp", NO_RECIPE),
-        ("train mnist", "the mnist recipe needs --data DIR with .*"),
-        ("simulate mnist", "the mnist recipe needs --data DIR with .*"),
-        ("train mnist --data /no/where", "looked for .* in /no/where, which does not exist"),
-        ("simulate mnist --data /no/where", "looked for .* in /no/where, which does not exist"),
-        ("train digits --timeout 0", "timeout must be positive and finite, got 0.0"),
-        ("train digits --timeout -1", "timeout must be positive and finite, got -1.0"),
-        ("compare digits -s bsp --timeout 0", "timeout must be positive and finite, got 0.0"),
-        ("train digits --bandwidth fast", "'fast' is not a bandwidth; write a number and a .*"),
-        ("train digits --bandwidth 0Mbit/s", ".*0Mbit/s.*"),
-        ("compare digits -s bsp --bandwidth 5", "'5' is not a bandwidth; write .*"),
-        ("compare digits -s bsp --seeds 0", "seeds must be at least 1, got 0"),
-        ("train digits --evaluations 0", "evaluations must be at least 1, got 0"),
-        (
-            "train digits -s downpour --wire int8",
-            "wire='int8' with downpour: .*",
-        ),
-        ("train nope.py", "looked for the recipe nope.py in nope.py, which does not exist"),
-        (
-            "compare digits -s bsp -s easgd --wire int8",
-            "wire='int8' with easgd: .*; an option for some strategies only goes "
-            "with them, as in -s 'local:period=8 --wire int8'",
-        ),
-        ("compare digits -s bsp -s nope --wire int8", NO_STRATEGY),
-        ("compare nope -s bsp --simulate", NO_RECIPE),
-        ("simulate digits -s torch:ddp", f"torch:ddp {NOT_SIMULATED}"),
-        (
-            "compare digits -s bsp -s torch:ddp,hook=fp16 --simulate",
-            f"torch:ddp,hook=fp16 {NOT_SIMULATED}",
-        ),
-        ("train digits -s ideal --records a", "--records a: ideal cannot honour it, leave it out"),
-        (
-            "compare digits -s bsp -s torch:ddp --wire int8",
-            "--wire int8: torch:ddp cannot honour it, leave it out; an option for some .*",
-        ),
-    ],
-)
-def test_mistakes_are_one_line(argv: str, message: str, idle_call: Call) -> None:
-    code, out, err = idle_call(*argv.split())
-    assert (code, out) == (2, "")
-    assert re.fullmatch(f"error: {message}\n", err)
-
-
-@pytest.mark.parametrize("command", ["simulate digits", "compare digits -s bsp --simulate"])
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("--step-time 20ms --bandwidth 1GB/s", BANDWIDTH),
-        ("--latency 5", f"'5' {DURATION}"),
-        ("--step-time fast", f"'fast' {DURATION}"),
-        ("--step-time 0s", f"'0s' {DURATION}"),
-        ("--step-time 20ms --jitter -1", "jitter must be finite and at least 0, got -1.0"),
-        ("--jitter -1", "jitter must be finite and at least 0, got -1.0"),
-    ],
-)
-def test_mistakes_in_a_simulation_are_one_line(
-    argv: str, message: str, command: str, idle_call: Call
-) -> None:
-    """Before a step of the recipe is measured."""
-    code, out, err = idle_call(*command.split(), *argv.split())
-    assert (code, out) == (2, "")
-    assert re.fullmatch(f"error: {message}\n", err)
-
-
-@pytest.mark.parametrize("command", ["simulate digits", "compare digits -s bsp --simulate"])
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("--workers-per-node 3", "workers=4 do not fill nodes of workers_per_node=3"),
-        ("--workers-per-node 0", "workers_per_node must be at least 1, got 0"),
-        ("--inside 1Gbit/s", "inside needs nodes of several workers: give workers_per_node"),
-        (
-            "--workers-per-node 2 -s async --wire auto",
-            'wire="auto" with node_group: .*',
-        ),
-    ],
-)
-def test_mistakes_in_nodes_are_one_line(
-    argv: str, message: str, command: str, idle_call: Call
-) -> None:
-    code, out, err = idle_call(*command.split(), *argv.split())
-    assert code in (1, 2)
-    assert out == ""
-    assert re.fullmatch(f"error: {message}\n", err)
-
-
-@pytest.mark.parametrize("option", ["--workers-per-node 2", "--inside 1Gbit/s"])
-def test_nodes_are_simulated(option: str, idle_call: Call) -> None:
-    code, _, err = idle_call(*["compare", "digits", "-s", "bsp"], *option.split())
-    assert code == 2
-    assert "is for simulated workers; add --simulate" in err
 
 
 def test_simulate_nodes(call: Call, tmp_path: Path) -> None:
@@ -225,49 +71,6 @@ def test_simulate_nodes(call: Call, tmp_path: Path) -> None:
     stats = run["stats"]
     assert stats[0]["payload_bytes"] == stats[1]["payload_bytes"] > 0
     assert any(span["inside"] and "gradients" in span["what"] for span in run["timeline"])
-
-
-def test_shaped_links_are_refused_where_they_cannot_be(
-    idle_call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """--bandwidth without root is exit code 1 and one line that says what is missing."""
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    code, out, err = idle_call("train", "digits", "--bandwidth", "200Mbit/s")
-    assert (code, out) == (1, "")
-    assert re.fullmatch("error: no shaped links here: network namespaces need .*\n", err)
-
-
-@pytest.fixture
-def launched(idle_call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one of two processes that torchrun has started."""
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-
-
-@pytest.mark.usefixtures("launched")
-def test_torchrun_has_its_own_links(idle_call: Call) -> None:
-    """--bandwidth is refused for processes that torchrun started."""
-    code, out, err = idle_call("train", "digits", "--bandwidth", "200Mbit/s")
-    assert (code, out) == (2, "")
-    assert re.fullmatch("error: --bandwidth .*\n", err)
-
-
-@pytest.mark.usefixtures("launched")
-@pytest.mark.parametrize("argv", ["train digits -n 8", "compare digits -s bsp --workers 8"])
-def test_torchrun_has_its_own_number_of_workers(argv: str, idle_call: Call) -> None:
-    """Another --workers than torchrun has started is refused, not replaced."""
-    code, out, err = idle_call(*argv.split())
-    assert (code, out) == (2, "")
-    assert err == "error: --workers 8: the launcher has started 2, leave the option away\n"
-
-
-@pytest.mark.usefixtures("launched")
-@pytest.mark.parametrize("argv", ["simulate digits", "compare digits -s bsp --simulate"])
-def test_torchrun_has_real_workers(argv: str, idle_call: Call) -> None:
-    """A simulation in each of its processes would be as many simulations."""
-    code, out, err = idle_call(*argv.split())
-    assert (code, out) == (2, "")
-    assert re.fullmatch("error: .* simulates all workers in one process: start it .*\n", err)
 
 
 # Worker processes
@@ -310,13 +113,18 @@ def test_train_joins_torchrun() -> None:
 
 
 @needs_namespaces
-def test_train_on_shaped_links(call: Call) -> None:
-    """--bandwidth is told with the result, and its namespaces are gone afterwards."""
-    code, out, err = call("train", "digits", *SHORT, "--bandwidth", "100Mbit/s")
+@pytest.mark.quiet
+def test_workers_on_shaped_links(call: Call, tmp_path: Path) -> None:
+    """The result has the rate, as given and as measured; the namespaces are gone afterwards."""
+    argv = ("compare", "digits", "-s", "local:period=4", *SHORT, "--bandwidth", "100Mbit/s")
+    code, out, err = call(*argv, "--output", str(tmp_path))
     assert (code, err) == (0, "")
     assert "100 Mbit/s shaped links" in one_line(table(out))
-    _, shown, _ = ended("ip", "netns", "list")
-    assert f"offbeat-{os.getpid()}-" not in shown
+    (result,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
+    for measured in result["links"]:
+        assert 8 * measured["bytes_per_second"] == pytest.approx(100e6, rel=0.2)
+    assert len(result["links"]) == 2, "before and after the training"
+    assert not offbeat_namespaces(os.getpid())
 
 
 @needs_proc
@@ -345,7 +153,7 @@ def test_a_killed_worker_is_named(
 @needs_proc
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_every_worker(tmp_path: Path, number: signal.Signals) -> None:
-    """In the middle: exit code 130 or 143, no traceback, and no worker is left at that time."""
+    """Exit code 130 or 143, no traceback, and no worker is left."""
     with training(tmp_path / "run.jsonl") as (process, pids):
         process.send_signal(number)
         out, err = process.communicate(timeout=LIMIT)
@@ -356,7 +164,7 @@ def test_a_signal_ends_every_worker(tmp_path: Path, number: signal.Signals) -> N
     assert not list(tmp_path.glob("offbeat-*")), "its temporary folder"
 
 
-SAVED = re.compile(r"  saved at step (\d+) in (\S+): --resume goes on from it\n")
+SAVED = re.compile(r"  saved at step (\d+) in (\S+): --resume continues from it\n")
 
 
 @pytest.mark.parametrize(
@@ -367,38 +175,59 @@ SAVED = re.compile(r"  saved at step (\d+) in (\S+): --resume goes on from it\n"
     ],
 )
 def test_a_signal_lets_all_workers_save(
-    call: Call, number: signal.Signals, strategy: str, tmp_path: Path
+    call: Call,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    strategy: str,
+    tmp_path: Path,
 ) -> None:
-    """At one step, told in one line; the resumed run has the metrics of an unbroken one."""
-    folder = tmp_path / "saved"
+    """All save at one step, which a line reports; a resumed run has the metrics of a whole one."""
+    folder, scratch = tmp_path / "saved", tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     argv = ("train", "digits", "-s", strategy, "--workers", "2", "--epochs", "8")
-    argv = (*argv, "--evaluations", "8")
+    argv = (*argv, "--evaluations", "4")
     saving = (*argv, "--checkpoints", str(folder), "--save-every", "100000")
-    with started(*COMMAND, *saving, TMPDIR=str(tmp_path)) as process:
-        assert process.stdout is not None
-        until(lambda: "  step " in process.stdout.readline(), "an evaluation")
-        process.send_signal(number)
-        out, err = process.communicate(timeout=LIMIT)
-    assert process.returncode == 128 + number
-    assert plain(err) == "interrupted; all workers have been ended\n"
-    found = SAVED.search(plain(out))
+    show = view.Bar.event
+
+    def interrupt(bar: view.Bar, event: Event) -> None:
+        show(bar, event)
+        if isinstance(event, Evaluation) and not any(tmp_path.glob("sent")):
+            (tmp_path / "sent").touch()
+            os.kill(os.getpid(), number)
+
+    with monkeypatch.context() as interrupted, interruptible():
+        interrupted.setattr(view.Bar, "event", interrupt)
+        code, out, err = call(*saving)
+    assert (code, err) == (128 + number, "interrupted; all workers have been ended\n")
+    found = SAVED.search(out)
     assert found, out
     assert found[2] == str(folder)
     names = {f"step-{found[1]}.rank{rank}.pt" for rank in range(2)}
     assert {path.name for path in folder.iterdir()} == names
-    assert not list(tmp_path.glob("offbeat-*")), "its temporary folder"
+    assert not list(scratch.iterdir()), "its temporary folder"
     if strategy.startswith("local"):
         ends = []
         for one in (argv, (*saving, "--resume")):
             code, out, err = call(*one)
             assert code == 0, err
             ends.append(re.findall(r"  step (\d+)  \S+ s  (.*)", out))
-        assert len(ends[0]) >= 8
+        assert len(ends[0]) >= 4
         assert ends[0] == ends[1]
 
 
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Handle Ctrl-C as a shell's foreground job does; a background job ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def offbeat_namespaces(pid: int) -> list[str]:
-    """Those that the command with this process has made."""
+    """Return the namespaces that the process has made."""
     return re.findall(rf"offbeat-{pid}-\S+", ended("ip", "netns", "list")[1])
 
 
@@ -407,18 +236,26 @@ def offbeat_namespaces(pid: int) -> list[str]:
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)]
 )
 def test_a_signal_while_links_are_shaped_leaves_no_namespace(
-    tmp_path: Path, number: signal.Signals
+    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """Nor a temporary folder, a worker or a traceback."""
-    argv = ("train", "digits", "--workers", "20", "--bandwidth", "1Gbit/s")
-    with started(*COMMAND, *argv, TMPDIR=str(tmp_path)) as process:
-        until(lambda: len(offbeat_namespaces(process.pid)) > 2, "some namespaces")
-        process.send_signal(number)
-        _, err = process.communicate(timeout=LIMIT)
-        assert not offbeat_namespaces(process.pid)
-    assert process.returncode == 128 + number
-    assert plain(err) == "interrupted; all workers have been ended\n"
-    assert not list(tmp_path.glob("offbeat-*"))
+    """No temporary folder or traceback is left, either."""
+    shape = Cluster._shape
+    made = []
+
+    def interrupt(cluster: Cluster, namespace: str, *arguments: Any) -> None:
+        if namespace.endswith("-2"):
+            made.extend(offbeat_namespaces(os.getpid()))
+            os.kill(os.getpid(), number)
+        shape(cluster, namespace, *arguments)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(Cluster, "_shape", interrupt)
+    with interruptible():
+        code, _, err = call("train", "digits", "--workers", "4", "--bandwidth", "1Gbit/s")
+    assert len(made) == 4, "the switch and three nodes"
+    assert not offbeat_namespaces(os.getpid())
+    assert (code, err) == (128 + number, "interrupted; all workers have been ended\n")
+    assert not list(tmp_path.iterdir())
 
 
 STUBBORN = """
@@ -442,7 +279,7 @@ cli.main()
     ("first", "second"), [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGINT)]
 )
 def test_a_second_signal_ends_at_once(first: signal.Signals, second: signal.Signals) -> None:
-    """However long cleaning up would take."""
+    """Cleanup may take long."""
     with started(sys.executable, "-c", STUBBORN) as process:
         assert process.stdout is not None
         for line, number in (("at work\n", first), ("cleaning up\n", second)):
@@ -454,8 +291,8 @@ def test_a_second_signal_ends_at_once(first: signal.Signals, second: signal.Sign
     assert process.returncode == 128 + second
 
 
-def test_cleaning_up_goes_on_after_one_interruption() -> None:
-    """Once; what is interrupted twice is left."""
+def test_cleanup_is_repeated_after_one_interrupt() -> None:
+    """A cleanup is interrupted once and then completed."""
     calls = []
 
     def clean() -> None:
@@ -464,29 +301,29 @@ def test_cleaning_up_goes_on_after_one_interruption() -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        surely(clean)
+        run_cleanup(clean)
     assert calls == [0, 1]
-    surely(clean)
+    run_cleanup(clean)
     assert calls == [0, 1, 2]
 
 
 @needs_proc
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
-    """SIGKILL of the command itself, which can clean up nothing, ends the workers too."""
+    """SIGKILL of the command, which then cannot clean up, ends the workers, too."""
     with training(tmp_path / "run.jsonl") as (process, pids):
         process.kill()
         process.communicate(timeout=LIMIT)
         until(lambda: not any(map(alive, pids.values())), "the end of every worker", 10)
 
 
-def test_workers_can_be_interrupted_whoever_started_the_command() -> None:
-    """A script's background job ignores SIGINT; its workers do not inherit that."""
+def test_workers_handle_sigint_in_a_background_job() -> None:
+    """A background job of a shell script ignores SIGINT; its workers do not inherit that."""
     show = "import signal; print(signal.getsignal(signal.SIGINT))"
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         argv = [sys.executable, "-c", show]
-        shown = subprocess.check_output(argv, preexec_fn=forking.prepare_worker, text=True)
+        shown = subprocess.check_output(argv, preexec_fn=fork_server.prepare_worker, text=True)
     finally:
         signal.signal(signal.SIGINT, before)
     assert "default_int_handler" in shown
@@ -497,7 +334,7 @@ def test_workers_can_be_interrupted_whoever_started_the_command() -> None:
 
 @pytest.mark.nightly  # tests/simulate has it of the function
 def test_simulate_twice(call: Call, tmp_path: Path) -> None:
-    """Here and in another process: the same table and JSON, which say what they are."""
+    """Table and JSON are the same in this and in another process, and are labelled simulated."""
     told = []
     for name, run in (("first", call), ("second", lambda *argv: ended(*COMMAND, *argv))):
         files = ("--timeline", str(tmp_path / f"{name}.png"), "--json", str(tmp_path / name))
@@ -521,7 +358,7 @@ def test_simulate_twice(call: Call, tmp_path: Path) -> None:
 
 
 def test_without_a_step_time_it_is_measured(call: Call) -> None:
-    """What it measured is told before, and is the step time of the run."""
+    """The measured step time is printed first and is that of the run."""
     code, out, err = call("simulate", "digits", *SHORT)
     assert (code, err) == (0, "")
     first, _, rest = out.partition("\n")
@@ -534,7 +371,7 @@ def test_without_a_step_time_it_is_measured(call: Call) -> None:
 def test_the_timeline_says_simulated(
     call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Title and axis of the picture say that nobody measured these seconds."""
+    """Title and axis of the picture are labelled simulated."""
     shown = drawn_texts(monkeypatch)
     argv = ("simulate", "digits", *SHORT, *PLACE)
     code, _, err = call(*argv, "--timeline", str(tmp_path / "timeline.png"))
@@ -543,7 +380,7 @@ def test_the_timeline_says_simulated(
 
 
 def drawn_texts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """Title and horizontal label of each figure saved from now on."""
+    """Record title and horizontal label of each saved figure."""
     from matplotlib.figure import Figure
 
     texts: list[tuple[str, str]] = []
@@ -559,7 +396,7 @@ def drawn_texts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 
 def test_files_in_a_new_folder(call: Call, tmp_path: Path) -> None:
-    """--timeline and --json make their folder, as --records of `train` does."""
+    """--timeline and --json create their folders."""
     picture, values = tmp_path / "new" / "timeline.png", tmp_path / "other" / "run.json"
     argv = ("simulate", "digits", *SHORT, *PLACE)
     code, _, err = call(*argv, "--timeline", str(picture), "--json", str(values))
@@ -589,7 +426,7 @@ def test_ctrl_c_ends_a_simulation() -> None:
 
 
 def test_compare(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Files of a comparison in virtual time: each says that it is simulated, and all agree."""
+    """The files of a comparison in virtual time are labelled simulated and agree."""
     shown = drawn_texts(monkeypatch)
     folder = tmp_path / "a" / "b"
     strategies = ("-s", "bsp", "-s", "local:period=2")
@@ -623,28 +460,10 @@ def test_compare(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert (folder / "plot.png").read_bytes().startswith(PNG)
 
 
-def test_a_recipe_is_built_once_to_be_checked(
-    idle_call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many strategies are compared: it may take long to read the data."""
-    built: list[Setup] = []
-    digits = RECIPES["digits"]
-
-    def build(setup: Setup) -> Task:
-        built.append(setup)
-        return digits.build(setup)
-
-    monkeypatch.setitem(RECIPES, "digits", replace(digits, build=build))
-    argv = ("-s", "bsp", "-s", "local:period=8", "-s", "bsp --sampler all")
-    code, _, err = idle_call("compare", "digits", *argv)
-    assert (code, err) == (2, "error: sampler must be seldp, defdp or distributed, got 'all'\n")
-    assert len(built) == 1
-
-
-def test_what_is_printed_is_what_is_written(
+def test_the_printed_table_is_the_written_one(
     call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Every cell of table.md is printed, too; and why there is no plot."""
+    """Every cell of table.md is printed, and the reason for a missing plot."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     argv = ("compare", "digits", "-s", "bsp", "-s", "local:period=2", "--simulate", *SHORT, *PLACE)
     _, out, _ = call(*argv, "--output", str(tmp_path))
@@ -658,7 +477,7 @@ def test_what_is_printed_is_what_is_written(
 
 
 def test_the_ideal_has_five_steps_and_no_network(call: Call, tmp_path: Path) -> None:
-    """Steps times step time, whatever the link; printed with what shares of it mean."""
+    """Its time is steps times step time, for any link; a note explains the shares."""
     argv = ("compare", "digits", "-s", "bsp", "-s", "ideal", "--simulate", *SHORT, *PLACE)
     code, out, err = call(*argv, "--output", str(tmp_path))
     assert (code, err) == (0, "")
@@ -671,7 +490,7 @@ def test_the_ideal_has_five_steps_and_no_network(call: Call, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("more", [(), ("--turns",)])
-def test_turns_are_asked_of_every_run(
+def test_the_option_turns_calibrates_every_run(
     more: tuple[str, ...], call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked = []
@@ -685,20 +504,6 @@ def test_turns_are_asked_of_every_run(
     assert asked == [bool(more)]
 
 
-def test_a_failed_run_is_one_line(
-    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Exit code 1, and the error of the run."""
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise OffbeatError("worker 1 failed: out of luck")
-
-    monkeypatch.setattr(runs.comparison, "run_and_record", fail)
-    argv = ("compare", "digits", "-s", "bsp", "--output", str(tmp_path))
-    code, _, err = call(*argv)
-    assert (code, err) == (1, "error: worker 1 failed: out of luck\n")
-
-
 # Strategies of one's own
 
 OWN = "growing_period:GrowingPeriod:most=2"
@@ -707,7 +512,7 @@ LOCAL = "local:period=2"
 
 @pytest.fixture
 def own_strategy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current directory has the module of the page, and Python does not look there."""
+    """Put the page's module into the current directory, outside Python's path."""
     (tmp_path / "growing_period.py").write_text(
         code_on("writing-a-strategy", "class GrowingPeriod")
     )
@@ -717,8 +522,8 @@ def own_strategy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("own_strategy")
-def test_a_strategy_of_ones_own(call: Call, tmp_path: Path) -> None:
-    """By module and class, of the current directory: simulated, compared, and on processes."""
+def test_a_custom_strategy(call: Call, tmp_path: Path) -> None:
+    """A class of a module in the current directory can be simulated, compared and trained."""
     code, out, err = call("simulate", "digits", "-s", OWN, *SHORT, *PLACE)
     assert (code, err) == (0, "")
     # Means after step 1 of 5, then after two more each: LSSR 2/5.
@@ -750,11 +555,11 @@ def test_a_strategy_of_ones_own(call: Call, tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("command", ["train digits", "simulate digits", "compare digits"])
-def test_mistakes_with_a_strategy_of_ones_own(
+def test_mistakes_with_a_custom_strategy(
     call: Call, monkeypatch: pytest.MonkeyPatch, command: str, text: str, message: str
 ) -> None:
     """One line and exit code 2, before anything runs."""
-    monkeypatch.setattr(launch, "run_job", None)
+    monkeypatch.setattr(runners, "run_job", None)
     code, out, err = call(*command.split(), "-s", text)
     assert (code, out) == (2, "")
     assert re.fullmatch(f"error: {message}\n", err)
@@ -763,8 +568,8 @@ def test_mistakes_with_a_strategy_of_ones_own(
 # Checkpoints
 
 
-def test_a_run_that_was_cut_short_is_resumed(call: Call, tmp_path: Path) -> None:
-    """On processes, with the options as they are typed: the same curve, and where it goes on."""
+def test_an_interrupted_run_is_resumed(call: Call, tmp_path: Path) -> None:
+    """The curve on processes is the same, and a line names the step."""
     run = ("train", "digits", *SHORT, "-s", "local:period=2", "--evaluations", "5")
     saving = (*run, "--checkpoints", str(tmp_path), "--save-every", "2")
     status, out, _ = call(*saving)
@@ -773,7 +578,7 @@ def test_a_run_that_was_cut_short_is_resumed(call: Call, tmp_path: Path) -> None
         (tmp_path / f"step-4.rank{rank}.pt").unlink()
     status, again, _ = call(*saving, "--resume")
     assert status == 0
-    assert "local:period=2  goes on from step 2" in again
+    assert "local:period=2  continues from step 2" in again
     curves = [
         re.findall(r"step (\d+)  [\d.]+ s  (test accuracy [\d.]+)", one) for one in (out, again)
     ]

@@ -1,20 +1,20 @@
-"""The progress bar: how far a run is, its metric, and what is being waited for."""
+"""The progress bar: steps, metric, current activity."""
 
 import pytest
 
 from offbeat.cli import view
-from offbeat.lab.events import Chosen, Evaluation, Start, Step, Waiting
+from offbeat.lab.events import Evaluation, EvaluationCount, Start, Step, Waiting
 from offbeat.lab.job import Job
 
 
 def shown(bar: view.Bar) -> tuple[str, float, float | None, str]:
-    """Name, steps, all steps, and the text of the last bar."""
+    """Return name, steps, total steps and text of the last bar."""
     task = bar._progress.tasks[-1]
     return task.description, task.completed, task.total, task.fields["metric"]
 
 
-def test_the_bar_shows_what_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
-    """In place of the metric, which comes back with the next step."""
+def test_the_bar_shows_the_current_activity(capsys: pytest.CaptureFixture[str]) -> None:
+    """The activity replaces the metric until the next step."""
     with view.Bar() as bar:
         bar.start(Job("digits", "bsp", 2))
         assert shown(bar) == ("bsp", 0, None, "starting the workers")
@@ -37,15 +37,15 @@ def test_the_bar_shows_what_is_waited_for(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("chosen", "words"),
     [
-        (Chosen(24, 0.01), ""),
-        (Chosen(6, 1.5), "bsp  evaluating takes 1.5 s: 6 times in this run, so that"),
-        (Chosen(1, 40.0), "bsp  evaluating takes 40 s: once in this run, so that"),
+        (EvaluationCount(24, 0.01), ""),
+        (EvaluationCount(6, 1.5), "bsp  evaluating takes 1.5 s: 6 times in this run, so that"),
+        (EvaluationCount(1, 40.0), "bsp  evaluating takes 40 s: once in this run, so that"),
     ],
 )
-def test_what_was_chosen_is_said(
-    capsys: pytest.CaptureFixture[str], chosen: Chosen, words: str
+def test_the_chosen_number_of_evaluations_is_printed(
+    capsys: pytest.CaptureFixture[str], chosen: EvaluationCount, words: str
 ) -> None:
-    """And how to set it; nothing if it is as often as ever."""
+    """The line names the option; the usual number has no line."""
     with view.Bar() as bar:
         bar.start(Job("digits", "bsp", 2))
         bar.event(chosen)

@@ -12,12 +12,12 @@ import workers
 from lab import tiny
 from offbeat import Stats
 from offbeat.errors import CommunicationError
-from offbeat.lab import ideal
+from offbeat.lab import step_time
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.events import End, Evaluation, Event
 from offbeat.lab.job import Job
+from offbeat.lab.launch.runners import Loopback
 from offbeat.lab.methods.registry import BASELINES, parse_method, require_virtual
-from offbeat.lab.places import Loopback
 from offbeat.lab.train import train_worker
 
 METHODS = (
@@ -77,7 +77,7 @@ def train(text: str, size: int, evaluations: int = tiny.STEPS) -> Run:
 def train_all(rank: int, size: int) -> dict[str, Run]:
     """Run all methods one after the other in one process group, as under torchrun."""
     tiny.install()
-    ideal.LEAST_SECONDS = 0.1
+    step_time.REFERENCE = step_time.Duration(5, 10, 0.1)
     runs = {text: train(text, size) for text in METHODS}
     tiny.evaluation_seconds = EVALUATION_SECONDS / 2  # of a batch
     runs[SLOW] = train("torch:ddp", size, evaluations=3)

@@ -6,14 +6,14 @@ import pytest
 
 from lab.test_report import make
 from offbeat.lab import report
-from offbeat.lab.events import Turn
+from offbeat.lab.events import Calibration
 from offbeat.lab.report.clock import at_pace, on_one_clock
 from offbeat.lab.results import Result
 
 
 def took_turns(run: Result, *step_seconds: float) -> Result:
     steps = [0, *(point.step for point in run.points)]
-    turns = tuple(Turn(*one) for one in zip(steps, step_seconds, strict=True))
+    turns = tuple(Calibration(*one) for one in zip(steps, step_seconds, strict=True))
     return replace(run, turns=turns)
 
 

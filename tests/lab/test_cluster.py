@@ -1,4 +1,4 @@
-"""Shaped links: they carry what they say, and nothing is left behind."""
+"""Shaped links have the given rate, and nothing of them is left behind."""
 
 import json
 import os
@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from offbeat.errors import OffbeatError
-from offbeat.lab import cluster as lab
-from offbeat.lab import places
-from offbeat.lab.cluster import Cluster, _run
 from offbeat.lab.events import Evaluation, Event, Start, Step
 from offbeat.lab.job import Job
-from offbeat.lab.places import ShapedLinks, at_half
+from offbeat.lab.launch import cluster as lab
+from offbeat.lab.launch import runners
+from offbeat.lab.launch.cluster import Cluster, _run
+from offbeat.lab.launch.runners import ShapedLinks, call_at_half
 
 needs_namespaces = pytest.mark.skipif(Cluster.why_not() is not None, reason=f"{Cluster.why_not()}")
 
@@ -37,14 +37,14 @@ print(shortest)
 
 
 def namespaces(process: int) -> set[str]:
-    """Those of clusters that ``process`` made; other tests may make some meanwhile."""
+    """Return the namespaces of ``process``; other tests may make some meanwhile."""
     shown = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
     names = {line.split()[0] for line in shown.stdout.splitlines() if line}
     return {name for name in names if name.startswith(f"offbeat-{process}-")}
 
 
 def on_nodes(cluster: Cluster, program: str, *values: Any) -> list[float]:
-    """What the program prints on each node, told its rank, the number of nodes and ``values``."""
+    """Run a program on each node, with rank, number of nodes and ``values``; return its number."""
     processes = [
         subprocess.Popen(
             cluster.command(
@@ -60,26 +60,30 @@ def on_nodes(cluster: Cluster, program: str, *values: Any) -> list[float]:
     return [float(process.communicate(timeout=60)[0]) for process in processes]
 
 
+def bytes_sent(cluster: Cluster) -> int:
+    """Return what node 0 has sent, by the counter of its interface (with headers)."""
+    shown = _run("ip", "-n", cluster._node(0), "-s", "-j", "link", "show", cluster.interface)
+    return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
+
+
 LINKS = """
 import json, sys, torch.distributed as dist
-from offbeat.lab.links import measure_links
+from offbeat.lab.probe.ring import measure_links
 rank, size, folder = json.loads(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"file://{folder}/r", rank=rank, world_size=size)
 print(measure_links().bytes_per_second)
 """
 
 
+@pytest.mark.nightly  # tests/cli/test_cli_runs.py has it of two workers in a run
 @needs_namespaces
 @pytest.mark.quiet
-@pytest.mark.parametrize(
-    ("workers", "rate"), [(2, 100e6), pytest.param(3, 10e6, marks=pytest.mark.nightly)]
-)
-def test_links_are_measured_as_they_are_shaped(workers: int, rate: float, tmp_path: Path) -> None:
-    """To within a fifth, both ways at once; the same on all workers."""
-    with Cluster(workers, rate) as cluster:
-        found = on_nodes(cluster, LINKS, str(tmp_path))
-    assert len(set(found)) == 1
-    assert 8 * found[0] == pytest.approx(rate, rel=0.2)
+def test_links_are_measured_as_they_are_shaped(tmp_path: Path) -> None:
+    """All workers measure the same rate, to within a fifth."""
+    with Cluster(3, 10e6) as cluster:
+        measured = on_nodes(cluster, LINKS, str(tmp_path))
+    assert len(set(measured)) == 1
+    assert 8 * measured[0] == pytest.approx(10e6, rel=0.2)
 
 
 @needs_namespaces
@@ -91,9 +95,9 @@ def test_an_all_reduce_runs_at_the_shaped_rate(tmp_path: Path) -> None:
     """
     elements = 2_000_000
     with Cluster(3, 200e6) as cluster:
-        before = cluster.bytes_sent(0)
+        before = bytes_sent(cluster)
         seconds = on_nodes(cluster, WORKER, str(tmp_path), elements)
-        sent = cluster.bytes_sent(0) - before
+        sent = bytes_sent(cluster) - before
     ring = 2 * (2 / 3) * 4 * elements * 8 / 200e6
     assert 0.9 * ring < max(seconds) < 1.35 * ring
     assert 1.0 < sent / (4 * 2 * (2 / 3) * 4 * elements) < 1.15  # four of them, and headers
@@ -101,7 +105,7 @@ def test_an_all_reduce_runs_at_the_shaped_rate(tmp_path: Path) -> None:
 
 @needs_namespaces
 def test_everything_is_removed() -> None:
-    """After leaving, after an exception, and after a process that died: no namespace remains."""
+    """No namespace remains after an exit, an exception or the death of a process."""
     here = os.getpid()
     assert namespaces(here) == set()
     with Cluster(2, 1e9) as cluster:
@@ -121,7 +125,7 @@ def test_everything_is_removed() -> None:
     assert namespaces(child) == set()
 
 
-def test_why_not_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_for_missing_links_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without root the error says so."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(OffbeatError, match="no shaped links here: network namespaces need root"):
@@ -134,10 +138,10 @@ def test_number_of_workers_is_checked() -> None:
 
 
 @needs_namespaces
-def test_links_are_given_another_rate_while_they_are_in_use(
+def test_links_can_be_reshaped_while_in_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Both ends of every link, as the kernel tells it; and back again after a run that failed."""
+    """Both ends of every link change, and change back after a failed run."""
     seen: list[set[int]] = []
 
     def fail(job: Job, on_event: Callable[[Event], None], links: ShapedLinks) -> None:
@@ -146,7 +150,7 @@ def test_links_are_given_another_rate_while_they_are_in_use(
         seen.append(rates(links))
         raise OffbeatError("a worker died")
 
-    monkeypatch.setattr(places, "run_job", fail)
+    monkeypatch.setattr(runners, "run_job", fail)
 
     def rates(links: ShapedLinks) -> set[int]:
         ends = [(links._node(rank), links.interface) for rank in range(2)]
@@ -163,11 +167,11 @@ def test_links_are_given_another_rate_while_they_are_in_use(
         assert rates(links) == {1_000_000}
 
 
-def test_the_second_half_begins_at_the_step_in_the_middle() -> None:
-    """Once, before its event is told; a run that is evaluated then counts as one that is not."""
+def test_the_second_half_starts_at_the_middle_step() -> None:
+    """The call is made once, before the event; steps and evaluations count alike."""
     for middle in (Step(3, 1.0), Evaluation(4, 1.0, 0.5, {})):
         seen: list[object] = []
-        listen = at_half(lambda seen=seen: seen.append("act"), seen.append)
+        listen = call_at_half(lambda seen=seen: seen.append("act"), seen.append)
         events = [Start(6, 4), Step(1, 0.1), Step(2, 0.2), middle, Step(5, 2.0), Step(6, 3.0)]
         for event in events:
             listen(event)

@@ -1,4 +1,4 @@
-"""Comparing strategies: the same seeds for all, files that agree, numbers that come again."""
+"""Comparisons: the same seeds for all methods, consistent files, reproducible numbers."""
 
 import json
 from collections.abc import Callable
@@ -12,9 +12,9 @@ from offbeat import Stats
 from offbeat.errors import OffbeatError
 from offbeat.lab import compare as lab
 from offbeat.lab import report
-from offbeat.lab.events import Chosen, End, Evaluation, Event, Paced, Start
+from offbeat.lab.events import End, Evaluation, EvaluationCount, Event, LocalStepTime, Start
 from offbeat.lab.job import Job
-from offbeat.lab.places import Loopback, Place
+from offbeat.lab.launch.runners import Loopback, Runner
 from offbeat.lab.results import Result, read_results
 
 STRATEGIES = ("bsp", "local:period=4")
@@ -23,12 +23,12 @@ STEPS = 12  # half of 1437 images, by 2 workers with batches of 32
 
 
 def ignore(event: Event | Job) -> None:
-    """Nobody watches."""
+    """Do nothing."""
 
 
 @dataclass
 class Compared:
-    """What a comparison left behind."""
+    """Results and files of a comparison."""
 
     folder: Path
     results: list[Result]
@@ -37,10 +37,10 @@ class Compared:
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Compared:
-    """A comparison of two strategies on processes, read from its files."""
+    """Compare two strategies on processes and read the files."""
     folder = tmp_path_factory.mktemp("compared") / "a" / "b"
     returned = lab.compare(
-        JOB, STRATEGIES, place=Loopback(), output=folder, on_start=ignore, on_event=ignore
+        JOB, STRATEGIES, runner=Loopback(), output=folder, on_start=ignore, on_event=ignore
     )
     results = read_results(folder / "results.jsonl")
     assert results == returned
@@ -68,7 +68,7 @@ def test_plot_is_an_image(compared: Compared) -> None:
 
 
 def test_results_hold_the_whole_curve(compared: Compared) -> None:
-    """Each strategy once, in the order asked for; points rise in step and time up to the end."""
+    """Each strategy has one result, in the given order, with increasing steps and times."""
     assert [one.strategy for one in compared.results] == list(STRATEGIES)
     for one in compared.results:
         assert [point.step for point in one.points] == list(range(1, STEPS + 1))
@@ -123,8 +123,8 @@ def test_strategies_share_seed_model_and_data_order(compared: Compared) -> None:
     assert abs(bsp.points[0].metric - local.points[0].metric) <= 3 / 360
 
 
-def test_results_come_again(compared: Compared) -> None:
-    """The same run twice: the same metric at every point and the same bytes; only times differ."""
+def test_a_comparison_is_reproducible(compared: Compared) -> None:
+    """Two equal runs have the same metrics and bytes; only times differ."""
     once, again = compared.results[0], lab.run_and_record(JOB, ignore, Loopback())
     for one, other in zip(once.points, again.points, strict=True):
         assert (one.step, one.metrics) == (other.step, other.metrics)
@@ -139,7 +139,7 @@ def test_results_come_again(compared: Compared) -> None:
 
 
 class Choosing(Loopback):
-    """Where a run whose evaluations are not set chooses 5."""
+    """A runner that chooses 5 evaluations where the job leaves the number open."""
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
@@ -148,42 +148,42 @@ class Choosing(Loopback):
         self.jobs.append(job)
         on_event(Start(1, 4))
         if job.evaluations is None:
-            on_event(Chosen(5, 2.0))
+            on_event(EvaluationCount(5, 2.0))
         if job.slow is not None:
-            on_event(Paced(0.5 if job.alone_seconds is None else job.alone_seconds))
+            on_event(LocalStepTime(0.5 if job.alone_seconds is None else job.alone_seconds))
         on_event(Evaluation(1, 0.5, 0.5, {}))
         on_event(End((Stats(),)))
 
 
-def test_the_first_run_chooses_how_often_all_evaluate(tmp_path: Path) -> None:
-    """So that the curves have the same steps; each result says how often it was."""
-    place = Choosing()
-    results = compare(place, tmp_path, seeds=2)
-    assert [job.evaluations for job in place.jobs] == [None, 5, 5, 5]
+def test_the_first_run_determines_the_number_of_evaluations(tmp_path: Path) -> None:
+    """All curves have the same steps, and each result contains the number."""
+    runner = Choosing()
+    results = compare(runner, tmp_path, seeds=2)
+    assert [job.evaluations for job in runner.jobs] == [None, 5, 5, 5]
     assert [one.job.evaluations for one in results] == [5] * 4
 
 
-def test_the_first_run_measures_how_long_all_sleep(tmp_path: Path) -> None:
-    """Also where a comparison goes on."""
+def test_the_first_run_determines_the_sleeps_of_stragglers(tmp_path: Path) -> None:
+    """Also in a continued comparison."""
     results = compare(Choosing(), tmp_path, seeds=1, slow="1=2")
     assert [one.job.alone_seconds for one in results] == [0.5] * 2
-    place = Choosing()
-    compare(place, tmp_path, seeds=2, slow="1=2")
-    assert [(job.seed, job.alone_seconds) for job in place.jobs] == [(8, 0.5)] * 2
+    runner = Choosing()
+    compare(runner, tmp_path, seeds=2, slow="1=2")
+    assert [(job.seed, job.alone_seconds) for job in runner.jobs] == [(8, 0.5)] * 2
 
 
-def test_a_strategy_has_options_of_its_own(tmp_path: Path) -> None:
-    """They change its runs alone, and the results keep them."""
-    place = Choosing()
+def test_a_strategy_may_have_its_own_options(tmp_path: Path) -> None:
+    """They change only its runs, and the results contain them."""
+    runner = Choosing()
     results = lab.compare(
         Job("digits", "bsp", 2, wire="bfloat16"),
         ("bsp", "local:period=8 --wire int8 --lr-scale 2", "local:period=8 --sampler=defdp"),
-        place=place,
+        runner=runner,
         output=tmp_path,
         on_start=ignore,
         on_event=ignore,
     )
-    told = [(job.strategy, job.wire, job.lr_scale, job.sampler) for job in place.jobs]
+    told = [(job.strategy, job.wire, job.lr_scale, job.sampler) for job in runner.jobs]
     assert told == [
         ("bsp", "bfloat16", 1.0, "seldp"),
         ("local:period=8", "int8", 2.0, "seldp"),
@@ -198,14 +198,14 @@ def test_a_strategy_has_options_of_its_own(tmp_path: Path) -> None:
 
 
 def test_every_method_is_tried_with_every_factor(tmp_path: Path) -> None:
-    """But one that has a factor of its own; seeds are still the outer loop."""
-    place = Choosing()
+    """A method with its own factor is an exception; seeds are still the outer loop."""
+    runner = Choosing()
     results = lab.compare(
         Job("digits", "bsp", 2),
         ("bsp", "async --lr-scale 2"),
         seeds=2,
         lr_scales=(0.3, 1.0),
-        place=place,
+        runner=runner,
         output=tmp_path,
         on_start=ignore,
         on_event=ignore,
@@ -216,13 +216,13 @@ def test_every_method_is_tried_with_every_factor(tmp_path: Path) -> None:
     assert read_results(tmp_path / "results.jsonl") == results
 
 
-def test_what_is_in_the_results_is_not_run_again(tmp_path: Path) -> None:
-    """A comparison that failed goes on, and one can be widened; the others' results stay."""
+def test_existing_results_are_not_run_again(tmp_path: Path) -> None:
+    """A failed comparison continues, and a finished one can be extended."""
     with pytest.raises(OffbeatError):
         compare(Nowhere(), tmp_path, seeds=3)
-    place, kept = Choosing(), list[Result]()
-    results = compare(place, tmp_path, seeds=3, on_kept=kept.append)
-    assert [(job.seed, job.strategy) for job in place.jobs] == [
+    runner, kept = Choosing(), list[Result]()
+    results = compare(runner, tmp_path, seeds=3, on_reused=kept.append)
+    assert [(job.seed, job.strategy) for job in runner.jobs] == [
         *((8, "async"), (9, "bsp"), (9, "async"))
     ]
     assert [one.job.seed for one in kept] == [7, 7, 8]
@@ -232,8 +232,8 @@ def test_what_is_in_the_results_is_not_run_again(tmp_path: Path) -> None:
 
 
 def test_a_line_that_was_cut_off_is_run_again(tmp_path: Path) -> None:
-    place = Choosing()
-    compare(place, tmp_path, seeds=1)
+    runner = Choosing()
+    compare(runner, tmp_path, seeds=1)
     path = tmp_path / "results.jsonl"
     path.write_bytes(path.read_bytes()[:-10])
     again = Choosing()
@@ -254,7 +254,7 @@ def test_a_line_that_was_cut_off_is_run_again(tmp_path: Path) -> None:
 def test_results_of_another_comparison_are_not_mixed_in(
     change: dict[str, Any], name: str, tmp_path: Path
 ) -> None:
-    """They stay as they are, and the message names the file and what differs."""
+    """The file is unchanged, and the message names it and the difference."""
     compare(Choosing(), tmp_path, seeds=1)
     before = (tmp_path / "results.jsonl").read_bytes()
     with pytest.raises(ValueError, match=rf"jsonl, line 1, .*{name}.* name another --output"):
@@ -263,21 +263,21 @@ def test_results_of_another_comparison_are_not_mixed_in(
 
 
 def test_results_may_be_mixed_where_that_is_asked_for(tmp_path: Path) -> None:
-    """Those that are there are not run again; others are, with what the job says now."""
-    place = Choosing()
+    """Existing results are kept; further runs use the present job."""
+    runner = Choosing()
 
     def widen(seeds: int, turns: bool) -> list[Result]:
         job = Job("digits", "bsp", 2, measure_alone=turns)
-        told = {"on_start": ignore, "on_event": ignore, "mixed": ["measure_alone"]}
-        return lab.compare(job, ["bsp"], seeds=seeds, place=place, output=tmp_path, **told)
+        told = {"on_start": ignore, "on_event": ignore, "may_differ": ["measure_alone"]}
+        return lab.compare(job, ["bsp"], seeds=seeds, runner=runner, output=tmp_path, **told)
 
     widen(1, False)
     assert [one.job.measure_alone for one in widen(2, True)] == [False, True]
-    assert [(job.seed, job.measure_alone) for job in place.jobs] == [(0, False), (1, True)]
+    assert [(job.seed, job.measure_alone) for job in runner.jobs] == [(0, False), (1, True)]
 
 
 class Nowhere(Loopback):
-    """Where a job ends after one evaluation, and the fourth fails."""
+    """A runner whose jobs have one evaluation, and whose fourth job fails."""
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
@@ -292,10 +292,10 @@ class Nowhere(Loopback):
 
 
 def compare(
-    place: Place,
+    runner: Runner,
     output: Path,
     seeds: int,
-    on_kept: Callable[[Result], None] = lambda result: None,
+    on_reused: Callable[[Result], None] = lambda result: None,
     **change: Any,
 ) -> list[Result]:
     job = replace(Job("digits", "bsp", 2, seed=7), **change)
@@ -303,20 +303,20 @@ def compare(
         job,
         ("bsp", "async"),
         seeds=seeds,
-        place=place,
+        runner=runner,
         output=output,
         on_start=ignore,
         on_event=ignore,
-        on_kept=on_kept,
+        on_reused=on_reused,
     )
 
 
 def test_seeds_are_the_outer_loop(tmp_path: Path) -> None:
     """All strategies run with one seed before the next seed begins, counted from --seed."""
-    place = Nowhere()
+    runner = Nowhere()
     with pytest.raises(OffbeatError):
-        compare(place, tmp_path, seeds=2)
-    assert [(job.seed, job.strategy) for job in place.jobs] == [
+        compare(runner, tmp_path, seeds=2)
+    assert [(job.seed, job.strategy) for job in runner.jobs] == [
         (7, "bsp"),
         (7, "async"),
         (8, "bsp"),
@@ -325,7 +325,7 @@ def test_seeds_are_the_outer_loop(tmp_path: Path) -> None:
 
 
 def test_a_failed_run_leaves_the_earlier_results(tmp_path: Path) -> None:
-    """When a run fails, the results before it are on disk, whole."""
+    """When a run fails, the earlier results are complete on disk."""
     with pytest.raises(OffbeatError, match="worker 1 was ended by SIGKILL"):
         compare(Nowhere(), tmp_path, seeds=3)
     told = read_results(tmp_path / "results.jsonl")

@@ -14,11 +14,11 @@ from cli.commands import TORCHRUN, ended
 from offbeat import Compute, Network
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.job import Job
-from offbeat.lab.measure import measure_recipe
-from offbeat.lab.places import Loopback, VirtualCluster
+from offbeat.lab.launch.runners import Loopback, VirtualCluster
 from offbeat.lab.recipes import Setup, find_recipe
 from offbeat.lab.recipes.held_out import HeldOut
 from offbeat.lab.results import read_results
+from offbeat.lab.step_time import measure_recipe
 from offbeat.plan.phantom import shapes_of
 from pages import code_on
 

@@ -22,9 +22,9 @@ from offbeat.lab.evaluation import (
     expected_seconds,
     gather,
 )
-from offbeat.lab.events import Chosen, Evaluation, Event, Step, Waiting
+from offbeat.lab.events import Evaluation, EvaluationCount, Event, Step, Waiting
 from offbeat.lab.job import Job
-from offbeat.lab.places import VirtualCluster
+from offbeat.lab.launch.runners import VirtualCluster
 from offbeat.lab.recipes import find_recipe
 from offbeat.lab.recipes.base import Setup
 from offbeat.lab.recipes.datasets import TensorData
@@ -237,7 +237,7 @@ def test_a_costly_evaluation_is_done_less_often() -> None:
     """The first evaluation determines the number. All workers use the same steps."""
     events, silent = on_processes(slow_digits, 0.3, None, workers=2)
     assert silent == []
-    (chosen,) = (event for event in events if isinstance(event, Chosen))
+    (chosen,) = (event for event in events if isinstance(event, EvaluationCount))
     assert 0.3 < chosen.seconds < 1.3
     assert 1 <= chosen.evaluations <= 3  # 1.2 s for them, or a tenth of a shorter run
     points = [event.step for event in events if isinstance(event, Evaluation)]
@@ -249,7 +249,7 @@ def test_a_costly_evaluation_is_done_less_often() -> None:
 @pytest.mark.nightly
 def test_a_given_number_of_evaluations_is_kept() -> None:
     events = on_processes(slow_digits, 0.02, 6, workers=2)[0]
-    assert not any(isinstance(event, Chosen) for event in events)
+    assert not any(isinstance(event, EvaluationCount) for event in events)
     points = [event.step for event in events if isinstance(event, Evaluation)]
     assert points == [8, 16, 24, 32, 40, 48]
 
@@ -260,7 +260,7 @@ def test_events_report_what_is_waited_for() -> None:
     run_and_record(job, events.append, VirtualCluster(Network("1Gbit/s"), Compute("5ms")))
     names = [e.what if isinstance(e, Waiting) else type(e).__name__ for e in events]
     assert names == [
-        *("loading the data", "meeting the other workers", "Start"),
+        *("loading the data", "connecting to the other workers", "Start"),
         *("Step", "evaluating", "Evaluation", "Step", "Step", "Step"),
         *("finishing", "evaluating", "Evaluation", "End"),
     ]
@@ -278,7 +278,7 @@ def test_in_virtual_time_evaluation_is_free_and_nothing_is_chosen(
         events: list[Event] = []
         place = VirtualCluster(Network("1Gbit/s"), Compute("5ms"))
         results.append(run_and_record(job, events.append, place))
-        assert not any(isinstance(event, Chosen) for event in events)
+        assert not any(isinstance(event, EvaluationCount) for event in events)
     often, once = results
     assert (len(often.points), len(once.points)) == (24, 1)
     assert often.final == once.final

@@ -1,4 +1,4 @@
-"""Events: the lines between processes, and what comes back from them."""
+"""Events as lines of JSON."""
 
 import json
 
@@ -6,15 +6,15 @@ import pytest
 
 from offbeat import Stats
 from offbeat.lab.events import (
-    Chosen,
+    Calibration,
     End,
     Evaluation,
+    EvaluationCount,
     Event,
-    Measured,
-    Paced,
+    LinkSpeed,
+    LocalStepTime,
     Start,
     Step,
-    Turn,
     Waiting,
     from_json,
     to_json,
@@ -32,11 +32,11 @@ LINES: list[tuple[Event, dict[str, object]]] = [
         },
     ),
     (Waiting("evaluating"), {"event": "waiting", "what": "evaluating"}),
-    (Chosen(6, 1.5), {"event": "chosen", "evaluations": 6, "seconds": 1.5}),
-    (Paced(0.25), {"event": "paced", "step_seconds": 0.25}),
-    (Turn(3, 0.25), {"event": "turn", "step": 3, "step_seconds": 0.25}),
+    (EvaluationCount(6, 1.5), {"event": "chosen", "evaluations": 6, "seconds": 1.5}),
+    (LocalStepTime(0.25), {"event": "paced", "step_seconds": 0.25}),
+    (Calibration(3, 0.25), {"event": "turn", "step": 3, "step_seconds": 0.25}),
     (
-        Measured(1.25e7, 0.0005),
+        LinkSpeed(1.25e7, 0.0005),
         {"event": "measured", "bytes_per_second": 1.25e7, "latency_seconds": 0.0005},
     ),
     (End((), 0.25), {"event": "end", "stats": [], "step_seconds": 0.25}),
@@ -58,7 +58,7 @@ LINES: list[tuple[Event, dict[str, object]]] = [
 
 @pytest.mark.parametrize(("event", "line"), LINES)
 def test_a_line_holds_the_whole_event(event: Event, line: dict[str, object]) -> None:
-    """One line of JSON, with the keys it always had; read again it is the same event."""
+    """The line has stable keys, and reading it gives the same event."""
     text = to_json(event)
     assert "\n" not in text
     assert json.loads(text) == line

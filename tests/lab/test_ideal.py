@@ -1,4 +1,4 @@
-"""The ideal: the values of BSP, at the step time of a worker that trains alone."""
+"""The baseline ideal: the values of BSP, at the step time without communication."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ import torch
 
 from lab import tiny
 from offbeat import Compute, Network, Stats
-from offbeat.lab import ideal
+from offbeat.lab import step_time
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.events import End, Evaluation, Start
 from offbeat.lab.job import Job
-from offbeat.lab.places import Loopback, VirtualCluster
+from offbeat.lab.launch.runners import Loopback, VirtualCluster
 from offbeat.lab.recipes import Setup
 from offbeat.lab.results import Result
 
@@ -23,7 +23,7 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_result_has_the_seconds_of_the_end() -> None:
-    """Those that were told before are put right."""
+    """The step time of the end replaces the seconds of earlier events."""
 
     class Told(Loopback):
         def run(self, job: Job, on_event: Any) -> None:
@@ -52,8 +52,8 @@ def test_in_virtual_time_it_is_bsp_without_a_network() -> None:
     assert bsp.seconds > 2 * one.seconds
 
 
-def test_in_virtual_time_nobody_waits_for_the_slowest() -> None:
-    """Workers of unequal speed: the mean of what each computes."""
+def test_in_virtual_time_no_worker_waits_for_the_slowest() -> None:
+    """With workers of unequal speed, the clock is the mean of their compute times."""
     compute = Compute("5ms", jitter=0.5, slowdown={1: 3.0})
     one = simulated("ideal", compute)
     own = [[compute.seconds(rank, step, 4) for step in range(tiny.STEPS)] for rank in range(3)]
@@ -61,12 +61,12 @@ def test_in_virtual_time_nobody_waits_for_the_slowest() -> None:
     assert [point.seconds for point in one.points] == pytest.approx(means)
 
 
-def test_a_stretch_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Model, buffers, optimizer, schedule and random states are as before; it did train."""
+def test_a_measurement_restores_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Model, buffers, optimizer, schedule and random states are as before, although it trained."""
     monkeypatch.setattr(
-        ideal, "gather", lambda value, device, what: [value, 3 * value if value else 0]
+        step_time, "gather", lambda value, device, what: [value, 3 * value if value else 0]
     )
-    monkeypatch.setattr(ideal, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(step_time, "REFERENCE", step_time.Duration(5, 10, 0.0))
     task = tiny.build(Setup(1, 1.0))
     task.optimizer = torch.optim.SGD(task.model.parameters(), lr=0.1, momentum=0.9)
     states = torch.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index,union-attr]
@@ -80,9 +80,9 @@ def test_a_stretch_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
             seen.append(tiny.size_of([*task.model.parameters()]))
             yield batch
 
-    alone = ideal.Alone(task, 1.0, batches)
+    alone = step_time.LocalTraining(task, 1.0, batches)
     alone.measure()
-    assert len(seen) == ideal.WARMUP_STEPS + ideal.LEAST_STEPS
+    assert len(seen) == 5 + 10
     assert len(set(seen)) == len(seen)
     for tensor, value in zip(
         (*task.model.parameters(), *task.model.buffers()), before, strict=True
@@ -97,7 +97,7 @@ def test_a_stretch_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_step_time_is_the_mean_over_steps_and_workers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of both stretches together, without their first steps, by a clock written by hand."""
+    """Both measurements count, without their warm-up, by a clock written by hand."""
     stretches = [[9.0] * 5 + [1.0] * 6 + [2.0] * 5, [9.0] * 5 + [4.0] * 10]
     others = iter([None, 7.0, None, 5.0])
     gathered: list[Any] = []
@@ -114,11 +114,13 @@ def test_the_step_time_is_the_mean_over_steps_and_workers(
         now += next(ticks)
         return now
 
-    monkeypatch.setattr(ideal, "gather", gather)
-    monkeypatch.setattr(ideal, "LEAST_SECONDS", 16.0)  # of 6·1 + 5·2 in the first
-    monkeypatch.setattr(ideal.time, "perf_counter", clock)
+    monkeypatch.setattr(step_time, "gather", gather)
+    monkeypatch.setattr(
+        step_time, "REFERENCE", step_time.Duration(5, 10, 16.0)
+    )  # of 6·1 + 5·2 in the first
+    monkeypatch.setattr(step_time.time, "perf_counter", clock)
     task = tiny.build(Setup(1, 1.0))
-    alone = ideal.Alone(
+    alone = step_time.LocalTraining(
         task, 1.0, lambda: tiny.Batches(task, tiny.make_sampler(task, 1, 0, seed=0))
     )
     alone.measure()

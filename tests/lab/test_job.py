@@ -1,4 +1,4 @@
-"""A job: its options for one strategy, and what it refuses before anything runs."""
+"""A job: options of one strategy, and mistakes found before anything runs."""
 
 import re
 
@@ -20,7 +20,7 @@ JOB = Job("digits", "bsp", 2)
     ],
 )
 def test_a_label_is_what_was_typed(text: str) -> None:
-    """And gives the same job again."""
+    """The label gives the same job again."""
     job = JOB.under(text)
     assert job.label == text
     assert JOB.under(job.label) == job
@@ -36,13 +36,13 @@ def test_a_label_is_what_was_typed(text: str) -> None:
         ("nowhere:Known --wire float32", "nowhere:Known --wire float32"),
     ],
 )
-def test_a_label_leaves_out_the_strategy_s_own_wire(text: str, label: str) -> None:
-    """As a strategy that is not here has it is not known."""
+def test_a_label_omits_the_default_wire_of_the_strategy(text: str, label: str) -> None:
+    """A custom strategy that is not available has an unknown default."""
     assert JOB.under(text).label == label
 
 
 def test_options_of_the_whole_comparison_stay() -> None:
-    """What a strategy does not say for itself is as the command says."""
+    """Options that a strategy does not set are those of the command."""
     job = Job("digits", "bsp", 2, wire="int8", lr_scale=2.0).under("local:period=4 --lr-scale=3")
     assert (job.strategy, job.wire, job.lr_scale) == ("local:period=4", "int8", 3.0)
     assert job.under("bsp --wire float32").wire == "float32"

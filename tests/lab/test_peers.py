@@ -11,9 +11,9 @@ from torch import nn
 
 import workers
 from lab import tiny
-from offbeat.lab import launch
 from offbeat.lab.events import Evaluation, Event
 from offbeat.lab.job import Job
+from offbeat.lab.launch import processes
 from offbeat.lab.methods.registry import PEERS
 from offbeat.lab.methods.torchft import fragments_of
 from offbeat.lab.train import train_worker
@@ -110,5 +110,5 @@ def test_a_failed_worker_is_reported_by_its_error_line(tmp_path: Path) -> None:
     text = "warning: a\nerror: rank 1 failed in batch 3\n[INFO] heartbeat failed\n"
     (tmp_path / "stderr1").write_text(text)
     (tmp_path / "stderr2").write_text("Segmentation fault\n")
-    assert str(launch._failure([0, 1], tmp_path)) == "worker 1 failed: rank 1 failed in batch 3"
-    assert str(launch._failure([0, 0, 1], tmp_path)) == "worker 2 failed: Segmentation fault"
+    assert str(processes._failure([0, 1], tmp_path)) == "worker 1 failed: rank 1 failed in batch 3"
+    assert str(processes._failure([0, 0, 1], tmp_path)) == "worker 2 failed: Segmentation fault"

@@ -1,4 +1,4 @@
-"""What `probe` measures is what the links carry, and what is odd about them is said."""
+"""The probe measures the rates of the links and warns of anomalies."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import pytest
 
 from offbeat.display.table import Table
 from offbeat.errors import CommunicationError, OffbeatError
-from offbeat.lab.cluster import Cluster
+from offbeat.lab.launch.cluster import Cluster
 from offbeat.lab.probe import (
     AllReduce,
     Pair,
@@ -45,7 +45,7 @@ dist.destroy_process_group()
 
 
 def probed(cluster: Cluster, folder: Path, seconds: float) -> dict[str, Any]:
-    """What rank 0 of the nodes of ``cluster`` found."""
+    """Run the probe on the nodes of ``cluster`` and return rank 0's result."""
     processes = []
     try:
         for rank in range(cluster.workers):
@@ -108,8 +108,8 @@ def probe_and_time(rank: int, size: int) -> float:
 
 
 @pytest.mark.quiet
-def test_the_time_to_aim_for_is_kept() -> None:
-    """About, where a link is fast: its messages are repeated 20 times at most."""
+def test_the_target_duration_is_kept() -> None:
+    """A fast link needs less: its messages are repeated at most 20 times."""
     assert max(run(probe_and_time, workers=3)) < 4
 
 
@@ -164,7 +164,7 @@ def probe_beside_one_that_dies(rank: int, size: int) -> str:
 
 
 def test_a_dead_worker_is_an_error_everywhere() -> None:
-    """Nobody waits longer than the time-out; the error names the missing rank."""
+    """No worker waits longer than the time-out; the error names the missing rank."""
     said = run(probe_beside_one_that_dies, workers=3, may_die=(1,))
     # Or "lost the connection to ranks 0, 1", where rank 0 has given up by then.
     for message in (said[0], said[2]):
@@ -184,7 +184,7 @@ def refusals(rank: int, size: int) -> str:
     return str(caught.value)
 
 
-def test_what_cannot_be_probed_is_said() -> None:
+def test_a_probe_without_a_gloo_group_is_an_error() -> None:
     """Arguments out of range, no process group, one worker alone."""
     with pytest.raises(OffbeatError, match="start it with torchrun"):
         probe()
@@ -213,7 +213,7 @@ def ranks(*hosts_and_interfaces: tuple[str, str]) -> list[Rank]:
 def all_pairs(
     size: int, rate: dict[tuple[int, int], float], latency: dict[tuple[int, int], float]
 ) -> list[Pair]:
-    """Pairs of 100 Mbit/s and 100 us where nothing else is said."""
+    """Return pairs of 100 Mbit/s and 100 us, unless given otherwise."""
     return [
         Pair(a, b, latency.get((a, b), 1e-4), rate.get((a, b), 12.5e6), 2**20, 5)
         for a, b in choose_pairs(size)
@@ -223,14 +223,14 @@ def all_pairs(
 EVEN = [(f"host{i}", f"eth0 (10.0.0.{i}; from GLOO_SOCKET_IFNAME)") for i in range(4)]
 
 
-def test_nothing_odd_nothing_said() -> None:
-    """Noise within a factor of two is no reason to warn, and other addresses are none either."""
+def test_a_normal_network_has_no_warnings() -> None:
+    """Noise within a factor of two and different addresses are normal."""
     assert find_warnings(ranks(*EVEN), all_pairs(4, {(0, 1): 7e6}, {(1, 2): 4e-4})) == []
     assert find_warnings(ranks(*EVEN[:2]), all_pairs(2, {}, {})) == []
     assert find_warnings(ranks(*EVEN[:2]), []) == []
 
 
-def test_other_interface_and_loopback_are_said() -> None:
+def test_another_interface_and_loopback_are_warnings() -> None:
     """The name counts, not the address; a host's name may lead to 127.0.1.1 on no interface."""
     odd = [EVEN[0], ("host1", "wlan0 (10.0.0.9; from GLOO_SOCKET_IFNAME)"), EVEN[2]]
     assert find_warnings(ranks(*odd), all_pairs(3, {}, {})) == [
@@ -271,7 +271,7 @@ def test_a_late_pair_is_named_once() -> None:
 
 
 def test_pairs_within_a_host_are_not_the_network() -> None:
-    """Two ranks a host: they are fast between themselves, and that makes no other pair slow."""
+    """Fast pairs of ranks on one host do not make the other pairs slow."""
     people = ranks(*(EVEN[i // 2] for i in range(4)))
     near = [(0, 1), (1, 0), (2, 3), (3, 2)]
     pairs = all_pairs(4, dict.fromkeys(near, 1e10), dict.fromkeys(near, 1e-6))

@@ -11,7 +11,7 @@ from lab.standins import write_cifar, write_idx_files, write_images, write_text
 from offbeat import Compute, Network
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.job import Job
-from offbeat.lab.places import VirtualCluster
+from offbeat.lab.launch.runners import VirtualCluster
 from offbeat.lab.recipes import RECIPES, Setup, Task, imagenet, stdlib_lm
 from offbeat.lab.recipes.custom import first_samples
 from offbeat.lab.recipes.held_out import HeldOut

@@ -10,7 +10,7 @@ import scipy.stats
 from lab.test_report import make
 from offbeat import Stats
 from offbeat.lab import report
-from offbeat.lab.events import Measured
+from offbeat.lab.events import LinkSpeed
 from offbeat.lab.report.figures import curve_of, time_split
 from offbeat.lab.report.intervals import interval_of, t_quantile
 from offbeat.lab.report.rows import rows_of
@@ -150,7 +150,7 @@ def test_an_interval_needs_two_values() -> None:
 
 def test_links_are_shown_as_measured() -> None:
     """Rows without a measurement are omitted."""
-    measured = (Measured(12.5e6, 0.001), Measured(6.25e6, 0.002))
+    measured = (LinkSpeed(12.5e6, 0.001), LinkSpeed(6.25e6, 0.002))
     runs = [replace(make("bsp", [(1, 0.9)]), links=measured), make("async", [(1, 0.9)])]
     found = report.links(runs)
     assert found is not None

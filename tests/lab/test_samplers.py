@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from offbeat import Compute, LinearScalingWarmup, Network
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.job import Job
-from offbeat.lab.places import VirtualCluster
+from offbeat.lab.launch.runners import VirtualCluster
 from offbeat.lab.recipes import Task
 from offbeat.lab.recipes.datasets import Batch, Samples, TensorData, as_samples
 from offbeat.lab.recipes.held_out import HeldOut

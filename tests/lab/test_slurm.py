@@ -1,4 +1,4 @@
-"""Tasks of srun as workers. The variables are those of Slurm 22.05, as two slurmd gave them."""
+"""Tasks of srun as workers, with the variables that two slurmd of Slurm 22.05 have set."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import pytest
 
 from cli.commands import ENVIRONMENT
 from offbeat.errors import OffbeatError
-from offbeat.lab.slurm import as_torchrun, first_node, sharing
+from offbeat.lab.launch.slurm import first_node, torchrun_variables, workers_sharing_cores
 
 BATCH = {
     **{"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"},
@@ -22,21 +22,21 @@ TASK = {
 LAST = {**TASK, "SLURM_PROCID": "2", "SLURM_NODEID": "1"}
 
 
-def test_a_task_knows_what_torchrun_would_tell_it() -> None:
-    """Rank, place in its node, and where all meet: on the step's first node, not srun's."""
-    assert as_torchrun(LAST) == {
+def test_a_task_gets_the_variables_of_torchrun() -> None:
+    """Rank, local rank, and the address: the step's first node, not srun's."""
+    assert torchrun_variables(LAST) == {
         **{"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "15113"},  # 16 · 7 + 1
     }
-    first = as_torchrun(TASK)
+    first = torchrun_variables(TASK)
     assert first["LOCAL_WORLD_SIZE"] == "2"
     assert first["MASTER_PORT"] == "15113"
-    assert as_torchrun({**LAST, "SLURM_JOB_ID": "123456789"})["MASTER_PORT"] == "18625"
+    assert torchrun_variables({**LAST, "SLURM_JOB_ID": "123456789"})["MASTER_PORT"] == "18625"
 
 
-def test_where_they_meet_can_be_said() -> None:
+def test_address_and_port_can_be_overridden() -> None:
     told = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "SLURM_STEP_NODELIST": "nowhere7"}
-    found = as_torchrun({**LAST, **told})
+    found = torchrun_variables({**LAST, **told})
     assert "MASTER_ADDR" not in found
     assert "MASTER_PORT" not in found
 
@@ -51,20 +51,20 @@ def test_where_they_meet_can_be_said() -> None:
         {**LAST, "RANK": "5", "TORCHELASTIC_RUN_ID": "x"},  # torchrun under srun
     ],
 )
-def test_any_other_process_is_left_alone(environment: dict[str, str]) -> None:
-    assert as_torchrun(environment) == {}
+def test_other_processes_get_no_variables(environment: dict[str, str]) -> None:
+    assert torchrun_variables(environment) == {}
 
 
 @pytest.mark.parametrize("missing", ["SLURM_PROCID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID"])
-def test_what_is_missing_is_named(missing: str) -> None:
+def test_a_missing_variable_is_named(missing: str) -> None:
     environment = {name: value for name, value in LAST.items() if name != missing}
     with pytest.raises(OffbeatError, match=f"{missing} is not set: start the workers with srun"):
-        as_torchrun(environment)
+        torchrun_variables(environment)
 
 
 def test_a_node_without_an_address_is_named() -> None:
-    with pytest.raises(OffbeatError, match=r"meet on x\.invalid, .*: set MASTER_ADDR to"):
-        as_torchrun({**LAST, "SLURM_STEP_NODELIST": "x.invalid,y"})
+    with pytest.raises(OffbeatError, match=r"connect to x\.invalid, .*: set MASTER_ADDR to"):
+        torchrun_variables({**LAST, "SLURM_STEP_NODELIST": "x.invalid,y"})
 
 
 @pytest.mark.parametrize(
@@ -81,20 +81,20 @@ def test_the_first_of_a_list_of_nodes(nodes: str, first: str) -> None:
     assert first_node(nodes) == first
 
 
-def test_tasks_with_cores_of_their_own_share_them_with_nobody(
+def test_bound_tasks_do_not_share_their_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for cores, told, expected in ((8, "8", 1), (32, "8", 4), (32, None, 4)):
         mask: Any = set(range(cores))
         monkeypatch.setattr("os.sched_getaffinity", lambda pid, mask=mask: mask, raising=False)
         own = {} if told is None else {"SLURM_CPUS_PER_TASK": told}
-        assert sharing({**TASK, **own}, 4) == expected
-    assert sharing({"SLURM_CPUS_PER_TASK": "64"}, 4) == 4  # not Slurm's
+        assert workers_sharing_cores({**TASK, **own}, 4) == expected
+    assert workers_sharing_cores({"SLURM_CPUS_PER_TASK": "64"}, 4) == 4  # not Slurm's
 
 
 @pytest.mark.nightly  # three processes import torch
 def test_tasks_train_together() -> None:
-    """Two processes with Slurm's variables are one run; one that comes alone says so."""
+    """Two processes with Slurm's variables are one run; one alone fails with an error."""
     step = {**TASK, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
     argv = (sys.executable, "-m", "offbeat.cli", "train", "digits", "--max-steps", "2")
 
@@ -115,6 +115,6 @@ def test_tasks_train_together() -> None:
     assert silent == ""
     _, err = alone.communicate(timeout=100)
     assert alone.returncode == 1
-    assert "error: rank 1 of 2 did not meet the others that Slurm has started, at " in err
+    assert "error: rank 1 of 2 could not connect to the others that Slurm has started, at " in err
     assert "127.0.0.1:16121 (MASTER_ADDR, MASTER_PORT) within --timeout 2" in err
     assert "Traceback" not in err

@@ -19,7 +19,7 @@ from offbeat import (
     parse_strategy,
     plan,
 )
-from offbeat.lab.measure import measure_recipe
+from offbeat.lab.step_time import measure_recipe
 from offbeat.plan.forecast import every, number, percent
 from offbeat.plan.phantom import shapes_of
 from offbeat.plan.question import Question

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import worlds
 from cells import nightly, some
 from loops import attach
-from offbeat.lab.cluster import Cluster
+from offbeat.lab.launch.cluster import Cluster
 from problems import flat, make_batch, make_wide, wide_loss
 from worlds import run
 

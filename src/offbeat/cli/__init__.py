@@ -15,7 +15,7 @@ except ImportError:
 import offbeat
 from offbeat.cli.commands import COMMANDS
 from offbeat.errors import OffbeatError
-from offbeat.lab import slurm
+from offbeat.lab.launch import slurm
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -29,7 +29,7 @@ for command in COMMANDS:
 INTERRUPTED = "interrupted; all workers have been ended"
 
 
-def _version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"offbeat {offbeat.__version__}")
         raise typer.Exit
@@ -38,30 +38,31 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
     pass
 
 
 def main() -> None:
-    """The ``offbeat`` command.
+    """Run the ``offbeat`` command.
 
-    Exit status 2: a user's mistake, 1: a failed run, 130: Ctrl-C, 143: SIGTERM.
+    Exit status: 1 for a failed run, 2 for a user's mistake, 130 for Ctrl-C, 143 for SIGTERM.
 
-    At the first signal everything is cleaned up, after a last checkpoint if the run has some; at a
-    second one the process ends at once. Its workers end with it, and the next run removes its
-    namespaces.
+    The first signal ends the run: a run with checkpoints saves another one, all workers end, and
+    namespaces are removed. A second signal ends this process at once. The kernel then ends the
+    workers, and the next run removes the namespaces.
     """
     handled = [signal.SIGTERM]
-    # A script's background job ignores it, and so do we.
+    # A background job of a shell script ignores SIGINT; keep that.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         handled.append(signal.SIGINT)
     before = {number: signal.getsignal(number) for number in handled}
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        for one in handled:
-            signal.signal(one, _end_at_once)
+        for handled_number in handled:
+            signal.signal(handled_number, _exit_at_once)
         raise KeyboardInterrupt if number == signal.SIGINT else _Terminated
 
     for number in handled:
@@ -75,7 +76,7 @@ def main() -> None:
 
 def _run() -> NoReturn:
     try:
-        os.environ.update(slurm.as_torchrun(os.environ))
+        os.environ.update(slurm.torchrun_variables(os.environ))
         status = app(standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         _fail(INTERRUPTED, 130)
@@ -86,7 +87,7 @@ def _run() -> NoReturn:
     except (ValueError, TypeError, FileNotFoundError, ImportError) as error:
         _fail(f"error: {error}", 2)
     except OSError as error:
-        _fail(f"error: {_told(error)}", 2 if error.filename is not None else 1)
+        _fail(f"error: {_describe(error)}", 2 if error.filename is not None else 1)
     except OverflowError as error:
         _fail(f"error: a number is too large to compute with: {error}", 2)
     except Exception as error:
@@ -94,22 +95,22 @@ def _run() -> NoReturn:
         if show is None:
             raise
         _fail(f"error: {show()}", 2)
-    if status == 130:  # the parser's way to tell of Ctrl-C
+    if status == 130:  # the parser caught Ctrl-C
         _fail(INTERRUPTED, 130)
     raise SystemExit(status)
 
 
-def _told(error: OSError) -> str:
+def _describe(error: OSError) -> str:
     if error.filename is None or error.strerror is None:
         return str(error)
     return f"{error.filename}: {error.strerror}"
 
 
 class _Terminated(BaseException):
-    """SIGTERM, on its way through all that has to be cleaned up: worker processes, namespaces."""
+    """SIGTERM as an exception, so that ``finally`` blocks end workers and remove namespaces."""
 
 
-def _end_at_once(number: int, frame: FrameType | None) -> NoReturn:
+def _exit_at_once(number: int, frame: FrameType | None) -> NoReturn:
     os._exit(128 + number)
 
 

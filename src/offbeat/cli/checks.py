@@ -1,84 +1,119 @@
-"""What a comparison is checked for before anything runs."""
+"""Checks of arguments, made before any work whose result a mistake would lose."""
 
-from dataclasses import replace
+import importlib.util
+import os
+from dataclasses import fields, replace
+from pathlib import Path
 
-from offbeat.cli.options import USUAL_LATENCY
+from offbeat.cli.options import VirtualClusterOptions
 from offbeat.lab.job import Job
 from offbeat.lab.methods.registry import parse_method
 from offbeat.lab.recipes import Task
 from offbeat.strategies import Strategy
 
+_PICTURES = (".png", ".pdf", ".svg")
+
+
+def require_file(option: str, path: Path | None) -> None:
+    """Raise ValueError unless a file can be written at ``path``; its folders need not exist."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"{option} {path}: it is a directory; name a file")
+    _require_writable(option, path)
+
+
+def require_folder(option: str, path: Path) -> None:
+    """Raise ValueError unless files can be written in ``path``, which need not exist."""
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{option} {path}: it is a file; name a directory")
+    _require_writable(option, path)
+
+
+def require_picture(option: str, path: Path | None) -> None:
+    """Raise ValueError, or ImportError without matplotlib, unless a plot can be written there."""
+    if path is None:
+        return
+    require_file(option, path)
+    if path.suffix.lower() not in _PICTURES:
+        raise ValueError(f"{option} {path}: its name must end in {', '.join(_PICTURES)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("plots need matplotlib: pip install 'offbeat[plot]'")
+
+
+def _require_writable(option: str, path: Path) -> None:
+    existing = path
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if existing != path and not existing.is_dir():
+        raise ValueError(f"{option} {path}: {existing} is a file")
+    needed = os.W_OK | (os.X_OK if existing.is_dir() else 0)
+    if not os.access(existing, needed):
+        raise ValueError(f"{option} {path}: {existing} is not writable")
+
 
 def check_method(job: Job, text: str, task: Task | None) -> Task:
-    """Check the job under one strategy of a comparison; ``task`` is what it builds, or has built.
+    """Check ``job`` under one method of a comparison.
+
+    Args:
+        job: Settings that all methods share.
+        text: The method; see ``Job.under``.
+        task: Task that a previous call has built; None: build it.
+
+    Returns:
+        The task.
 
     Raises:
-        ValueError, TypeError, FileNotFoundError: as ``Job.check``.
+        ValueError, TypeError, FileNotFoundError: see ``Job.check``.
     """
-    one = job.under(text)
-    parse_method(one.strategy)
+    run = job.under(text)
+    parse_method(run.strategy)
     try:
-        one.check_method()
+        run.check_method()
     except ValueError as error:
-        if one != replace(job, strategy=one.strategy):  # its own options are to blame
+        if run != replace(job, strategy=run.strategy):  # the method's own options are wrong
             raise
         raise ValueError(
             f"{error}; an option for some strategies only goes with them, as in "
             "-s 'local:period=8 --wire int8'"
         ) from None
-    return one.check(task)
+    return run.check(task)
 
 
-def refuse_twice(job: Job, strategies: list[str]) -> None:
-    """Raise ValueError if two of them train alike: their results would have one name."""
+def require_distinct(job: Job, strategies: list[str]) -> None:
+    """Raise ValueError if two strategies are the same: their results would have the same name."""
     seen: dict[object, str] = {}
     for text in strategies:
-        one = job.under(text)
-        method = parse_method(one.strategy)
-        usual = method.default_wire if isinstance(method, Strategy) else None
-        kind = replace(one, strategy="", wire=one.wire or usual), repr(method)
-        if kind in seen:
+        run = job.under(text)
+        method = parse_method(run.strategy)
+        default_wire = method.default_wire if isinstance(method, Strategy) else None
+        key = replace(run, strategy="", wire=run.wire or default_wire), repr(method)
+        if key in seen:
             raise ValueError(
                 f"{text!r} is given twice"
-                if text == seen[kind]
-                else f"{text!r} and {seen[kind]!r} are the same; leave one out, and repeat with "
+                if text == seen[key]
+                else f"{text!r} and {seen[key]!r} are the same; leave one out, and repeat with "
                 "--seeds"
             )
-        seen[kind] = text
+        seen[key] = text
 
 
-def refuse_virtual(
-    *,
-    latency: str,
-    step_time: str | None,
-    workers_per_node: int,
-    inside: str | None,
-    inside_latency: str | None,
-) -> None:
-    """Raise ValueError for an option that only simulated workers can honour."""
-    asked = {
-        "--step-time": step_time is not None,
-        "--latency": latency != USUAL_LATENCY,
-        "--workers-per-node": workers_per_node != 1,
-        "--inside": inside is not None,
-        "--inside-latency": inside_latency is not None,
-    }
-    for option in (name for name, given in asked.items() if given):
-        raise ValueError(f"{option} is for simulated workers; add --simulate, or leave it out")
+def refuse_simulated(options: VirtualClusterOptions) -> None:
+    """Raise ValueError for an option that real workers do not support."""
+    for field in fields(options):
+        if field.name != "jitter" and getattr(options, field.name) != field.default:
+            option = f"--{field.name.replace('_', '-')}"
+            raise ValueError(f"{option} is for simulated workers; add --simulate, or leave it out")
 
 
 def parse_lr_scales(text: str) -> tuple[float, ...]:
-    """The factors of ``--lr-scale``.
-
-    Raises:
-        ValueError: something else than numbers, or one of them twice.
-    """
+    """Return the distinct factors of ``--lr-scale``; raise ValueError for anything else."""
     try:
-        found = tuple(map(float, text.split(",")))
+        scales = tuple(map(float, text.split(",")))
     except ValueError:
         raise ValueError(
             f"lr-scale must be a number, or several as in 0.3,1,3, got {text!r}"
         ) from None
-    if len(set(found)) < len(found):
+    if len(set(scales)) < len(scales):
         raise ValueError(f"lr-scale {text}: a factor is given twice")
-    return found
+    return scales

@@ -1,17 +1,21 @@
-"""The commands that list what there is: ``recipes`` and ``strategies``."""
+"""The commands ``recipes``, ``strategies`` and ``report``."""
 
 import contextlib
 import dataclasses
 import inspect
 import typing
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from offbeat.arguments import range_of, types_of
-from offbeat.cli.view import console, show
+from offbeat.cli.checks import require_file
+from offbeat.cli.view import console, print_path, print_table
 from offbeat.display.table import Table
 from offbeat.lab.methods.registry import BASELINES
 from offbeat.lab.recipes import RECIPES
+from offbeat.lab.report import page
+from offbeat.lab.results import read_results
 from offbeat.registry import STRATEGIES
 
 
@@ -19,56 +23,70 @@ def recipes() -> None:
     """List the recipes."""
     rows = tuple(
         (
-            one.name,
-            one.description,
-            f"{one.metric} {one.target:g}",
-            f"--data DIR: {one.needs_data}" if one.needs_data else "",
+            recipe.name,
+            recipe.description,
+            f"{recipe.metric} {recipe.target:g}",
+            f"--data DIR: {recipe.needs_data}" if recipe.needs_data else "",
         )
-        for one in RECIPES.values()
+        for recipe in RECIPES.values()
     )
-    show(Table(("recipe", "what", "target", "needs"), rows), texts=4)
+    print_table(Table(("recipe", "what", "target", "needs"), rows), texts=4)
     console.print("Your own: path/to/file.py", highlight=False)
 
 
 def strategies() -> None:
-    """List the strategies and their settings, and the baselines that they are compared with."""
-    _show_kinds("strategy", STRATEGIES)
+    """List strategies and baselines with their settings."""
+    _print_kinds("strategy", STRATEGIES)
     console.print("As text: name:setting=value,setting=value\n", highlight=False)
-    _show_kinds("baseline", BASELINES)
+    _print_kinds("baseline", BASELINES)
     console.print(
         "In train and compare, as text: name,setting=value,setting=value", highlight=False
     )
 
 
-def _show_kinds(heading: str, kinds: Mapping[str, type]) -> None:
-    """A table of dataclasses of settings, by name."""
+def _print_kinds(heading: str, kinds: Mapping[str, type]) -> None:
+    """Print dataclasses of settings, by name."""
     rows = []
     for name, kind in kinds.items():
-        settings = [_setting(kind, one) for one in dataclasses.fields(kind)]
-        shown, allowed = ("\n".join(one[i] for one in settings) for i in range(2))
-        rows.append((name, _summary(kind), shown, allowed))
-    show(Table((heading, "what", "setting", "allowed"), tuple(rows)), texts=4)
+        settings = [_describe(kind, field) for field in dataclasses.fields(kind)]
+        shown, allowed = ("\n".join(setting[i] for setting in settings) for i in range(2))
+        summary = (inspect.getdoc(kind) or "").partition("\n\n")[0].replace("``", "")
+        rows.append((name, summary, shown, allowed))
+    print_table(Table((heading, "what", "setting", "allowed"), tuple(rows)), texts=4)
 
 
-def _summary(kind: type) -> str:
-    return (inspect.getdoc(kind) or "").partition("\n\n")[0].replace("``", "")
-
-
-def _setting(kind: type, one: "dataclasses.Field[Any]") -> tuple[str, str]:
-    """A setting with its default, and what it may be: ``period (required)`` and ``≥ 1``."""
-    default = one.default
-    with contextlib.suppress(TypeError, ValueError):  # of one that must be told something
-        default = getattr(kind(), one.name)  # it may be chosen when nothing else is
+def _describe(kind: type, field: "dataclasses.Field[Any]") -> tuple[str, str]:
+    """Return a setting with its default and its range: ``period (required)`` and ``≥ 1``."""
+    default = field.default
+    with contextlib.suppress(TypeError, ValueError):  # some setting is required
+        default = getattr(kind(), field.name)  # a default that the constructor chooses
     required = default is dataclasses.MISSING
-    shown = f"{one.name} (required)" if required else f"{one.name}={default}"
-    allowed = [*_choices(types_of(kind)[one.name]), str(range_of(one))]
+    shown = f"{field.name} (required)" if required else f"{field.name}={default}"
+    allowed = [*_choices(types_of(kind)[field.name]), str(range_of(field))]
     return shown, ", ".join(filter(None, allowed))
 
 
 def _choices(kind: Any) -> list[str]:
-    """The values of a type that has few."""
+    """Return the values of an enumerable type."""
     if kind is bool:
         return ["true", "false"]
     if typing.get_origin(kind) is typing.Literal:
         return [str(choice) for choice in typing.get_args(kind)]
-    return [choice for one in typing.get_args(kind) for choice in _choices(one)]
+    return [choice for part in typing.get_args(kind) for choice in _choices(part)]
+
+
+def report(results: Path, output: Path | None) -> None:
+    """Write the page of a comparison."""
+    if results.is_dir():
+        raise ValueError(f"{results} is a directory; name its results.jsonl")
+    if not results.exists():
+        raise FileNotFoundError(f"looked for results in {results}, which does not exist")
+    path = results.with_name("report.html") if output is None else output
+    require_file("--output", path)
+    read = read_results(results)
+    if not read:
+        raise ValueError(f"{results} holds no result")
+    text = page(read)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    print_path("report", path)

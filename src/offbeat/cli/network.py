@@ -1,172 +1,165 @@
-"""The commands about networks: ``offbeat plan`` and ``offbeat probe``."""
+"""The commands ``plan`` and ``probe``."""
 
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from dataclasses import fields
 
 import torch.distributed as dist
 
 from offbeat.arguments import POSITIVE, require_number
-from offbeat.cli.options import USUAL_LATENCY, USUAL_WORKERS
-from offbeat.cli.view import console, show
+from offbeat.cli.launcher import is_launched
+from offbeat.cli.options import USUAL_LATENCY, USUAL_WORKERS, PlanOptions
+from offbeat.cli.view import console, print_table
 from offbeat.display.table import Table
 from offbeat.errors import OffbeatError
 from offbeat.lab import probe as probing
-from offbeat.lab.measure import measure_recipe
 from offbeat.lab.methods.registry import is_baseline
 from offbeat.lab.probe import tables
+from offbeat.lab.step_time import measure_recipe
+from offbeat.plan import Plan
 from offbeat.plan import plan as make_plan
 from offbeat.plan.question import Question
-from offbeat.quantization.wire import Precision
 
 _MOST_WORKERS = 10_000
+_PROBED = ("workers", "bandwidth", "latency", "inside", "inside_latency")
 
 
-def plan(
-    bandwidth: str | None,
-    parameters: str | None,
-    step_time: str | None,
-    workers: int | None,
-    latency: str | None,
-    jitter: float,
-    workers_per_node: int,
-    inside: str | None,
-    inside_latency: str | None,
-    lssr: float,
-    wire: Precision | None,
-    strategies: list[str] | None,
-    model: str | None,
-    data: Path | None,
-    probe: bool,
-    as_json: bool,
-) -> None:
-    """Predict the time of a step under each strategy, and say which to try first."""
-    for text in filter(is_baseline, strategies or []):
+def plan(options: PlanOptions) -> None:
+    """Predict the time of a step under each strategy, and recommend one."""
+    _check(options)
+    question = {
+        field.name: getattr(options, field.name) for field in fields(Question) if field.init
+    }
+    # Defaults, and placeholders of what is measured later.
+    usual: dict[str, object] = {"workers": USUAL_WORKERS, "latency": USUAL_LATENCY}
+    usual |= dict.fromkeys(("parameters", "step_time", "bandwidth"), 1.0)
+    question |= {name: value for name, value in usual.items() if question[name] is None}
+    question["strategies"] = options.strategies or None
+    if options.probe:
+        question["workers"] = _launched_workers(options.workers_per_node) or USUAL_WORKERS
+    Question(**question)  # raises for mistakes, before anything is measured
+    if options.probe:
+        result = _measure_network()
+        question |= links(result.pairs, options.workers_per_node)
+        question["workers"] = len(result.ranks)
+        if int(os.environ["RANK"]) != 0:
+            return
+    if options.model is not None:
+        model, seconds = measure_recipe(options.model, data=options.data)
+        if options.parameters is None:
+            question["parameters"] = model
+        if options.step_time is None:
+            question["step_time"] = seconds
+    answer = make_plan(**question)
+    if options.as_json:
+        console.print_json(json.dumps(answer.to_dict()))
+    else:
+        _print_plan(answer)
+
+
+def _check(options: PlanOptions) -> None:
+    """Raise ValueError for options that are missing or contradict each other."""
+    strategies = options.strategies or []
+    for text in filter(is_baseline, strategies):
         raise ValueError(f"plan forecasts strategies; {text} is a baseline, to be run by compare")
-    told: dict[str, Any] = {"jitter": jitter, "lssr": lssr}
-    told |= {"workers": USUAL_WORKERS if workers is None else workers}
-    told |= {"latency": USUAL_LATENCY if latency is None else latency}
-    told |= {"wire": wire, "strategies": strategies or None}
-    told |= {"workers_per_node": workers_per_node}
-    told |= {"inside": inside, "inside_latency": inside_latency}
-    if bandwidth is None and not probe:
+    if options.bandwidth is None and not options.probe:
         raise ValueError("plan needs --bandwidth, like 5Gbit/s, or --probe under torchrun")
-    if model is None and (parameters is None or step_time is None):
+    given = options.parameters is not None, options.step_time is not None
+    if options.model is None and not all(given):
         raise ValueError(
             "plan needs --parameters and --step-time, like 25M and 120ms, or --model RECIPE"
         )
-    if data is not None and model is None:
+    if options.data is not None and options.model is None:
         raise ValueError("--data is that of a recipe: name it with --model, or leave it out")
-    if model is not None and None not in (parameters, step_time):
+    if options.model is not None and all(given):
         raise ValueError(
-            "--model measures what --parameters and --step-time do not say: leave one of them out"
+            "--model measures whichever of --parameters and --step-time is missing: leave one of "
+            "them out"
         )
-    if told["workers"] > _MOST_WORKERS:
-        raise ValueError(f"workers must be at most {_MOST_WORKERS:,}, got {workers}")
-    twice = {text for text in strategies or [] if (strategies or []).count(text) > 1}
-    if twice:
-        raise ValueError(f"{min(twice)!r} is given twice")
-    given = {"parameters": parameters, "step_time": step_time, "bandwidth": bandwidth}
-    told |= {name: 1.0 if value is None else value for name, value in given.items()}
-    if probe:
-        _require_unknown(
-            workers=workers,
-            bandwidth=bandwidth,
-            latency=latency,
-            inside=inside,
-            inside_latency=inside_latency,
-        )
-        told["workers"] = _launched(workers_per_node) or USUAL_WORKERS
-    Question(**told)  # mistakes show before anything is measured
-    if probe:
-        found = _measure_network()
-        told |= {"workers": len(found.ranks), **links(found.pairs, workers_per_node)}
-        if int(os.environ["RANK"]) != 0:
-            return
-    if model is not None:
-        measured, seconds = measure_recipe(model, data=data)
-        told["parameters"] = measured if parameters is None else parameters
-        told["step_time"] = seconds if step_time is None else step_time
-    answer = make_plan(**told)
-    if as_json:
-        console.print_json(json.dumps(answer.to_dict()))
-        return
-    table = answer.table()
-    figures = tuple(row[:-1] for row in table.rows)  # a note is too long for a column
-    show(Table(table.headings[:-1], figures, table.caption))
-    for row in table.rows:
-        console.print(f"{row[0]}: {row[-1]}", style="dim", highlight=False)
-    advice = f"Try {answer.recommendation.strategy} first: {answer.reason}."
-    console.print(f"\n{advice}", highlight=False)
+    if options.workers is not None and options.workers > _MOST_WORKERS:
+        raise ValueError(f"workers must be at most {_MOST_WORKERS:,}, got {options.workers}")
+    repeated = {text for text in strategies if strategies.count(text) > 1}
+    if repeated:
+        raise ValueError(f"{min(repeated)!r} is given twice")
+    for name in _PROBED if options.probe else ():
+        if getattr(options, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"--probe measures what {option} says: leave one of them out")
 
 
-def _require_unknown(**options: str | int | None) -> None:
-    for name, value in options.items():
-        if value is not None:
-            option = name.replace("_", "-")
-            raise ValueError(f"--{option} is what --probe finds out: leave one of them away")
+def _launched_workers(workers_per_node: int) -> int | None:
+    """Return the launcher's number of workers; None without a launcher.
 
-
-def _launched(workers_per_node: int) -> int | None:
-    """How many workers torchrun has started; None if it did not start this process."""
+    Raises:
+        ValueError: they do not form at least two nodes of ``workers_per_node`` each.
+    """
     size = int(os.environ.get("WORLD_SIZE", 0)) or None
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", workers_per_node))
-    if here % workers_per_node:
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", workers_per_node))
+    if local % workers_per_node:
         raise ValueError(
             f"--probe with --workers-per-node {workers_per_node} needs whole nodes on a machine, "
-            f"which has {here} workers here"
+            f"which has {local} workers here"
         )
     if size is not None and workers_per_node > 1 and size <= workers_per_node:
         raise ValueError(
-            f"--probe with --workers-per-node {workers_per_node} needs workers of two nodes at "
-            f"least, got {size}"
+            f"--probe with --workers-per-node {workers_per_node} needs workers of at least two "
+            f"nodes, got {size}"
         )
     return size
 
 
 def links(pairs: Sequence[probing.Pair], workers_per_node: int = 1) -> dict[str, float]:
-    """What a plan assumes of the links: the slowest pair's bandwidth, and the median latency.
+    """Return the arguments of ``plan`` for the measured links.
 
-    Where nodes have several workers, ranks of a node follow each other, and the pairs between nodes
-    and those inside are links of their own.
+    Bandwidth is that of the slowest pair, latency the upper median. With several workers per node,
+    consecutive ranks form a node, and pairs inside a node count separately.
     """
     within = [p for p in pairs if p.source // workers_per_node == p.destination // workers_per_node]
     between = [p for p in pairs if p not in within]
-    found = {"bandwidth": _slowest(between), "latency": _usual(between)}
+    values = {"bandwidth": _slowest(between), "latency": _median_latency(between)}
     if within:
-        found |= {"inside": _slowest(within), "inside_latency": _usual(within)}
-    return found
+        values |= {"inside": _slowest(within), "inside_latency": _median_latency(within)}
+    return values
 
 
 def _slowest(pairs: Sequence[probing.Pair]) -> float:
     return 8 * min(pair.bytes_per_second for pair in pairs)
 
 
-def _usual(pairs: Sequence[probing.Pair]) -> float:
+def _median_latency(pairs: Sequence[probing.Pair]) -> float:
     return sorted(pair.latency_seconds for pair in pairs)[len(pairs) // 2]
 
 
+def _print_plan(answer: Plan) -> None:
+    table = answer.table()
+    figures = tuple(row[:-1] for row in table.rows)  # the notes are too long for a column
+    print_table(Table(table.headings[:-1], figures, table.caption))
+    for row in table.rows:
+        console.print(f"{row[0]}: {row[-1]}", style="dim", highlight=False)
+    advice = f"Try {answer.recommendation.strategy} first: {answer.reason}."
+    console.print(f"\n{advice}", highlight=False)
+
+
 def probe(seconds: float, pairs: bool, as_json: bool) -> None:
-    """Measure the network between the workers that torchrun started, and warn of what is odd."""
+    """Measure the network between the launcher's workers, and warn of anomalies."""
     require_number("seconds", seconds, POSITIVE)
-    found = _measure_network(seconds)
+    result = _measure_network(seconds)
     if int(os.environ["RANK"]) != 0:
         return
     if as_json:
-        console.print_json(json.dumps(found.to_dict()))
+        console.print_json(json.dumps(result.to_dict()))
         return
-    show(tables.by_rank(found))
+    print_table(tables.by_rank(result))
     if pairs:
-        show(tables.by_pair(found))
-    console.print(tables.summary(found), highlight=False, soft_wrap=True)
-    for warning in found.warnings:
+        print_table(tables.by_pair(result))
+    console.print(tables.summary(result), highlight=False, soft_wrap=True)
+    for warning in result.warnings:
         console.print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True)
 
 
 def _measure_network(seconds: float = 20.0) -> probing.Probe:
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    if not is_launched():
         raise OffbeatError(
             "probing needs the processes that torchrun or srun starts: "
             "torchrun --nproc-per-node 2 -m offbeat.cli probe"

@@ -1,7 +1,8 @@
-"""What the command line shows: a progress bar and tables."""
+"""Output of the command line: a progress bar, tables, and names of written files."""
 
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import rich.table
 from rich.console import Console
@@ -10,14 +11,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from offbeat.display.table import Table
 from offbeat.lab.evaluation import MAX_EVALUATIONS
 from offbeat.lab.events import (
-    Chosen,
     Evaluation,
+    EvaluationCount,
     Event,
-    Left,
+    NotSaved,
     Resumed,
     Start,
     Step,
-    Unsaved,
+    Stopped,
     Waiting,
 )
 from offbeat.lab.job import Job
@@ -26,14 +27,16 @@ from offbeat.lab.results import Result
 from offbeat.units import show_seconds
 
 console = Console()
-_WIDE = 100  # columns of a screen
+_WIDE = 100  # columns
 
 
 class Bar:
     """A progress bar for one run after the other.
 
+    Without a terminal, each evaluation is a line instead.
+
     Args:
-        runs: How many there will be; with more than one they are counted.
+        runs: Number of runs. More than one are numbered.
     """
 
     def __init__(self, runs: int = 1) -> None:
@@ -46,10 +49,10 @@ class Bar:
             TimeElapsedColumn(),
             console=console,
         )
-        self._metric = self._name = self._shown = ""
+        self._metric = self._name = self._last = ""
         self._task: Any = None
 
-    def __enter__(self) -> "Bar":
+    def __enter__(self) -> Self:
         self._progress.start()
         return self
 
@@ -62,99 +65,103 @@ class Bar:
         self._progress.stop()
 
     def start(self, job: Job) -> None:
-        """A run begins."""
+        """Start the bar of the next run."""
         self._metric = find_recipe(job.recipe).metric
-        self._name, shown = _name(job), self._count(_name(job))
-        self._shown = ""
-        self._task = self._progress.add_task(shown, total=None, metric="starting the workers")
+        self._name, self._last = _name(job), ""
+        self._task = self._progress.add_task(
+            self._numbered(self._name), total=None, metric="starting the workers"
+        )
 
-    def keep(self, result: Result) -> None:
-        """A run need not be run: its result is there."""
-        name = self._count(_name(result.job))
+    def skip(self, result: Result) -> None:
+        """Report that the result of the next run exists already."""
+        name = self._numbered(_name(result.job))
         console.print(f"{name}  is in the results already", soft_wrap=True)
 
-    def _count(self, name: str) -> str:
+    def _numbered(self, name: str) -> str:
         self._run += 1
-        shown = f"{self._run}/{self._runs} " if self._runs > 1 and console.is_terminal else ""
-        return f"{shown}{name}"
+        number = f"{self._run}/{self._runs} " if self._runs > 1 and console.is_terminal else ""
+        return f"{number}{name}"
 
     def event(self, event: Event) -> None:
-        """An event of the run; a line for each evaluation where no bar can be drawn."""
+        """Show an event of the run."""
         match event:
             case Start():
                 self._progress.update(self._task, total=event.steps, metric="")
             case Step():
-                self._progress.update(self._task, completed=event.step, metric=self._shown)
-            case Resumed():
-                self._progress.update(self._task, completed=event.step)
-                console.print(f"{self._name}  goes on from step {event.step}", soft_wrap=True)
-            case Left():
-                where = f"saved at step {event.step} in {event.directory}"
-                console.print(f"{self._name}  {where}: --resume goes on from it", soft_wrap=True)
-            case Unsaved():
-                where = f"no checkpoint was saved at the end: {event.why}"
-                console.print(f"{self._name}  {where}", soft_wrap=True)
+                self._progress.update(self._task, completed=event.step, metric=self._last)
             case Waiting():
                 self._progress.update(self._task, metric=f"{event.what} …")
-            case Chosen():
-                if event.evaluations < MAX_EVALUATIONS:
-                    console.print(f"{self._name}  {chosen(event)}", soft_wrap=True)
             case Evaluation():
-                self._shown = f"{self._metric} {event.metric:.4f}"
-                self._progress.update(self._task, completed=event.step, metric=self._shown)
+                self._last = f"{self._metric} {event.metric:.4f}"
+                self._progress.update(self._task, completed=event.step, metric=self._last)
                 if not console.is_terminal:
-                    console.print(f"{self._name}  {line(event, self._metric)}", soft_wrap=True)
+                    self._print(f"step {event.step}  {event.seconds:.1f} s  {self._last}")
+            case EvaluationCount() if event.evaluations < MAX_EVALUATIONS:
+                times = "once" if event.evaluations == 1 else f"{event.evaluations} times"
+                self._print(
+                    f"evaluating takes {show_seconds(event.seconds)}: {times} in this run, so that "
+                    "all evaluations take at most a tenth of the time, or 3 s (--evaluations sets "
+                    "the number)"
+                )
+            case Resumed():
+                self._progress.update(self._task, completed=event.step)
+                self._print(f"continues from step {event.step}")
+            case Stopped():
+                self._print(
+                    f"saved at step {event.step} in {event.directory}: --resume continues from it"
+                )
+            case NotSaved():
+                self._print(f"no checkpoint was saved at the end: {event.why}")
+
+    def _print(self, text: str) -> None:
+        console.print(f"{self._name}  {text}", soft_wrap=True)
 
 
 def _name(job: Job) -> str:
     return f"{job.label} seed {job.seed}" if job.seed else job.label
 
 
-def line(event: Evaluation, metric: str) -> str:
-    """An evaluation in one line."""
-    return f"step {event.step}  {event.seconds:.1f} s  {metric} {event.metric:.4f}"
+def print_path(what: str, path: Path) -> None:
+    """Print the path of a written file."""
+    console.print(f"{what} {path}", highlight=False, soft_wrap=True)
 
 
-def chosen(event: Chosen) -> str:
-    """How often a run evaluates, and why, in one line."""
-    times = "once" if event.evaluations == 1 else f"{event.evaluations} times"
-    return (
-        f"evaluating takes {show_seconds(event.seconds)}: {times} in this run, so that all cost at "
-        "most a tenth of the time, or 3 s (--evaluations sets the number)"
-    )
+def print_table(table: Table, *, texts: int = 1) -> None:
+    """Print a table with its caption.
 
-
-def show(table: Table, *, texts: int = 1) -> None:
-    """Print caption and table; the first ``texts`` columns hold words, the others figures."""
+    Args:
+        table: Table to print.
+        texts: Number of columns of text, from the left. The others are numbers.
+    """
     gap = 2 if console.width >= _WIDE else 1
-    found = rich.table.Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
+    grid = rich.table.Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
     for number, (heading, *cells) in enumerate(zip(table.headings, *table.rows, strict=True)):
-        # Lines of neighbouring cells belong together, so they are not broken any further.
-        whole = number == 0 or any("\n" in cell for cell in cells)
-        found.add_column(
+        # Lines of neighbouring cells correspond to each other and must not be wrapped.
+        unwrapped = number == 0 or any("\n" in cell for cell in cells)
+        grid.add_column(
             heading,
             justify="left" if number < texts else "right",
-            no_wrap=whole,
+            no_wrap=unwrapped,
             overflow="fold",
         )
-    _print(table, found)
+    _print(table, grid)
 
 
-def show_narrow(table: Table) -> None:
-    """Print caption and table, which has many columns: their headings take several lines."""
-    found = rich.table.Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+def print_narrow_table(table: Table) -> None:
+    """Print a table of many columns, with its caption: headings take several lines."""
+    grid = rich.table.Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     first, *others = zip(table.headings, *table.rows, strict=True)
-    found.add_column(first[0], overflow="fold")  # it alone may be broken, where it is long
+    grid.add_column(first[0], overflow="fold")  # the only column that is wrapped
     for heading, *cells in others:
         width = max(map(len, cells))
-        found.add_column(heading.replace(" ", "\n"), justify="right", min_width=width)
-    _print(table, found)
+        grid.add_column(heading.replace(" ", "\n"), justify="right", min_width=width)
+    _print(table, grid)
 
 
-def _print(table: Table, found: rich.table.Table) -> None:
+def _print(table: Table, grid: rich.table.Table) -> None:
     for row in table.rows:
-        found.add_row(*row)
+        grid.add_row(*row)
     if table.caption:
         console.print(table.caption, style="dim", highlight=False)
-    console.print(found)
+    console.print(grid)
     console.print()

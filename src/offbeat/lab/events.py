@@ -1,4 +1,7 @@
-"""What a run tells while it goes on: values between objects, lines of JSON between processes."""
+"""Events of a run: values within a process, lines of JSON between processes and in checkpoints.
+
+``step`` is the number of steps that each worker has taken so far.
+"""
 
 import json
 from collections.abc import Mapping
@@ -10,12 +13,7 @@ from offbeat.telemetry import Stats
 
 @dataclass(frozen=True)
 class Start:
-    """Training begins.
-
-    Attributes:
-        steps: How many steps each worker will take.
-        model_bytes: Size of the model's parameters.
-    """
+    """The start of training: steps of each worker, and size of the model's parameters."""
 
     steps: int
     model_bytes: int
@@ -23,10 +21,10 @@ class Start:
 
 @dataclass(frozen=True)
 class Step:
-    """A step is taken, after which nothing was evaluated.
+    """A step without an evaluation.
 
     Attributes:
-        step: Steps each worker has taken.
+        step: Number of steps.
         seconds: Training seconds of rank 0: computing and waiting, without evaluation.
     """
 
@@ -36,13 +34,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A step is taken, and the consensus of the workers evaluated.
+    """A step, followed by an evaluation of the consensus.
 
     Attributes:
-        step: Steps each worker has taken.
-        seconds: Training seconds of rank 0: computing and waiting, without evaluation.
-        metric: The recipe's metric.
-        metrics: All metrics by name, that one among them.
+        step: Number of steps.
+        seconds: Training seconds of rank 0, as in ``Step``.
+        metric: Value of the recipe's metric.
+        metrics: Values of all metrics by name, the recipe's metric included.
     """
 
     step: int
@@ -53,60 +51,37 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Rank 0 does something else than train, until the next event.
-
-    Attributes:
-        what: In a few words.
-    """
+    """The start of something other than training, described by ``what``, until the next event."""
 
     what: str
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """How often the run evaluates, chosen by what an evaluation will take.
-
-    Attributes:
-        evaluations: The number, the end included.
-        seconds: What one takes.
-    """
+class EvaluationCount:
+    """The number of evaluations that the run has chosen, given the expected seconds of one."""
 
     evaluations: int
     seconds: float
 
 
 @dataclass(frozen=True)
-class Measured:
-    """The links, before the training or after it; see ``measure_links``.
-
-    Attributes:
-        bytes_per_second: Of the slowest link, one way, while all are busy.
-        latency_seconds: Of one message, the median.
-    """
+class LinkSpeed:
+    """Bandwidth of the slowest link in one direction, all links being busy, and median latency."""
 
     bytes_per_second: float
     latency_seconds: float
 
 
 @dataclass(frozen=True)
-class Paced:
-    """What uneven workers' sleeps are multiples of; see ``lab.uneven``.
-
-    Attributes:
-        step_seconds: A step of a worker alone, the mean over the workers.
-    """
+class LocalStepTime:
+    """Mean step time without communication; sleeps of ``lab.stragglers`` are multiples of it."""
 
     step_seconds: float
 
 
 @dataclass(frozen=True)
-class Turn:
-    """The workers have trained alone for a moment, outside the clock; see ``lab.turns``.
-
-    Attributes:
-        step: Steps each worker had taken.
-        step_seconds: A step of a worker alone, the mean over the workers.
-    """
+class Calibration:
+    """Mean step time without communication, measured within the run but off its clock."""
 
     step: int
     step_seconds: float
@@ -114,47 +89,34 @@ class Turn:
 
 @dataclass(frozen=True)
 class Resumed:
-    """The run goes on from a checkpoint; what it had told until then follows.
-
-    Attributes:
-        step: Steps each worker had taken.
-    """
+    """The continuation from a checkpoint of ``step``. The events that it repeats follow."""
 
     step: int
 
 
 @dataclass(frozen=True)
-class Left:
-    """The run was asked to end early: all workers have saved, and leave.
-
-    Attributes:
-        step: Steps each worker has taken.
-        directory: Where the checkpoint is.
-    """
+class Stopped:
+    """The early end of a run on request, after all workers saved a checkpoint in ``directory``."""
 
     step: int
     directory: str
 
 
 @dataclass(frozen=True)
-class Unsaved:
-    """The run was asked to end early, and ends without a checkpoint of where it was.
-
-    Attributes:
-        why: In a few words.
-    """
+class NotSaved:
+    """The early end of a run on request, without a checkpoint, for the reason ``why``."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class End:
-    """Training is over.
+    """The end of training.
 
     Attributes:
-        stats: The totals of every worker, in rank order.
-        step_seconds: What each step counts in truth, where that is known now only (``ideal``): the
-            seconds of all events before are this many for each step. None: as they told.
+        stats: Totals of every worker, in rank order.
+        step_seconds: Duration of every step, for a method that knows it only now (``ideal``); it
+            replaces the seconds of all earlier events. None: those are valid.
     """
 
     stats: tuple[Stats, ...]
@@ -166,54 +128,45 @@ Event: TypeAlias = (
     | Step
     | Evaluation
     | Waiting
-    | Chosen
-    | Measured
-    | Paced
-    | Turn
+    | EvaluationCount
+    | LinkSpeed
+    | LocalStepTime
+    | Calibration
     | Resumed
-    | Left
-    | Unsaved
+    | Stopped
+    | NotSaved
     | End
 )
 
-_KINDS: dict[str, Any] = {
-    "start": Start,
-    "step": Step,
-    "evaluation": Evaluation,
-    "waiting": Waiting,
-    "chosen": Chosen,
-    "measured": Measured,
-    "paced": Paced,
-    "turn": Turn,
-    "resumed": Resumed,
-    "left": Left,
-    "unsaved": Unsaved,
+_KINDS: dict[str, Any] = {  # the names are part of the checkpoints of runs
+    **{"start": Start, "step": Step, "evaluation": Evaluation, "waiting": Waiting, "end": End},
+    **{"chosen": EvaluationCount, "measured": LinkSpeed, "paced": LocalStepTime},
+    **{"turn": Calibration, "resumed": Resumed, "left": Stopped, "unsaved": NotSaved},
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 def to_json(event: Event) -> str:
-    """An event as one line of JSON."""
+    """Return an event as one line of JSON."""
+    values = {name: value for name, value in asdict(event).items() if value is not None}
     if isinstance(event, End):
-        stats = [one.to_dict() for one in event.stats]
-        known = {} if event.step_seconds is None else {"step_seconds": event.step_seconds}
-        return json.dumps({"event": "end", "stats": stats, **known})
-    return json.dumps({"event": _NAMES[type(event)], **asdict(event)})
+        values["stats"] = [stats.to_dict() for stats in event.stats]
+    return json.dumps({"event": _NAMES[type(event)], **values})
 
 
 def from_json(line: str | bytes) -> Event:
-    """The event of a line that ``to_json`` made."""
+    """Return the event of a line that ``to_json`` made."""
     values = json.loads(line)
-    name = values.pop("event")
-    if name == "end":
-        return End(tuple(stats_of(one) for one in values["stats"]), values.get("step_seconds"))
-    event: Event = _KINDS[name](**values)
+    kind = _KINDS[values.pop("event")]
+    if kind is End:
+        values["stats"] = tuple(map(stats_of, values["stats"]))
+    event: Event = kind(**values)
     return event
 
 
 def stats_of(values: Mapping[str, Any]) -> Stats:
-    """The totals of ``Stats.to_dict()``; what it derives from others is derived anew."""
-    told = {one.name: values[one.name] for one in fields(Stats) if one.name in values}
-    if values.get("flags"):  # 0.1.0 wrote them beside the details only
-        told["details"] = {"flags": values["flags"], **told.get("details", {})}
-    return Stats(**told)
+    """Return the ``Stats`` of the values of ``Stats.to_dict()``, without its derived ones."""
+    known = {field.name: values[field.name] for field in fields(Stats) if field.name in values}
+    if values.get("flags"):  # version 0.1.0 wrote them outside the details
+        known["details"] = {"flags": values["flags"], **known.get("details", {})}
+    return Stats(**known)

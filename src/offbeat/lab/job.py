@@ -1,7 +1,7 @@
-"""One training run, as a value that files, processes and command lines agree on.
+"""The settings of one training run, shared by command line, processes and result files.
 
-The help of the command line is made from its fields: what only a run needs, torch above all, is
-imported where it is used.
+The command line builds its help from the fields of ``Job``. Modules that only a run needs, such as
+torch, are therefore imported inside the methods.
 """
 
 import dataclasses
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from offbeat.lab.recipes import Setup, Task
 
 MOST_WORKERS = 1000
-MOST_SEED = 4_000_000  # each worker has a thousandfold one of its own, of 32 bits
+MOST_SEED = 4_000_000  # worker r seeds its generators with 1000 · seed + r, in 32 bits
 
 
 @dataclass(frozen=True)
 class Option:
-    """How a field of ``Job`` is asked for on a command line.
+    """The command-line option of a field of ``Job``.
 
     Attributes:
-        help: One sentence.
-        flags: Such as ``--workers`` and ``-n``; empty if the field's name is the flag.
-        unset: What None stands for, to be shown as the default.
-        is_path: Whether the text is that of a path.
-        of_method: Whether it belongs to how is trained rather than to what: a comparison may set it
-            for one strategy alone.
+        help: Help text, one sentence.
+        flags: Flags such as ``--workers`` and ``-n``; empty: the field's name.
+        unset: Text shown as the default if the default is None.
+        is_path: True if the value is a path.
+        of_method: True if the option is part of the method, so that a comparison may set it for one
+            strategy alone.
     """
 
     help: str
@@ -42,7 +42,7 @@ class Option:
     of_method: bool = False
 
     def flag(self, name: str) -> str:
-        """The long flag, of the field ``name``."""
+        """Return the long flag of the field ``name``."""
         return self.flags[0] if self.flags else f"--{name.replace('_', '-')}"
 
 
@@ -56,34 +56,37 @@ def option(
     least: int | None = None,
     above: float | None = None,
 ) -> Any:
-    """A field of ``Job`` that every command with a job offers; see ``Option`` and ``setting``."""
+    """Declare a field of ``Job`` with an option; see ``Option`` and ``setting``."""
     metadata: dict[str, Any] = {"option": Option(help, flags, unset, is_path, of_method)}
     if flags:
         metadata["label"] = flags[0].removeprefix("--")
     return setting(default, least=least, above=above, metadata=metadata)
 
 
-def option_of(one: "dataclasses.Field[Any]") -> Option | None:
-    """How a field of ``Job`` is asked for; None if it is not."""
-    return one.metadata.get("option")
+def option_of(field: "dataclasses.Field[Any]") -> Option | None:
+    """Return the option of a field of ``Job``; None if it has none."""
+    return field.metadata.get("option")
 
 
 @dataclass(frozen=True)
 class Job:
-    """One training run: what is trained, how, by how many workers.
+    """One training run: task, method and number of workers.
 
-    Its fields are the options of the commands ``train``, ``compare`` and ``simulate``, each with
-    its name, default, range and help. An option more is a field more, and what is done with it.
+    The fields with an ``option`` are the options of the commands ``train``, ``compare`` and
+    ``simulate``, with the same name, default, range and help. A new field is a new option.
 
-    Six have no option of their own: ``jitter`` and ``slow``, the uneven computing of real workers,
-    ``alone_seconds``, the step alone that their sleeps are multiples of (None: as the run measures;
-    see ``lab.uneven``), ``measure_links``, whether links are measured before and after,
-    ``measure_alone``, whether workers train alone by turns with the method (``lab.turns``), both of
-    them on processes only, and ``workers_per_node``, of simulated nodes.
+    The other fields:
+
+    - ``jitter``, ``slow``: stragglers among real workers; see ``lab.stragglers``. Their sleeps are
+      multiples of ``alone_seconds`` (None: measured by the run).
+    - ``measure_links``: True to measure the links before and after training, on processes only.
+    - ``measure_alone``: True to calibrate at each evaluation, on processes only; see
+      ``lab.step_time``.
+    - ``workers_per_node``: number of workers of each simulated node.
     """
 
     recipe: str = option(
-        help="A recipe; `offbeat recipes` lists them. Or your own: path/to/file.py."
+        help="A recipe (listed by `offbeat recipes`), or your own: path/to/file.py."
     )
     strategy: str = option(
         "bsp",
@@ -91,10 +94,10 @@ class Job:
         "-s",
         help="A strategy, as in selsync:delta=0.3, or a baseline: ideal, torch:ddp.",
     )
-    workers: int = option(4, "--workers", "-n", help="How many workers.", least=1)
+    workers: int = option(4, "--workers", "-n", help="Number of workers.", least=1)
     epochs: float | None = option(
         None,
-        help="Passes over the data by all workers together.",
+        help="Passes over the data, by all workers together.",
         unset="the recipe's",
         above=0,
     )
@@ -104,13 +107,13 @@ class Job:
     )
     evaluations: int | None = option(
         None,
-        help="How often the mean of all workers is evaluated, evenly spread, the end included.",
-        unset="24, or as many as cost a tenth of the time",
+        help="Number of evaluations of the consensus, evenly spaced, the final one included.",
+        unset="24, or fewer if they would take over a tenth of the time",
         least=1,
     )
-    max_steps: int | None = option(None, help="End after so many steps of each worker.", least=1)
+    max_steps: int | None = option(None, help="Stop after this many steps of each worker.", least=1)
     max_seconds: float | None = option(
-        None, help="End at the first evaluation after so many training seconds.", above=0
+        None, help="Stop at the first evaluation after this training time.", above=0
     )
     jitter: float = setting(0.0, least=0)
     slow: str | None = None
@@ -119,48 +122,46 @@ class Job:
     measure_alone: bool = False
     workers_per_node: int = setting(1, least=1)
     log: str | None = option(  # torchrun has options of its own that begin with --log
-        None, "--records", help="JSON lines of every step, one file a worker.", is_path=True
+        None, "--records", help="JSON lines of every step, one file per worker.", is_path=True
     )
     checkpoints: str | None = option(
-        None, help="Directory where every worker saves checkpoints of the run.", is_path=True
+        None, help="Directory for checkpoints of the run.", is_path=True
     )
     save_every: int | None = option(
-        None, help="Steps between two checkpoints.", least=1, unset="at the end, or on Ctrl-C"
+        None, help="Steps between checkpoints.", least=1, unset="at the end and on Ctrl-C"
     )
-    resume: bool = option(
-        False, "--resume", help="Go on from the newest checkpoint that all workers have whole."
-    )
+    resume: bool = option(False, "--resume", help="Continue from the newest complete checkpoint.")
     timeout_seconds: float = option(
-        120.0, "--timeout", help="Seconds an operation between workers may take.", above=0
+        120.0, "--timeout", help="Seconds that an operation between workers may take.", above=0
     )
     lr_scale: float = option(
         1.0, "--lr-scale", help="Factor on the recipe's learning rate.", above=0, of_method=True
     )
     partition: str | None = option(
         None,
-        help="Give each worker its own data: label:K (K labels) or dirichlet:A (skewed by A).",
-        unset="all workers read everything",
+        help="Partition the data: label:K (K labels per worker) or dirichlet:A (skewed by A).",
+        unset="all workers read all data",
     )
     sampler: str = option(
         "seldp",
-        help="seldp: everyone reads everything; defdp: an N-th; distributed: another every epoch.",
+        help="Data of a worker: all (seldp), 1/N (defdp), or another 1/N each epoch (distributed).",
         of_method=True,
     )
     injection: str | None = option(
         None,
-        help="In each step ALPHA of the workers give all others BETA of their batch, as 0.5,0.5.",
+        help="ALPHA,BETA: each step, a share ALPHA of the workers sends a share BETA of its batch.",
         unset="none",
         of_method=True,
     )
     wire: Precision | None = option(
         None,
-        help="How models and gradients travel: as they are, or in fewer bytes.",
-        unset="float32; streaming chooses",
+        help="Precision of models and gradients on the network.",
+        unset="float32; chosen at run time by streaming",
         of_method=True,
     )
 
     def setup(self) -> "Setup":
-        """The recipe's part of it."""
+        """Return the arguments of the recipe's ``build``."""
         from offbeat.lab.recipes import Setup, find_recipe
 
         recipe = find_recipe(self.recipe)
@@ -168,14 +169,17 @@ class Job:
         return Setup(self.workers, epochs, self.seed, Path(self.data) if self.data else None)
 
     def check(self, task: "Task | None" = None) -> "Task":
-        """Build everything once, so that mistakes show before any worker starts.
+        """Raise for any mistake that can be found before a worker starts.
 
         Args:
-            task: What a job of the same recipe, data and workers has built, not to build it again.
+            task: Task that a job with the same recipe, data and workers has built; None: build it.
+
+        Returns:
+            The task.
 
         Raises:
-            ValueError, TypeError: an unknown recipe or strategy, or an impossible setting.
-            FileNotFoundError: the data are not there.
+            ValueError, TypeError: an unknown recipe or strategy, or an invalid setting.
+            FileNotFoundError: the data do not exist.
         """
         from offbeat.lab.recipes import find_recipe
         from offbeat.lab.recipes.custom import try_out
@@ -198,7 +202,6 @@ class Job:
         return task
 
     def _check_checkpoints(self) -> None:
-        """Whether the options for them go together, and with what is in the directory."""
         from offbeat.checkpoint.files import all_files
 
         if self.checkpoints is None:
@@ -208,21 +211,20 @@ class Job:
             return
         if self.injection is not None:
             raise ValueError(
-                "--checkpoints with --injection: samples that are on their way between workers are "
-                "in no checkpoint of a run, leave one of them out"
+                "--checkpoints with --injection: samples in flight between workers are not part of "
+                "a run's checkpoint; leave one of them out"
             )
         saved = any(all_files(Path(self.checkpoints)))
         if self.resume and not saved:
             raise ValueError(f"--resume: {self.checkpoints} holds no checkpoint, leave it out")
         if saved and not self.resume:
             raise ValueError(
-                f"--checkpoints {self.checkpoints}: a run was saved there already; go on with it "
-                "by --resume, or give another directory"
+                f"--checkpoints {self.checkpoints}: a run was saved there already; continue it "
+                "with --resume, or name another directory"
             )
 
     def _check_bounds(self) -> None:
-        """Raise ValueError for numbers that no run has a use for."""
-        from offbeat.lab.uneven import parse_slow
+        from offbeat.lab.stragglers import parse_slow
         from offbeat.training.compatibility import require_timeout
 
         parse_slow(self.slow, self.workers)
@@ -238,10 +240,10 @@ class Job:
         require_timeout(self.timeout_seconds, "timeout")
 
     def check_method(self) -> None:
-        """Whether the strategy or baseline can use the options as asked for.
+        """Raise unless the strategy or baseline supports the settings of this job.
 
         Raises:
-            ValueError, TypeError: it cannot, or there is none of that name.
+            ValueError, TypeError: it does not, or its name is unknown.
             ImportError: its package is not installed.
         """
         from offbeat.errors import AttachError
@@ -251,40 +253,42 @@ class Job:
 
         method = parse_method(self.strategy)
         if isinstance(method, Baseline):
-            self._refuse(method)
+            self._check_refused(method)
             method.require()
             return
         wire = self.wire or method.default_wire
         try:
             require_abilities(method, wire=wire, nodes=self.workers_per_node > 1)
-        except AttachError as error:  # here it is a mistake on the command line
+        except AttachError as error:  # for a command line this is a wrong argument
             raise ValueError(str(error)) from None
 
-    def _refuse(self, method: "Baseline") -> None:
-        """Raise ValueError for an option that ``method`` cannot honour."""
-        for one in dataclasses.fields(self):
-            about, value = option_of(one), getattr(self, one.name)
-            if one.name in method.refused and value != one.default:
-                assert about is not None
-                flag = about.flag(one.name)
-                raise ValueError(f"{flag} {value}: {method.name} cannot honour it, leave it out")
+    def _check_refused(self, method: "Baseline") -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in method.refused and value != field.default:
+                option = option_of(field)
+                assert option is not None
+                raise ValueError(
+                    f"{option.flag(field.name)} {value}: {method.name} cannot honour it, "
+                    "leave it out"
+                )
 
     @property
     def label(self) -> str:
-        """The strategy, with what else of the method is not the default; see ``under``."""
+        """Strategy and other options of the method, in the form that ``under`` reads."""
         return " ".join([self.strategy, *self.options])
 
     @property
     def options(self) -> tuple[str, ...]:
-        """What else of the method is not the default, as in ``--wire int8``."""
+        """Options of the method that differ from the default, as in ``--wire int8``."""
         return tuple(
-            f"{about.flag(one.name)} {str(getattr(self, one.name)).removesuffix('.0')}"
-            for one, about in _of_method().items()
-            if getattr(self, one.name) not in (one.default, self._usual(one.name))
+            f"{option.flag(field.name)} {str(getattr(self, field.name)).removesuffix('.0')}"
+            for field, option in _method_options().items()
+            if getattr(self, field.name) not in (field.default, self._implied(field.name))
         )
 
-    def _usual(self, name: str) -> object:
-        """Another way to write the default: the strategy's own wire."""
+    def _implied(self, name: str) -> object:
+        """Return the value that the strategy implies: for ``wire``, its default precision."""
         from offbeat.lab.methods.registry import parse_method
         from offbeat.strategies import Strategy
 
@@ -292,41 +296,44 @@ class Job:
             return None
         try:
             method = parse_method(self.strategy)
-        except (ValueError, TypeError):  # a result of elsewhere, with a strategy that is not here
+        except (ValueError, TypeError):  # a result with a custom strategy that is not available
             return None
         return method.default_wire if isinstance(method, Strategy) else None
 
     def under(self, text: str) -> "Job":
-        """This job under a strategy and options for it alone.
+        """Return this job with another method.
 
-        ``job.under("local:period=8 --wire int8 --lr-scale 2")``. Options are those of the method:
-        learning rate, sampler, injection, wire.
+        ``job.under("local:period=8 --wire int8 --lr-scale 2")``
+
+        Args:
+            text: A strategy or baseline, followed by options of the method: learning-rate scale,
+                sampler, injection, wire.
 
         Raises:
-            ValueError: another option, or one without a value.
+            ValueError: another option, or an option without a value.
         """
         strategy, *words = text.split() or [""]
+        fields = {option.flag(field.name): field for field, option in _method_options().items()}
         kind: type = type(self)
-        flags = {about.flag(one.name): one for one, about in _of_method().items()}
-        told: dict[str, Any] = {}
+        types, values = types_of(kind), dict[str, Any]()
         for flag, value in _pairs(text, words):
-            if flag not in flags:
+            if flag not in fields:
                 raise ValueError(
-                    f"in {text!r}: {flag} cannot be given to one strategy; {', '.join(flags)} can"
+                    f"in {text!r}: {flag} cannot be given to one strategy; {', '.join(fields)} can"
                 )
-            one = flags[flag]
-            if one.name in told:
+            name = fields[flag].name
+            if name in values:
                 raise ValueError(f"in {text!r}: {flag} is given twice")
-            told[one.name] = value
-            if types_of(kind)[one.name] is float:
+            values[name] = value
+            if types[name] is float:
                 try:
-                    told[one.name] = float(value)
+                    values[name] = float(value)
                 except ValueError:
                     raise ValueError(f"in {text!r}: {flag} must be a number") from None
-        return dataclasses.replace(self, strategy=strategy, **told)
+        return dataclasses.replace(self, strategy=strategy, **values)
 
     def sampler_for(self, task: "Task", rank: int) -> "Sampler[int]":
-        """Which samples worker ``rank`` reads, and in which order."""
+        """Return the sampler of worker ``rank``."""
         from offbeat.lab.samplers import make_sampler
 
         return make_sampler(
@@ -339,23 +346,18 @@ class Job:
         )
 
 
-def _of_method() -> "dict[dataclasses.Field[Any], Option]":
-    """The fields of ``Job`` that belong to the method, each with its option."""
-    found = {}
-    for one in dataclasses.fields(Job):
-        about = option_of(one)
-        if about is not None and about.of_method:
-            found[one] = about
-    return found
+def _method_options() -> "dict[dataclasses.Field[Any], Option]":
+    options = {field: option_of(field) for field in dataclasses.fields(Job)}
+    return {field: option for field, option in options.items() if option and option.of_method}
 
 
-def option_of_method() -> frozenset[str]:
-    """The names of the fields that belong to the method."""
-    return frozenset(one.name for one in _of_method())
+def method_fields() -> frozenset[str]:
+    """Return the names of the fields that are options of the method."""
+    return frozenset(field.name for field in _method_options())
 
 
 def _pairs(text: str, words: list[str]) -> Iterator[tuple[str, str]]:
-    """Flags and values of ``--flag value`` and ``--flag=value``."""
+    """Yield flags and values of ``--flag value`` and ``--flag=value``."""
     rest = iter(words)
     for word in rest:
         flag, equals, value = word.partition("=")

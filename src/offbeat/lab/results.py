@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from offbeat.lab.events import Evaluation, Measured, Turn, stats_of
+from offbeat.lab.events import Calibration, Evaluation, LinkSpeed, stats_of
 from offbeat.lab.job import Job
 from offbeat.lab.methods.registry import is_ideal, is_peer
 from offbeat.telemetry import Stats
@@ -47,8 +47,8 @@ class Result:
     points: tuple[Evaluation, ...]
     stats: tuple[Stats, ...]
     model_bytes: int | None = None
-    links: tuple[Measured, ...] = ()
-    turns: tuple[Turn, ...] = ()
+    links: tuple[LinkSpeed, ...] = ()
+    turns: tuple[Calibration, ...] = ()
     lr_scales: tuple[float, ...] = ()
     command: str = ""
 
@@ -164,8 +164,8 @@ class Result:
         given["job"] = _job_of(values["job"])
         given["points"] = tuple(Evaluation(**point) for point in values["points"])
         given["stats"] = tuple(stats_of(stats) for stats in values["stats"])
-        given["links"] = tuple(Measured(**link) for link in given.get("links", ()))
-        given["turns"] = tuple(Turn(**turn) for turn in given.get("turns", ()))
+        given["links"] = tuple(LinkSpeed(**link) for link in given.get("links", ()))
+        given["turns"] = tuple(Calibration(**turn) for turn in given.get("turns", ()))
         given["lr_scales"] = tuple(given.get("lr_scales", ()))
         if not (given["points"] and given["stats"]):
             raise ValueError("a result needs an evaluation and the totals of a worker")

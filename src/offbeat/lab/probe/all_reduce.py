@@ -1,4 +1,4 @@
-"""Measure all-reduces among all workers."""
+"""Latency and bandwidth of all-reduces among all workers."""
 
 import statistics
 import time
@@ -6,7 +6,7 @@ import time
 import torch
 from torch import Tensor
 
-from offbeat.lab.probe.link import END, PING_SHARE, PINGS, repeat
+from offbeat.lab.probe.pairwise import END, PING_SHARE, PINGS, repeat
 from offbeat.lab.probe.result import AllReduce
 from offbeat.transport.communicator import Communicator
 from offbeat.units import show_bytes
@@ -15,14 +15,24 @@ from offbeat.units import show_bytes
 def measure_all_reduce(
     communicator: Communicator, noise: Tensor, scratch: Tensor, seconds: float
 ) -> AllReduce | None:
-    """Measure all-reduces as rank 0 directs; the result is there only."""
-    taken: list[float] = []
-    order = torch.zeros(1, dtype=torch.int64)
+    """Measure all-reduces, whose sizes and number rank 0 decides. A collective.
 
-    def direct(number: int) -> int:
-        order.fill_(number)
-        communicator.broadcast(order, what="next measurement").wait()
-        return int(order.item())
+    Args:
+        communicator: Communicator of all workers.
+        noise: Floats to sum.
+        scratch: Buffer of the same size.
+        seconds: Available time.
+
+    Returns:
+        The result on rank 0, None on the other ranks.
+    """
+    taken: list[float] = []
+    decision = torch.zeros(1, dtype=torch.int64)
+
+    def from_rank_0(number: int) -> int:
+        decision.fill_(number)
+        communicator.broadcast(decision, what="next measurement").wait()
+        return int(decision.item())
 
     def reduce(count: int) -> float:
         scratch[:count].copy_(noise[:count])
@@ -32,25 +42,25 @@ def measure_all_reduce(
         return taken[-1]
 
     def slowest() -> list[float]:
-        """Of each all-reduce since the last call, the time of the worker that had it last."""
+        """Return the time of the slowest worker for each all-reduce since the last call."""
         times = torch.tensor(taken, dtype=torch.float64)
         taken.clear()
         communicator.maximum(times, what="times of the all-reduces").wait()
-        return [float(one) for one in times]
+        return times.tolist()
 
     least, most = PINGS
     once = statistics.median(reduce(1) for _ in range(least))
-    for _ in range(direct(max(least, min(most, int(PING_SHARE * seconds / once))))):
+    for _ in range(from_rank_0(max(least, min(most, int(PING_SHARE * seconds / once))))):
         reduce(1)
     latency = statistics.median(slowest()[least:])
     if communicator.rank != 0:
-        while (count := direct(0)) != END:
+        while (count := from_rank_0(0)) != END:
             reduce(count)
         slowest()
         return None
     budget = (1 - PING_SHARE) * seconds
-    size, times = repeat(lambda size: reduce(direct(size // 4)), 4 * noise.numel(), budget)
-    direct(END)
+    size, times = repeat(lambda size: reduce(from_rank_0(size // 4)), 4 * noise.numel(), budget)
+    from_rank_0(END)
     median = statistics.median(slowest()[-len(times) :])
     return AllReduce(
         latency_seconds=latency,

@@ -1,4 +1,4 @@
-"""What a probe of the network found, as values."""
+"""The result of a probe."""
 
 import dataclasses
 import statistics
@@ -15,7 +15,7 @@ class Rank:
     """One worker.
 
     Attributes:
-        rank: Its rank.
+        rank: Rank of the worker.
         host: Name of its host.
         interface: Interface and address that gloo binds there, as ``eth0 (10.0.0.1; …)``.
     """
@@ -27,14 +27,14 @@ class Rank:
 
 @dataclass(frozen=True)
 class Pair:
-    """What ``source`` measured towards ``destination``.
+    """The link from one worker to another, as measured by the sender.
 
     Attributes:
         source: Rank of the sender.
         destination: Rank of the receiver.
-        latency_seconds: Half of the median round trip of a message of 8 bytes.
-        bytes_per_second: One way: bytes over the median time less the shortest round trip.
-        message_bytes: Size of the messages this was measured with.
+        latency_seconds: Half of the median round trip of an 8-byte message.
+        bytes_per_second: Bytes over the median time of a message less the shortest round trip.
+        message_bytes: Size of the messages for the bandwidth.
         repetitions: Number of those messages.
     """
 
@@ -53,15 +53,15 @@ class Pair:
 
 @dataclass(frozen=True)
 class AllReduce:
-    """All-reduces among all workers, each until the last worker has the result.
+    """All-reduces among all workers, each timed until the last worker has its result.
 
     Attributes:
-        latency_seconds: Median time of one of 4 bytes.
-        seconds: Median time of one of ``message_bytes``.
-        message_bytes: Its size.
-        repetitions: Number of those all-reduces.
+        latency_seconds: Median time of an all-reduce of 4 bytes.
+        seconds: Median time of an all-reduce of ``message_bytes``.
+        message_bytes: Size of the large all-reduces.
+        repetitions: Number of the large all-reduces.
         algorithm_bytes_per_second: ``message_bytes / seconds``.
-        bus_bytes_per_second: What a link carried each way in a ring: 2 (N - 1) / N of that.
+        bus_bytes_per_second: Traffic of a link in a ring, 2 (N − 1) / N times that.
     """
 
     latency_seconds: float
@@ -74,16 +74,16 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class Probe:
-    """The network as measured; see ``probe``.
+    """A measured network; see ``probe``.
 
     Attributes:
-        ranks: The workers in rank order.
-        pairs: The ordered pairs that were measured.
-        possible_pairs: How many ordered pairs there are.
-        all_reduce: The all-reduces.
-        warnings: What is odd, one line each; see ``find_warnings``.
-        seed: Seed of the choice of pairs, where not all were measured.
-        seconds: How long the measuring took.
+        ranks: Workers in rank order.
+        pairs: Measured ordered pairs.
+        possible_pairs: Number of all ordered pairs.
+        all_reduce: All-reduces.
+        warnings: Lines of ``find_warnings``.
+        seed: Seed that chose the pairs, where not all were measured.
+        seconds: Duration of the measurement.
     """
 
     ranks: tuple[Rank, ...]
@@ -95,7 +95,7 @@ class Probe:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON values."""
+        """Return everything as JSON values."""
         values = dataclasses.asdict(self)
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
@@ -103,9 +103,12 @@ class Probe:
 def rate_of(
     rank: int, direction: Direction, pairs: Sequence[Pair], *, least: int = 1
 ) -> float | None:
-    """Bytes a second that ``rank`` sends or receives; None with fewer than ``least`` partners.
+    """Return the bytes per second that ``rank`` sends or receives: the upper median over partners.
 
-    The upper median: among 3 workers one slow partner of two must not make this one slow.
+    Among 3 workers, one slow partner of two must not make this worker look slow.
+
+    Returns:
+        None if there are fewer than ``least`` partners.
     """
     end = "source" if direction == "sends" else "destination"
     rates = [pair.bytes_per_second for pair in pairs if getattr(pair, end) == rank]

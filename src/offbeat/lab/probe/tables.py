@@ -1,4 +1,4 @@
-"""What a probe found, as text."""
+"""Tables of a probe."""
 
 import statistics
 
@@ -8,7 +8,7 @@ from offbeat.units import show_bandwidth, show_bytes, show_seconds
 
 
 def by_rank(result: Probe) -> Table:
-    """One row a rank; medians over its partners."""
+    """Return a table with a row per rank: medians over its partners."""
     rows = []
     for one in result.ranks:
         latencies = [pair.latency_seconds for pair in result.pairs if one.rank in pair.ends]
@@ -20,7 +20,7 @@ def by_rank(result: Probe) -> Table:
 
 
 def by_pair(result: Probe) -> Table:
-    """One row an ordered pair."""
+    """Return a table with a row per ordered pair."""
     rows = [
         (
             f"{pair.source} to {pair.destination}",
@@ -35,7 +35,7 @@ def by_pair(result: Probe) -> Table:
 
 
 def caption(result: Probe) -> str:
-    """What was measured: workers, hosts, pairs (and how they were chosen), seconds."""
+    """Describe the measurement: workers, hosts, pairs and their choice, seconds."""
     hosts, measured = len({one.host for one in result.ranks}), len(result.pairs)
     pairs = f"all {measured} ordered pairs"
     if measured < result.possible_pairs:
@@ -50,7 +50,7 @@ def caption(result: Probe) -> str:
 
 
 def summary(result: Probe) -> str:
-    """The all-reduces in one line."""
+    """Describe the all-reduces in one line."""
     one = result.all_reduce
     return (
         f"all-reduce: latency {show_time(one.latency_seconds)}; "
@@ -61,10 +61,10 @@ def summary(result: Probe) -> str:
 
 
 def show_rate(bytes_per_second: float) -> str:
-    """As in ``"49.4 Mbit/s"``."""
+    """Return a text such as ``"49.4 Mbit/s"``."""
     return show_bandwidth(float(f"{8 * bytes_per_second:.3g}"))
 
 
 def show_time(seconds: float) -> str:
-    """As in ``"2.5 ms"``."""
+    """Return a text such as ``"2.5 ms"``."""
     return show_seconds(seconds, digits=3)

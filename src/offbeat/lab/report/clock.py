@@ -9,7 +9,7 @@ from offbeat.lab.results import Result
 
 
 def took_turns(results: Sequence[Result]) -> bool:
-    """Return True if a run measured steps of workers that train alone (see ``lab/turns.py``)."""
+    """Return True if a run measured step times in turn (see ``lab/step_time.py``)."""
     return any(run.turns for run in results)
 
 

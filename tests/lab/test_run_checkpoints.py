@@ -1,4 +1,4 @@
-"""A run that is resumed ends as if nothing had happened, and tells the same."""
+"""A resumed run ends as if it had never been interrupted, and repeats its events."""
 
 import re
 from dataclasses import asdict, replace
@@ -12,11 +12,20 @@ from torch import Tensor, nn
 from lab import tiny
 from offbeat import Compute, Network
 from offbeat.errors import OffbeatError
-from offbeat.lab import resume
+from offbeat.lab import checkpoints
 from offbeat.lab.compare import run_and_record
-from offbeat.lab.events import Chosen, Event, Resumed, Start, Step, Turn, from_json, to_json
+from offbeat.lab.events import (
+    Calibration,
+    EvaluationCount,
+    Event,
+    Resumed,
+    Start,
+    Step,
+    from_json,
+    to_json,
+)
 from offbeat.lab.job import Job
-from offbeat.lab.places import VirtualCluster
+from offbeat.lab.launch.runners import VirtualCluster
 from offbeat.lab.recipes import RECIPES
 from offbeat.lab.results import Result
 
@@ -32,7 +41,7 @@ ROWS = [
 
 
 def noisy(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-    """As with augmentation or dropout: every step draws from torch's generator."""
+    """Return a loss that draws from torch's generator, as augmentation and dropout do."""
     inputs, targets = batch
     noise = 0.1 * torch.randn(inputs.shape, dtype=inputs.dtype)
     return nn.functional.mse_loss(model(inputs + noise), targets)
@@ -46,14 +55,14 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained(job: Job) -> tuple[Result, list[Event]]:
-    """In virtual time."""
+    """Train in virtual time."""
     events: list[Event] = []
     place = VirtualCluster(Network("1Gbit/s"), Compute("10ms"))
     return run_and_record(job, events.append, place), events
 
 
 def remove_later(folder: Path, step: int) -> None:
-    """As if the run had ended before they were saved."""
+    """Remove the checkpoints after ``step``, as if the run had ended there."""
     for path in folder.iterdir():
         if int(path.name.split("-")[1].split(".")[0]) > step:
             path.unlink()
@@ -62,7 +71,7 @@ def remove_later(folder: Path, step: int) -> None:
 @pytest.mark.parametrize("every", [12, 7], ids=["at the end of an epoch", "within one"])
 @pytest.mark.parametrize("strategy", ROWS)
 def test_a_resumed_run_ends_with_the_same_bits(strategy: str, every: int, tmp_path: Path) -> None:
-    """Metrics after each evaluation, the one of the end, totals; and the events go on."""
+    """All metrics and totals are equal, and the events continue."""
     job = replace(JOB, strategy=strategy, evaluations=6)
     plain, _ = trained(job)
     saving = replace(job, checkpoints=str(tmp_path), save_every=every)
@@ -92,13 +101,13 @@ def test_a_resumed_run_ends_with_the_same_bits(strategy: str, every: int, tmp_pa
     assert first.step > last - every
 
 
-def test_what_a_resumed_run_tells_again_goes_through_a_pipe() -> None:
-    told: list[Any] = [Chosen(3, 0.5), Resumed(7)]
+def test_events_of_a_resumed_run_survive_json() -> None:
+    told: list[Any] = [EvaluationCount(3, 0.5), Resumed(7)]
     assert [from_json(to_json(event)) for event in told] == told
 
 
-def test_a_directory_alone_is_for_the_end(tmp_path: Path) -> None:
-    """One checkpoint after the last step, which a resumed run ends from, and saves no other."""
+def test_without_save_every_only_the_end_is_saved(tmp_path: Path) -> None:
+    """The checkpoint after the last step is the only one, also after a resumed run."""
     saving = replace(JOB, evaluations=2, checkpoints=str(tmp_path))
     first, _ = trained(saving)
     names = {f"step-{STEPS}.rank{rank}.pt" for rank in range(2)}
@@ -109,7 +118,7 @@ def test_a_directory_alone_is_for_the_end(tmp_path: Path) -> None:
     assert not [event for event in events if isinstance(event, Step)]
 
 
-def test_a_run_that_had_ended_ends_again(tmp_path: Path) -> None:
+def test_a_finished_run_can_be_resumed(tmp_path: Path) -> None:
     saving = replace(JOB, evaluations=2, checkpoints=str(tmp_path), save_every=15)
     first, _ = trained(saving)
     again, events = trained(replace(saving, resume=True, save_every=None))
@@ -120,11 +129,13 @@ def test_a_run_that_had_ended_ends_again(tmp_path: Path) -> None:
 def test_a_checkpoint_of_an_older_version_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a field that it did not know, what a job has that is not asked for it; no other value."""
+    """A field that the older version did not know must have its default."""
     saving = replace(JOB, evaluations=2, checkpoints=str(tmp_path), save_every=15)
     with monkeypatch.context() as older:
         known = [name for name in asdict(JOB) if name != "measure_alone"]
-        older.setattr(resume, "asdict", lambda job: {name: asdict(job)[name] for name in known})
+        older.setattr(
+            checkpoints, "asdict", lambda job: {name: asdict(job)[name] for name in known}
+        )
         first, _ = trained(saving)
     again, _ = trained(replace(saving, resume=True))
     assert again.final_metrics == first.final_metrics
@@ -174,7 +185,7 @@ def test_another_run_is_not_resumed(changes: dict[str, Any], message: str, tmp_p
         (
             {"checkpoints": ".", "save_every": 5},
             True,
-            "--checkpoints .: a run was saved there already; go on with it by --resume, or .*",
+            "--checkpoints .: a run was saved there already; continue it with --resume, or .*",
         ),
         (
             {"checkpoints": ".", "save_every": 5, "strategy": "ideal"},
@@ -204,9 +215,9 @@ def test_options_that_do_not_go_together_are_refused(
     assert re.fullmatch(message, str(caught.value)), caught.value
 
 
-def test_turns_are_told_again() -> None:
-    """With evaluations, and nothing that only belongs to its moment."""
-    history = resume.History(lambda event: None)
-    for event in (Turn(0, 0.5), Step(1, 0.5), Turn(2, 0.25)):
-        history(event)
-    assert [from_json(line) for line in history.kept] == [Turn(0, 0.5), Turn(2, 0.25)]
+def test_calibrations_are_repeated() -> None:
+    """The log keeps calibrations, but no steps."""
+    log = checkpoints.EventLog(lambda event: None)
+    for event in (Calibration(0, 0.5), Step(1, 0.5), Calibration(2, 0.25)):
+        log(event)
+    assert [from_json(line) for line in log.lines] == [Calibration(0, 0.5), Calibration(2, 0.25)]

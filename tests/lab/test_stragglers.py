@@ -1,4 +1,4 @@
-"""Runs that end early, and real workers that compute unevenly."""
+"""Limits of a run, stragglers among real workers, and measured links."""
 
 import statistics
 from dataclasses import replace
@@ -9,13 +9,14 @@ import torch
 import workers
 from lab import tiny
 from offbeat import Compute, Network
-from offbeat.lab import ideal, links, uneven
+from offbeat.lab import step_time, stragglers
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.job import Job
-from offbeat.lab.links import measure_links
-from offbeat.lab.places import VirtualCluster
+from offbeat.lab.launch.runners import VirtualCluster
+from offbeat.lab.probe import ring
+from offbeat.lab.probe.ring import measure_links
 from offbeat.lab.results import Result
-from offbeat.lab.uneven import Uneven, parse_slow
+from offbeat.lab.stragglers import StragglerLoss, parse_slow
 
 PLACE = VirtualCluster(Network("100Mbit/s", latency="1ms"), Compute("1s"))
 JOB = Job("tiny", "local:period=3", 2, evaluations=tiny.STEPS)
@@ -30,8 +31,8 @@ def run(job: Job) -> Result:
     return run_and_record(job, lambda event: None, PLACE)
 
 
-def test_a_run_ends_after_so_many_steps_of_the_same_schedule() -> None:
-    """Its points are the first ones of the whole run."""
+def test_max_steps_keeps_the_schedule_of_the_whole_run() -> None:
+    """The points are the first ones of the whole run."""
     whole, part = run(JOB), run(replace(JOB, max_steps=6, evaluations=6))
     assert [point.step for point in part.points] == [1, 2, 3, 4, 5, 6]
     assert [p.metric for p in part.points] == [p.metric for p in whole.points[:6]]
@@ -40,8 +41,8 @@ def test_a_run_ends_after_so_many_steps_of_the_same_schedule() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["local:period=3", "ideal", "async:staleness=2"])
-def test_a_run_ends_at_the_first_evaluation_after_so_many_seconds(strategy: str) -> None:
-    """Steps of a second, looked at after every one: 3.5 s have passed after the fourth."""
+def test_max_seconds_ends_a_run_at_the_next_evaluation(strategy: str) -> None:
+    """With steps of 1 s and an evaluation after each, 3.5 s have passed after the fourth."""
     found = run(replace(JOB, strategy=strategy, max_seconds=3.5))
     assert [point.step for point in found.points] == [1, 2, 3, 4]
     assert found.points[-1].seconds == pytest.approx(4, abs=0.1)
@@ -60,21 +61,21 @@ def test_slow_workers_are_named_by_rank(text: str | None, found: dict[int, float
 
 
 def sleeps(rank: int, size: int, slowdown: float) -> list[float]:
-    """What each of some steps of a worker slept, over a step alone; rank 1 is slow."""
+    """Return the sleeps of 400 steps, as multiples of the step time; rank 1 is slow."""
     tiny.install()
-    ideal.LEAST_SECONDS = 0.1
+    step_time.REFERENCE = step_time.Duration(5, 10, 0.1)
     task = tiny.build(JOB.setup())
     batch = torch.zeros(4, 4).double(), torch.zeros(4, 1).double()
     factor = slowdown if rank == 1 else 1.0
-    longer = Uneven(task, lambda: iter([batch] * 20), slowdown=factor, jitter=0.2, seed=0)
+    longer = StragglerLoss(task, lambda: iter([batch] * 20), slowdown=factor, jitter=0.2, seed=0)
     slept: list[float] = []
-    uneven.time.sleep = slept.append  # type: ignore[assignment]
+    stragglers.time.sleep = slept.append  # type: ignore[assignment]
     for _ in range(400):
         longer(task.model, batch)
     return [seconds / longer.step_seconds for seconds in slept]
 
 
-def test_uneven_workers_sleep_by_their_factor_and_jitter() -> None:
+def test_stragglers_sleep_by_slowdown_and_jitter() -> None:
     """Rank 1 is twice as slow; |z| has mean √(2/π)."""
     first, second = workers.run(sleeps, 2.0, workers=2)
     expected = 0.2 * (2 / torch.pi) ** 0.5
@@ -89,7 +90,7 @@ def measure(rank: int, size: int) -> tuple[float, float]:
     return found.bytes_per_second, found.latency_seconds
 
 
-def test_links_are_measured_alike_on_all_workers() -> None:
+def test_all_workers_measure_the_same_links() -> None:
     """Loopback is faster than a megabyte a second, and a message takes less than a second."""
     one, other = workers.run(measure, workers=2)
     assert one == other
@@ -97,10 +98,10 @@ def test_links_are_measured_alike_on_all_workers() -> None:
     assert 0 < one[1] < 1
 
 
-def test_a_stall_of_one_message_is_not_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of messages of 0.4, 4 and 0.4 s the median is told."""
+def test_one_stalled_message_does_not_change_the_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The median of 0.4, 4 and 0.4 s counts."""
     taken = iter([0.4, 4.0, 0.4])
-    monkeypatch.setattr(links, "_pass_on", lambda tensor: 0.0)
-    monkeypatch.setattr(links, "_slowest", lambda seconds: next(taken))
-    monkeypatch.setattr(links, "gather", lambda value, device, what: [value])
+    monkeypatch.setattr(ring, "_shift", lambda tensor: 0.0)
+    monkeypatch.setattr(ring, "_slowest", lambda seconds: next(taken))
+    monkeypatch.setattr(ring, "gather", lambda value, device, what: [value])
     assert measure_links().bytes_per_second == pytest.approx(2**18 / 0.4)

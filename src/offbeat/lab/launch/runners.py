@@ -1,9 +1,9 @@
-"""Where a job can run: on loopback, on shaped links, on a launcher's processes, in virtual time."""
+"""Runners of a job: over loopback, on shaped links, under a launcher, or in virtual time."""
 
 import math
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,38 +13,41 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from offbeat.lab.cluster import Cluster
 from offbeat.lab.evaluation import MAX_EVALUATIONS, gather
 from offbeat.lab.events import Evaluation, Event, Start, Step
 from offbeat.lab.job import Job
-from offbeat.lab.launch import Nodes, run_job
+from offbeat.lab.launch.cluster import Cluster
+from offbeat.lab.launch.processes import run_job
 from offbeat.lab.methods.registry import is_ideal, require_virtual
-from offbeat.lab.train import own_device, train_worker
+from offbeat.lab.train import train_worker, worker_device
 from offbeat.simulate import Compute, Network, Simulation, simulate
 from offbeat.units import show_bandwidth, show_seconds
 
-_FREE = Network(1e30, latency=0.0)
+_IDEAL_NETWORK = Network(1e30, latency=0.0)
 
 
-class Place(Protocol):
-    """Where a job runs. As text it says what joins the workers."""
+class Runner(Protocol):
+    """Runs jobs. Its text form describes the network between the workers."""
 
     @property
     def simulated(self) -> bool:
-        """Whether all seconds are virtual."""
+        """True if all seconds are virtual."""
 
     @property
     def machine(self) -> str:
-        """What computes."""
+        """Description of the hardware."""
 
     def run(self, job: Job, on_event: Callable[[Event], None]) -> None:
-        """Run ``job`` to its end; the events of rank 0 go to ``on_event``."""
+        """Run ``job`` to its end and pass the events of rank 0 to ``on_event``."""
 
 
-class _Processes(Place, Nodes):
-    """A place where workers are processes of this machine."""
+class Loopback(Runner):
+    """Runs each worker as a process of this machine, over the loopback interface."""
 
     simulated = False
+
+    def __str__(self) -> str:
+        return "loopback"
 
     @property
     @override
@@ -53,31 +56,19 @@ class _Processes(Place, Nodes):
 
     @override
     def run(self, job: Job, on_event: Callable[[Event], None]) -> None:
-        run_job(job, on_event, self)
+        run_job(job, on_event)
 
 
-class Loopback(_Processes):
-    """Worker processes joined by the loopback interface, which no slow link comes near."""
+class ShapedLinks(Cluster, Loopback):
+    """Runs each worker as a process on a node of a ``Cluster``.
 
-    interface = "lo"
-
-    def __str__(self) -> str:
-        return "loopback"
-
-    @override
-    def command(self, rank: int, argv: Sequence[str]) -> list[str] | None:
-        return None
-
-
-class ShapedLinks(Cluster, _Processes):
-    """Worker processes on the nodes of a ``Cluster``, one each.
-
-    The ideal runs over loopback: what its network costs does not count, and it takes all gradients.
+    The baseline ``ideal`` runs over loopback: it averages all gradients, and its clock excludes
+    communication.
 
     Args:
         workers: Number of nodes (1 to 200).
-        bits_per_second: Rate of each link, each way.
-        later: Their rate in the second half of a run's steps, as rank 0 takes them; None: the same.
+        bits_per_second: Rate of each link in each direction.
+        later: Rate after half of the steps, by rank 0's count; None: unchanged.
     """
 
     def __init__(self, workers: int, bits_per_second: float, later: float | None = None) -> None:
@@ -92,19 +83,20 @@ class ShapedLinks(Cluster, _Processes):
     @override
     def run(self, job: Job, on_event: Callable[[Event], None]) -> None:
         if is_ideal(job.strategy):
-            run_job(job, on_event, Loopback())
-            return
-        if self._later is None:
+            run_job(job, on_event)
+        elif self._later is None:
             run_job(job, on_event, self)
-            return
-        try:
-            run_job(job, at_half(partial(self.reshape, self._later), on_event), self)
-        finally:
-            self.reshape(self.bits_per_second)
+        else:
+            try:
+                run_job(job, call_at_half(partial(self.reshape, self._later), on_event), self)
+            finally:
+                self.reshape(self.bits_per_second)
 
 
-def at_half(act: Callable[[], None], on_event: Callable[[Event], None]) -> Callable[[Event], None]:
-    """``on_event``, with ``act`` called once, before the event of the step in the middle."""
+def call_at_half(
+    act: Callable[[], None], on_event: Callable[[Event], None]
+) -> Callable[[Event], None]:
+    """Return an ``on_event`` that calls ``act`` once, before the event of the middle step."""
     half = math.inf
 
     def listen(event: Event) -> None:
@@ -120,14 +112,14 @@ def at_half(act: Callable[[], None], on_event: Callable[[Event], None]) -> Calla
     return listen
 
 
-class Launched(Place):
-    """The worker processes that a launcher has started, of which this is one.
+class ExternalLauncher(Runner):
+    """Runs jobs on the processes that a launcher has started, of which this is one.
 
-    The default process group must exist. Rank 0 runs jobs; the others ``follow`` it until it says
-    ``end``.
+    The default process group must exist. Rank 0 calls ``run`` for each job and ``end`` after the
+    last one; meanwhile the other ranks are in ``follow``.
 
     Args:
-        launcher: Its name, for captions.
+        launcher: Name of the launcher, for captions.
     """
 
     simulated = False
@@ -142,7 +134,7 @@ class Launched(Place):
     @override
     def machine(self) -> str:
         hosts = dist.get_world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        device = own_device()
+        device = worker_device()
         name = describe_machine()
         if device.type == "cuda":
             name += f", {torch.cuda.get_device_name(device)}"
@@ -150,30 +142,32 @@ class Launched(Place):
 
     @override
     def run(self, job: Job, on_event: Callable[[Event], None]) -> None:
-        _announce(asdict(job))
+        _from_rank_0(asdict(job))
         train_worker(job, on_event)
 
     def follow(self) -> None:
-        """Take part in the jobs of rank 0."""
-        while (told := _announce(None)) is not None:
-            train_worker(Job(**told), lambda event: None)
+        """Take part in the jobs of rank 0 until it calls ``end``."""
+        while (values := _from_rank_0(None)) is not None:
+            train_worker(Job(**values), lambda event: None)
 
     def end(self) -> None:
-        """Let the others go. Not after a job that has failed: they are no longer listening."""
-        _announce(None)
+        """End ``follow`` on the other ranks. Not after a failed job, which has ended it already."""
+        _from_rank_0(None)
 
 
-def _announce(own: Any) -> Any:
-    """What rank 0 says."""
-    return gather(own, own_device(), "the next run of a comparison")[0]
+def _from_rank_0(value: Any) -> Any:
+    """Return rank 0's ``value``. A collective."""
+    return gather(value, worker_device(), "the next run of a comparison")[0]
 
 
 @dataclass
-class VirtualCluster(Place):
-    """Simulated workers behind ``network`` whose steps take ``compute``.
+class VirtualCluster(Runner):
+    """Runs jobs on simulated workers.
 
     Attributes:
-        last: The last run.
+        network: Network between the workers.
+        compute: Virtual time of their steps.
+        last: The last run; None before the first.
     """
 
     network: Network
@@ -202,19 +196,19 @@ class VirtualCluster(Place):
     @override
     def run(self, job: Job, on_event: Callable[[Event], None]) -> None:
         require_virtual(job.strategy)
-        if job.evaluations is None:  # they are free here, and two runs are the same
+        if job.evaluations is None:  # evaluating takes no virtual time
             job = replace(job, evaluations=MAX_EVALUATIONS)
         self.last = simulate(
             partial(train_worker, job, on_event),
             workers=job.workers,
-            network=_FREE if is_ideal(job.strategy) else self.network,
+            network=_IDEAL_NETWORK if is_ideal(job.strategy) else self.network,
             compute=self.compute,
             seed=job.seed,
         )
 
 
 def describe_machine() -> str:
-    """Processor and number of cores, as in ``"Xeon Platinum 8481C, 2 cores"``."""
+    """Return processor and number of cores, as in ``"Xeon Platinum 8481C, 2 cores"``."""
     name = platform.processor() or platform.machine()
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Places: what each says of itself, and that a job runs wherever it is given."""
+"""Runners: their descriptions, and results made of their events."""
 
 import pytest
 
@@ -6,11 +6,17 @@ from offbeat import Compute, Network, Stats
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.events import End, Evaluation, Event, Start
 from offbeat.lab.job import Job
-from offbeat.lab.places import Loopback, Place, ShapedLinks, VirtualCluster, describe_machine
+from offbeat.lab.launch.runners import (
+    Loopback,
+    Runner,
+    ShapedLinks,
+    VirtualCluster,
+    describe_machine,
+)
 
 
 @pytest.mark.parametrize(
-    ("place", "text", "machine", "simulated"),
+    ("runner", "text", "machine", "simulated"),
     [
         (Loopback(), "loopback", describe_machine(), False),
         (ShapedLinks(2, 1e8), "100 Mbit/s shaped links", describe_machine(), False),
@@ -22,14 +28,16 @@ from offbeat.lab.places import Loopback, Place, ShapedLinks, VirtualCluster, des
         ),
     ],
 )
-def test_a_result_tells_the_place(place: Place, text: str, machine: str, simulated: bool) -> None:
-    """Link, machine, and whether seconds are virtual are those of the place."""
-    assert (str(place), place.machine, place.simulated) == (text, machine, simulated)
+def test_a_result_describes_its_runner(
+    runner: Runner, text: str, machine: str, simulated: bool
+) -> None:
+    """Link, machine and simulated are those of the runner."""
+    assert (str(runner), runner.machine, runner.simulated) == (text, machine, simulated)
     assert machine.endswith(" cores") or simulated
 
 
-def test_any_place_will_do() -> None:
-    """A place is what runs a job and tells its events; the result is made of them."""
+def test_a_result_is_made_of_the_events_of_any_runner() -> None:
+    """A runner only has to run a job and pass on its events."""
 
     class Nowhere:
         simulated = False

@@ -1,4 +1,4 @@
-"""Workers that are forks: what they get from whom asks for them, and how they end."""
+"""Forked workers: their environment, and their end."""
 
 import json
 import os
@@ -11,12 +11,12 @@ import pytest
 
 from cli.commands import alive, until
 from offbeat.errors import OffbeatError
-from offbeat.lab import forking
-from offbeat.lab.forking import Forked
 from offbeat.lab.job import Job
+from offbeat.lab.launch import fork_server
+from offbeat.lab.launch.fork_server import ForkedProcess
 from offbeat.lab.train import encode
 
-pytestmark = pytest.mark.skipif(not forking.POSSIBLE, reason="workers are forks on Linux")
+pytestmark = pytest.mark.skipif(not fork_server.AVAILABLE, reason="workers are forks on Linux")
 
 # The recipe of a worker is a file, which it runs.
 STATE = """
@@ -39,19 +39,19 @@ SLEEP = "time.sleep(60)"
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Forked]:
-    """A worker in an empty folder that tells its state in ``told``, and then does ``ending``."""
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ForkedProcess]:
+    """Start a worker in an empty folder that writes its state to a file and runs ``ending``."""
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     monkeypatch.chdir(folder)
 
-    def fork(ending: str, name: str = "told") -> Forked:
+    def fork(ending: str, name: str = "told") -> ForkedProcess:
         recipe = tmp_path / f"{name}.py"
         recipe.write_text(STATE + ending)
         argument = encode(Job(str(recipe), "bsp", 1), 0, f"{tmp_path}/met-{name}")
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "ONLY_HERE": name}
         with open(tmp_path / name, "wb") as out, open(tmp_path / f"{name}.errors", "wb") as errors:
-            return forking.fork(argument, environment, out.fileno(), errors.fileno())
+            return fork_server.fork_worker(argument, environment, out.fileno(), errors.fileno())
 
     return fork
 
@@ -62,8 +62,8 @@ def state(path: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_worker_is_as_if_started_anew(start: Callable[..., Forked], tmp_path: Path) -> None:
-    """Its environment, folder, files and signals are those asked for, whoever lives beside it."""
+def test_a_fork_is_like_a_new_process(start: Callable[..., ForkedProcess], tmp_path: Path) -> None:
+    """Environment, folder, files and signals are those requested, next to another worker."""
     beside = start(SLEEP, "beside")
     worker = start("os._exit(7)")
     pipes = {os.readlink(f"/proc/self/fd/{one._pipe}") for one in (beside, worker)}
@@ -90,25 +90,25 @@ def test_a_worker_is_as_if_started_anew(start: Callable[..., Forked], tmp_path: 
     assert not alive(beside.pid)
 
 
-def test_an_unforeseen_error_is_shown_and_ends_the_worker(
-    start: Callable[..., Forked], tmp_path: Path
+def test_an_unexpected_error_is_printed_and_ends_the_worker(
+    start: Callable[..., ForkedProcess], tmp_path: Path
 ) -> None:
-    """A worker must never go on in the loop of the server."""
+    """A worker must never continue in the loop of the server."""
     assert start("raise SystemExit('what now')").wait() == 1
     assert "SystemExit: what now" in (tmp_path / "told.errors").read_text()
 
 
 @pytest.mark.nightly  # two servers are started
 def test_a_server_that_does_not_answer_is_replaced(
-    start: Callable[..., Forked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., ForkedProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error in a finite time, no worker that nobody knows of; the next worker has another."""
+    """The error comes in a finite time, no worker is left, and the next worker has a new server."""
     worker = start(SLEEP)
     server = state(tmp_path / "told")["parent"]
     os.kill(server, signal.SIGSTOP)
     with monkeypatch.context() as impatient:
-        impatient.setattr(forking, "_IMPORT_SECONDS", 0.1)
-        impatient.setattr(forking, "_END_SECONDS", 0.1)
+        impatient.setattr(fork_server, "_START_SECONDS", 0.1)
+        impatient.setattr(fork_server, "_END_SECONDS", 0.1)
         with pytest.raises(OffbeatError, match=r"did not answer in 0\.1 s"):
             start(SLEEP, "never")
     assert worker.wait() == -signal.SIGKILL

@@ -1,39 +1,39 @@
-"""Real slow networks on one Linux machine: network namespaces behind a switch with shaped links."""
+"""Real slow networks on one Linux machine: network namespaces joined by rate-limited links."""
 
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
 from offbeat.errors import OffbeatError
-from offbeat.lab.cleanup import surely
+from offbeat.lab.launch.cleanup import run_cleanup
 from offbeat.units import show_bandwidth
 
 _PREFIX = "offbeat"
 
 
 class Cluster:
-    """N nodes on one machine, each behind a link of ``bits_per_second`` in both directions.
+    """Network namespaces on this machine, each behind a link of ``bits_per_second`` each way.
 
-    Every node is a network namespace; a bridge in a namespace of its own joins them. Both ends of
-    each link are shaped by a token bucket (``tc … tbf``). Traffic never leaves these namespaces.
-    Needs root and iproute2. Use it as a context manager: leaving it removes everything.
+    Every node is a network namespace. A bridge, in another namespace, joins them. A token bucket
+    (``tc … tbf``) shapes both ends of each link. Traffic never leaves these namespaces. Requires
+    root and iproute2. A context manager, which removes everything at its end.
 
     Args:
         workers: Number of nodes (1 to 200).
-        bits_per_second: Rate of each link, each way.
+        bits_per_second: Rate of each link in each direction (1e3 to 1e12).
 
     Raises:
-        OffbeatError: namespaces cannot be made here; the message says why.
+        ValueError: an argument is out of its range.
+        OffbeatError: namespaces cannot be created here (raised on entry).
     """
 
     interface = "link0"
-    """Name of the network interface inside each node, for ``GLOO_SOCKET_IFNAME``."""
+    """Network interface inside each node, for ``GLOO_SOCKET_IFNAME``."""
 
     def __init__(self, workers: int, bits_per_second: float) -> None:
         if not 1 <= workers <= 200:
@@ -48,7 +48,7 @@ class Cluster:
 
     @staticmethod
     def why_not() -> str | None:
-        """Why shaped links are not available here; None if they are."""
+        """Return the reason why shaped links are not available here; None if they are."""
         if sys.platform != "linux":
             return "network namespaces need Linux"
         if os.geteuid() != 0:
@@ -59,10 +59,10 @@ class Cluster:
         probe = f"{_PREFIX}-{os.getpid()}-probe"
         try:
             _run("ip", "netns", "add", probe)
-        except OffbeatError as error:  # root of a container without its capabilities
+        except OffbeatError as error:  # root in a container without the capability
             return str(error)
         finally:
-            surely(lambda: _run("ip", "netns", "delete", probe, check=False))
+            run_cleanup(lambda: _run("ip", "netns", "delete", probe, check=False))
         return None
 
     def _node(self, rank: int) -> str:
@@ -117,7 +117,7 @@ class Cluster:
             self._shape(switch, port, self.bits_per_second)
 
     def reshape(self, bits_per_second: float) -> None:
-        """Give all links another rate, while they are in use."""
+        """Change the rate of all links. They may be in use."""
         for rank in range(self.workers):
             self._shape(self._node(rank), self.interface, bits_per_second, "change")
             self._shape(self._switch, f"port{rank}", bits_per_second, "change")
@@ -125,8 +125,8 @@ class Cluster:
     def _shape(
         self, namespace: str, device: str, bits_per_second: float, verb: str = "add"
     ) -> None:
-        # A bucket of 4 ms covers the scheduler's tick; 128 kB hold two segments as the stack
-        # hands them down. The queue behind it is what a small switch has.
+        # A bucket of 4 ms covers a tick of the scheduler. 128 kB hold two segments of the size that
+        # the network stack passes on. The queue of 100 ms is that of a small switch.
         burst = max(131072, int(bits_per_second / 8 * 0.004))
         _run(
             *("tc", "-n", namespace, "qdisc", verb, "dev", device, "root", "tbf"),
@@ -134,30 +134,23 @@ class Cluster:
         )
 
     def command(self, rank: int, argv: Sequence[str]) -> list[str]:
-        """The command that runs ``argv`` on node ``rank``."""
+        """Return the command that runs ``argv`` on node ``rank``."""
         return ["ip", "netns", "exec", self._node(rank), *argv]
 
-    def bytes_sent(self, rank: int) -> int:
-        """Bytes node ``rank`` has sent, by the counter of its interface (with headers)."""
-        shown = _run("ip", "-n", self._node(rank), "-s", "-j", "link", "show", self.interface)
-        return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
-
     def close(self) -> None:
-        """Remove the namespaces, and with them links and qdiscs. May be called again."""
-        surely(lambda: _remove(f"{self._name}-"))
+        """Remove the namespaces and their links. Idempotent."""
+        run_cleanup(lambda: _remove(rf"{self._name}-\w+"))
 
 
 def remove_leftovers() -> None:
-    """Remove the namespaces of clusters whose process has died."""
-    for name in _namespaces():
-        match = re.fullmatch(rf"{_PREFIX}-(\d+)-\w+", name)
-        if match and not os.path.exists(f"/proc/{match[1]}"):
-            _run("ip", "netns", "delete", name, check=False)
+    """Remove the namespaces of clusters whose process has ended."""
+    _remove(rf"{_PREFIX}-(\d+)-\w+", lambda match: not os.path.exists(f"/proc/{match[1]}"))
 
 
-def _remove(prefix: str) -> None:
+def _remove(pattern: str, condition: Callable[[re.Match[str]], bool] = lambda match: True) -> None:
     for name in _namespaces():
-        if name.startswith(prefix):
+        match = re.fullmatch(pattern, name)
+        if match and condition(match):
             _run("ip", "netns", "delete", name, check=False)
 
 
@@ -166,15 +159,15 @@ def _namespaces() -> list[str]:
 
 
 def _run(*argv: str, check: bool = True) -> str:
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
-    if check and done.returncode:
-        said = " ".join(done.stderr.split())
-        raise OffbeatError(f"{' '.join(argv)} failed: {said or done.returncode}")
-    return done.stdout
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
+    if check and result.returncode:
+        message = " ".join(result.stderr.split())
+        raise OffbeatError(f"{' '.join(argv)} failed: {message or result.returncode}")
+    return result.stdout
 
 
 if __name__ == "__main__":
-    # For `make demo`: the option that shapes links to the given rate, where that is possible.
+    # For `make demo`: print the option that shapes links to the given rate, if that is possible.
     reason = Cluster.why_not()
     if reason is not None:
         sys.stderr.write(f"no shaped links here ({reason}): running over loopback\n")

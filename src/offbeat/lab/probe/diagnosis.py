@@ -1,4 +1,4 @@
-"""What is odd about a network that was measured."""
+"""Warnings about a measured network."""
 
 import math
 import re
@@ -10,15 +10,17 @@ from offbeat.lab.probe.tables import show_rate, show_time
 
 
 def find_warnings(ranks: Sequence[Rank], pairs: Sequence[Pair]) -> list[str]:
-    """What is odd about a network, one line each.
+    """Return one line for each anomaly.
+
+    Anomalies are:
 
     - a rank on another interface than rank 0;
     - a rank on the loopback interface, although there are several hosts;
-    - a rank that sends or receives (median over its partners) at less than half of what the median
-      rank does; it needs at least two partners, one alone cannot tell which end is slow;
+    - a rank that sends or receives (median over its partners) at less than half of the rate of the
+      median rank. It needs at least two partners: one pair does not tell which end is slow;
     - a pair whose latency (the better of both directions) is over 5 times the median.
 
-    Where there are several hosts only pairs between hosts are compared.
+    With several hosts, only pairs between hosts are compared.
     """
     found = []
     first = ranks[0].interface.partition(" (")[0]
@@ -48,18 +50,18 @@ def _slow_ranks(ranks: Sequence[Rank], pairs: Sequence[Pair]) -> list[str]:
         for way in DIRECTIONS
     }
     known = [rate for rate in rates.values() if rate is not None]
-    usual = statistics.median(known) if known else 0.0
+    median = statistics.median(known) if known else 0.0
     found = []
     for one in ranks:
         slow = [
             f"{way} at {show_rate(rate)}"
             for way in DIRECTIONS
-            if (rate := rates[one.rank, way]) is not None and rate < usual / 2
+            if (rate := rates[one.rank, way]) is not None and rate < median / 2
         ]
         if slow:
             found.append(
                 f"rank {one.rank} ({one.host}) {' and '.join(slow)}, less than half of the "
-                f"{show_rate(usual)} of the median rank"
+                f"{show_rate(median)} of the median rank"
             )
     return found
 
@@ -69,10 +71,10 @@ def _late_pairs(pairs: Sequence[Pair]) -> list[str]:
     for pair in pairs:
         ends = min(pair.ends), max(pair.ends)
         best[ends] = min(pair.latency_seconds, best.get(ends, math.inf))
-    usual = statistics.median(best.values()) if best else 0.0
+    median = statistics.median(best.values()) if best else 0.0
     return [
         f"ranks {a} and {b}: latency {show_time(latency)}, over 5 times the median of "
-        f"{show_time(usual)}"
+        f"{show_time(median)}"
         for (a, b), latency in sorted(best.items())
-        if latency > 5 * usual
+        if latency > 5 * median
     ]

@@ -1,4 +1,4 @@
-"""Turns alone: they tell how fast the machine is, and the run takes no notice of them."""
+"""Calibrations measure the machine's speed during a run and do not affect the run."""
 
 import time
 from dataclasses import replace
@@ -11,19 +11,19 @@ from torch import nn
 import workers
 from lab import tiny
 from offbeat import Compute, Network
-from offbeat.lab import ideal, turns
+from offbeat.lab import step_time
 from offbeat.lab.compare import run_and_record
-from offbeat.lab.events import Evaluation, Event, Turn
+from offbeat.lab.events import Calibration, Evaluation, Event
 from offbeat.lab.job import Job
-from offbeat.lab.places import VirtualCluster
+from offbeat.lab.launch.runners import VirtualCluster
 from offbeat.lab.train import train_worker
 
 METHODS = ("ideal", "streaming:parts=2", "torch:ddp")
-SECONDS = 0.3  # of a turn
+SECONDS = 0.15  # of a calibration
 
 
 def noisy_loss(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """As with dropout, every step draws from torch's generator; and takes a while."""
+    """Return a loss that draws from torch's generator, as dropout does, and sleeps 10 ms."""
     time.sleep(0.01)
     inputs, targets = batch
     noise = 0.1 * torch.randn(inputs.shape, dtype=inputs.dtype)
@@ -38,10 +38,11 @@ def train(job: Job) -> tuple[list[Event], float]:
 
 
 def train_with_and_without(rank: int, size: int) -> dict[str, tuple[Any, Any]]:
-    """Every method, one after the other in one process group."""
+    """Run every method, without and with calibrations, in one process group."""
     tiny.install()
     tiny.loss = noisy_loss  # type: ignore[assignment]
-    ideal.LEAST_SECONDS, turns.TURN = 0.1, ideal.Stretch(2, 5, SECONDS)
+    step_time.REFERENCE = step_time.Duration(5, 10, 0.1)
+    step_time.CALIBRATION = step_time.Duration(2, 5, SECONDS)
     found = {}
     for text in METHODS:
         job = Job("tiny", text, size, evaluations=3, timeout_seconds=20)
@@ -51,15 +52,15 @@ def train_with_and_without(rank: int, size: int) -> dict[str, tuple[Any, Any]]:
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, tuple[Any, Any]]:
-    """By method, of rank 0: events and seconds on the wall, without turns and with them."""
+    """Rank 0's events and wall time by method, without calibrations and with them."""
     found: dict[str, tuple[Any, Any]] = workers.run(train_with_and_without, workers=2)[0]
     return found
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("text", METHODS)
-def test_a_run_is_the_same_with_turns(text: str, runs: dict[str, tuple[Any, Any]]) -> None:
-    """The same bits, noise included, after the same steps; turns before it and at each of them."""
+def test_calibrations_do_not_change_a_run(text: str, runs: dict[str, tuple[Any, Any]]) -> None:
+    """The metrics are the same bits; calibrations precede training and occur at each evaluation."""
     (without, _), (events, _) = runs[text]
     points, expected = (
         [(one.step, one.metrics) for one in told if isinstance(one, Evaluation)]
@@ -68,25 +69,27 @@ def test_a_run_is_the_same_with_turns(text: str, runs: dict[str, tuple[Any, Any]
     assert [step for step, _ in points] == [3, 6, 9]
     if not text.startswith("streaming"):  # which meets when the links allow it
         assert points == expected
-    taken = [one for one in events if isinstance(one, Turn)]
+    taken = [one for one in events if isinstance(one, Calibration)]
     assert [one.step for one in taken] == [0, 3, 6, 9]
-    assert not [one for one in without if isinstance(one, Turn)]
+    assert not [one for one in without if isinstance(one, Calibration)]
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("text", METHODS)
-def test_turns_are_not_on_the_clock(text: str, runs: dict[str, tuple[Any, Any]]) -> None:
-    """A step alone sleeps for 10 ms; nine steps are less than a single turn, of which four are."""
+def test_calibrations_do_not_count_as_training_time(
+    text: str, runs: dict[str, tuple[Any, Any]]
+) -> None:
+    """Steps sleep for 10 ms: nine steps are shorter than one of the four calibrations."""
     _, (events, wall) = runs[text]
     for one in events:
-        if isinstance(one, Turn):
+        if isinstance(one, Calibration):
             assert 0.01 < one.step_seconds < 0.1
     last = [one for one in events if isinstance(one, Evaluation)][-1]
     assert 0.09 < last.seconds < wall - 4 * SECONDS
 
 
-def test_virtual_workers_take_no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are as fast as they are said to be."""
+def test_simulated_workers_do_not_calibrate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their speed is given."""
     monkeypatch.setitem(tiny.RECIPES, "tiny", tiny.RECIPE)
     job = Job("tiny", "bsp", 2, evaluations=3, measure_alone=True)
     place = VirtualCluster(Network("1Gbit/s"), Compute("10ms"))
@@ -103,14 +106,15 @@ def test_virtual_workers_take_no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 def uneven(rank: int, size: int) -> list[float]:
     tiny.install()
     tiny.loss = noisy_loss  # type: ignore[assignment]
-    ideal.LEAST_SECONDS, turns.TURN = 0.1, ideal.Stretch(2, 5, SECONDS)
+    step_time.REFERENCE = step_time.Duration(5, 10, 0.1)
+    step_time.CALIBRATION = step_time.Duration(2, 5, SECONDS)
     job = Job("tiny", "bsp", size, evaluations=1, timeout_seconds=20, measure_alone=True)
     events, _ = train(replace(job, slow="1=3"))
-    return [one.step_seconds for one in events if isinstance(one, Turn)]
+    return [one.step_seconds for one in events if isinstance(one, Calibration)]
 
 
-def test_slow_workers_are_slow_in_their_turns() -> None:
-    """Steps of 10 and of 30 ms: their mean."""
+def test_stragglers_are_slow_in_calibrations() -> None:
+    """The mean over workers with steps of 10 and 30 ms."""
     found, _ = workers.run(uneven, workers=2)
     assert len(found) == 2
     for one in found:

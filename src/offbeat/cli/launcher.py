@@ -1,0 +1,112 @@
+"""Runners of the command line: processes that ``offbeat`` starts, or those of torchrun or srun."""
+
+import contextlib
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from offbeat.cli.view import console
+from offbeat.errors import OffbeatError
+from offbeat.lab.job import Job
+from offbeat.lab.launch import slurm
+from offbeat.lab.launch.runners import ExternalLauncher, Loopback, Runner, ShapedLinks
+from offbeat.lab.train import choose_backend, share_cores
+from offbeat.units import parse_bandwidth
+
+
+def is_launched() -> bool:
+    """Return True if a launcher has started this process as one of its workers."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def require_single_process(what: str) -> None:
+    """Raise ValueError if a launcher has started this process."""
+    if is_launched():
+        raise ValueError(f"{what} simulates all workers in one process: start it once, by itself")
+
+
+def with_launched_workers(job: Job) -> Job:
+    """Return ``job`` with the launcher's number of workers; ``--workers`` must not differ."""
+    if not is_launched():
+        return job
+    started = int(os.environ["WORLD_SIZE"])
+    if job.workers not in (started, Job.workers):
+        raise ValueError(
+            f"--workers {job.workers}: the launcher has started {started}, leave the option out"
+        )
+    return replace(job, workers=started)
+
+
+def command_line() -> str:
+    """Return the command line to repeat this run."""
+    program = ["offbeat"]
+    if slurm.is_task(os.environ) and is_launched():
+        program = ["srun", "--ntasks", os.environ["WORLD_SIZE"], "offbeat"]
+    elif is_launched():
+        local = os.environ.get("LOCAL_WORLD_SIZE", "1")
+        program = ["torchrun", "--nproc-per-node", local, "-m", "offbeat.cli"]
+    return shlex.join([*program, *sys.argv[1:]])
+
+
+@contextlib.contextmanager
+def real_workers(
+    job: Job, bandwidth: str | None, check: Callable[[], object]
+) -> Iterator[Runner | None]:
+    """Provide the runner for jobs on real processes.
+
+    Args:
+        job: Job with the number of workers and the time-out.
+        bandwidth: Rate of shaped links; None: loopback.
+        check: Function that raises for mistakes. Called before any process starts or connects.
+
+    Yields:
+        The runner. None on all ranks of a launcher except 0, which have taken part in all jobs by
+        then.
+    """
+    if is_launched():
+        if bandwidth is not None:
+            raise ValueError("--bandwidth shapes the links of processes that offbeat starts itself")
+        with _launched(job, check) as runner:
+            yield runner
+        return
+    check()
+    if bandwidth is None:
+        yield Loopback()
+    else:
+        with ShapedLinks(job.workers, parse_bandwidth(bandwidth)) as links:
+            yield links
+
+
+@contextlib.contextmanager
+def _launched(job: Job, check: Callable[[], object]) -> Iterator[Runner | None]:
+    if os.environ["RANK"] == "0":
+        check()
+    limit = timedelta(seconds=job.timeout_seconds)
+    launcher = "Slurm" if slurm.is_task(os.environ) else "torchrun"
+    try:
+        dist.init_process_group(choose_backend(), timeout=limit)
+    except dist.DistError as error:
+        raise OffbeatError(
+            f"rank {os.environ['RANK']} of {job.workers} could not connect to the others that "
+            f"{launcher} has started, at {os.environ.get('MASTER_ADDR')}:"
+            f"{os.environ.get('MASTER_PORT')} (MASTER_ADDR, MASTER_PORT) within --timeout "
+            f"{job.timeout_seconds:g}: {str(error).strip().splitlines()[0]}"
+        ) from None
+    workers = int(os.environ.get("LOCAL_WORLD_SIZE", job.workers))
+    share_cores(slurm.workers_sharing_cores(os.environ, workers))
+    runner = ExternalLauncher(launcher)
+    try:
+        if dist.get_rank() > 0:
+            runner.follow()
+            yield None
+        else:
+            console.print(f"joined the {job.workers} processes that {launcher} has started")
+            yield runner
+            runner.end()
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,138 @@
+"""Checkpoints of a run: a resumed run repeats its events and continues as if never interrupted."""
+
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from offbeat.checkpoint.save_load import load, save
+from offbeat.errors import CheckpointError
+from offbeat.lab.evaluation import EvaluationSchedule
+from offbeat.lab.events import (
+    Calibration,
+    Evaluation,
+    EvaluationCount,
+    Event,
+    Resumed,
+    Stopped,
+    from_json,
+    to_json,
+)
+from offbeat.lab.job import Job
+from offbeat.lab.launch.stop_request import StopRequest
+from offbeat.lab.methods.base import Attached, Method
+from offbeat.lab.recipes import Task
+from offbeat.synchronizer import Synchronizer
+
+_MAY_DIFFER = {
+    *("checkpoints", "save_every", "resume", "log", "timeout_seconds", "evaluations", "data")
+}
+"""Fields of a job that a resumed run may change."""
+
+
+class EventLog:
+    """Passes on the events of a run and keeps those that a resumed run has to repeat.
+
+    Args:
+        emit: Function that receives each event.
+
+    Attributes:
+        lines: Events to repeat, as JSON.
+    """
+
+    def __init__(self, emit: Callable[[Event], None]) -> None:
+        self._emit = emit
+        self.lines: list[str] = []
+
+    def __call__(self, event: Event) -> None:
+        """Log and pass on an event."""
+        if isinstance(event, EvaluationCount | Evaluation | Calibration):
+            self.lines.append(to_json(event))
+        self._emit(event)
+
+
+class RunCheckpoints:
+    """Saves and loads the checkpoints of one worker's run, if its method has a synchronizer.
+
+    Args:
+        job: The run.
+        task: Its task.
+        method: Its method.
+        log: Events so far.
+    """
+
+    def __init__(self, job: Job, task: Task, method: Method, log: EventLog) -> None:
+        self._job, self._log = job, log
+        self._sync = method.sync if isinstance(method, Attached) else None
+        self._scheduler = task.scheduler if isinstance(task.scheduler, LRScheduler) else None
+
+    def resume(self, looks: EvaluationSchedule) -> None:
+        """Load the newest checkpoint and repeat its events, if the job asks for it. A collective.
+
+        Raises:
+            CheckpointError: there is no checkpoint, or it is that of another run.
+        """
+        if not self._job.resume or self._sync is None:
+            return
+        folder = Path(str(self._job.checkpoints))
+        loaded = load(folder, self._sync, scheduler=self._scheduler)
+        if loaded is None:
+            raise CheckpointError(f"{folder} holds no checkpoint that --resume could continue from")
+        self._require_same_run(loaded.extra["job"])
+        self._log(Resumed(loaded.step))
+        for event in map(from_json, loaded.extra["events"]):
+            if isinstance(event, EvaluationCount):
+                looks.choose(event.evaluations)
+            self._log(event)
+
+    def _require_same_run(self, saved: dict[str, Any]) -> None:
+        current = asdict(self._job)
+        # A field that the saving version did not know had its default.
+        saved = {field.name: field.default for field in fields(self._job)} | saved
+        for name in current.keys() - _MAY_DIFFER:
+            if current[name] != saved[name]:
+                raise CheckpointError(
+                    f"the checkpoint is that of a run with {name}={saved[name]!r}, this one "
+                    f"has {name}={current[name]!r}: resume with the same options"
+                )
+
+    def save_if_due(self, last: int) -> None:
+        """Save after every ``save_every`` steps, or only after the ``last`` step. A collective."""
+        job, sync = self._job, self._sync
+        if job.checkpoints is None or sync is None:
+            return
+        due = sync.step == last if job.save_every is None else sync.step % job.save_every == 0
+        if due:
+            self._save(sync)
+
+    def stop_if_requested(self, request: StopRequest | None, last: int) -> bool:
+        """Save and detach if the run is asked to stop after this step.
+
+        A collective if it returns True.
+
+        Args:
+            request: Request of the launching process; None: the run cannot be stopped.
+            last: Number of steps of the run.
+
+        Returns:
+            True if the run ends here.
+        """
+        sync = self._sync
+        if request is None or sync is None:
+            return False
+        seconds = self._job.timeout_seconds
+        if request.may_continue(sync.rank, sync.step, last=last, seconds=seconds):
+            return False
+        every = self._job.save_every
+        if every is None or sync.step % every:  # else `save_if_due` has just saved
+            self._save(sync)
+        self._log(Stopped(sync.step, str(self._job.checkpoints)))
+        request.wait_until_all_saved(sync.rank, seconds)
+        sync.detach()
+        return True
+
+    def _save(self, sync: Synchronizer) -> None:
+        extra = {"job": asdict(self._job), "events": self._log.lines}
+        save(str(self._job.checkpoints), sync, scheduler=self._scheduler, extra=extra)

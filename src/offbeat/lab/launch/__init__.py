@@ -1,0 +1,1 @@
+"""Where and how a job's workers run: processes, shaped links, launchers, virtual time."""

@@ -1,0 +1,116 @@
+"""Agreement on the step after which all workers save a checkpoint and exit early."""
+
+import fcntl
+import os
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from offbeat.errors import CommunicationTimeout
+
+_SAVED = -1
+_FINISHED = 1 << 62  # larger than every step
+_INTEGER = struct.Struct("q")
+
+
+class StopRequest:
+    """A file, shared by all processes of this machine, through which a run is asked to stop.
+
+    The file holds the requested step (0: no request), then for each worker the step that it may
+    complete. A worker writes the number of its next step before it takes it. The requester writes
+    the maximum over the workers. Both hold a lock. Hence no worker is past the requested step when
+    the request is made, and each worker reaches it, although workers of an asynchronous strategy
+    may be far apart and may wait for each other in between.
+
+    Args:
+        path: Path of the file; created if it does not exist.
+        workers: Number of workers of the run.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], workers: int) -> None:
+        self._workers = workers
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if os.fstat(self._file).st_size == 0:
+            os.ftruncate(self._file, _INTEGER.size * (1 + workers))
+
+    def may_continue(self, rank: int, step: int, *, last: int, seconds: float) -> bool:
+        """Return True if worker ``rank``, which has taken ``step`` steps, may take another one.
+
+        Args:
+            rank: Rank of the calling worker.
+            step: Number of steps that it has taken.
+            last: Number of steps of the run.
+            seconds: Maximum time to wait for the lock.
+
+        Raises:
+            CommunicationTimeout: another process holds the lock for longer than ``seconds``.
+        """
+        try:
+            with self._lock(seconds):
+                requested = self._read(0)
+                if not requested:
+                    self._write(1 + rank, step + 1 if step < last else _FINISHED)
+                return not requested or step < requested
+        except TimeoutError:
+            raise CommunicationTimeout(
+                f"rank {rank}: another worker has held the lock at the end of step {step} for "
+                f"{seconds:g} s and may be suspended; --timeout raises this limit"
+            ) from None
+
+    def wait_until_all_saved(self, rank: int, seconds: float) -> None:
+        """Report that worker ``rank`` has saved, and wait at most ``seconds`` for the others.
+
+        A worker that exited earlier would break connections that others still need for saving.
+        """
+        self._write(1 + rank, _SAVED)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and any(step != _SAVED for step in self._steps()):
+            time.sleep(0.01)
+
+    def request(self, seconds: float) -> int | None:
+        """Ask all workers to save and exit.
+
+        Args:
+            seconds: Maximum time to wait for the lock.
+
+        Returns:
+            The step after which they do so. None if no worker has started, if one has finished, or
+            if the lock stays held.
+        """
+        try:
+            with self._lock(seconds):
+                step = max(self._steps())
+                if step in (0, _FINISHED):
+                    return None
+                self._write(0, step)
+                return step
+        except TimeoutError:
+            return None
+
+    def _steps(self) -> Iterator[int]:
+        return (self._read(1 + rank) for rank in range(self._workers))
+
+    def _read(self, index: int) -> int:
+        (value,) = _INTEGER.unpack(os.pread(self._file, _INTEGER.size, _INTEGER.size * index))
+        return int(value)
+
+    def _write(self, index: int, value: int) -> None:
+        os.pwrite(self._file, _INTEGER.pack(value), _INTEGER.size * index)
+
+    @contextmanager
+    def _lock(self, seconds: float) -> Iterator[None]:
+        """Hold the file's lock, which the kernel releases when a process ends."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError from None
+                time.sleep(0.0005)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)

@@ -1,0 +1,68 @@
+"""Bandwidth and latency of all links at once, measured within a training run."""
+
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+
+from offbeat.errors import CommunicationError
+from offbeat.lab.evaluation import gather
+from offbeat.lab.events import LinkSpeed
+
+_LEAST_SECONDS = 0.3  # of the largest message: much longer than the burst a shaped link lets pass
+_FIRST_BYTES, _MOST_BYTES = 2**18, 64 * 2**20
+_PINGS = 12
+_REPETITIONS = 3  # a stall on a shared machine seldom lengthens more than one of them
+
+
+def measure_links() -> LinkSpeed:
+    """Measure the ring in which every worker sends to the next one, all at the same time.
+
+    A collective of at least 2 workers over gloo, which takes two to three seconds. Messages grow
+    until one takes 0.3 s. The bandwidth is that of the slowest worker for the largest size: the
+    median of three messages, less the latency. The latency is half of the median round trip of a
+    small message.
+
+    Raises:
+        CommunicationError: a worker failed, or did not answer within the group's time-out.
+    """
+    small = torch.zeros(1)
+    trips = [_shift(small) + _shift(small) for _ in range(_PINGS)][2:]  # the first ones connect
+    size = _FIRST_BYTES
+    while True:
+        seconds = _slowest(_shift(torch.zeros(size // 4)))
+        if seconds >= _LEAST_SECONDS or size >= _MOST_BYTES:
+            break
+        size = min(_MOST_BYTES, size * max(2, min(16, int(1.5 * _LEAST_SECONDS / seconds))))
+    repeated = [_slowest(_shift(torch.zeros(size // 4))) for _ in range(_REPETITIONS - 1)]
+    seconds = statistics.median([seconds, *repeated])
+    latency = statistics.median(_gather(statistics.median(trips) / 2))
+    return LinkSpeed(size / max(seconds - latency, seconds / 2), latency)
+
+
+def _shift(tensor: torch.Tensor) -> float:
+    """Send ``tensor`` to the next worker, receive the previous one's, and return the seconds."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    received = torch.empty_like(tensor)
+    start = time.perf_counter()
+    try:
+        # Receives are posted first: of two workers that both send first, one would wait.
+        receive = dist.irecv(received, (rank - 1) % size)
+        for work in (dist.isend(tensor, (rank + 1) % size), receive):
+            if work is not None:
+                work.wait()
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"rank {rank} was measuring its links, but another worker failed or took longer than "
+            f"the time-out, which --timeout raises: {error}"
+        ) from error
+    return time.perf_counter() - start
+
+
+def _gather(seconds: float) -> list[float]:
+    return gather(seconds, torch.device("cpu"), "the times of all links")
+
+
+def _slowest(seconds: float) -> float:
+    return max(_gather(seconds))

@@ -1,0 +1,192 @@
+"""Step time of workers that train without communication: the reference for every speed-up."""
+
+import copy
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, islice, repeat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from offbeat.lab.evaluation import gather
+from offbeat.lab.events import Calibration
+from offbeat.lab.recipes import Setup, Task, find_recipe
+from offbeat.lab.recipes.base import device_of
+from offbeat.lab.recipes.custom import try_out
+from offbeat.lab.samplers import Batches, make_sampler
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Length of one measurement.
+
+    Attributes:
+        warmup_steps: Number of steps before the timed ones: the first ones allocate memory and
+            choose kernels.
+        least_steps: Minimum number of timed steps.
+        least_seconds: Minimum time of the timed steps.
+    """
+
+    warmup_steps: int
+    least_steps: int
+    least_seconds: float
+
+
+REFERENCE = Duration(warmup_steps=5, least_steps=10, least_seconds=4.0)
+"""Duration of a measurement before or after a run."""
+CALIBRATION = Duration(warmup_steps=2, least_steps=5, least_seconds=1.0)
+"""Duration of a calibration. Short: each evaluation has one, and all of them count."""
+
+
+class LocalTraining:
+    """Trains on all workers at the same time, without communication, and times the steps.
+
+    Args:
+        task: Task to train. ``measure`` restores model, optimizer and random states.
+        lr_scale: Factor on the learning rate.
+        batches: Function that returns a new iterator over this worker's batches.
+        duration: Duration of each measurement; None: ``REFERENCE``.
+
+    Attributes:
+        step_seconds: Mean over the timed steps of all measurements and over the workers.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        lr_scale: float,
+        batches: Callable[[], Iterable[Any]],
+        duration: Duration | None = None,
+    ) -> None:
+        self._task, self._lr_scale, self._batches = task, lr_scale, batches
+        self._duration = duration or REFERENCE
+        self._device = device_of(task.model)
+        self._steps: list[float] = []
+        self.step_seconds = 0.0
+
+    def measure(self) -> None:
+        """Train for the duration. A collective."""
+        # All workers start together and train for the same time, so that none is timed while other
+        # cores are idle.
+        gather(None, self._device, "the start of local training")
+        with _state_restored(self._task):
+            self._train()
+        mean = statistics.mean(self._steps)
+        self.step_seconds = statistics.mean(gather(mean, self._device, "the local step times"))
+
+    def _train(self) -> None:
+        duration = self._duration
+        seconds: list[float] = []
+        start = self._now()
+        for batch in chain.from_iterable(self._batches() for _ in repeat(None)):
+            self._step(batch)
+            end = self._now()
+            seconds.append(end - start)
+            start = end
+            timed = seconds[duration.warmup_steps :]
+            if len(timed) >= duration.least_steps and sum(timed) >= duration.least_seconds:
+                self._steps += timed
+                return
+
+    def _step(self, batch: Any) -> None:
+        """Do the work of ``Attached.train``, except for the schedule, which could run out."""
+        task = self._task
+        with task.scaled_lr(self._lr_scale):
+            task.loss(task.model, batch).backward()
+            if task.clip_norm is not None:
+                nn.utils.clip_grad_norm_(task.model.parameters(), task.clip_norm)
+            task.optimizer.step()
+        task.optimizer.zero_grad()
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+@contextmanager
+def _state_restored(task: Task) -> Iterator[None]:
+    """Restore model, optimizer and random states at the end."""
+    tensors = [*task.model.parameters(), *task.model.buffers()]
+    before = [tensor.detach().clone() for tensor in tensors]
+    optimizer = copy.deepcopy(task.optimizer.state_dict())
+    states = random.getstate(), np.random.get_state()
+    device = device_of(task.model)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    task.optimizer.load_state_dict(optimizer)
+    with torch.no_grad():
+        for tensor, value in zip(tensors, before, strict=True):
+            tensor.copy_(value)
+
+
+def calibrate(
+    step: int, task: Task, lr_scale: float, batches: Callable[[], Iterable[Any]]
+) -> Calibration:
+    """Measure the local step time in the middle of a run, off its clock. A collective.
+
+    The speed of a shared machine drifts by a third within minutes. A step time that was measured in
+    another run, or before and after this one, is therefore a poor reference. A calibration lies
+    within seconds of the steps that it is compared with, so that a slow machine slows down both.
+
+    Args:
+        step: Number of steps of the run that each worker has taken.
+        task: Task for calibrations only; the method's task is left alone.
+        lr_scale: Factor on the learning rate.
+        batches: Function that returns a new iterator over this worker's batches.
+    """
+    training = LocalTraining(task, lr_scale, batches, CALIBRATION)
+    training.measure()
+    return Calibration(step, training.step_seconds)
+
+
+def measure_recipe(
+    name: str, *, data: Path | None = None, steps: int = 15, warmup_steps: int = 5
+) -> tuple[nn.Module, float]:
+    """Train some steps in this process, with torch's current number of threads.
+
+    Args:
+        name: Name of a recipe, or path of a recipe's file.
+        data: Directory of its data, if it needs one.
+        steps: Number of timed steps (≥ 5).
+        warmup_steps: Number of steps before them.
+
+    Returns:
+        The model and the median duration of a step in seconds: reading the batch, forward pass,
+        backward pass and optimizer.
+
+    Raises:
+        ValueError: no such recipe, a mistake in the recipe's file, or too few steps.
+        FileNotFoundError: the data do not exist.
+    """
+    if steps < 5:
+        raise ValueError(f"steps must be at least 5, got {steps}")
+    recipe = find_recipe(name)
+    with torch.random.fork_rng(devices=[]):
+        task = recipe.build(Setup(workers=1, epochs=recipe.epochs, data=data))
+        if recipe.file is not None:
+            try_out(recipe, task)
+        batches = chain.from_iterable(
+            Batches(task, make_sampler(task, 1, 0, seed=0)) for _ in repeat(None)
+        )
+        seconds: list[float] = []
+        start = time.perf_counter()
+        for batch in islice(batches, warmup_steps + steps):
+            task.loss(task.model, batch).backward()
+            if task.clip_norm is not None:
+                nn.utils.clip_grad_norm_(task.model.parameters(), task.clip_norm)
+            task.optimizer.step()
+            task.advance()
+            end = time.perf_counter()
+            seconds.append(end - start)
+            start = end
+    return task.model, statistics.median(seconds[warmup_steps:])

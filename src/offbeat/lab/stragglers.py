@@ -1,0 +1,84 @@
+"""Stragglers among real workers: steps of varying length and slower workers."""
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from offbeat.lab.recipes import Task
+from offbeat.lab.step_time import LocalTraining
+
+_PURPOSE = 0x756E6576  # part of the seed (seed, purpose, rank): no other draw shares the stream
+
+
+class StragglerLoss:
+    """A task's loss that sleeps after each evaluation, to emulate a slower worker.
+
+    For the step time t without communication:
+
+        sleep = t · (slowdown · (1 + jitter·|z|) − 1),  z ~ N(0, 1)
+
+    Jitter only lengthens steps, because a worker cannot be made faster. z depends only on seed,
+    rank and step, so that all methods of a comparison sleep equally long.
+
+    Args:
+        task: Task to train; restored after a measurement.
+        batches: Function that returns a new iterator over this worker's batches.
+        slowdown: Factor on this worker's step time (≥ 1).
+        jitter: Coefficient of |z| (≥ 0).
+        seed: Seed of z.
+        step_seconds: t in seconds. None: measure it now, as the mean over the workers. The first
+            run of a comparison measures it for all.
+
+    Attributes:
+        step_seconds: t in seconds.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        batches: Callable[[], Iterable[Any]],
+        *,
+        slowdown: float,
+        jitter: float,
+        seed: int,
+        step_seconds: float | None = None,
+    ) -> None:
+        self._loss, self._slowdown, self._jitter = task.loss, slowdown, jitter
+        if step_seconds is None:
+            local = LocalTraining(task, 1.0, batches)
+            local.measure()
+            step_seconds = local.step_seconds
+        self.step_seconds = step_seconds
+        self._random = np.random.default_rng((seed, _PURPOSE, dist.get_rank()))
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the task's loss after the sleep."""
+        loss = self._loss(model, batch)
+        factor = self._slowdown * (1 + self._jitter * abs(self._random.standard_normal()))
+        time.sleep(self.step_seconds * (factor - 1))
+        return loss
+
+
+def parse_slow(text: str | None, workers: int) -> dict[int, float]:
+    """Return rank → slowdown for ``RANK=FACTOR,RANK=FACTOR``.
+
+    Raises:
+        ValueError: another form, a rank that does not exist, or a factor below 1.
+    """
+    slowdowns: dict[int, float] = {}
+    for part in filter(None, (text or "").split(",")):
+        rank, _, factor = part.partition("=")
+        try:
+            slowdowns[int(rank)] = float(factor)
+        except ValueError:
+            raise ValueError(f"slow must be RANK=FACTOR, as in 1=2, got {part!r}") from None
+    for number, times in slowdowns.items():
+        if not 0 <= number < workers:
+            raise ValueError(f"slow {number}={times:g}: ranks are 0 to {workers - 1}")
+        if not 1 <= times < float("inf"):
+            raise ValueError(f"slow {number}={times:g}: the factor must be at least 1 and finite")
+    return slowdowns

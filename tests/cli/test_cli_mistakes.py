@@ -1,0 +1,458 @@
+"""Mistakes on the command line: one line and exit code 2, before anything runs or is written."""
+
+import gzip
+import os
+import re
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.commands import Call, plain
+from offbeat.cli import checks, network, runs
+from offbeat.errors import OffbeatError
+from offbeat.lab.recipes import RECIPES, Setup, Task
+from offbeat.registry import STRATEGIES
+
+HUGE = "1" + 15 * "0"
+NET = "plan --parameters 25M --step-time 1ms --bandwidth 1gbit"
+LABELS = "-idx1-ubyte.gz must hold"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a file, a folder, failing modules, and invalid data sets."""
+    folder = tmp_path_factory.mktemp("given")
+    (folder / "file").write_text("x")
+    (folder / "dir").mkdir()
+    (folder / "exit.py").write_text("raise SystemExit(3)\n")
+    (folder / "binary.py").write_bytes(bytes(range(256)))
+    (folder / "file_strategy.py").write_text("raise RuntimeError('of\\nits own')\n")
+    (folder / "words").mkdir()
+    (folder / "words" / "train.txt").write_text("a b c\n" * 50)
+    (folder / "words" / "test.txt").write_text("a\n")
+    write_mnist(folder / "counts", labels=70)
+    write_mnist(folder / "sizes", side=27)
+    write_mnist(folder / "labels", label=12)
+    write_mnist(folder / "empty", images=0, labels=0)
+    write_mnist(folder / "damaged")
+    packed = folder / "damaged" / "train-images-idx3-ubyte.gz"
+    packed.write_bytes(packed.read_bytes()[:10] + 20 * b"\xff" + packed.read_bytes()[30:])
+    return folder
+
+
+def write_mnist(
+    folder: Path, images: int = 80, labels: int = 80, side: int = 28, label: int = 1
+) -> None:
+    """Write four gzipped IDX files, the same two for each split."""
+    folder.mkdir()
+    for split in ("train", "t10k"):
+        for name, shape, byte in (
+            ("images-idx3", (images, side, 28), 7),
+            ("labels-idx1", (labels,), label),
+        ):
+            head = b"\0\0\x08" + struct.pack(f">B{len(shape)}I", len(shape), *shape)
+            body = bytes([byte]) * (images * side * 28 if len(shape) > 1 else labels)
+            path = folder / f"{split}-{name}-ubyte.gz"
+            path.write_bytes(gzip.compress(head + body))
+
+
+NO_RECIPE = (
+    f"unknown recipe 'nope'; there are {', '.join(RECIPES)}, and your own as path/to/file.py or "
+    "path/to/file.py:NAME"
+)
+NO_STRATEGY = (
+    f"unknown strategy 'nope'; there are {', '.join(sorted(STRATEGIES))}, and your own as "
+    "package.module:Class or package.module:Class:setting=value"
+)
+NOT_SIMULATED = "runs its own code on real processes, not on simulated workers"
+BANDWIDTH = r"'1GB/s' is not a bandwidth; write a number and a unit, like 1Gbit/s .*"
+DURATION = "is not a duration; write a number and a unit, like 100us, 50ms, 1.5s or 2min"
+
+
+def train_rows(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the rows with the command: all for ``train``, each for one of the other commands."""
+    others = ("simulate digits", "compare digits -s bsp", "compare digits -s bsp --simulate")
+    return [
+        *((f"train digits {argv}", message) for argv, message in rows),
+        *((f"{others[i % 3]} {argv}", message) for i, (argv, message) in enumerate(rows)),
+    ]
+
+
+def simulation_rows(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the rows with the commands that simulate, one after the other."""
+    commands = ("simulate digits", "compare digits -s bsp --simulate")
+    return [(f"{commands[i % 2]} {argv}", message) for i, (argv, message) in enumerate(rows)]
+
+
+JOB = [
+    ("-s nope", NO_STRATEGY),
+    ("--partition labels", "partition must be label:K or dirichlet:A, got .*"),
+    ("--injection 0.5", "injection must be ALPHA,BETA as in 0.5,0.5, got '0.5'"),
+    ("--lr-scale 0", "lr-scale must be positive and finite, got 0.0"),
+    ("--sampler all", "sampler must be seldp, defdp or distributed, got 'all'"),
+    ("-s selsync:delta=-1", "delta must be at least 0 .*, got -1"),
+    ("-s selsync:delta=high", "delta must be a number, got 'high'"),
+    ("-s selsync:dleta=1", "selsync has no setting 'dleta'; it has delta, .*"),
+    ("-s selsync:delta", ".*'delta' is not of the form setting=value"),
+    ("-s local", ".*period.*"),
+    ("-s local:perod=8", "local has no setting 'perod'; it has .*"),
+    ("--data /no/where -s local:period=0", "period must be at least 1.*, got 0"),
+    ("--workers 0", "workers must be at least 1, got 0"),
+    ("--epochs 0", "epochs must be positive and finite, got 0.0"),
+    ("--epochs nan", "epochs must be positive and finite, got nan"),
+    ("--epochs inf", "epochs must be positive and finite, got inf"),
+    ("--seed -1", "seed must be at least 0, got -1"),
+    ("--bandwidth 1GB/s", BANDWIDTH),
+]
+SIMULATION = [
+    ("--step-time 20ms --bandwidth 1GB/s", BANDWIDTH),
+    ("--latency 5", f"'5' {DURATION}"),
+    ("--step-time fast", f"'fast' {DURATION}"),
+    ("--step-time 0s", f"'0s' {DURATION}"),
+    ("--step-time 20ms --jitter -1", "jitter must be finite and at least 0, got -1.0"),
+    ("--jitter -1", "jitter must be finite and at least 0, got -1.0"),
+    ("--workers-per-node 3", "workers=4 do not fill nodes of workers_per_node=3"),
+    ("--workers-per-node 0", "workers_per_node must be at least 1, got 0"),
+    ("--inside 1Gbit/s", "inside needs nodes of several workers: give workers_per_node"),
+    (
+        "--workers-per-node 2 -s async --wire auto",
+        'wire="auto" with node_group: .*',
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        *train_rows(JOB),
+        *simulation_rows(SIMULATION),
+        ("train nope", NO_RECIPE),
+        ("simulate nope", NO_RECIPE),
+        ("compare nope -s bsp", NO_RECIPE),
+        ("train mnist", "the mnist recipe needs --data DIR with .*"),
+        ("simulate mnist", "the mnist recipe needs --data DIR with .*"),
+        ("train mnist --data /no/where", "looked for .* in /no/where, which does not exist"),
+        ("simulate mnist --data /no/where", "looked for .* in /no/where, which does not exist"),
+        ("train digits --timeout 0", "timeout must be positive and finite, got 0.0"),
+        ("train digits --timeout -1", "timeout must be positive and finite, got -1.0"),
+        ("compare digits -s bsp --timeout 0", "timeout must be positive and finite, got 0.0"),
+        ("train digits --bandwidth fast", "'fast' is not a bandwidth; write a number and a .*"),
+        ("train digits --bandwidth 0Mbit/s", ".*0Mbit/s.*"),
+        ("compare digits -s bsp --bandwidth 5", "'5' is not a bandwidth; write .*"),
+        ("compare digits -s bsp --seeds 0", "seeds must be at least 1, got 0"),
+        ("train digits --evaluations 0", "evaluations must be at least 1, got 0"),
+        (
+            "train digits -s downpour --wire int8",
+            "wire='int8' with downpour: .*",
+        ),
+        ("train nope.py", "looked for the recipe nope.py in nope.py, which does not exist"),
+        (
+            "compare digits -s bsp -s easgd --wire int8",
+            "wire='int8' with easgd: .*; an option for some strategies only goes "
+            "with them, as in -s 'local:period=8 --wire int8'",
+        ),
+        ("compare digits -s bsp -s nope --wire int8", NO_STRATEGY),
+        ("compare nope -s bsp --simulate", NO_RECIPE),
+        ("simulate digits -s torch:ddp", f"torch:ddp {NOT_SIMULATED}"),
+        (
+            "compare digits -s bsp -s torch:ddp,hook=fp16 --simulate",
+            f"torch:ddp,hook=fp16 {NOT_SIMULATED}",
+        ),
+        ("train digits -s ideal --records a", "--records a: ideal cannot honour it, leave it out"),
+        (
+            "compare digits -s bsp -s torch:ddp --wire int8",
+            "--wire int8: torch:ddp cannot honour it, leave it out; an option for some .*",
+        ),
+        # where results go
+        ("compare digits -s bsp -o FILES/file", "--output .*/file: it is a file; name a dir.*"),
+        ("compare digits -s bsp -o FILES/file/x", "--output .*/file/x: .*/file is a file"),
+        ("compare digits -s bsp --simulate -o FILES/file", "--output .*: it is a file; .*"),
+        ("simulate digits --json FILES/dir", "--json .*/dir: it is a directory; name a file"),
+        ("simulate digits --json FILES/file/x", "--json .*/file/x: .*/file is a file"),
+        ("simulate digits --timeline FILES/dir", "--timeline .*/dir: it is a directory; .*"),
+        ("simulate digits --timeline a.xyz", "--timeline a.xyz: its name must end in .png, .*"),
+        ("simulate digits --timeline a.svg --json a.svg", "--timeline and --json are the same .*"),
+        ("train digits --records FILES/dir", "--records .*/dir: it is a directory; name a file"),
+        ("train digits --records FILES/file/x", "--records .*/file/x: .*/file is a file"),
+        # numbers
+        ("train digits --epochs 1e-300", "1e-300 epochs are less than one of 1,437 samples"),
+        ("train digits --epochs 1e30", r"1e\+30 epochs are more than 1,000,000,000 steps"),
+        ("train digits --epochs 1e308", r"epochs must be positive and finite, got 1e\+308"),
+        (f"train digits -n {HUGE}", f"workers must be at most 1000, got {HUGE}"),
+        (f"simulate digits -n {HUGE}", f"workers must be at most 1000, got {HUGE}"),
+        (f"train digits --seed {HUGE}", f"seed must be at most 4000000, got {HUGE}"),
+        (f"compare digits -s bsp --seeds {HUGE}", f"seeds must be at most 1000, got {HUGE}"),
+        ("train digits --timeout 1e300", r"timeout must be .* finite, got 1e\+300"),
+        ("train digits --timeout 1e-300", "timeout must be at least 0.001, got 1e-300"),
+        ("train digits -s async:outer_lr=inf", "outer_lr must be positive and finite, got inf"),
+        (f"train digits -s streaming:parts={HUGE}", f"parts must be at most 1024, got {HUGE}"),
+        ("train digits -s async:outer_lr=1e300", r"outer_lr must be .* finite, got 1e\+300"),
+        ("train digits --lr-scale 1e300", r"lr-scale must be .* finite, got 1e\+300"),
+        ("train digits -s streaming:outer_gain=1e300", r"outer_gain must be .* got 1e\+300"),
+        (f"train digits -s ssp:staleness={10**30}", "staleness must be an integer of 64 bits, .*"),
+        ("train digits --partition dirichlet:nan", "partition 'dirichlet:nan': .*"),
+        ("train digits --partition label:100", "partition 'label:100': .*"),
+        ("train digits --injection nan,nan", "injection needs two numbers .*"),
+        ("simulate digits --step-time 1e300s", "'1e300s' is not a duration; .*"),
+        ("simulate digits --step-time 1e-300s", "'1e-300s' is not a duration; .*"),
+        ("simulate digits --bandwidth 1e-300bit", "'1e-300bit' is not a bandwidth; .*"),
+        ("simulate digits --bandwidth=", "'' is not a bandwidth; .*"),
+        ("train digits --bandwidth 0.1bit/s", "links can be shaped to between .*, got 0.1 bit/s"),
+        # things that do not go together
+        ("compare digits -s bsp -s bsp", "'bsp' is given twice"),
+        (
+            "compare digits -s local:period=8 -s local:period=8,warmup_steps=0",
+            "'local:period=8,warmup_steps=0' and 'local:period=8' are the same; leave one out, .*",
+        ),
+        ("compare digits -s bsp -s bsp:", "'bsp:' and 'bsp' are the same; .*"),
+        ("compare digits -s bsp --step-time 1ms", "--step-time is for simulated workers; .*"),
+        ("compare digits -s bsp --jitter -1", "jitter must be finite and at least 0, got -1.0"),
+        (
+            "compare digits -s bsp --simulate --turns",
+            "--turns: speeds do not vary in virtual time, leave it out",
+        ),
+        ("compare digits -s bsp --slow 9=2", "slow 9=2: ranks are 0 to 3"),
+        ("compare digits -s bsp --slow 1", "slow must be RANK=FACTOR, as in 1=2, got '1'"),
+        ("compare digits -s bsp --slow 1=0.5", "slow 1=0.5: the factor must be at least 1 .*"),
+        ("compare digits -s bsp --lr-scale 1,x", "lr-scale must be a number, or several as .*"),
+        ("compare digits -s bsp --lr-scale 1,3,1", "lr-scale 1,3,1: a factor is given twice"),
+        ("compare digits -s bsp --max-steps 0", "max_steps must be at least 1, got 0"),
+        ("train digits --max-seconds 0", "max_seconds must be positive and finite, got 0.0"),
+        ("report .", r"\. is a directory; name its results\.jsonl"),
+        ("compare digits -s bsp --latency 1ms", "--latency is for simulated workers; .*"),
+        ("train digits --data /nope", "data /nope: the digits recipe brings its own data"),
+        ("train digits -s local:period=8,,", ".*'' is not of the form setting=value"),
+        # files
+        ("train FILES/exit.py", ".*exit.py, line 1: it cannot be run: SystemExit: 3"),
+        ("train FILES/binary.py", ".*binary.py.*: it cannot be run: .*"),
+        ("train digits -s file_strategy:A", "importing .* failed: RuntimeError: of its own"),
+        ("train mnist --data FILES/counts", f".*/counts/train-labels{LABELS} .*80 labels.* 70"),
+        ("train mnist --data FILES/sizes", ".*/sizes/train-images-.* 28 x 28.* 80 x 27 x 28"),
+        ("train mnist --data FILES/labels", f".*/labels/train-labels{LABELS} .*, but one is 12"),
+        ("train mnist --data FILES/empty", ".*/empty/train-images-.* 28 x 28, .* 0 x 28 x 28"),
+        ("train mnist --data FILES/damaged", ".*/damaged/train-images-.* is not a gzip file: .*"),
+        (
+            "train wikitext:transformer --data FILES/words",
+            ".*/words/test.txt: a text must have more than 35 words, got 2",
+        ),
+        # plan and probe
+        (f"{NET} -n {HUGE}", f"workers must be at most 10,000, got {HUGE}"),
+        (f"{NET} --parameters 1e300", "'1e300' is not a count; .*"),
+        (f"{NET} --parameters=", "'' is not a count; .*"),
+        (f"{NET} --step-time=", "'' is not a duration; .*"),
+        (f"{NET} --bandwidth=", "'' is not a bandwidth; .*"),
+        (f"{NET} --bandwidth 1e-300bit", "'1e-300bit' is not a bandwidth; .*"),
+        (f"{NET} -s bsp -s bsp", "'bsp' is given twice"),
+        (f"{NET} --data x", "--data is that of a recipe: .*"),
+        ("probe --seconds nan", "seconds must be positive and finite, got nan"),
+        ("plan", "plan needs --bandwidth, like 5Gbit/s, or --probe under torchrun"),
+        ("plan -s bsp -s ideal", "plan forecasts strategies; ideal is a baseline, .* by compare"),
+        ("plan -s torch:ddp,hook=fp16", "plan forecasts .*; torch:ddp,hook=fp16 is a baseline.*"),
+        ("plan --parameters 25M --step-time 1ms", "plan needs --bandwidth, like 5Gbit/s, .*"),
+        ("plan --bandwidth 5gbit", "plan needs --parameters and --step-time, like .*"),
+        ("plan --bandwidth 5gbit --parameters 25M", "plan needs .* --step-time, like .*"),
+        ("plan --bandwidth 5gbit --step-time 1ms", "plan needs --parameters .*, like .*"),
+        ("plan --parameters 25M --step-time 1ms --bandwidth 1GB/s", BANDWIDTH),
+        ("plan --parameters 25M --step-time 1 --bandwidth 1gbit", f"'1' {DURATION}"),
+        ("plan --parameters 25M --step-time 1s --bandwidth 1gbit --latency 5", f"'5' {DURATION}"),
+        ("plan --parameters 5X --step-time 1s --bandwidth 1gbit", "'5X' is not a count; .* 25M .*"),
+        ("plan --parameters 5 --step-time 1s --bandwidth 1gbit --lssr 2", "lssr must be .*"),
+        ("plan --parameters 5 --step-time 1s --bandwidth 1gbit -n 0", "workers must be .*, got 0"),
+        *(
+            (
+                f"plan --model digits --probe {option} {value}",
+                f"--probe measures what {name} says: .*",
+            )
+            for option, value, name in [
+                ("--bandwidth", "1gbit", "--bandwidth"),
+                ("-n", "4", "--workers"),  # the default, but asked for
+                ("--workers", "16", "--workers"),
+                ("--latency", "100us", "--latency"),
+                ("--inside", "10gbit", "--inside"),
+                ("--inside-latency", "1ms", "--inside-latency"),
+            ]
+        ),
+        (
+            "plan --model digits --parameters 5 --step-time 1s --bandwidth 1gbit",
+            "--model measures .*",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(
+    argv: str, message: str, idle_call: Call, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line shows the right form."""
+    monkeypatch.syspath_prepend(files)
+    code, out, err = idle_call(*(word.replace("FILES", str(files)) for word in argv.split()))
+    assert (code, out) == (2, "")
+    assert re.fullmatch(f"error: {message}\n", err)
+
+
+@pytest.mark.parametrize("option", ["--workers-per-node 2", "--inside 1Gbit/s"])
+def test_nodes_are_simulated(option: str, idle_call: Call) -> None:
+    code, _, err = idle_call(*["compare", "digits", "-s", "bsp"], *option.split())
+    assert code == 2
+    assert "is for simulated workers; add --simulate" in err
+
+
+def test_a_recipe_is_built_once_to_be_checked(
+    idle_call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading the data may take long, so several strategies share one task."""
+    built: list[Setup] = []
+    digits = RECIPES["digits"]
+
+    def build(setup: Setup) -> Task:
+        built.append(setup)
+        return digits.build(setup)
+
+    monkeypatch.setitem(RECIPES, "digits", replace(digits, build=build))
+    argv = ("-s", "bsp", "-s", "local:period=8", "-s", "bsp --sampler all")
+    code, _, err = idle_call("compare", "digits", *argv)
+    assert (code, err) == (2, "error: sampler must be seldp, defdp or distributed, got 'all'\n")
+    assert len(built) == 1
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "plan --model digits --bandwidth 1GB/s",
+        "plan --model digits --bandwidth 1gbit --latency 5",
+        "plan --model digits --bandwidth 1gbit --jitter 2",
+        "plan --model digits --bandwidth 1gbit --workers 0",
+    ],
+)
+def test_plan_measures_nothing_after_a_mistake(argv: str, idle_call: Call) -> None:
+    """A wrong option is reported before the recipe is measured."""
+    code, out, err = idle_call(*argv.split())
+    assert (code, out) == (2, "")
+    assert re.fullmatch("error: .*\n", err)
+
+
+def test_plan_probes_nothing_after_a_mistake(
+    idle_call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under torchrun, a missing --model is reported before the network is measured."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        pytest.fail("the network was measured")
+
+    monkeypatch.setattr(network, "_measure_network", refuse)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, out, err = idle_call("plan", "--probe")
+    assert (code, out) == (2, "")
+    assert re.fullmatch("error: plan needs --parameters and --step-time, .*\n", err)
+
+
+@pytest.mark.parametrize(
+    "argv", ["probe", "probe --seconds 5 --json", "plan --model digits --probe"]
+)
+def test_probing_needs_torchrun(argv: str, idle_call: Call) -> None:
+    """Without torchrun there is one line, which shows how to start it."""
+    code, out, err = idle_call(*argv.split())
+    assert (code, out) == (1, "")
+    assert re.fullmatch("error: .*: torchrun --nproc-per-node 2 -m offbeat.cli probe\n", err)
+
+
+def test_shaped_links_are_refused_where_they_cannot_be(
+    idle_call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--bandwidth without root is exit code 1 and one line that says what is missing."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    code, out, err = idle_call("train", "digits", "--bandwidth", "200Mbit/s")
+    assert (code, out) == (1, "")
+    assert re.fullmatch("error: no shaped links here: network namespaces need .*\n", err)
+
+
+@pytest.fixture
+def launched(idle_call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the variables of one of two processes of torchrun."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+
+@pytest.mark.usefixtures("launched")
+def test_torchrun_has_its_own_links(idle_call: Call) -> None:
+    """--bandwidth is refused for processes that torchrun started."""
+    code, out, err = idle_call("train", "digits", "--bandwidth", "200Mbit/s")
+    assert (code, out) == (2, "")
+    assert re.fullmatch("error: --bandwidth .*\n", err)
+
+
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("argv", ["train digits -n 8", "compare digits -s bsp --workers 8"])
+def test_torchrun_has_its_own_number_of_workers(argv: str, idle_call: Call) -> None:
+    """Another --workers than torchrun has started is refused, not replaced."""
+    code, out, err = idle_call(*argv.split())
+    assert (code, out) == (2, "")
+    assert err == "error: --workers 8: the launcher has started 2, leave the option out\n"
+
+
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("argv", ["simulate digits", "compare digits -s bsp --simulate"])
+def test_torchrun_has_real_workers(argv: str, idle_call: Call) -> None:
+    """Each process would run its own simulation."""
+    code, out, err = idle_call(*argv.split())
+    assert (code, out) == (2, "")
+    assert re.fullmatch("error: .* simulates all workers in one process: start it .*\n", err)
+
+
+def test_a_failed_run_is_one_line(
+    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Exit code 1, and the error of the run."""
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OffbeatError("worker 1 failed: out of luck")
+
+    monkeypatch.setattr(runs.comparison, "run_and_record", fail)
+    argv = ("compare", "digits", "-s", "bsp", "--output", str(tmp_path))
+    code, _, err = call(*argv)
+    assert (code, err) == (1, "error: worker 1 failed: out of luck\n")
+
+
+def test_the_same_strategy_over_two_wires_is_two(
+    idle_call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its default wire makes no difference; another wire does."""
+    code, _, err = idle_call("compare", "digits", "-s", "bsp", "-s", "bsp --wire float32")
+    assert (code, "are the same" in err) == (2, True)
+    two = ("-s", "bsp --wire int8", "-s", "bsp")
+    code, _, err = idle_call("compare", "digits", *two, "-s", "bsp --lr-scale=0")
+    assert (code, err) == (2, "error: lr-scale must be positive and finite, got 0.0\n")
+
+
+def test_files_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nearest existing folder is checked. Root may write everywhere."""
+    locked = tmp_path / "locked"
+    asked = []
+
+    def access(path: Path, mode: int) -> bool:
+        asked.append(path)
+        return False
+
+    monkeypatch.setattr(checks.os, "access", access)
+    for check in (checks.require_file, checks.require_folder):
+        with pytest.raises(ValueError, match=f"--x {locked}/a/b: {tmp_path} is not writable"):
+            check("--x", locked / "a" / "b")
+    assert asked == [tmp_path, tmp_path]
+
+
+def test_a_failing_disk_is_one_line(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error with a path is exit code 2; one without a path is a failed run, 1."""
+    for error, code in (
+        (OSError(28, "No space left on device", "runs/x"), 2),
+        (OSError("no route to host"), 1),
+    ):
+
+        def fail(*args: object, error: OSError = error) -> None:
+            raise error
+
+        monkeypatch.setattr("offbeat.cli.runs.comparison.run_and_record", fail)
+        got, _, err = call("train", "digits", "-n", "1")
+        shown = "runs/x: No space left on device" if code == 2 else "no route to host"
+        assert (got, plain(err)) == (code, f"error: {shown}\n")
