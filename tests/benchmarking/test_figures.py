@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.discrepancy import Problem
+from benchmarks.harness import MNIST
 from benchmarks.models.papers import at_constant_rate
 from benchmarks.papers import (
     convergence,
@@ -18,7 +18,7 @@ from benchmarks.papers import (
     runs,
     speedup,
 )
-from benchmarks.virtual import MNIST
+from benchmarks.papers.discrepancy import Problem
 from torch import nn
 
 from offbeat.lab.recipes import digits
@@ -88,7 +88,7 @@ def test_a_link_is_as_slow_for_our_model_as_the_papers_for_theirs():
     assert copy == pytest.approx(8e6 * link.megabytes / link.bandwidth)
 
 
-def test_delta_is_told_beside_the_rise_of_the_accuracy():
+def test_delta_is_shown_with_the_rise_of_the_accuracy():
     changes = [None, *([0.5] * 9), *([0.1] * 89), 0.3]
     points = [{"step": 10, "metric": 0.4}, {"step": 20, "metric": 0.3}, {"step": 95, "metric": 0.5}]
     found = delta.pieces({"change": changes, "points": points})
@@ -164,9 +164,9 @@ def test_the_distance_of_two_densities_is_that_of_their_quantiles():
     assert densities.wasserstein(first, first.flip(0)) == 0
 
 
-def test_densities_are_told_in_units_of_the_spread_of_bsp():
+def test_densities_are_in_units_of_the_spread_of_bsp():
     """BSP's ±1 has a spread of √(4/3) with four numbers; one worker is 0.5 off, the other 0."""
     like = torch.tensor([-1.0, 1.0, -1.0, 1.0])
-    found = densities.beside([[like + 0.5, like]], [[like, like]])
+    found = densities.compare([[like + 0.5, like]], [[like, like]])
     unit = math.sqrt(4 / 3)
     assert found == [{"distance": pytest.approx(0.25 / unit), "spread": pytest.approx(1.0)}]

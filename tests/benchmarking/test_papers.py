@@ -77,7 +77,7 @@ def test_resnets_rows_agree_on_the_step_time():
 def test_the_simulator_gives_the_speed_up_that_was_solved_for():
     """At that step time SelSync trains 2.03 times faster to convergence, as the paper says."""
     model = MODEL["ResNet-101"]
-    mean, flags = CLUSTER.mean_seconds(4 * model.parameters), CLUSTER.roll_seconds
+    mean, flags = CLUSTER.mean_seconds(4 * model.parameters), CLUSTER.tally_seconds
     step = table_one.step_of(model.selsync[0].per_step, mean, 0.829, flags)
     assert step is not None
     found = _simulated(model, step, 100)

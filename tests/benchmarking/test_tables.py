@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from benchmarks import noniid, settings, strategies
+from benchmarks.studies import noniid, settings, strategies
 
 from offbeat.lab.job import Job
 
@@ -23,7 +23,7 @@ class Clock:
 
 def test_every_schedule_ends_at_the_time_of_comparison():
     """To within a step of 2 seconds, though the first run that asks is off by its slow start."""
-    epochs = strategies.fitted(Clock(), ["bsp", "local:period=8"], 2.0)
+    epochs = strategies.fitted_epochs(Clock(), ["bsp", "local:period=8"], 2.0)
     jobs = [strategies.job(strategies.Entry("time", s, e), 1.0, 0) for s, e in epochs.items()]
     bsp, local = Clock().rows(jobs)
     assert bsp["seconds"] == pytest.approx(2.0, abs=0.15)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.tuning import GRID, tune
-from benchmarks.virtual import Cells, arrival, arrivals
+from benchmarks.run_cache import RunCache, arrival, arrivals
+from benchmarks.studies.tuning import GRID, tune
 
 
 def finals_with(best: dict[str, float], noise: dict[int, float] | None = None) -> Any:
@@ -64,7 +64,7 @@ def square(cell: Number) -> dict[str, int]:
 def test_a_cell_is_run_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """What is in the file is not run again; what is not, is; other code's rows do not count."""
     path = tmp_path / "kept.jsonl"
-    cells = Cells(square, path, processes=0)
+    cells = RunCache(square, path, processes=0)
     assert cells.rows([Number(2), Number(3), Number(2)]) == [
         {"square": 4},
         {"square": 9},
@@ -72,10 +72,10 @@ def test_a_cell_is_run_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ]
     assert len(path.read_text().splitlines()) == 2
 
-    again = Cells(lambda cell: {"square": -1}, path, processes=0)
+    again = RunCache(lambda cell: {"square": -1}, path, processes=0)
     assert again.rows([Number(3)]) == [{"square": 9}]
 
-    monkeypatch.setattr("benchmarks.virtual.fingerprint", lambda: "of other code")
+    monkeypatch.setattr("benchmarks.run_cache.fingerprint", lambda: "of other code")
     assert again.rows([Number(3)]) == [{"square": -1}]
 
 
