@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.soak import continuing, policy
+from benchmarks.soak import policy
 from benchmarks.soak.model import RATE
-from benchmarks.soak.perform import Outcome
 from benchmarks.soak.plan import CONTINUING_KINDS, KINDS, STEPS, Case, case
 from benchmarks.soak.policy import Stop
+from benchmarks.soak.records import Report, Run
+from benchmarks.soak.runner import Outcome
 from benchmarks.soak.soak import POLICIES, Soak, table
-from benchmarks.soak.worker import Report, Run
 
 from pages import DOCS
 
@@ -228,7 +228,7 @@ def test_a_handful_of_faults_is_survived(tmp_path: Path) -> None:
 
     def go(lane: int) -> None:
         os.environ["OFFBEAT_KERNELS"] = "0"  # numba is slow to import
-        policy.SLACK_SECONDS = continuing.SLACK_SECONDS = 10.0  # other tests run beside this one
+        policy.SLACK_SECONDS = 10.0  # other tests run beside this one
         for one in HANDFUL[lane::LANES]:
             survive(*one, places[one])
 

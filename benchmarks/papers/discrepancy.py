@@ -203,7 +203,7 @@ def independent_gradients(workers: int) -> float:
 
 
 def slopes(data: dict[str, Any], when: str) -> dict[str, list[float]]:
-    """Return the slopes against τ (mean over N), against N (mean over τ) and with delay, by seed."""
+    """Return the slopes against τ (mean over N), against N (mean over τ) and delay, by seed."""
     found: dict[str, list[float]] = {"staleness": [], "workers": [], "delay_workers": []}
     for seed in range(data["seeds"]):
 

@@ -64,7 +64,7 @@ def every_method(
             runs = [run for run in row.runs if run.job.seed in own]
             if not runs:
                 continue
-            both = {row.name: own, "ideal": cell_curves["ideal"]}
+            both = {"ideal": cell_curves["ideal"], row.name: own}
             shown = [summary(slowdowns(both, row.name, at, less=less)) for at in seconds]
             ends = [(own[run.job.seed][-1][0], run.points[-1].step) for run in runs]
             step = statistics.median(duration / steps for duration, steps in ends)

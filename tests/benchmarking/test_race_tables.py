@@ -49,6 +49,7 @@ def test_all_ideals_can_be_given_one_step(tmp_path: Path) -> None:
     text = tables.every_method(tmp_path, [30.0], steady=True, seeds=1, only=["made-up"])
     assert "made-other" not in text
     assert "| made-up | `streaming` | 0.50 | 10000 ms | 1 † |" in text
+    assert "| made-up | `ideal` | 1.00 | 20000 ms | 1 |" in text
 
 
 def test_differences_are_of_the_same_seed(tmp_path: Path) -> None:
