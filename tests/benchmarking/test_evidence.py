@@ -1,4 +1,4 @@
-"""What the pages say about speed is what the results say."""
+"""The pages about the race quote its results."""
 
 import json
 from dataclasses import asdict
@@ -14,7 +14,7 @@ from benchmarks.race.simulated_settings import CORNERS, MAP
 from benchmarking.test_race_simulated import as_read, rows_of
 
 
-def test_losses_are_told_first(tmp_path: Path) -> None:
+def test_losses_come_first(tmp_path: Path) -> None:
     """Made up so that streaming is last in all cells: at the end after 31.1 s, tuned after 21.1.
 
     The best rivals are there after 11 s. The share is there after 0.94375 of the time past 1 s.
@@ -76,14 +76,14 @@ def test_pictures_of_the_repository_are_small_and_copied() -> None:
 @pytest.mark.parametrize(
     ("path", "made"), [(evidence.PAGE, evidence.page), (evidence.README, evidence.readme)]
 )
-def test_pages_say_what_the_results_say(path: Path, made: Any) -> None:
+def test_pages_quote_the_results(path: Path, made: Any) -> None:
     """`python -m benchmarks evidence` makes it so."""
     text = path.read_text(encoding="utf-8")
     assert made(text) == text
 
 
 def test_no_tuned_rival_is_a_tenth_sooner() -> None:
-    """What the page claims of the map, as streaming averaging comes."""
+    """The page claims this of the map, with streaming averaging as it comes."""
     found = simulated_results.against_best_rival(simulated_results.read(), "tuned")
     assert set(found) == set(MAP)
     assert max(times for times, _ in found.values()) <= 1.1

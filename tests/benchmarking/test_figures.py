@@ -1,4 +1,4 @@
-"""What the papers' figures are computed by, on cases worked out by hand."""
+"""Computations behind the papers' figures, on cases worked out by hand."""
 
 import math
 from collections.abc import Iterator

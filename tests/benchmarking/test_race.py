@@ -1,4 +1,4 @@
-"""The race's grid, and what is made of its results; these results are made up, here alone."""
+"""The race on real processes: its grid, its command line, and how it runs a cell."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def test_every_cell_and_method_is_a_job_that_could_run() -> None:
     )
 
 
-def test_every_peer_is_raced_and_our_own() -> None:
+def test_every_peer_and_our_diloco_are_raced() -> None:
     from offbeat.lab.baselines import BASELINES, parse_method
 
     raced = {type(parse_method(text.split()[0])) for text in settings.METHODS}
@@ -74,7 +74,7 @@ def test_methods_are_chosen_by_their_beginning() -> None:
         settings.select_methods(cell, ["ideal", "easgd"])
 
 
-def test_a_method_without_its_package_is_left_out_aloud(
+def test_a_method_without_its_package_is_left_out_with_a_message(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(real.importlib.util, "find_spec", lambda name: name == "torch" or None)
@@ -88,7 +88,7 @@ def test_a_method_without_its_package_is_left_out_aloud(
 
 
 def test_a_tiny_cell_is_run_once(tmp_path: Path) -> None:
-    """With both tracks; what is in its file is not run again, and its runs say how to repeat it."""
+    """With both tracks. Runs in the file are not repeated, and have the command to repeat them."""
     short = settings.Workload("digits", None, 0.1)
     cell = replace(settings.TINY, workload=short, methods=("ideal", "bsp"), seeds=2)
     place = VirtualCluster(Network("100Mbit/s"), Compute("10ms"))

@@ -91,7 +91,7 @@ def test_cells_whose_ideal_has_ended_by_then_are_left_out(tmp_path: Path) -> Non
 
 
 def test_small_models_have_a_table_of_their_own(tmp_path: Path) -> None:
-    """Where the ideal ends after 8 s, its first six seconds are shown, and told of first."""
+    """Where the ideal ends after 8 s, its first six seconds are shown."""
     for cell, look in (("made-small", 2), ("made-up", 10)):
         curve = [(look * number, 0.2 * number) for number in (1, 2, 3, 4)]
         late = [(2 * seconds, metric) for seconds, metric in curve]
@@ -118,7 +118,7 @@ def test_small_models_have_a_table_of_their_own(tmp_path: Path) -> None:
 def test_pages_quote_the_differences_of_a_workload(
     page: str, seconds: Sequence[float], workload: str
 ) -> None:
-    """In the order of the seconds; a negative one is told as later."""
+    """In the order of the seconds; the page has a negative difference without its sign."""
     table = tables.against(RESULTS, seconds, evidence.RIVAL)
     (line,) = (one for one in table.splitlines() if one.startswith(f"| all of {workload} |"))
     text = " ".join((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split())
@@ -175,8 +175,8 @@ def test_the_picture_has_means_and_intervals(tmp_path: Path) -> None:
     assert (tmp_path / "late.png").stat().st_size > 5_000
 
 
-def test_the_overview_has_the_nearest_peer_and_the_dagger_who_took_no_turns(tmp_path: Path) -> None:
-    """DDP is nearer after 10 s, post-local SGD after 30; what is ours is no peer."""
+def test_the_overview_has_the_nearest_peer_and_marks_uncorrected_rows(tmp_path: Path) -> None:
+    """DDP is nearer after 10 s, post-local SGD after 30; our own methods are no peers."""
     curve = [(5 * number, 0.1 * number) for number in range(1, 10)]
 
     def late(early: float, later: float) -> list[tuple[float, float]]:

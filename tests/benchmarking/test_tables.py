@@ -1,4 +1,4 @@
-"""What the tables of simulated runs say, on rows made by hand."""
+"""Tables of the studies, on rows made by hand."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -41,7 +41,7 @@ def row(strategy: str, injection: str | None, final: float) -> dict[str, Any]:
     return {"job": {"strategy": strategy, "injection": injection}, "final": final}
 
 
-def test_an_order_is_told_only_where_ranges_do_not_overlap():
+def test_an_order_is_shown_only_where_ranges_do_not_overlap():
     """a is above c; b overlaps with both, whatever their medians."""
     values = {"a": (0.90, 0.95), "b": (0.80, 0.91), "c": (0.70, 0.85)}
     rows = [row(name, None, one) for name, pair in values.items() for one in pair]
@@ -50,7 +50,7 @@ def test_an_order_is_told_only_where_ranges_do_not_overlap():
     assert text.endswith("overlap: `a` above `c`.")
 
 
-def test_each_setting_stands_beside_the_same_without_it():
+def test_each_setting_has_rows_with_and_without_it():
     """Every group has rows without its setting, and rows differ."""
     assert len(set(settings.CASES)) == len(settings.CASES)
     bare = {

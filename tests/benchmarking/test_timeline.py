@@ -9,8 +9,8 @@ import offbeat
 
 
 @pytest.mark.nightly
-def test_the_picture_shows_who_waits_and_what_lands() -> None:
-    """Every BSP worker waits for its sums, nobody for streaming's; parts land in turn."""
+def test_the_timeline_shows_waits_and_landings() -> None:
+    """Every BSP worker waits for its sums, no streaming worker waits; parts land in turn."""
     end = 1000 * timeline.STEPS * timeline.STEP_SECONDS
     bsp, streaming = (
         timeline.record(one)
