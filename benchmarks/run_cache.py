@@ -140,6 +140,16 @@ class RunCache:
                 file.write(json.dumps({"key": key, "row": row}) + "\n")
 
 
+def grouped(
+    rows: Sequence[Row], *keys: str, field: str = "job"
+) -> dict[tuple[Any, ...], list[Row]]:
+    """Group rows by these keys of a field, in order, so that a group differs in its seeds only."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[field][key] for key in keys), []).append(row)
+    return groups
+
+
 def spread(values: Sequence[float], scale: float = 100.0, digits: int = 1) -> str:
     """Return median and range as text, in percent by default."""
     low, middle, high = min(values), statistics.median(values), max(values)

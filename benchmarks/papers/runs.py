@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import CIFAR10, MNIST, RESULTS, machine
-from benchmarks.run_cache import SEEDS, Row, RunCache, run_at, spread
+from benchmarks.run_cache import SEEDS, Row, RunCache, grouped, run_at, spread
 from offbeat.lab.job import Job
 from offbeat.lab.places import VirtualCluster
 from offbeat.lab.recipes import find_recipe
@@ -121,11 +121,8 @@ def cache_of(name: str, function: Callable[[Any], Row] = train) -> RunCache:
 
 
 def by_method(rows: Sequence[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:
-    """Group rows by these fields of their runs, so that a group differs in its seeds only."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row["run"][key] for key in keys), []).append(row)
-    return groups
+    """Return ``grouped`` for rows of ``train``."""
+    return grouped(rows, *keys, field="run")
 
 
 def percent(values: Sequence[float]) -> str:

@@ -12,10 +12,9 @@ Writes ``results/noniid.json``, ``noniid.md`` and ``docs/images/noniid.png``.
 import statistics
 from collections.abc import Sequence
 from itertools import combinations
-from typing import Any
 
 from benchmarks.harness import IMAGES, MNIST, Result, save_page
-from benchmarks.run_cache import SEEDS, Row, RunCache, run, spread
+from benchmarks.run_cache import SEEDS, Row, RunCache, grouped, run, spread
 from offbeat.lab.job import Job
 
 INJECTIONS = (None, "0.5,0.5", "0.75,0.75")
@@ -73,14 +72,6 @@ def rotated(quick: bool) -> list[Job]:
         for sampler in SAMPLERS
         for seed in (SEEDS[:1] if quick else SEEDS)
     ]
-
-
-def grouped(rows: Sequence[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:
-    """Group rows by these fields of their jobs, in order."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row["job"][key] for key in keys), []).append(row)
-    return groups
 
 
 def megabytes(rows: Sequence[Row], key: str) -> float:
