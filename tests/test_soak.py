@@ -80,7 +80,7 @@ def test_a_documented_outcome_is_survived() -> None:
         ({"at": 13.2, "left": 13.3}, "took 3.2 s, at most 2 s are promised"),
         ({"left": 14.0}, "took 3.9 s to detach"),
         ({"outcome": "finished"}, "has finished"),
-        ({"spread": 0.01}, "the model of rank 2 is no whole"),
+        ({"spread": 0.01}, "rank 2 applied a mean in part"),
         ({"finite": False}, "is not finite"),
         ({"descriptors": 3}, "keeps 3 descriptors"),
     ],
@@ -160,8 +160,8 @@ def test_a_documented_continuation_is_survived() -> None:
         ({"values": ["0x1.8p+0", (-STEPS * RATE).hex()]}, "rank 2 ends with ['0x1.8p+0'"),
         ({"members": [0, 1, 2]}, "rank 2 has members [0, 1, 2], expected [0, 2]"),
         ({"changes": 2}, "rank 2 has changed views 2 times, 1 at most expected"),
-        ({"entered": [[1, [0, 2], 12.5, 9.9]]}, "rank 2 went on after 2.5 s, 1 s are promised"),
-        ({"spread": 0.01}, "the model of rank 2 is no whole"),
+        ({"entered": [[1, [0, 2], 12.5, 9.9]]}, "rank 2 continued after 2.5 s, 1 s are promised"),
+        ({"spread": 0.01}, "rank 2 applied a mean in part"),
         ({"threads": 1}, "keeps 0 descriptors and 1 threads"),
     ],
 )
@@ -189,7 +189,7 @@ def test_a_newcomer_joins_soon() -> None:
     assert violations(planned("join", "continue"), old, old, old, new) == []
     late = replace(old, entered=[[1, [0, 1, 2, 3], 13.1, 9.9]])
     found = violations(planned("join", "continue"), old, old, late, new)
-    assert found == ["rank 2 went on after 3.1 s, 2 s are promised"]
+    assert found == ["rank 2 continued after 3.1 s, 2 s are promised"]
 
 
 def test_an_end_of_all_is_one_error_that_names_the_setting() -> None:

@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> None:
     elif options.against or options.late or options.steady:
         print(_table(parser, options, [cell.name for cell in cells]))
     elif options.track == EARLIER:
-        parser.error(f"--track {EARLIER}: that is only shown, with --late")
+        parser.error(f"--track {EARLIER} has only results; show them with --slowdown")
     else:
         for cell in cells:
             real.run(
@@ -70,14 +70,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--steady", action="store_true", help="--slowdown: one step time for all ideal runs")
     add("--against", help="--slowdown: start of the other method's name")
     add("--simulated", action="store_true", help="in virtual time instead")
-    add("--workload", choices=("mlp", "cnn"), default="mlp", help="of --simulated")
+    add("--workload", choices=("mlp", "cnn"), default="mlp", help="workload of --simulated")
     return parser
 
 
 def _table(parser: argparse.ArgumentParser, options: argparse.Namespace, cells: list[str]) -> str:
     """Return the table of ``--slowdown``; exit with a message if the options do not fit."""
     if not options.late:
-        parser.error(f"{'--against' if options.against else '--steady'} goes with --late")
+        parser.error(f"{'--against' if options.against else '--steady'} goes with --slowdown")
     seconds = [float(at) for at in options.late.split(",")]
     if options.against:
         if options.steady or options.seeds or options.cells:
@@ -96,5 +96,5 @@ def _table(parser: argparse.ArgumentParser, options: argparse.Namespace, cells: 
     )
     if not text:
         span = f"{min(seconds):g} to {max(seconds):g} s"
-        parser.error(f"the ideal of none of these cells was trained and looked at from {span}")
+        parser.error(f"in none of these cells does the ideal network have evaluations from {span}")
     return text

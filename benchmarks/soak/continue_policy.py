@@ -175,4 +175,4 @@ def _check_times(case: Case, outcome: Outcome) -> Iterator[str]:
         elif case.kind in ("join", "kill newcomer") or rank >= case.workers:
             limit = _JOINING_SECONDS
         if seconds > limit + policy.SLACK_SECONDS:
-            yield f"rank {rank} went on after {seconds:.1f} s, {limit:g} s are promised"
+            yield f"rank {rank} continued after {seconds:.1f} s, {limit:g} s are promised"

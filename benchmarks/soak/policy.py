@@ -70,7 +70,7 @@ class Policy(ABC):
         if first.fault_at is None and case.kind != "kill before attach":
             if not all(r is not None and r.outcome == "finished" for r in first.reports):
                 reports = "; ".join(f"rank {i}: {text_of(r)}" for i, r in enumerate(first.reports))
-                found.append(f"nothing was done, and it failed: {reports}")
+                found.append(f"no fault was injected, and the run failed: {reports}")
             return Verdict(found, missed=True)
         others = [one for rank, one in enumerate(first.reports) if rank not in case.victims]
         done = all(one is not None and one.outcome == "finished" for one in others)
@@ -97,7 +97,7 @@ class Policy(ABC):
                 yield f"rank {rank}, the victim, does not say {text!r}: {report.text}"
             waited = report.at - (outcome.fault_at or report.at)
             if case.kind == "interrupt" and waited > 0.2 + SLACK_SECONDS:
-                yield f"Ctrl-C took {waited:.1f} s to get through"
+                yield f"Ctrl-C took {waited:.1f} s to take effect"
             lived = report.at > (outcome.fault_at or 0.0)  # otherwise it had ended before the fault
             if case.kills and lived and rank not in {case.silent, *_too_late(case, outcome)}:
                 yield f"rank {rank} was killed, and reports {report.outcome}"
@@ -196,7 +196,7 @@ def _check_integrity(case: Case, outcomes: list[Outcome]) -> Iterator[str]:
             interrupted = case.kind == "interrupt" and rank == case.victim and outcome.run.breaks
             if report.spread > limit and not interrupted:
                 yield (
-                    f"{name}: the model of rank {rank} is no whole: numbers that must be equal are "
+                    f"{name}: rank {rank} applied a mean in part: numbers that must be equal are "
                     f"{report.spread:.2g} apart"
                 )
             detached = report.left - report.at
@@ -261,7 +261,7 @@ def _check_non_finite(case: Case, outcome: Outcome) -> Iterator[str]:
             if message not in report.text and not late:
                 yield f"rank {rank} should have raised: {text_of(report)}"
             if rank != case.victim and not report.finite:
-                yield f"rank {rank} has taken NaN in before it raised"
+                yield f"rank {rank} took NaN into its model before it raised"
             continue
         if report.outcome != "finished":
             yield f"rank {rank} has not finished: {text_of(report)}"
@@ -271,7 +271,7 @@ def _check_non_finite(case: Case, outcome: Outcome) -> Iterator[str]:
         wanted = "NaN or infinity" if case.strategy in EAGER else message
         warned = any(wanted in line for line in report.warnings)
         if not warned and (rank == case.victim or not serves) and "selsync" not in case.strategy:
-            yield f"rank {rank} was not told: {report.warnings}"
+            yield f"rank {rank} logged no warning: {report.warnings}"
 
 
 def text_of(report: Report | None) -> str:

@@ -140,11 +140,11 @@ def test_the_profile_counts_the_cells_a_method_was_run_in() -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--late", "10,50"], "none of these cells was trained and looked at from 10 to 50 s"),
-        (["--against", "bsp"], "--against goes with --late"),
+        (["--late", "10,50"], "does the ideal network have evaluations from 10 to 50 s"),
+        (["--against", "bsp"], "--against goes with --slowdown"),
         (["--late", "10", "--against", "bsp", "--seeds", "1"], "no --steady, --seeds or --cells"),
         (["--late", "10", "--against", "bsp"], "three runs of the default and of 'bsp'"),
-        (["--steady"], "--steady goes with --late"),
+        (["--steady"], "--steady goes with --slowdown"),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(
