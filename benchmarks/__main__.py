@@ -1,6 +1,7 @@
-"""Every benchmark that has a target, one after the other: ``python -m benchmarks [NAME …]``.
+"""All benchmarks that have figures, one after the other: ``python -m benchmarks [NAME …]``.
 
-``python -m benchmarks race …`` has options of its own; ``evidence`` makes pages of what was raced.
+``python -m benchmarks race …`` is the race, with options of its own. ``python -m benchmarks
+evidence`` makes the pages that quote its results.
 """
 
 import argparse
@@ -10,52 +11,54 @@ import sys
 
 from benchmarks.harness import HEADER, markdown, report
 
-NAMES = (
-    "trigger",
-    "attach",
-    "average",
-    "codec",
-    "compression",
-    "bsp",
-    "memory",
-    "idle",
-    "beside",
-    "discrepancy",
-    "overhead",
-    "validation",
-    "papers",
-    "server",
-    "strategies",
-    "settings",
-    "noniid",
-    "wire",
-    "elastic",
-)
+NAMES = {
+    "trigger": "costs.trigger",
+    "attach": "costs.attach",
+    "average": "costs.average",
+    "codec": "costs.codec",
+    "compression": "costs.compression",
+    "bsp": "costs.bsp",
+    "memory": "costs.memory",
+    "idle": "costs.idle",
+    "beside": "costs.beside",
+    "discrepancy": "papers.discrepancy",
+    "overhead": "costs.overhead",
+    "validation": "costs.validation",
+    "papers": "papers",
+    "strategies": "studies.strategies",
+    "settings": "studies.settings",
+    "noniid": "studies.noniid",
+    "wire": "studies.wire",
+    "elastic": "costs.elastic",
+}
+"""Name of a benchmark → its module, which has a function ``results``."""
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # links that were shaped are taken away
-    if sys.argv[1:2] == ["race"]:
-        from benchmarks import race
 
-        race.main(sys.argv[2:])
-        raise SystemExit
-    if sys.argv[1:2] == ["evidence"]:
-        from benchmarks import evidence
-
-        evidence.main()
-        raise SystemExit
+def main(argv: list[str]) -> None:
+    """Run ``python -m benchmarks`` with these arguments."""
+    if argv[:1] == ["race"]:
+        importlib.import_module("benchmarks.race.command").main(argv[1:])
+        return
+    if argv == ["evidence"]:
+        importlib.import_module("benchmarks.race.evidence").main()
+        return
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", default=NAMES, help=f"of {', '.join(NAMES)}")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions, nothing saved")
     parser.add_argument("--table", action="store_true", help="only print the saved figures")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     unknown = set(options.names) - set(NAMES)
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
     if options.table:
         print(markdown(options.names))
-        raise SystemExit
+        return
     print(HEADER)
     for name in options.names:
-        module = importlib.import_module(f"benchmarks.{name}")
+        module = importlib.import_module(f"benchmarks.{NAMES[name]}")
         report(module.results(quick=options.quick), save=not options.quick)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that shaped links are removed
+    main(sys.argv[1:])

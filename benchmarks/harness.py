@@ -1,4 +1,4 @@
-"""Interleaved timing, and results as lines of a table and of JSON."""
+"""Interleaved timing, results as lines of a table and of JSON, and the folders they are in."""
 
 import json
 import os
@@ -16,7 +16,13 @@ import torch
 
 import offbeat
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+IMAGES = ROOT / "docs" / "images"
+DATA = ROOT.parent / "shared" / "data"
+"""Directory of the data sets, unless an environment variable names another one."""
+MNIST = Path(os.environ.get("OFFBEAT_MNIST", DATA / "mnist"))
+CIFAR10 = os.environ.get("OFFBEAT_CIFAR10", str(DATA / "cifar10"))
 
 
 @dataclass
@@ -24,12 +30,12 @@ class Result:
     """One measured figure.
 
     Attributes:
-        benchmark: Module that measured it.
-        what: What was measured, one line.
-        value: The figure: a ratio, or with ``unit`` a quantity.
-        target: The most it may be; None for a figure given for information.
+        benchmark: Name of the benchmark.
+        what: Description of the figure, one line.
+        value: The figure; a ratio if there is no unit.
+        target: Largest value that meets the target; None if there is no target.
         unit: Unit of ``value``; empty for a ratio.
-        config: Everything needed to repeat it.
+        config: Settings needed to repeat the measurement.
         details: Medians and quartiles behind the figure.
     """
 
@@ -43,7 +49,7 @@ class Result:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met; None without one."""
+        """True if the target is met; None if there is none."""
         return None if self.target is None else self.value <= self.target
 
 
@@ -54,13 +60,14 @@ def interleave(
     between: Callable[[], Any] = lambda: None,
     seed: int = 0,
 ) -> dict[str, list[float]]:
-    """Seconds of each function, one after the other in a random order, ``repetitions`` times.
+    """Call the functions in turn, ``repetitions`` times; return the seconds of each call.
 
-    ``between`` runs, unmeasured, before each. The order is the same in every process.
+    The order within a repetition is random, and the same in every process. ``between`` is called,
+    unmeasured, before each function. Two repetitions come first as a warm-up.
     """
     generator = random.Random(seed)
     seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for repetition in range(-2, repetitions):  # two rounds to warm up
+    for repetition in range(-2, repetitions):
         for name in generator.sample(list(functions), len(functions)):
             between()
             start = time.perf_counter()
@@ -72,7 +79,7 @@ def interleave(
 
 
 def slowest(workers: Sequence[Mapping[str, list[float]]]) -> dict[str, list[float]]:
-    """Per function and repetition the time of the slowest worker."""
+    """Return, for each function and repetition, the time of the slowest worker."""
     return {
         name: [max(times) for times in zip(*(w[name] for w in workers), strict=True)]
         for name in workers[0]
@@ -80,7 +87,7 @@ def slowest(workers: Sequence[Mapping[str, list[float]]]) -> dict[str, list[floa
 
 
 def compare(ours: list[float], theirs: list[float]) -> tuple[float, dict[str, Any]]:
-    """Median of ours / median of theirs, and what it was computed from."""
+    """Return the ratio of the medians, and the figures that it was computed from."""
     pairs = [a / b for a, b in zip(ours, theirs, strict=True)]
     low, middle, high = statistics.quantiles(pairs, n=4)
     return statistics.median(ours) / statistics.median(theirs), {
@@ -93,7 +100,7 @@ def compare(ours: list[float], theirs: list[float]) -> tuple[float, dict[str, An
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on besides the configuration."""
+    """Return the machine and the versions that the figures depend on."""
     return {
         "processor": platform.machine(),
         "cores": os.cpu_count(),
@@ -109,11 +116,11 @@ HEADER = f"{'benchmark':10} {'what':66} {'measured':>10} {'target':>8}  met"
 
 
 def report(results: Sequence[Result], *, save: bool = True) -> None:
-    """Print lines of the table and append one JSON line each to ``results/<benchmark>.jsonl``."""
+    """Print each figure and append it as a JSON line to ``results/<benchmark>.jsonl``."""
     for result in results:
         target = "" if result.target is None else f"{result.target:g}"
         met = {None: "", True: "yes", False: "no"}[result.met]
-        shown = f"{result.value:.3f}" if not result.unit else f"{result.value:.1f} {result.unit}"
+        shown = _shown(result.value, result.unit)
         print(f"{result.benchmark:10} {result.what:66} {shown:>10} {target:>8}  {met}", flush=True)
         if save:
             RESULTS.mkdir(exist_ok=True)
@@ -123,20 +130,34 @@ def report(results: Sequence[Result], *, save: bool = True) -> None:
 
 
 def markdown(names: Sequence[str]) -> str:
-    """The latest saved figure of everything, as a Markdown table."""
+    """Return the latest saved figures of these benchmarks as a Markdown table."""
     lines = ["| benchmark | what | measured | target |", "|---|---|---|---|"]
     for name in names:
         latest: dict[str, dict[str, Any]] = {}
         path = RESULTS / f"{name}.jsonl"
         for line in path.read_text().splitlines() if path.exists() else []:
-            one = json.loads(line)
-            what = re.sub(r" \(measured [0-9.]+\), [0-9]+Mbit/s", "", one["what"])
-            latest[what] = one
-        for what, one in latest.items():
-            shown = (
-                f"{one['value']:.3f}" if not one["unit"] else f"{one['value']:.1f} {one['unit']}"
-            )
-            target = "" if one["target"] is None else f"≤ {one['target']:g}"
-            met = {None: "", True: " ✓", False: " ✗"}[one["met"]]
+            row = json.loads(line)
+            what = re.sub(r" \(measured [0-9.]+\), [0-9]+Mbit/s", "", row["what"])
+            latest[what] = row
+        for what, row in latest.items():
+            shown = _shown(row["value"], row["unit"])
+            target = "" if row["target"] is None else f"≤ {row['target']:g}"
+            met = {None: "", True: " ✓", False: " ✗"}[row["met"]]
             lines.append(f"| {name} | {what} | {shown}{met} | {target} |")
     return "\n".join(lines)
+
+
+def _shown(value: float, unit: str) -> str:
+    return f"{value:.1f} {unit}" if unit else f"{value:.3f}"
+
+
+def save_page(name: str, data: Mapping[str, Any], page: str) -> None:
+    """Write the data of a simulated study to ``results/NAME.json`` and its page to ``NAME.md``."""
+    saved = {**data, "machine": machine(), "simulated": True}
+    (RESULTS / f"{name}.json").write_text(json.dumps(saved) + "\n")
+    (RESULTS / f"{name}.md").write_text(page)
+
+
+def save_json(name: str, data: Mapping[str, Any]) -> None:
+    """Write data to ``results/NAME.json``."""
+    (RESULTS / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Worker processes for benchmarks: gloo over loopback or over shaped links, one thread each."""
+"""Worker processes of benchmarks: gloo over loopback or shaped links, one thread each."""
 
 import contextlib
 import importlib
@@ -16,10 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness import ROOT
 from offbeat.lab.launch.cluster import Cluster
 from offbeat.units import parse_bandwidth
-
-ROOT = Path(__file__).parent.parent
 
 
 def run(
@@ -30,16 +29,19 @@ def run(
     seconds: float = 180,
     **arguments: Any,
 ) -> list[Any]:
-    """Results of ``function(**arguments)`` on every worker, in rank order, all plain JSON values.
+    """Call ``function(**arguments)`` on every worker; return the results in rank order.
 
-    ``function`` is a module's own function; it runs in a process inside an initialised gloo group.
+    Each call runs in a process of its own, inside an initialized gloo group.
 
     Args:
-        function: What to run.
-        workers: How many processes.
-        bandwidth: Shape the links to this rate (root, Linux); None is loopback.
+        function: Function at the top level of a module; returns JSON values.
+        workers: Number of processes.
+        bandwidth: Bandwidth to shape the links to (needs root on Linux); None for loopback.
         seconds: Time limit.
-        arguments: Plain JSON values.
+        arguments: JSON values.
+
+    Raises:
+        RuntimeError: A worker failed.
     """
     module = importlib.import_module(function.__module__)
     name = function.__module__ if module.__spec__ is None else module.__spec__.name
@@ -57,7 +59,7 @@ def run(
                 **os.environ,
                 "GLOO_SOCKET_IFNAME": interface,
                 "OMP_NUM_THREADS": "1",
-                # Measure this tree, even if another one is installed.
+                # Measure this source tree even if another one is installed.
                 "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
             }
             processes.append(subprocess.Popen(argv, env=environment, start_new_session=True))
@@ -87,7 +89,7 @@ def _main(module: str, function: str, arguments: str, folder: str, rank: str, si
     Path(folder, f"result{rank}").write_text(json.dumps(result))
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads need no farewell
+    os._exit(0)  # skips the shutdown of gloo's threads
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The soak holds faults against the promise, is the same for a seed, and can fail."""
+"""The soak compares faults with the promises, is the same for a seed, and can fail."""
 
 import json
 import multiprocessing
@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.soak import continuing, policy
+from benchmarks.soak import policy
 from benchmarks.soak.model import RATE
-from benchmarks.soak.perform import Outcome
 from benchmarks.soak.plan import CONTINUING_KINDS, KINDS, STEPS, Case, case
 from benchmarks.soak.policy import Stop
+from benchmarks.soak.records import Report, Run
+from benchmarks.soak.runner import Outcome
 from benchmarks.soak.soak import POLICIES, Soak, table
-from benchmarks.soak.worker import Report, Run
 
 from pages import DOCS
 
@@ -47,7 +47,7 @@ def violations(one: Case, *reports: Report | None, run: Run | None = None) -> li
 
 
 def test_the_plan_follows_from_the_seed() -> None:
-    """Any fault can be made again by its number; all kinds come."""
+    """Any fault can be repeated by its number, and all kinds occur."""
     plan = [case(3, i, shaped=True) for i in range(300)]
     assert plan == [case(3, i, shaped=True) for i in range(300)]
     assert plan != [case(4, i, shaped=True) for i in range(300)]
@@ -58,7 +58,7 @@ def test_the_plan_follows_from_the_seed() -> None:
 
 
 def test_a_seed_keeps_its_faults() -> None:
-    """Those that were found and written down can be made again."""
+    """Faults that were found and written down can be repeated."""
     first = [case(61, i, shaped=True) for i in range(3)]
     assert [(one.kind, one.strategy, one.victim, one.seed) for one in first] == [
         ("exception", "async:staleness=4", 3, 922498305),
@@ -67,7 +67,7 @@ def test_a_seed_keeps_its_faults() -> None:
     ]
 
 
-def test_what_is_as_documented_is_survived() -> None:
+def test_a_documented_outcome_is_survived() -> None:
     assert violations(planned("kill"), survivor(), None, survivor()) == []
 
 
@@ -80,19 +80,19 @@ def test_what_is_as_documented_is_survived() -> None:
         ({"at": 13.2, "left": 13.3}, "took 3.2 s, at most 2 s are promised"),
         ({"left": 14.0}, "took 3.9 s to detach"),
         ({"outcome": "finished"}, "has finished"),
-        ({"spread": 0.01}, "the model of rank 2 is no whole"),
+        ({"spread": 0.01}, "rank 2 applied a mean in part"),
         ({"finite": False}, "is not finite"),
         ({"descriptors": 3}, "keeps 3 descriptors"),
     ],
 )
-def test_anything_else_is_a_violation(seen: dict[str, object], violation: str) -> None:
+def test_any_other_outcome_is_a_violation(seen: dict[str, object], violation: str) -> None:
     found = violations(planned("kill"), survivor(), None, replace(survivor(), **seen))  # type: ignore[arg-type]
     assert len(found) == 1
     assert violation in found[0]
 
 
 def test_more_violations() -> None:
-    """A rank that dies with another; one that hangs; what is left behind; models that differ."""
+    """A second death, a hang, leftovers, and models that differ."""
     died = violations(planned("kill"), survivor(), None, None)
     assert "rank 2 ended with -9" in died[0]
     done = Report("finished", at=11.0, left=11.0, step=STEPS, values=["0x1p+0"])
@@ -117,8 +117,8 @@ def test_more_violations() -> None:
 @pytest.mark.parametrize(
     ("strategy", "violated"), [("fedavg:period=3,fraction=0.5,unselected=restart", 0), ("bsp", 3)]
 )
-def test_nan_that_was_in_no_mean_is_nobodys(strategy: str, violated: int) -> None:
-    """Of one that was not drawn, and began anew from the mean; in others someone must be told."""
+def test_nan_that_was_in_no_mean_needs_no_warning(strategy: str, violated: int) -> None:
+    """The victim was not selected and restarted from the mean; otherwise workers must warn."""
     one = planned("not finite", strategy=strategy, non_finite="warn")
     done = Report("finished", at=11.0, left=11.0, step=STEPS, values=["0x1p+0"])
     assert len(violations(one, done, done, done)) == violated
@@ -131,21 +131,21 @@ def test_the_page_shows_the_results() -> None:
     assert f"\n\n{table(rows)}\n\n" in (DOCS / "survival.md").read_text(encoding="utf-8")
 
 
-def one_that_went_on(**seen: object) -> Report:
-    """Of three workers; rank 1 was killed at 10.0, and seen to be gone at 10.2."""
+def continued(**seen: object) -> Report:
+    """Return the report of a survivor of three workers; rank 1 was killed at 10.0, seen at 10.2."""
     end = (-STEPS * RATE).hex()
     done = Report("finished", at=11.0, left=11.1, since=10.9, step=STEPS, values=["0x1p+0", end])
     view: Any = {"view": 1, "members": [0, 2], "changes": 1, "entered": [[1, [0, 2], 10.2, 9.9]]}
     return replace(done, **{**view, **seen})
 
 
-def test_who_goes_on_as_documented_survives() -> None:
-    """A death; and one that was left behind, too."""
-    one = one_that_went_on()
+def test_a_documented_continuation_is_survived() -> None:
+    """After a death, and with a worker that was left behind."""
+    one = continued()
     assert violations(planned("kill", "continue"), one, None, one) == []
     told = "rank 1 was left behind at step 3: ranks 0, 2 are in view 1"
     behind = Report("CommunicationError", ["CommunicationError"], told, at=14.0, left=14.0)
-    late = one_that_went_on(step=24, entered=[[1, [0, 2], 14.1, 9.9]])
+    late = continued(step=24, entered=[[1, [0, 2], 14.1, 9.9]])
     late.values = ["0x1p+0", (-24 * RATE).hex()]
     assert violations(planned("stop", "continue"), late, behind, late) == []
     alone = replace(behind, text="rank 1: something else")
@@ -160,40 +160,40 @@ def test_who_goes_on_as_documented_survives() -> None:
         ({"values": ["0x1.8p+0", (-STEPS * RATE).hex()]}, "rank 2 ends with ['0x1.8p+0'"),
         ({"members": [0, 1, 2]}, "rank 2 has members [0, 1, 2], expected [0, 2]"),
         ({"changes": 2}, "rank 2 has changed views 2 times, 1 at most expected"),
-        ({"entered": [[1, [0, 2], 12.5, 9.9]]}, "rank 2 went on after 2.5 s, 1 s are promised"),
-        ({"spread": 0.01}, "the model of rank 2 is no whole"),
+        ({"entered": [[1, [0, 2], 12.5, 9.9]]}, "rank 2 continued after 2.5 s, 1 s are promised"),
+        ({"spread": 0.01}, "rank 2 applied a mean in part"),
         ({"threads": 1}, "keeps 0 descriptors and 1 threads"),
     ],
 )
-def test_who_does_not_is_a_violation(seen: dict[str, object], violation: str) -> None:
-    one, other = one_that_went_on(), one_that_went_on(**seen)
+def test_any_other_continuation_is_a_violation(seen: dict[str, object], violation: str) -> None:
+    one, other = continued(), continued(**seen)
     found = violations(planned("kill", "continue"), one, None, other)
     assert len(found) == 1
     assert violation in found[0]
 
 
 @pytest.mark.parametrize(("strategy", "violated"), [("bsp", True), ("diloco:period=3", False)])
-def test_a_step_that_is_lost_is_a_violation(strategy: str, violated: bool) -> None:
-    """Of those who are there; where the documentation says that none is."""
-    one = one_that_went_on(values=["0x1p+0", (-(STEPS - 1 / 3) * RATE).hex()])
+def test_a_lost_step_is_a_violation(strategy: str, violated: bool) -> None:
+    """For survivors, with strategies that promise to lose none."""
+    one = continued(values=["0x1p+0", (-(STEPS - 1 / 3) * RATE).hex()])
     found = violations(planned("kill", "continue", strategy=strategy), one, None, one)
     wanted = ["rank 0 has the model of 11.6667 steps, not 12 to 12"] if violated else []
     assert found[:1] == wanted
 
 
-def test_who_joins_comes_in_soon() -> None:
-    """With the next look of the others, which is not later than the next death."""
-    old = one_that_went_on(step=40, members=[0, 1, 2, 3], entered=[[1, [0, 1, 2, 3], 11.4, 11.3]])
+def test_a_newcomer_joins_soon() -> None:
+    """The members check for newcomers once a second; two seconds are promised."""
+    old = continued(step=40, members=[0, 1, 2, 3], entered=[[1, [0, 1, 2, 3], 11.4, 11.3]])
     old.values = ["0x1p+0", (-40 * RATE).hex()]
     new = replace(old, begun=9)
     assert violations(planned("join", "continue"), old, old, old, new) == []
     late = replace(old, entered=[[1, [0, 1, 2, 3], 13.1, 9.9]])
     found = violations(planned("join", "continue"), old, old, late, new)
-    assert found == ["rank 2 went on after 3.1 s, 2 s are promised"]
+    assert found == ["rank 2 continued after 3.1 s, 2 s are promised"]
 
 
-def test_the_end_of_all_is_one_error_that_names_the_knob() -> None:
-    """With fewer than ``min_workers``; and without the store, whoever kept it."""
+def test_an_end_of_all_is_one_error_that_names_the_setting() -> None:
+    """With fewer than ``min_workers``, and without the store that rank 0 serves."""
     below, gone = planned("below minimum", "continue"), planned("kill", "continue", victim=0)
     gone = replace(gone, own_store=True)
     text = "rank 0: 2 workers are left in view 1 (those …), and min_workers=3: …"
@@ -201,7 +201,7 @@ def test_the_end_of_all_is_one_error_that_names_the_knob() -> None:
     below = replace(below, min_workers=3)
     assert violations(below, told, None, told) == []
     assert "does not say" in violations(below, told, None, survivor())[0]
-    assert "ended with finished" in violations(below, told, None, one_that_went_on())[0]
+    assert "ended with finished" in violations(below, told, None, continued())[0]
     why = "the store of the process group at 127.0.0.1:1, which rank 0 kept, cannot be reached"
     told = replace(survivor(), text=why)
     assert violations(gone, None, told, told) == []
@@ -214,7 +214,7 @@ LANES = 3
 
 
 def survive(promise: str, seed: int, index: int, folder: Path) -> None:
-    """One fault over loopback, in a process of its own; what was found goes into a file."""
+    """Perform one fault over loopback, and write the verdict to a file."""
     folder.mkdir()
     one = replace(case(seed, index, shaped=False, policy=promise), delay_seconds=0.0)
     verdict, outcomes = Soak(POLICIES[promise], folder).survive(one)
@@ -223,12 +223,12 @@ def survive(promise: str, seed: int, index: int, folder: Path) -> None:
 
 
 def test_a_handful_of_faults_is_survived(tmp_path: Path) -> None:
-    """Real ones, each of another kind; some side by side, as most of it is waiting."""
+    """Real faults of different kinds, some in parallel, because most of the time is waiting."""
     places = {one: tmp_path / "-".join(map(str, one)) for one in HANDFUL}
 
     def go(lane: int) -> None:
-        os.environ["OFFBEAT_KERNELS"] = "0"  # numba is slow to import
-        policy.SLACK_SECONDS = continuing.SLACK_SECONDS = 10.0  # other tests run beside this one
+        os.environ["OFFBEAT_KERNELS"] = "0"  # the import of numba is slow
+        policy.SLACK_SECONDS = 10.0  # other tests run at the same time
         for one in HANDFUL[lane::LANES]:
             survive(*one, places[one])
 
@@ -251,7 +251,7 @@ def test_a_handful_of_faults_is_survived(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_more_faults_are_survived(tmp_path: Path) -> None:
-    """For some time, of both policies; ``make soak`` goes on for longer."""
+    """Faults of both policies for a minute; ``make soak`` runs longer."""
     path = tmp_path / "soak.jsonl"
     argv = [sys.executable, "-m", "benchmarks.soak", "--seed", "5", "--most", "30"]
     done = subprocess.run(

@@ -1,7 +1,8 @@
-"""A CNN of 2.1 million parameters on CIFAR-10, at a constant rate: what it takes to send it counts.
+"""A CNN of 2.1 million parameters on CIFAR-10, at a constant rate.
 
-As a recipe of one's own: ``offbeat compare benchmarks/models/cifar_wide.py --data DIR``, of the
-directory with ``cifar10.npz``.
+The model is large for its step time, so that communication counts. It is a custom recipe:
+``offbeat compare benchmarks/models/cifar_wide.py --data DIR`` with the directory of
+``cifar10.npz``.
 """
 
 import numpy as np
@@ -13,7 +14,7 @@ from offbeat.lab import Task, accuracy, recipe
 
 
 def network(norm=False, hidden=960):
-    """Three convolutions, each with BatchNorm if ``norm``, and two linear layers."""
+    """Return three convolutions, each with BatchNorm if ``norm``, and two linear layers."""
 
     def convolution(channels, more):
         between = [nn.BatchNorm2d(more)] if norm else []
@@ -28,7 +29,7 @@ def network(norm=False, hidden=960):
 
 
 def task(setup, scheduler=None, norm=False, hidden=960):
-    """``network`` on CIFAR-10."""
+    """Return the task of training ``network`` on CIFAR-10."""
     with np.load(setup.data / "cifar10.npz") as file:
         x, y, test_x, test_y = (
             torch.from_numpy(file[name]) for name in ("x_train", "y_train", "x_test", "y_test")
@@ -50,5 +51,5 @@ def task(setup, scheduler=None, norm=False, hidden=960):
 
 @recipe(metric="accuracy", target=0.6, epochs=4)
 def cifar_wide(setup):
-    """The same rate throughout."""
+    """Train at a constant rate."""
     return task(setup)

@@ -1,4 +1,4 @@
-"""``cifar_wide.py`` with a rate that rises, and then falls to nothing, for what a run ends with."""
+"""``cifar_wide.py`` with a warm-up and a decay to 0, for comparisons of the final metric."""
 
 from cifar_wide import task
 
@@ -8,5 +8,5 @@ from offbeat.lab.recipes.schedules import warmup_cosine
 
 @recipe(metric="accuracy", target=0.6, epochs=4)
 def cifar_wide_decay(setup):
-    """A tenth of the run upwards, then half a cosine."""
+    """Train with a warm-up over a tenth of the run, then half a cosine."""
     return task(setup, warmup_cosine)

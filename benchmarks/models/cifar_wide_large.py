@@ -7,5 +7,5 @@ from offbeat.lab import recipe
 
 @recipe(metric="accuracy", target=0.6, epochs=4)
 def cifar_wide_large(setup):
-    """The same rate throughout."""
+    """Train at a constant rate."""
     return task(setup, hidden=4096)

@@ -1,4 +1,4 @@
-"""``cifar_wide.py`` with BatchNorm, whose statistics are buffers that nobody's gradient moves."""
+"""``cifar_wide.py`` with BatchNorm, whose statistics are buffers without gradients."""
 
 from cifar_wide import task
 
@@ -7,5 +7,5 @@ from offbeat.lab import recipe
 
 @recipe(metric="accuracy", target=0.6, epochs=4)
 def cifar_wide_norm(setup):
-    """The same rate throughout."""
+    """Train at a constant rate."""
     return task(setup, norm=True)

@@ -1,6 +1,6 @@
-"""Three linear layers on scikit-learn's digits: 149,110 parameters, and a step in a millisecond.
+"""Three linear layers on scikit-learn's digits: 149,110 parameters, and a step of a millisecond.
 
-For runs by the hundred, where the convolutions of the recipe ``digits`` take seven times as long.
+It is for hundreds of runs; the convolutions of the recipe ``digits`` take seven times as long.
 """
 
 import torch
@@ -14,7 +14,7 @@ from offbeat.lab.recipes.schedules import warmup_cosine
 
 @recipe(metric="test accuracy", target=0.97, epochs=16)
 def digits_mlp(setup):
-    """Data, optimizer and schedule of ``digits``."""
+    """Train with data, optimizer and schedule of ``digits``."""
     x, y, test_x, test_y = load()
     model = nn.Sequential(
         *(nn.Flatten(), nn.Linear(64, 350), nn.ReLU()),

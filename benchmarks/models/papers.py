@@ -18,9 +18,9 @@ from offbeat.lab.recipes.schedules import warmup_cosine
 FEW = 1600
 
 
-@cache  # all workers are in one process, and a run follows another
+@cache  # shared by all workers and runs of a process
 def load(data):
-    """Images in channels first, and labels, of both splits."""
+    """Return images (channels first) and labels of both splits."""
     with np.load(data / "cifar10.npz") as file:
         x, y, test_x, test_y = (
             torch.from_numpy(file[name]) for name in ("x_train", "y_train", "x_test", "y_test")
@@ -32,7 +32,7 @@ def load(data):
 
 
 def strided(setup, *, rate=0.02, scheduler=None, images=None):
-    """Two strided convolutions and two linear layers, 137,706 parameters."""
+    """Return a task: two strided convolutions and two linear layers, 137,706 parameters."""
     x, y, test_x, test_y = load(setup.data)
     model = nn.Sequential(
         *(nn.Conv2d(3, 16, 5, stride=2, padding=2), nn.ReLU()),
@@ -52,24 +52,24 @@ def strided(setup, *, rate=0.02, scheduler=None, images=None):
 
 @recipe(metric="accuracy", target=0.55, epochs=8)
 def cifar(setup):
-    """At a constant rate."""
+    """Train at a constant rate."""
     return strided(setup, rate=0.05)
 
 
 @recipe(metric="accuracy", target=0.55, epochs=8)
 def cifar_decay(setup):
-    """A tenth of the run upwards, then half a cosine to nothing."""
+    """Train with a warm-up over a tenth of the run, then half a cosine to 0."""
     return strided(setup, scheduler=warmup_cosine)
 
 
 @recipe(metric="accuracy", target=0.4, epochs=60)
 def cifar_few(setup):
-    """The first 1,600 images alone: few data, many passes."""
+    """Train on the first 1,600 images only: few data, many passes."""
     return strided(setup, images=FEW)
 
 
 def at_constant_rate(task):
-    """Without its schedule, which has set the rate of the first step already."""
+    """Return the task without its schedule, which has already set the rate of the first step."""
     for group in task.optimizer.param_groups:
         group["lr"] = group["initial_lr"]
     return replace(task, scheduler=None)
@@ -77,5 +77,5 @@ def at_constant_rate(task):
 
 @recipe(metric="test accuracy", target=0.98, epochs=4)
 def mnist_flat(setup):
-    """The recipe ``mnist:cnn`` at a constant rate."""
+    """Train the recipe ``mnist:cnn`` at a constant rate."""
     return at_constant_rate(mnist.build(setup))

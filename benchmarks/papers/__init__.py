@@ -1,32 +1,29 @@
-"""The papers' settings in the simulator: do their speed-ups follow from their own figures?
+"""The papers' figures and tables that can be tried at small scale.
 
-(a) ``table_one`` and ``selsync``: Table I and Figure 1a of SelSync, 16 workers at 5 Gbit/s. What a
-step has to gain follows from the overall speed-up and the iterations; from that the step time.
-(b) ``cyclic``: asynchronous averaging, 4 workers at 1 Gbit/s.
-
-Everything is simulated or arithmetic. Step times on the papers' GPUs are not known here, so they
-are a parameter. Writes ``results/papers.json``, ``papers.md`` and ``papers.png``, the same for
-every run.
+This module answers ``python -m benchmarks papers``: do the papers' speed-ups follow from their own
+figures? It has two parts. ``table_one`` and ``selsync``: Table I and Figure 1a of SelSync, 16
+workers at 5 Gbit/s; the speed-up of a step follows from the overall speed-up and the iterations,
+and the step time from that. ``cyclic``: asynchronous averaging, 4 workers at 1 Gbit/s. Everything
+is simulated or arithmetic, and the same in every run. Step times on the papers' GPUs are not known,
+so they are a parameter. The figures go to ``results/papers.json``; ``results/papers.md`` discusses
+them.
 """
 
-import json
 from typing import Any
 
 import torch
 
 import offbeat
-from benchmarks.harness import RESULTS, Result
+from benchmarks.harness import Result, save_json
 from benchmarks.papers import cyclic, selsync
 from benchmarks.papers.cluster import FOUR
-from benchmarks.papers.page import markdown
-from benchmarks.papers.picture import draw
 
 STEP_SECONDS = (0.05, 0.1, 0.2, 0.4)
 SHOWN = 0.1  # the step time of the summary
 
 
 def measure(step_seconds: tuple[float, ...], most_steps: int) -> dict[str, Any]:
-    """All of it."""
+    """Return the data of both parts."""
     a, b = selsync.measure(step_seconds, most_steps), cyclic.measure(step_seconds)
     simulated = [row for one in (*a.values(), *b.values()) for row in one["rows"]]
     simulated += [one["at_table_1"] for one in a.values() if one["at_table_1"]]
@@ -41,7 +38,7 @@ def measure(step_seconds: tuple[float, ...], most_steps: int) -> dict[str, Any]:
 
 
 def results(*, quick: bool = False) -> list[Result]:
-    """Summary rows; without ``quick`` also the files."""
+    """Return the summary; without ``quick`` also write ``results/papers.json``."""
     step_seconds, most_steps = ((SHOWN,), 25) if quick else (STEP_SECONDS, 100)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # workers take turns on small tensors
@@ -50,10 +47,7 @@ def results(*, quick: bool = False) -> list[Result]:
     finally:
         torch.set_num_threads(threads)
     if not quick:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "papers.json").write_text(json.dumps(data, indent=1) + "\n")
-        (RESULTS / "papers.md").write_text(markdown(data))
-        draw(data, RESULTS / "papers.png")
+        save_json("papers", data)
     config = {"simulated": True}
     found = []
     for name, model in data["a"]["models"].items():

@@ -1,8 +1,8 @@
-"""002, Figures 9 and 10: SelDP against DefDP, and parameters against gradients.
+"""SelSync, Figures 9 and 10: SelDP against DefDP, and averaging parameters against gradients.
 
-Figure 9: the CNN on 1,600 images of CIFAR-10, 200 a worker under DefDP, 30 passes: few data and
-many passes, as the paper's runs of hundreds of epochs are. Figure 10: the CNN of ``convergence``
-under the paper's δ, and one that synchronizes more. 8 workers.
+Figure 9: the CNN on 1,600 images of CIFAR-10, 200 for each worker under DefDP, 30 passes. Few data
+and many passes are like the paper's runs of hundreds of epochs. Figure 10: the CNN of
+``convergence`` with the paper's δ, and with one that synchronizes more. 8 workers.
 
     python -m benchmarks.papers.choices
 """
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.papers.convergence import WORKERS, run_of, selsync
-from benchmarks.papers.runs import Run, by_method, cells, save, seeds_asked, told
-from benchmarks.virtual import Row
+from benchmarks.papers.runs import Run, by_method, cache_of, percent, save, seeds_asked
+from benchmarks.run_cache import Row
 
 NAME = "choices"
 SAMPLERS = ("seldp", "defdp")
@@ -26,7 +26,7 @@ AGGREGATED = (0.1, 0.3)
 
 
 def rotated(seeds: Sequence[int]) -> list[Run]:
-    """Figure 9."""
+    """Return the runs of Figure 9."""
     return [
         Run("cifar-few", "resnet101", WORKERS, f"{one} --sampler {sampler}", PASSES, 12, seed)
         for one in ROTATED.values()
@@ -36,7 +36,7 @@ def rotated(seeds: Sequence[int]) -> list[Run]:
 
 
 def aggregated(seeds: Sequence[int]) -> list[Run]:
-    """Figure 10."""
+    """Return the runs of Figure 10."""
     return [
         run_of("cifar", selsync(delta, more), seed)
         for delta in AGGREGATED
@@ -54,20 +54,20 @@ def _line(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def table(data: dict[str, Any], key: str) -> str:
-    """Markdown; ``key`` is "rotated" or "aggregated"."""
+    """Return the table of Figure 9 (``key`` "rotated") or 10 ("aggregated")."""
     names = ("SelDP", "DefDP") if key == "rotated" else ("parameters", "gradients")
     lines = [f"| method | {names[0]}, % | LSSR | {names[1]}, % | LSSR |", "|---|--:|--:|--:|--:|"]
     for one in data[key]:
-        cells_ = [f"{told(each['final'])} | {each['lssr']:.3f}" for each in one["pair"]]
-        lines.append(f"| {one['method']} | {' | '.join(cells_)} |")
+        cells = [f"{percent(each['final'])} | {each['lssr']:.3f}" for each in one["pair"]]
+        lines.append(f"| {one['method']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     seeds = seeds_asked(__doc__)
-    kept = cells("train")
-    first = by_method(kept.rows(rotated(seeds)), "method")
-    second = by_method(kept.rows(aggregated(seeds)), "method")
+    cache = cache_of("train")
+    first = by_method(cache.rows(rotated(seeds)), "method")
+    second = by_method(cache.rows(aggregated(seeds)), "method")
     data = {
         "workers": WORKERS,
         "passes": PASSES,

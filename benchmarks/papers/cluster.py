@@ -1,10 +1,10 @@
-"""Dummy models in the simulator, and the same by formula.
+"""Step times of the papers' settings: dummy models in the simulator, and formulas.
 
-Models are dummies, smaller than the real ones by a factor of 1000 (SelSync's) or 100 (GoogLeNet),
-on links slower by the same factor; latencies stay. So means take as long as the real ones in one
-bucket, and the 56 bytes of a roll a little longer; formulas with the real sizes say by how little.
-A dummy is one tensor, so BSP does not overlap with backward, as in SelSync's
-published code.
+A dummy model is smaller than the real one by a factor of 1000 (SelSync) or 100 (GoogLeNet), and its
+links are slower by the same factor; latencies are the same. So a mean takes as long as that of the
+real model in one bucket. The 56 bytes of a tally are not scaled and take a little longer; formulas
+with the real sizes show that the difference is small. A dummy is one tensor, so BSP does not
+overlap with backward, as in SelSync's published code.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,13 +20,14 @@ from offbeat.averaging.votes import Vote
 from offbeat.transport.costs import all_reduce_seconds
 
 LATENCY = 1e-4
-ROLL_BYTES = 8 * Vote.SLOTS
-TAIL_BYTES = 4 * (Vote.SLOTS + 2)  # what the workers agree on with their gradients
-NO_SPIKES: Mapping[int, int] = {}  # step → the worker whose gradient is twice as large
+TALLY_BYTES = 8 * Vote.SLOTS
+TAIL_BYTES = 4 * (Vote.SLOTS + 2)  # votes that travel with the gradients
+NO_SPIKES: Mapping[int, int] = {}
+"""Step → worker whose gradient is twice as large."""
 
 
 class Dummy(nn.Module):
-    """So many parameters, each with the gradient ``factor``."""
+    """A model of one tensor whose gradients are all ``factor``."""
 
     def __init__(self, parameters: int) -> None:
         super().__init__()
@@ -38,7 +39,7 @@ class Dummy(nn.Module):
 
 @dataclass(frozen=True)
 class Setting:
-    """Workers and links of ``bandwidth`` bits a second; simulated at 1/``scale``."""
+    """A cluster with links of ``bandwidth`` bits a second, simulated at 1/``scale`` of its size."""
 
     workers: int
     bandwidth: float
@@ -55,7 +56,17 @@ class Setting:
         spikes: Mapping[int, int] = NO_SPIKES,
         workers: int | None = None,
     ) -> dict[str, float]:
-        """Seconds and idle share of a step of the slowest after the settling ones, and the LSSR."""
+        """Simulate; return step time, idle share and LSSR of the slowest worker.
+
+        Args:
+            strategy: Strategy of the workers.
+            parameters: Parameters of the real model.
+            step_seconds: Computing time of a step.
+            steps: Number of steps.
+            settling: Steps at the start that do not count.
+            spikes: See ``NO_SPIKES``.
+            workers: Number of workers; None for that of the cluster.
+        """
 
         def worker() -> dict[str, float]:
             model = Dummy(round(parameters / self.scale))
@@ -92,32 +103,33 @@ class Setting:
     def step_seconds(
         self, strategy: Strategy, parameters: int, step: float, lssr: float = 0.5
     ) -> float:
-        """By formula, with the real sizes in one bucket, for steps of so many seconds alone.
+        """Return the step time by formula, with the real sizes in one bucket.
 
-            BSP               t + A(gradients, and what the workers agree on)
-            SelSync           t + r + (1 − LSSR)·m
+            BSP               t + A(gradients and votes)
+            SelSync           t + r + (1 − ℓ)·m
             cyclic averaging  max(β·t, r + m)/β
 
-        A is a ring all-reduce, m that of the model, r that of a roll, β half of the staleness.
+        t is the computing time of a step, A the time of a ring all-reduce, m that of the model,
+        r that of a tally, ℓ the LSSR, and β half of the staleness.
         """
         size = 4.0 * parameters
-        mean, roll = self.mean_seconds(size), self.roll_seconds
+        mean, tally = self.mean_seconds(size), self.tally_seconds
         match strategy:
             case BSP():
                 return step + self.mean_seconds(size + TAIL_BYTES)
             case SelSync():
-                return step + roll + (1 - lssr) * mean
+                return step + tally + (1 - lssr) * mean
             case AsyncAveraging(staleness=staleness, schedule="cyclic"):
                 cycle = staleness // 2
-                return max(cycle * step, roll + mean) / cycle
+                return max(cycle * step, tally + mean) / cycle
         raise ValueError(f"no formula for {strategy}")
 
     def mean_seconds(self, size_bytes: float) -> float:
         return all_reduce_seconds(size_bytes, self.workers, self.bandwidth / 8, LATENCY)
 
     @property
-    def roll_seconds(self) -> float:
-        return self.mean_seconds(ROLL_BYTES)
+    def tally_seconds(self) -> float:
+        return self.mean_seconds(TALLY_BYTES)
 
 
 CLUSTER = Setting(16, 5e9, 1000)
@@ -125,7 +137,7 @@ FOUR = Setting(4, 1e9, 100)
 
 
 def off_formula(found: Iterable[Mapping[str, float]], expected: Iterable[float]) -> float:
-    """The largest relative difference of a step's seconds from the formulas."""
+    """Return the largest relative difference of the step times from the formulas."""
     return max(
         abs(one["step_seconds"] / seconds - 1) for one, seconds in zip(found, expected, strict=True)
     )

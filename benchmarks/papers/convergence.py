@@ -1,10 +1,10 @@
-"""002, Table I at small scale: how many iterations, how much local, how good, how much sooner.
+"""SelSync, Table I at small scale: iterations, LSSR, accuracy and speed-up of each method.
 
-8 workers, links on which a mean takes as many steps as ResNet-101's at 5 Gbit/s. A CNN on CIFAR-10
-and one on MNIST, each at a constant rate, the same for all methods as in the paper. A run has
-*converged* when it is first within a point of the best it ever has, both means of three
-evaluations. The overall speed-up is BSP's time to its convergence over the method's to its own, as
-in the paper; the time to *BSP's* level, within the same point, stands beside it.
+8 workers, on links on which a mean takes as many steps as ResNet-101's at 5 Gbit/s. A CNN on
+CIFAR-10 and one on MNIST, each at a constant rate, the same for all methods as in the paper. A run
+has *converged* at its first evaluation within a point of its best; both are means of three
+evaluations. The overall speed-up is BSP's time to its convergence over the method's time to its
+own, as in the paper. The table also has the speed-up to *BSP's* level, within the same point.
 
     python -m benchmarks.papers.convergence
 """
@@ -13,8 +13,17 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.papers.runs import Run, by_method, cells, parser_for, path_of, save, saved, told
-from benchmarks.virtual import Row, arrival
+from benchmarks.papers.runs import (
+    Run,
+    by_method,
+    cache_of,
+    parser_for,
+    path_of,
+    percent,
+    save,
+    saved,
+)
+from benchmarks.run_cache import Row, arrival
 
 NAME = "convergence"
 WORKERS = 8
@@ -25,21 +34,21 @@ AN_EPOCH = {"cifar": 62, "mnist": 117}  # steps of each worker
 
 
 def methods(task: str) -> dict[str, str]:
-    """By the paper's name."""
-    whole = f"steps_per_epoch={AN_EPOCH[task]}"
+    """Return the methods by the paper's names."""
+    epoch = f"steps_per_epoch={AN_EPOCH[task]}"
     found = {"BSP": "bsp"}
     for fraction in (1, 0.5):
         for share, rounds in ((0.25, 4), (0.125, 8)):
             drawn = "" if fraction == 1 else f",fraction={fraction}"
             found[f"FedAvg ({fraction}, {share})"] = (
-                f"fedavg:rounds_per_epoch={rounds},{whole}{drawn}"
+                f"fedavg:rounds_per_epoch={rounds},{epoch}{drawn}"
             )
     found["SSP, s = 100"] = "ssp:staleness=100"  # a bound that is never reached here, as 200 is
     return found | {f"SelSync, δ = {d}": selsync(d) for d in (0.3, 0.5)}
 
 
 def selsync(delta: float, more: str = "") -> str:
-    """As the paper sets it for its 16 workers: smoothing 0.16 over a window of 25 steps."""
+    """Return SelSync with the paper's smoothing for 16 workers, 0.16, over 25 steps."""
     return f"selsync:delta={delta:g},smoothing=0.16,window=25{more}"
 
 
@@ -48,7 +57,7 @@ def run_of(task: str, method: str, seed: int) -> Run:
 
 
 def smoothed(points: Sequence[Row]) -> list[Row]:
-    """Each metric the mean of up to three evaluations: one of 2,000 images is off by a point."""
+    """Average each metric with the two before it: one of 2,000 images is off by a point."""
     return [
         {**one, "metric": statistics.fmean(p["metric"] for p in points[max(0, i - 2) : i + 1])}
         for i, one in enumerate(points)
@@ -56,13 +65,13 @@ def smoothed(points: Sequence[Row]) -> list[Row]:
 
 
 def converged(points: Sequence[Row], within: float = WITHIN) -> Row:
-    """The first evaluation within so much of the best."""
+    """Return the first evaluation within this distance of the best one."""
     best = max(one["metric"] for one in points)
     return next(one for one in points if one["metric"] >= best - within)
 
 
 def facts(task: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """One line a method; seeds are paired with BSP's."""
+    """Return the data of each method; runs are paired with BSP's by seed."""
     smooth = [{**row, "points": smoothed(row["points"])} for row in rows]
     groups = by_method(smooth, "method")
     bsp = groups["bsp",]
@@ -92,7 +101,7 @@ def facts(task: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def table(data: dict[str, Any], task: str) -> str:
-    """Markdown."""
+    """Return the table as Markdown."""
     lines = [
         "| method | iterations | LSSR | best accuracy, % | less BSP's | overall speed-up | "
         "to BSP's level | a step |",
@@ -103,13 +112,13 @@ def table(data: dict[str, Any], task: str) -> str:
         less = 100 * (statistics.median(one["best"]) - statistics.median(bsp["best"]))
         diverged = statistics.median(one["best"]) < statistics.median(bsp["best"]) / 2
         overall = "diverges" if diverged else f"{statistics.median(one['overall']):.2f} ×"
-        there = [each for each in one["to_bsp"] if each is not None]
-        arrived = f", {len(there)} of {len(one['to_bsp'])}" * (len(there) < len(one["to_bsp"]))
-        level = f"{statistics.median(there):.2f} ×{arrived}" if there else "never"
+        known = [each for each in one["to_bsp"] if each is not None]
+        arrived = f", {len(known)} of {len(one['to_bsp'])}" * (len(known) < len(one["to_bsp"]))
+        level = f"{statistics.median(known):.2f} ×{arrived}" if known else "never"
         lssr = "-" if one["method"].startswith("SSP") else f"{one['lssr']:.3f}"
         lines.append(
             f"| {one['method']} | {statistics.median(one['steps']):.0f} | {lssr} | "
-            f"{told(one['best'])} | {less:+.1f} | "
+            f"{percent(one['best'])} | {less:+.1f} | "
             f"{overall} | {level} | "
             f"{1000 * one['step_seconds']:.0f} ms |"
         )
@@ -126,7 +135,7 @@ def main() -> None:
         wanted = [
             run_of(task, one, seed) for one in methods(task).values() for seed in range(given.seeds)
         ]
-        rows = cells("train").rows(wanted)
+        rows = cache_of("train").rows(wanted)
         data["facts"][task] = facts(task, rows)
         data["rows"][task] = rows
         print(table(data, task))

@@ -1,9 +1,9 @@
-"""002, Figure 4: does the gradient's variance follow the Hessian's largest eigenvalue?
+"""SelSync, Figure 4: does the gradient's variance follow the Hessian's largest eigenvalue?
 
-One worker, the CNN of ``benchmarks.discrepancy`` on ``digits`` with momentum, at points of the run
-that are evenly spread in its logarithm: the largest eigenvalue of the Hessian by power iteration on
-512 images, and of gradients of batches of 32 the variance (mean squared distance to their mean) and
-the mean squared norm, which is what SelSync's trigger smooths. Spearman's rank correlations.
+One worker trains the CNN of ``discrepancy`` on ``digits`` with momentum. At steps that are evenly
+spaced on a logarithmic scale it measures the Hessian's largest eigenvalue, by power iteration on
+512 images; and over batches of 32 the gradients' variance (mean squared distance to their mean) and
+mean squared norm, which SelSync's trigger smooths. Results are Spearman's rank correlations.
 
     python -m benchmarks.papers.curvature
 """
@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.discrepancy import batches, images, slim_cnn
-from benchmarks.papers.runs import save
-from benchmarks.papers.sketch import sketch
+from benchmarks.papers.discrepancy import batches, images, slim_cnn
+from benchmarks.papers.runs import save, small_figure
 
 NAME = "curvature"
 STEPS, POINTS = 600, 14
@@ -35,7 +34,7 @@ def gradient(loss: Tensor, parameters: Sequence[Tensor], *, graph: bool = False)
 def largest_eigenvalue(
     loss: Tensor, parameters: Sequence[Tensor], *, iterations: int = ITERATIONS
 ) -> float:
-    """Of the Hessian of ``loss``, in magnitude, by power iteration: its Rayleigh quotient."""
+    """Return the Hessian's eigenvalue of largest magnitude: Rayleigh quotient, power iteration."""
     g = gradient(loss, parameters, graph=True)
     v = torch.randn(g.shape, generator=torch.Generator().manual_seed(0), dtype=g.dtype)
     value = 0.0
@@ -49,7 +48,7 @@ def largest_eigenvalue(
 
 
 def spearman(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Rank correlation; no two values may be equal."""
+    """Return the rank correlation; all values must differ."""
 
     def ranks(values: Sequence[float]) -> list[int]:
         order = sorted(values)
@@ -58,8 +57,8 @@ def spearman(xs: Sequence[float], ys: Sequence[float]) -> float:
     return statistics.correlation(ranks(xs), ranks(ys))
 
 
-def looks() -> list[int]:
-    """Steps after which is measured."""
+def steps_to_measure() -> list[int]:
+    """Return the steps after which to measure."""
     return sorted({round(math.exp(i * math.log(STEPS) / (POINTS - 1))) for i in range(POINTS)})
 
 
@@ -70,7 +69,7 @@ def measure(seed: int) -> list[dict[str, float]]:
     optimizer = torch.optim.SGD(parameters, lr=RATE, momentum=MOMENTUM)
     x, y = images()
     stream = batches(1, 0, seed)
-    wanted, found = looks(), []
+    wanted, found = steps_to_measure(), []
 
     def loss_of(batch: Any) -> Tensor:
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
@@ -103,7 +102,7 @@ def correlations(points: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def table(data: dict[str, Any]) -> str:
-    """Markdown: of the first seed some points, and the correlations of all."""
+    """Return some points of the first seed as Markdown."""
     lines = [
         "| step | loss | largest eigenvalue | variance of gradients | mean squared norm |",
         "|--:|--:|--:|--:|--:|",
@@ -117,7 +116,7 @@ def table(data: dict[str, Any]) -> str:
 
 
 def draw(data: dict[str, Any]) -> None:
-    with sketch(f"papers-{NAME}", "step", "relative to the run's largest") as axes:
+    with small_figure(f"papers-{NAME}", "step", "relative to the run's largest") as axes:
         points = data["points"][0]
         for key, name in (
             ("eigenvalue", "Hessian's largest eigenvalue"),

@@ -1,7 +1,7 @@
-"""Asynchronous averaging: 4 workers at 1 Gbit/s with GoogLeNet's bytes, τ = 2…32, cyclic.
+"""Asynchronous averaging, cyclic: 4 workers at 1 Gbit/s with GoogLeNet's bytes, τ = 2 to 32.
 
 Throughput relative to one worker, and the idle share. GoogLeNet is torchvision's: 6.6 M parameters,
-or 13.0 M with the two auxiliary classifiers, which take part in training.
+or 13.0 M with the two auxiliary classifiers that training uses.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ CYCLES, SETTLING_CYCLES = 6, 2
 
 
 def measure(step_seconds: tuple[float, ...]) -> dict[str, Any]:
-    """Both sizes."""
+    """Return the data of both sizes."""
     return {name: _size(count, step_seconds) for name, count in GOOGLENET.items()}
 
 
@@ -42,7 +42,7 @@ def _size(parameters: int, step_seconds: tuple[float, ...]) -> dict[str, Any]:
                 "off_plan": off_formula(found.values(), expected),
             }
         )
-    merge = FOUR.mean_seconds(4 * parameters) + FOUR.roll_seconds
+    merge = FOUR.mean_seconds(4 * parameters) + FOUR.tally_seconds
     return {
         "parameters": parameters,
         "megabytes": 4 * parameters / 1e6,

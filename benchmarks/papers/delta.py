@@ -1,8 +1,8 @@
-"""002, Figures 5 and 6: Δ beside accuracy while training, and δ against LSSR and accuracy.
+"""SelSync, Figures 5 and 6: Δ and accuracy over a run, and δ against LSSR and accuracy.
 
-The CNN on CIFAR-10 of ``convergence``, 8 workers. For Figure 5 BSP's run, at whose steps Δ is
-recorded: is it large while the accuracy rises, and small afterwards? For Figure 6 SelSync with δ
-from 0 to 0.5 and with one that is never reached.
+The CNN on CIFAR-10 of ``convergence``, 8 workers. Figure 5: is Δ, recorded at each step of a BSP
+run, large while the accuracy rises, and small afterwards? Figure 6: SelSync with δ from 0 to 0.5,
+and with a δ that is never reached.
 
     python -m benchmarks.papers.delta
 """
@@ -17,9 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.papers.convergence import WORKERS, run_of, selsync
-from benchmarks.papers.runs import Run, by_method, cells, job_of, place_of, save, seeds_asked, told
-from benchmarks.papers.sketch import sketch
-from benchmarks.virtual import Row, run_at
+from benchmarks.papers.runs import (
+    Run,
+    by_method,
+    cache_of,
+    job_of,
+    percent,
+    place_of,
+    save,
+    seeds_asked,
+    small_figure,
+)
+from benchmarks.run_cache import Row, run_at
 
 NAME = "delta"
 DELTAS = (0.0, 0.1, 0.3, 0.5, math.inf)
@@ -27,7 +36,7 @@ PIECES = 10
 
 
 def recorded(run: Run) -> Row:
-    """A run, and Δ of worker 0 at each step; the first, which has none, is None."""
+    """Run; return the row with Δ of worker 0 at each step (None where it is not defined)."""
     with tempfile.TemporaryDirectory() as directory:
         job = replace(job_of(run), log=str(Path(directory) / "records.jsonl"))
         row = run_at(job, place_of(run.task, run.link))
@@ -48,7 +57,7 @@ def _finite(value: Any) -> bool:
 
 
 def pieces(row: Row) -> list[dict[str, float]]:
-    """Of each tenth of the run: mean and largest Δ, and by how much the best accuracy rose."""
+    """Return, for each tenth of the run, mean and largest Δ and the rise of the best accuracy."""
     steps = len(row["change"])
     best: list[tuple[int, float]] = [(0, 0.1)]  # of ten classes
     for one in row["points"]:
@@ -72,7 +81,7 @@ def pieces(row: Row) -> list[dict[str, float]]:
 
 
 def facts(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """One line a δ."""
+    """Return the data of each δ."""
     groups = by_method(rows, "method")
     return [
         {
@@ -88,17 +97,17 @@ def facts(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def table(data: dict[str, Any]) -> str:
-    """Markdown."""
+    """Return the table as Markdown."""
     lines = ["| δ | LSSR | accuracy at the end, % | best, % |", "|--:|--:|--:|--:|"]
     for one in data["facts"]:
         delta = "∞" if one["delta"] is None else f"{one['delta']:g}"
         lssr = f"{statistics.median(one['lssr']):.3f}"
-        lines.append(f"| {delta} | {lssr} | {told(one['final'])} | {told(one['best'])} |")
+        lines.append(f"| {delta} | {lssr} | {percent(one['final'])} | {percent(one['best'])} |")
     return "\n".join(lines)
 
 
 def table_of_pieces(data: dict[str, Any]) -> str:
-    """Markdown: how Δ goes with the accuracy's rise."""
+    """Return Δ and the accuracy's rise over the run as Markdown."""
     head = " | ".join(f"{10 * i}–{10 * i + 10} %" for i in range(PIECES))
     lines = [f"| part of the run | {head} |", f"|---|{'--:|' * PIECES}"]
     for name, key, scale, digits in (
@@ -112,8 +121,8 @@ def table_of_pieces(data: dict[str, Any]) -> str:
 
 
 def draw(data: dict[str, Any]) -> None:
-    """Δ and accuracy over the steps; LSSR and accuracy over δ."""
-    with sketch(f"papers-{NAME}", "", "", of=2) as (left, right):
+    """Draw Δ and accuracy over the steps, and LSSR and accuracy over δ."""
+    with small_figure(f"papers-{NAME}", "", "", of=2) as (left, right):
         changes = [one or math.nan for one in data["recorded"]["change"]]
         left.plot(range(1, len(changes) + 1), changes, lw=0.6, label="Δ of worker 0 (BSP)")
         points = data["recorded"]["points"]
@@ -131,9 +140,9 @@ def draw(data: dict[str, Any]) -> None:
 def main() -> None:
     seeds = seeds_asked(__doc__)
     wanted = [run_of("cifar", selsync(delta), seed) for delta in DELTAS[1:] for seed in seeds]
-    rows = cells("train").rows(wanted)
+    rows = cache_of("train").rows(wanted)
     synchronous = [run_of("cifar", selsync(0.0), seed) for seed in seeds]
-    rows += (all_recorded := cells("delta", recorded).rows(synchronous))
+    rows += (all_recorded := cache_of("delta", recorded).rows(synchronous))
     row = all_recorded[0]
     data = {"workers": WORKERS, "facts": facts(rows), "pieces": pieces(row), "recorded": row}
     save(NAME, data)

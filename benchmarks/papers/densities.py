@@ -1,12 +1,12 @@
-"""002, Figures 3 and 11, as far as we know them: densities of gradients, and of weights.
+"""SelSync, Figures 3 and 11, as far as we know them: densities of gradients and of weights.
 
-Figure 3: are gradients spread widely at first, and narrowly late? The spread of a gradient's
-numbers is its norm over √D, so the mean squared norms of ``curvature`` tell it.
+Figure 3: is the spread of a gradient's numbers large early in a run and small late? It is the norm
+over √D, so the mean squared norms of ``curvature`` answer this.
 
-Figure 11: are a worker's weights distributed as BSP's, if parameters are averaged, and if gradients
-are? The CNN of ``benchmarks.discrepancy`` on ``digits``, 8 workers, δ such that few steps
-synchronize: the distance between two densities is Wasserstein's first, ∫ |F⁻¹ − G⁻¹|, in units of
-the spread of BSP's weights; and beside it the spread itself.
+Figure 11: are a worker's weights distributed as under BSP, if parameters are averaged, and if
+gradients are? The CNN of ``discrepancy`` on ``digits``, 8 workers, with a δ at which few steps
+synchronize. The distance between two densities is the first Wasserstein distance, ∫ |F⁻¹ − G⁻¹|, in
+units of the spread of BSP's weights.
 
     python -m benchmarks.papers.densities
 """
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 import offbeat
-from benchmarks.discrepancy import DIGITS, looking
+from benchmarks.papers.discrepancy import DIGITS, recording_worker
 from benchmarks.papers.runs import save
-from benchmarks.virtual import spread
+from benchmarks.run_cache import spread
 from offbeat import BSP, SelSync
 
 NAME = "densities"
@@ -35,21 +35,21 @@ NAMES["another seed"] = "BSP under another seed"
 
 
 def wasserstein(first: Tensor, second: Tensor) -> float:
-    """The mean distance of the k-th smallest numbers; both have as many."""
+    """Return the mean distance between the k-th smallest numbers of two tensors of equal size."""
     return float((first.sort().values - second.sort().values).abs().mean())
 
 
 def weights(strategy: offbeat.Strategy, seed: int) -> tuple[list[list[Tensor]], float]:
-    """Of each look the workers' models, and the share of steps that did not synchronize."""
-    worker = looking(PROBLEM, strategy, steps=STEPS, seed=seed, at=LOOKS.__contains__)
+    """Return the workers' models at each of ``LOOKS``, and the LSSR."""
+    worker = recording_worker(PROBLEM, strategy, steps=STEPS, seed=seed, at=LOOKS.__contains__)
     result = offbeat.simulate(worker, workers=WORKERS, seed=seed)
     stats = result.stats[0]
     assert stats is not None
     return [list(models) for models in zip(*result.results, strict=True)], stats.lssr
 
 
-def beside(models: list[list[Tensor]], synchronous: list[list[Tensor]]) -> list[dict[str, float]]:
-    """Of each look the mean over the workers."""
+def compare(models: list[list[Tensor]], synchronous: list[list[Tensor]]) -> list[dict[str, float]]:
+    """Return distance to and spread over one worker's BSP model, means over the workers."""
     return [
         {
             "distance": statistics.fmean(wasserstein(x, like[0]) for x in own)
@@ -66,15 +66,15 @@ def measure(seed: int) -> dict[str, Any]:
     for delta in DELTAS:
         for what in AGGREGATES:
             models, lssr = weights(SelSync(delta=delta, aggregate=what), seed)
-            found[f"{delta:g} {what}"] = {"lssr": lssr, "looks": beside(models, synchronous)}
-    # BSP from another start, on other batches: how far apart two runs are anyway.
+            found[f"{delta:g} {what}"] = {"lssr": lssr, "looks": compare(models, synchronous)}
+    # BSP from another start on other batches: the distance between any two runs.
     others, _ = weights(BSP(), seed + 100)
-    found["another seed"] = {"lssr": 0.0, "looks": beside(others, synchronous)}
+    found["another seed"] = {"lssr": 0.0, "looks": compare(others, synchronous)}
     return found
 
 
 def table(data: dict[str, Any]) -> str:
-    """Markdown: distances to BSP's density in percent of its spread, medians of the seeds."""
+    """Return the distances to BSP's density in percent of its spread, medians of the seeds."""
     head = " | ".join(f"after {look} steps" for look in data["looks"])
     lines = [f"| run | LSSR | {head} |", f"|---|--:{'|--:' * len(data['looks'])}|"]
     for name in data["seeds"][0]:

@@ -1,11 +1,11 @@
-"""001, the main figure, for every method: how far the workers' models are from each other.
+"""Asynchronous averaging, the main figure, for every method: distances between local models.
 
-``benchmarks.discrepancy`` has it for asynchronous averaging and for gradient delay at its worst.
-Here its problem and its protocol for all: after every τ-th own step, before what the method does
-then, the mean over the workers of ‖x_n − mean(x)‖, and the largest ‖x_n − x_m‖; means over the
-second half of the run. τ is the staleness of asynchronous averaging, the period of local SGD and
-EASGD, the bound of SSP. Links are such that a mean of the model takes 0.45 τ steps, so that it
-sets, too, how old the parts of streaming averaging and Downpour's gradients are.
+The problem and the protocol are those of ``discrepancy``, which has asynchronous averaging and
+gradient delay only. After every τ-th local step, before the method acts, the mean over the workers
+of ‖x_n − mean(x)‖ and the largest ‖x_n − x_m‖ are measured; results are means over the second half
+of the run. τ is the staleness of asynchronous averaging, the period of local SGD and EASGD, and the
+bound of SSP. A mean of the model takes 0.45 τ steps on the links, which also sets the age of the
+parts of streaming averaging and of Downpour's gradients.
 
     python -m benchmarks.papers.distances
 """
@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 import offbeat
-from benchmarks.discrepancy import DIGITS, Problem, looking, slope, to_mean
-from benchmarks.papers.runs import save
-from benchmarks.papers.sketch import sketch
+from benchmarks.papers.discrepancy import DIGITS, Problem, recording_worker, slope, to_mean
+from benchmarks.papers.runs import save, small_figure
 from offbeat import Compute, Network, Strategy
 
 NAME = "distances"
@@ -52,7 +51,7 @@ def strategy(name: str, staleness: int) -> Strategy:
 
 
 def bandwidth(parameters: int, workers: int, staleness: int) -> float:
-    """Bits a second at which a ring's mean takes 0.45 τ steps, latencies apart."""
+    """Return the bits a second at which a ring's mean takes 0.45 τ steps, without latencies."""
     bits = 2 * (workers - 1) / workers * 32 * parameters
     return bits / (0.45 * staleness * STEP_SECONDS)
 
@@ -71,12 +70,12 @@ def distances(
     steps: int = STEPS,
     problem: Problem = DIGITS,
 ) -> dict[str, float]:
-    """Mean distance to the mean, and the largest between two."""
+    """Return the mean distance to the mean, and the largest between two workers."""
 
     def at(step: int) -> bool:
         return step > steps // 2 and step % staleness == 0
 
-    worker = looking(problem, strategy(name, staleness), steps=steps, seed=seed, at=at)
+    worker = recording_worker(problem, strategy(name, staleness), steps=steps, seed=seed, at=at)
     count = sum(one.numel() for one in problem.model().parameters())
     result = offbeat.simulate(
         worker,
@@ -114,7 +113,7 @@ def mean_of(data: dict[str, Any], name: str, staleness: int, workers: int, key: 
 
 
 def slopes(data: dict[str, Any], name: str, key: str) -> tuple[float, float]:
-    """Against N, mean over τ, and against τ, mean over N."""
+    """Return the slope against N (mean over τ) and against τ (mean over N)."""
 
     def of(n: int, t: int) -> float:
         value = mean_of(data, name, t, n, key)
@@ -145,7 +144,7 @@ def table(data: dict[str, Any]) -> str:
 
 
 def draw(data: dict[str, Any]) -> None:
-    with sketch(f"papers-{NAME}", "workers N", "mean distance to the mean", of=2) as axes:
+    with small_figure(f"papers-{NAME}", "workers N", "mean distance to the mean", of=2) as axes:
         for one, staleness in zip(axes, STALENESS, strict=True):
             for name in METHODS:
                 values = [mean_of(data, name, staleness, n, "mean") for n in WORKERS]

@@ -1,9 +1,9 @@
-"""001, the theorem: regret of asynchronous averaging on a convex problem, against T and τ.
+"""Asynchronous averaging, the theorem: regret on a convex problem, against T and τ.
 
-The paper proves regret O(τ² + √(τT)), so an average regret of O(τ²/T + √(τ/T)). Logistic regression
-with batches of one sample, 4 workers, cyclic schedule, plain SGD at the constant rate c/√T: the
-mean over workers and steps of F(x_n,t) − F(x*), where F is the loss over all samples and x* its
-minimum by Newton's method. Slopes are those of log regret against log T.
+The paper proves regret O(τ² + √(τT)), so an average regret of O(τ²/T + √(τ/T)). Here: logistic
+regression with batches of one sample, 4 workers, cyclic schedule, plain SGD at the constant rate
+c/√T. The average regret is the mean over workers and steps of F(x_n,t) − F(x*), where F is the loss
+over all samples and x* its minimum by Newton's method. Slopes are of log regret against log T.
 
     python -m benchmarks.papers.regret
 """
@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import offbeat
-from benchmarks.discrepancy import slope
-from benchmarks.papers.runs import save
-from benchmarks.papers.sketch import sketch
+from benchmarks.papers.discrepancy import slope
+from benchmarks.papers.runs import save, small_figure
 
 NAME = "regret"
 WORKERS = 4
@@ -31,7 +30,7 @@ SEEDS = (0, 1)
 
 
 def problem(seed: int) -> tuple[Tensor, Tensor]:
-    """Gaussian inputs, and labels of −1 and 1 with noise."""
+    """Return Gaussian inputs, and labels of −1 and 1 with noise."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(SAMPLES, WIDTH, generator=generator, dtype=torch.float64)
     truth = torch.randn(WIDTH, generator=generator, dtype=torch.float64)
@@ -40,12 +39,12 @@ def problem(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def loss(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
-    """Logistic loss with a small ridge, which makes the minimum unique."""
+    """Return the logistic loss with a small ridge, which makes the minimum unique."""
     return nn.functional.softplus(-y * (x @ w)).mean() + RIDGE / 2 * (w @ w)
 
 
 def minimum(x: Tensor, y: Tensor) -> tuple[Tensor, float]:
-    """By Newton's method with derivatives written out, until the gradient is nothing."""
+    """Return the minimum and its loss, by Newton's method with derivatives written out."""
     w = torch.zeros(x.shape[1], dtype=x.dtype)
     for _ in range(50):
         wrong = torch.sigmoid(-y * (x @ w))
@@ -58,7 +57,7 @@ def minimum(x: Tensor, y: Tensor) -> tuple[Tensor, float]:
 
 
 def regret(steps: int, staleness: int, seed: int, *, workers: int = WORKERS) -> float:
-    """Average regret of a run."""
+    """Return the average regret of a run."""
     x, y = problem(seed)
     _, best = minimum(x, y)
     rate = RATE / math.sqrt(steps)
@@ -99,7 +98,7 @@ def measure() -> dict[str, Any]:
 
 
 def table(data: dict[str, Any]) -> str:
-    """Markdown: average regret, mean over the seeds."""
+    """Return the average regret, mean over the seeds, as Markdown."""
     lines = [
         f"| τ | {' | '.join(f'T = {steps}' for steps in STEPS)} | slope (range) |",
         f"|--:|{'--:|' * (len(STEPS) + 1)}",
@@ -113,7 +112,7 @@ def table(data: dict[str, Any]) -> str:
 
 
 def draw(data: dict[str, Any]) -> None:
-    with sketch(f"papers-{NAME}", "steps T", "average regret") as axes:
+    with small_figure(f"papers-{NAME}", "steps T", "average regret") as axes:
         for staleness, rows in data["regret"].items():
             means = [statistics.fmean(rows[str(steps)]) for steps in STEPS]
             axes.plot(STEPS, means, "o-", label=f"τ = {staleness}")

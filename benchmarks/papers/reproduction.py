@@ -1,4 +1,4 @@
-"""The page docs/reproduction.md: ``reproduction.md`` beside this, with the results' numbers in it.
+"""The page ``docs/reproduction.md``: a template with the results' numbers filled in.
 
 python -m benchmarks.papers.reproduction
 """
@@ -21,7 +21,7 @@ from benchmarks.papers import (
     regret,
     speedup,
 )
-from benchmarks.papers.runs import path_of, saved, told
+from benchmarks.papers.runs import path_of, saved
 
 TEMPLATE = Path(__file__).with_name("reproduction.md")
 PAGE = RESULTS.parents[1] / "docs" / "reproduction.md"
@@ -29,7 +29,7 @@ VERDICTS = ("**reproduced**", "**not at this scale**", "**refuted**", "**unknown
 
 
 def values() -> dict[str, str]:
-    """What stands for each ``{{name}}`` of the template."""
+    """Return the text for each ``{{name}}`` of the template."""
     return {
         **_of(speedup.NAME, _speedup),
         **_of(convergence.NAME, _convergence),
@@ -46,23 +46,23 @@ def values() -> dict[str, str]:
     }
 
 
-def _of(name: str, told_of: Callable[[dict[str, Any]], dict[str, str]]) -> dict[str, str]:
-    """Nothing of a figure that was not run."""
-    return told_of(saved(name)) if path_of(name).exists() else {}
+def _of(name: str, values_of: Callable[[dict[str, Any]], dict[str, str]]) -> dict[str, str]:
+    """Return the values of a figure; none if it was not run."""
+    return values_of(saved(name)) if path_of(name).exists() else {}
 
 
 def render() -> str:
-    """The page.
+    """Return the page.
 
     Raises:
-        KeyError: the template asks for a value that there is not.
+        KeyError: The template names a value that does not exist.
     """
     found = values()
     return re.sub(r"\{\{([^}]+)\}\}", lambda one: found[one[1]], TEMPLATE.read_text())
 
 
 def verdicts(page: str) -> list[tuple[str, str]]:
-    """Figure and verdict of each row of the page's first table."""
+    """Return figure and verdict of each row of the page's first table."""
     rows = [line for line in page.partition("\n|")[2].partition("\n\n")[0].split("\n|")][2:]
     fields = [[one.strip() for one in row.strip(" |").split(" | ")] for row in rows]
     return [(one[0], one[-1]) for one in fields]
@@ -77,8 +77,8 @@ def _speedup(data: dict[str, Any]) -> dict[str, str]:
     }
     for one in data["facts"]:
         key = f"{one['rate']:g} {one['workers']} {one['method'].split(',')[0]}"
-        there = [each for each in one["speedups"] if each is not None]
-        found[f"speedup {key}"] = f"{statistics.median(there):.2f}" if there else "never"
+        known = [each for each in one["speedups"] if each is not None]
+        found[f"speedup {key}"] = f"{statistics.median(known):.2f}" if known else "never"
         found[f"throughput {key}"] = f"{one['throughput']:.2f}"
         found[f"final {key}"] = f"{100 * statistics.median(one['finals']):.1f}"
         short = alone[one["rate"]] - statistics.median(one["finals"])
@@ -94,12 +94,9 @@ def _convergence(data: dict[str, Any]) -> dict[str, str]:
         found[f"seeds {task}"] = _seeds(facts[0]["best"])
         for one in facts:
             key = f"{task} {one['method']}"
-            there = [each for each in one["to_bsp"] if each is not None]
             found[f"steps {key}"] = f"{statistics.median(one['steps']):.0f}"
             found[f"lssr {key}"] = f"{one['lssr']:.3f}"
-            found[f"best {key}"] = told(one["best"])
             found[f"overall {key}"] = f"{statistics.median(one['overall']):.2f}"
-            found[f"level {key}"] = f"{statistics.median(there):.2f}" if there else "never"
             less = statistics.median(one["best"]) - statistics.median(facts[0]["best"])
             found[f"step {key}"] = f"{1000 * one['step_seconds']:.0f}"
             found[f"less {key}"] = _signed(100 * less)
@@ -130,9 +127,7 @@ def _discrepancy(data: dict[str, Any]) -> dict[str, str]:
 def _distances(data: dict[str, Any]) -> dict[str, str]:
     found = {"distances": distances.table(data)}
     for name in distances.METHODS:
-        for key in ("mean", "pair"):
-            over_n, over_t = distances.slopes(data, name, key)
-            found[f"{key} {name} N"], found[f"{key} {name} τ"] = f"{over_n:.2f}", f"{over_t:.2f}"
+        found[f"mean {name} N"] = f"{distances.slopes(data, name, 'mean')[0]:.2f}"
     return found
 
 
@@ -200,7 +195,7 @@ def _densities(data: dict[str, Any]) -> dict[str, str]:
 
 
 def _noniid(data: dict[str, Any]) -> dict[str, str]:
-    """Medians; FedAvg is that of all workers."""
+    """Return medians of the study ``noniid``."""
     found: dict[str, list[float]] = {}
     for row in data["skewed"]:
         job = row["job"]
@@ -214,7 +209,7 @@ def _noniid(data: dict[str, Any]) -> dict[str, str]:
 
 
 def _models(data: dict[str, Any]) -> dict[str, str]:
-    """Of the pages that follow from the papers' own figures."""
+    """Return the values that follow from the papers' own figures."""
     found = {}
     for name, model in data["a"]["models"].items():
         rows = model["table_1"]

@@ -1,28 +1,25 @@
-"""Real training in virtual time, on links as slow for the small models as the papers' for theirs.
+"""Training runs for the papers' figures, in virtual time, and the files of their results.
 
-A *link* gives the time of a step, and a bandwidth that is the paper's times our model's bytes over
-its model's: so a mean takes as many steps here as there.
+A *link* has the step time of a paper's model, and its bandwidth scaled by the bytes of our model
+over those of its model. So a mean takes as many steps here as in the paper.
 """
 
 import argparse
 import json
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import RESULTS, machine
-from benchmarks.virtual import MNIST, SEEDS, Cells, Row, run_at, spread
+from benchmarks.harness import CIFAR10, MNIST, RESULTS, machine
+from benchmarks.run_cache import SEEDS, Row, RunCache, grouped, run_at, spread
 from offbeat.lab.job import Job
 from offbeat.lab.launch.runners import VirtualCluster
 from offbeat.lab.recipes import find_recipe
 from offbeat.simulate import Compute, Network
 
-CIFAR10 = os.environ.get(
-    "OFFBEAT_CIFAR10", str(Path(__file__).parents[3] / "shared" / "data" / "cifar10")
-)
 MODELS = Path(__file__).parents[1] / "models" / "papers.py"
 JITTER = 0.05
 TASKS = {
@@ -35,7 +32,7 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Link:
-    """A paper's network, for a model of so many megabytes that takes so long for a step."""
+    """A paper's network in bits a second, its model in megabytes, and its step time."""
 
     bandwidth: float
     megabytes: float
@@ -43,9 +40,9 @@ class Link:
 
 
 LINKS = {
-    # asynchronous averaging: GoogLeNet over 1 Gbit/s; a merge on 4 workers takes 3.2 steps
+    # Asynchronous averaging: GoogLeNet over 1 Gbit/s; a merge on 4 workers takes 3.2 steps.
     "googlenet": Link(1e9, 26.5, 0.1),
-    # SelSync: ResNet-101 over 5 Gbit/s, at the step time that its Table I asks for; 8.1 steps
+    # SelSync: ResNet-101 over 5 Gbit/s, with the step time that follows from its Table I.
     "resnet101": Link(5e9, 178.2, 0.066),
 }
 
@@ -92,7 +89,7 @@ def place_of(task: str, link: str) -> VirtualCluster:
 
 
 def train(run: Run) -> Row:
-    """The row of a run: evaluations, steps, seconds, LSSR, idle share, bytes."""
+    """Train; return evaluations, steps, seconds, LSSR, idle share and bytes."""
     row = run_at(job_of(run), place_of(run.task, run.link))
     return {
         **{key: row[key] for key in ("steps", "seconds", "final", "lssr", "idle", "payload_bytes")},
@@ -104,7 +101,7 @@ def train(run: Run) -> Row:
 
 
 def parser_for(description: str | None) -> argparse.ArgumentParser:
-    """Of a figure's command line: all three seeds, or ``--seeds 1``."""
+    """Return the parser of a figure's command line, with ``--seeds``."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -113,40 +110,60 @@ def parser_for(description: str | None) -> argparse.ArgumentParser:
 
 
 def seeds_asked(description: str | None) -> tuple[int, ...]:
-    """Of the command line, where it says nothing else."""
+    """Return the seeds of a command line that has only ``--seeds``."""
     return tuple(range(parser_for(description).parse_args().seeds))
 
 
-def cells(name: str, function: Callable[[Any], Row] = train) -> Cells:
-    """Kept rows: those of ``train`` are shared by the figures."""
+def cache_of(name: str, function: Callable[[Any], Row] = train) -> RunCache:
+    """Return the cache of a function's runs; all figures share that of ``train``."""
     path = RESULTS / "cells" / f"papers-{name}.jsonl"
-    return Cells(function, path, processes=0, progress=True)
+    return RunCache(function, path, processes=0, progress=True)
 
 
 def by_method(rows: Sequence[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:
-    """Rows of the same settings, in order; the seeds are what differs."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row["run"][key] for key in keys), []).append(row)
-    return groups
+    """Return ``grouped`` for rows of ``train``."""
+    return grouped(rows, *keys, field="run")
 
 
-def told(values: Sequence[float]) -> str:
-    """Of shares: median and range in percent; of one alone itself."""
+def percent(values: Sequence[float]) -> str:
+    """Return shares as text in percent: median and range, or the only one."""
     return spread(values) if len(values) > 1 else f"{100 * values[0]:.1f}"
 
 
 def path_of(name: str) -> Path:
+    """Return the path of a figure's results."""
     return RESULTS / f"papers-{name}.json"
 
 
 def save(name: str, data: dict[str, Any]) -> None:
-    """The file of a figure."""
-    whole = {"simulated": True, **data, "machine": machine()}
-    path_of(name).write_text(json.dumps(whole, indent=None, separators=(",", ":")) + "\n")
+    """Write the results of a figure."""
+    full = {"simulated": True, **data, "machine": machine()}
+    path_of(name).write_text(json.dumps(full, indent=None, separators=(",", ":")) + "\n")
     print(path_of(name))
 
 
 def saved(name: str) -> dict[str, Any]:
+    """Return the results of a figure."""
     found: dict[str, Any] = json.loads(path_of(name).read_text())
     return found
+
+
+@contextmanager
+def small_figure(name: str, x: str, y: str, *, of: int = 1) -> Iterator[Any]:
+    """Yield axes to draw on, ``of`` side by side, and save them as ``results/NAME.png``."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, of, figsize=(4.8 * of, 3.6), layout="constrained")
+    every = [axes] if of == 1 else list(axes)
+    for one in every:
+        one.set(xlabel=x, ylabel=y)
+        one.grid(alpha=0.3)
+    yield axes
+    for one in every:
+        if one.get_legend_handles_labels()[0]:
+            one.legend(fontsize="small")
+    figure.savefig(RESULTS / f"{name}.png", dpi=100)
+    plt.close(figure)

@@ -1,8 +1,8 @@
-"""SelSync: 16 workers at 5 Gbit/s, simulated beside Table I and Figure 1a.
+"""SelSync, Table I and Figure 1a: 16 workers at 5 Gbit/s, simulated.
 
-The LSSR comes from SelSync's own trigger with the paper's δ = 0.3 and smoothing N/100: gradients
-are constant, except that in evenly spread steps one worker, each time another, has twice the
-gradient (Δ = 0.48). What was simulated is in ``lssr``.
+The LSSR comes from SelSync's own trigger with the paper's δ = 0.3 and smoothing N/100. Gradients
+are constant, except that in evenly spread steps one worker, each time another one, has twice the
+gradient (Δ = 0.48). The field ``lssr`` has the simulated value.
 
 Sizes are parameters × 4 bytes. VGG11, ResNet-101 and AlexNet are torchvision's with the ImageNet
 classifier, as SelSync's published code builds them, for CIFAR too (531 MB for VGG11, the size that
@@ -34,13 +34,13 @@ SYSTEMS = {"ring": BSP(), "servers": SSP(staleness=0), "one server": SSP(stalene
 
 
 def measure(step_seconds: tuple[float, ...], most_steps: int) -> dict[str, Any]:
-    """All models."""
+    """Return the data of all models."""
     return {one.name: _model(one, step_seconds, most_steps) for one in MODELS}
 
 
 def _model(model: Model, step_seconds: tuple[float, ...], most_steps: int) -> dict[str, Any]:
     first = model.selsync[0]
-    mean, flags = CLUSTER.mean_seconds(4 * model.parameters), CLUSTER.roll_seconds
+    mean, flags = CLUSTER.mean_seconds(4 * model.parameters), CLUSTER.tally_seconds
     step = step_of(first.per_step, mean, first.lssr or 0.0, flags)
     shown = step_of_throughput(model.throughput, CLUSTER.workers, mean)
     found: dict[str, Any] = {
@@ -72,7 +72,7 @@ def _model(model: Model, step_seconds: tuple[float, ...], most_steps: int) -> di
 
 
 def _facts(row: Row, step: float | None, mean: float, flags: float) -> dict[str, Any]:
-    """A row of Table I, and what it needs."""
+    """Return a row of Table I, and the LSSR that it needs at this step time."""
     needed = None if step is None else lssr_of(row.per_step, step, mean, flags)
     return {
         **asdict(row),
@@ -84,7 +84,7 @@ def _facts(row: Row, step: float | None, mean: float, flags: float) -> dict[str,
 
 
 def _simulated(model: Model, step: float, most_steps: int) -> dict[str, Any]:
-    """BSP and SelSync with steps of so many seconds; its LSSR is that of δ = 0.3."""
+    """Simulate BSP and SelSync with steps of this time, at the paper's LSSR of δ = 0.3."""
     row = model.selsync[0]
     share = Fraction(1 - (row.lssr or 0.0)).limit_denominator(most_steps)  # of steps that average
     syncs, steps = share.numerator, share.denominator
@@ -109,7 +109,7 @@ def _simulated(model: Model, step: float, most_steps: int) -> dict[str, Any]:
 
 
 def _throughput(model: Model, step: float) -> dict[str, Any]:
-    """BSP's throughput relative to one worker, by the number of workers, on each system."""
+    """Return BSP's throughput relative to one worker, for each number of workers and system."""
     common = {"parameters": model.parameters, "step_seconds": step, "steps": 4, "settling": 1}
     found: dict[str, Any] = {"step_seconds": step}
     for name, strategy in SYSTEMS.items():

@@ -1,10 +1,10 @@
-"""001, the headline: is the speed-up of 2 and 4 workers linear, and is nothing lost by it?
+"""Asynchronous averaging, the headline: is the speed-up of 2 and 4 workers linear without loss?
 
-The paper trains GoogLeNet on 4 machines over 1 Gbit/s: the rate times n after a linear warm-up, a
-n-th of the steps, τ = 16. Here a small CNN on CIFAR-10, links on which a merge takes as many steps,
-a warm-up over the first tenth, then a cosine. Asynchronous averaging, cyclic and eager, and BSP.
-The rate for one worker is the recipe's, and a quarter of it: whether n times a rate can be borne
-depends on the rate.
+The paper trains GoogLeNet on 4 machines over 1 Gbit/s: n times the rate after a linear warm-up, an
+n-th of the steps, τ = 16. Here: a small CNN on CIFAR-10, links on which a merge takes as many
+steps, a warm-up over the first tenth, then a cosine; asynchronous averaging, cyclic and eager, and
+BSP. The rate for one worker is the recipe's, or a quarter of it, because the effect of n times a
+rate depends on the rate.
 
     python -m benchmarks.papers.speedup
 """
@@ -13,9 +13,16 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.papers.runs import Run, by_method, cells, save, seeds_asked, told
-from benchmarks.papers.sketch import sketch
-from benchmarks.virtual import Row, arrival
+from benchmarks.papers.runs import (
+    Run,
+    by_method,
+    cache_of,
+    percent,
+    save,
+    seeds_asked,
+    small_figure,
+)
+from benchmarks.run_cache import Row, arrival
 
 NAME = "speedup"
 RATES = (0.25, 1.0)
@@ -26,11 +33,12 @@ METHODS = {
 }
 WORKERS = (2, 4)
 EPOCHS = 6.0
-OF_ONE = 0.97  # of what one worker ends with is the target
+OF_ONE = 0.97
+"""Share of one worker's final accuracy that is the target."""
 
 
 def runs(seeds: Sequence[int]) -> list[Run]:
-    """One worker, then 2 and 4 under each method, at each rate."""
+    """Return the runs of one worker, then of 2 and 4 with each method, at each rate."""
     wanted = [("bsp", 1, rate) for rate in RATES]
     wanted += [(m, n, rate) for rate in RATES for n in WORKERS for m in METHODS.values()]
     return [
@@ -49,7 +57,7 @@ def runs(seeds: Sequence[int]) -> list[Run]:
 
 
 def facts(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """One line a setting: accuracies, throughput and time to the target against one worker's."""
+    """Return accuracies, throughput and time to the target of each setting, against one worker."""
     groups = by_method(rows, "workers", "method")
     found = []
     for rate in RATES:
@@ -87,27 +95,27 @@ def seconds_to(row: Row, target: float) -> float | None:
 
 
 def table(data: dict[str, Any]) -> str:
-    """Markdown."""
+    """Return the table as Markdown."""
     lines = [
         "| rate for one | workers | method | accuracy at the end, % | samples/s | "
         "time to the target | idle |",
         "|--:|--:|---|--:|--:|--:|--:|",
     ]
     for one in data["facts"]:
-        there = [each for each in one["speedups"] if each is not None]
-        arrived = f", {len(there)} of {len(one['speedups'])}" * (len(there) < len(one["speedups"]))
-        faster = f"{statistics.median(there):.2f} × faster{arrived}" if there else "never"
+        known = [each for each in one["speedups"] if each is not None]
+        arrived = f", {len(known)} of {len(one['speedups'])}" * (len(known) < len(one["speedups"]))
+        faster = f"{statistics.median(known):.2f} × faster{arrived}" if known else "never"
         lines.append(
             f"| {0.02 * one['rate']:g} | {one['workers']} | {one['method']} | "
-            f"{told(one['finals'])} | {one['throughput']:.2f} × | "
+            f"{percent(one['finals'])} | {one['throughput']:.2f} × | "
             f"{'-' if one['workers'] == 1 else faster} | {100 * one['idle']:.0f} % |"
         )
     return "\n".join(lines)
 
 
 def draw(data: dict[str, Any]) -> None:
-    """Accuracy against time, at the first rate, first seed."""
-    with sketch(f"papers-{NAME}", "seconds (simulated)", "test accuracy, %") as axes:
+    """Draw the accuracy against time, at the first rate and seed."""
+    with small_figure(f"papers-{NAME}", "seconds (simulated)", "test accuracy, %") as axes:
         rate = RATES[0]
         shown = {("one worker", 1): f"bsp --lr-scale {rate:g}"}
         shown |= {(k, n): f"{m} --lr-scale {n * rate:g}" for k, m in METHODS.items() for n in (4,)}
@@ -125,7 +133,7 @@ def draw(data: dict[str, Any]) -> None:
 
 def main() -> None:
     seeds = seeds_asked(__doc__)
-    rows = cells("train").rows(runs(seeds))
+    rows = cache_of("train").rows(runs(seeds))
     data = {"epochs": EPOCHS, "facts": facts(rows), "rows": rows}
     save(NAME, data)
     draw(data)

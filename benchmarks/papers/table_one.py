@@ -1,15 +1,15 @@
-"""SelSync's Table I and Figure 1a, and what follows from them by arithmetic alone.
+"""SelSync's Table I and Figure 1a, and the step times that follow from them by arithmetic.
 
-Table I tells iterations to convergence, the share of local steps (LSSR) and the overall speed-up,
-which is one in *time to convergence*. Between the two stand the iterations:
+Table I has iterations to convergence, the share of local steps (LSSR), and the overall speed-up in
+*time to convergence*. They are related by:
 
     overall = (speed-up per step) · (BSP's iterations / own iterations)
 
-With a step computed in t, a mean of models that takes m and an exchange of flags that takes r,
-BSP without overlap takes t + m for a step and SelSync t + r + (1 − ℓ)·m, ℓ its LSSR. So the
-speed-up per step is below 1/(1 − ℓ), whatever computes and whatever the network.
+A step takes t to compute, a mean of models m, and a tally r. Without overlap BSP takes t + m for a
+step, and SelSync t + r + (1 − ℓ)·m, where ℓ is its LSSR. So the speed-up per step is below
+1/(1 − ℓ) on any machine and network.
 
-Units: seconds. Figures of the paper are 16 workers' at 5 Gbit/s.
+Times are in seconds. The paper's figures are of 16 workers at 5 Gbit/s.
 """
 
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ TRANSFORMER = 2 * VOCABULARY * WIDTH + VOCABULARY + 2 * _LAYER
 
 @dataclass(frozen=True)
 class Row:
-    """One method on one model, as the paper gives it.
+    """One method on one model, as in the paper.
 
     Attributes:
         method: SelSync's δ, or FedAvg's (C, E).
-        iterations: Until convergence, relative to BSP's.
+        iterations: Iterations to convergence, relative to BSP's.
         overall: Speed-up in time to convergence.
-        lssr: Share of local steps; None where we do not have it.
+        lssr: Share of local steps; None where it is not known.
     """
 
     method: str
@@ -38,30 +38,30 @@ class Row:
 
     @property
     def per_step(self) -> float:
-        """The speed-up of a step that the overall one needs."""
+        """Speed-up of a step that the overall speed-up requires."""
         return self.overall * self.iterations
 
     @property
     def limit(self) -> float | None:
-        """1/(1 − LSSR), the most that a step can gain."""
+        """Upper bound of the speed-up of a step, 1/(1 − LSSR)."""
         return None if self.lssr is None else 1 / (1 - self.lssr)
 
     @property
     def impossible(self) -> bool:
-        """Whether a step would have to gain more than it can."""
+        """True if the required speed-up of a step is above its bound."""
         return self.limit is not None and self.per_step >= self.limit
 
 
 @dataclass(frozen=True)
 class Model:
-    """What the paper says of one model.
+    """The paper's figures of one model.
 
     Attributes:
-        name: Its name.
-        parameters: Of it, as its published code builds it.
-        throughput: Of BSP on 16 workers relative to one, read off Figure 1a.
+        name: Name of the model.
+        parameters: Number of parameters, as the published code builds it.
+        throughput: BSP's throughput on 16 workers relative to one, read off Figure 1a.
         selsync: Rows of δ = 0.3 and 0.5.
-        fedavg: Rows of (1, 0.25) and (1, 0.125), the second with twice as many means.
+        fedavg: Rows of (1, 0.25) and (1, 0.125); the second has twice as many means.
     """
 
     name: str
@@ -103,33 +103,33 @@ MODELS = (
 
 
 def per_step(step: float, mean: float, lssr: float, flags: float = 0.0) -> float:
-    """The speed-up of a step: (t + m) / (t + r + (1 − ℓ)·m)."""
+    """Return the speed-up of a step: (t + m) / (t + r + (1 − ℓ)·m)."""
     return (step + mean) / (step + flags + (1 - lssr) * mean)
 
 
 def step_of(speedup: float, mean: float, lssr: float, flags: float = 0.0) -> float | None:
-    """The t at which a step gains ``speedup``, solved from ``per_step``; None if no t > 0 does."""
+    """Return the t at which ``per_step`` is ``speedup``; None if there is none above 0."""
     step = (mean - speedup * (flags + (1 - lssr) * mean)) / (speedup - 1)
     return step if step > 0 else None
 
 
 def lssr_of(speedup: float, step: float, mean: float, flags: float = 0.0) -> float:
-    """The ℓ at which a step of t gains ``speedup``; above 1 it gains less even without a mean."""
+    """Return the ℓ at which a step gains ``speedup``; above 1 means that no LSSR suffices."""
     return 1 - ((step + mean) / speedup - step - flags) / mean
 
 
 def step_of_pair(seldom: float, often: float, mean: float) -> tuple[float, float]:
-    """The t and the H at which a mean every 2·H steps gains ``seldom``, and every H ``often``.
+    """Return the t and the H at which a mean every 2·H steps gains ``seldom``, every H ``often``.
 
-    Two equations in two unknowns, with no flags: t + m = S₁·(t + m/2H) = S₂·(t + m/H). H is
-    infinite if both gain as much.
+    They solve two equations, without a tally: t + m = S₁·(t + m/2H) = S₂·(t + m/H). H is infinite
+    if both gain the same.
     """
-    share = 2 / seldom - 1 / often  # of t in t + m
+    share = 2 / seldom - 1 / often  # t/(t + m)
     step = mean * share / (1 - share)
     left = (step + mean) / often - step
     return step, mean / left if left > 1e-12 * mean else float("inf")
 
 
 def step_of_throughput(throughput: float, workers: int, mean: float) -> float:
-    """The t at which ``workers`` under BSP without overlap do so much: T = N·t/(t + m)."""
+    """Return the t at which N workers under BSP have this throughput: T = N·t/(t + m)."""
     return mean * throughput / (workers - throughput)

@@ -1,6 +1,10 @@
-"""Random faults over real processes: whether training survives them as docs/survival.md says.
+"""Soak: random faults over real processes, judged by the promises of the documentation.
 
 ``python -m benchmarks.soak --seed 1 --minutes 20`` plans faults from the seed (``plan``), starts
-workers that train a model of constants (``worker``, ``model``), breaks something (``faults``), and
-holds what is left against what is documented (``policy``, ``continuing``).
+workers that train a model of constants (``worker``, ``model``), injects the faults (``faults``),
+and compares the workers' reports with docs/survival.md (``policy``) or docs/elastic.md
+(``continue_policy``).
+
+Layers, from the bottom up: ``plan``; ``records``, ``model``; ``worker``; ``processes``; ``faults``;
+``runner``; ``policy``; ``continue_policy``; ``soak``.
 """

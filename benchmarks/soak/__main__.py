@@ -1,4 +1,4 @@
-"""``python -m benchmarks.soak --seed 1 --minutes 20``."""
+"""Inject random faults for some time: ``python -m benchmarks.soak --seed 1 --minutes 20``."""
 
 import argparse
 import json
@@ -11,53 +11,56 @@ from typing import Any
 import torch
 
 from benchmarks.harness import machine
-from benchmarks.soak.perform import working_folder
 from benchmarks.soak.plan import Case, case
+from benchmarks.soak.runner import working_folder
 from benchmarks.soak.soak import POLICIES, Soak, table
 from offbeat.lab.launch.cluster import Cluster
 from offbeat.quantization.kernels import kernels
 
 
 def main() -> int:
-    """Exit status 1 if something did not survive."""
+    """Run the command; return exit status 1 if there was a violation."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="of all faults (default 0)")
-    parser.add_argument("--minutes", type=float, default=20.0, help="how long (default 20)")
-    parser.add_argument("--most", type=int, default=10**9, help="as many faults at most")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all faults (default 0)")
+    parser.add_argument("--minutes", type=float, default=20.0, help="time to run (default 20)")
+    parser.add_argument("--most", type=int, default=10**9, help="largest number of faults")
     parser.add_argument("--first", type=int, default=0, help="number of the first fault")
     parser.add_argument("--kind", help="only faults of this kind")
     parser.add_argument(
         "--policy",
         choices=[*POLICIES, "both"],
         default="both",
-        help="what must hold (default both, by turns)",
+        help="promises to check (default both, in turn)",
     )
-    parser.add_argument("--output", type=Path, help="append a line of JSON a fault to this file")
-    parser.add_argument("--table", type=Path, help="only show the table of such a file")
+    parser.add_argument(
+        "--output", type=Path, help="append a JSON line for each fault to this file"
+    )
+    parser.add_argument("--table", type=Path, help="only print the table of such a file")
     options = parser.parse_args()
     if options.table is not None:
         print(table([json.loads(line) for line in options.table.read_text().splitlines()]))
         return 0
     torch.set_num_threads(1)
-    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports, once, what every worker needs
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports modules that every worker needs
     kernels()
     reason = Cluster.why_not()
     if reason is not None:
         print(f"no shaped links here: {reason}")
-    deadline, rows = time.monotonic() + 60 * options.minutes, []
+    deadline = time.monotonic() + 60 * options.minutes
+    rows: list[dict[str, Any]] = []
     index = options.first
     policies = list(POLICIES) if options.policy == "both" else [options.policy]
     while time.monotonic() < deadline and len(rows) < options.most:
         for policy in policies:
             one = case(options.seed, index, shaped=reason is None, policy=policy)
             if options.kind in (None, one.kind):
-                rows.append(_one(one, options))
+                rows.append(_run(one, options))
         index += 1
     print(table(rows))
     return int(any(row["violations"] for row in rows))
 
 
-def _one(one: Case, options: argparse.Namespace) -> dict[str, Any]:
+def _run(one: Case, options: argparse.Namespace) -> dict[str, Any]:
     began = time.monotonic()
     with working_folder() as folder:
         verdict, outcomes = Soak(POLICIES[one.policy], folder).survive(one)

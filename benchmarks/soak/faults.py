@@ -1,4 +1,4 @@
-"""What is done to the workers, each from outside, by the name of the case."""
+"""Faults that are injected from outside of the worker, by the kind of the case."""
 
 import signal
 import subprocess
@@ -7,18 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.soak.processes import Scene
-from benchmarks.soak.worker import ASKING, FINISHED, FIRST_STEP
+from benchmarks.soak.records import FINISHED, FIRST_STEP, JOINING
 from offbeat.lab.launch.cluster import Cluster
 
 _START_SECONDS = 30.0
-_CHANGE_SECONDS = 20.0  # in which the others have gone on without one that is silent
+_CHANGE_SECONDS = 20.0
+"""Time limit for the others to continue without an unresponsive worker."""
 
-Break = Callable[[Scene], float | None]
-"""Breaks something, and returns when; None: it came too late."""
+Fault = Callable[[Scene], float | None]
+"""Injects a fault and returns its time; None if the victim had ended before."""
 
 
-def _until(scene: Scene, rank: int, value: int, delay_seconds: float) -> bool:
-    """Wait until a worker has come to ``value``, and the delay more; whether it lives."""
+def _wait_for(scene: Scene, rank: int, value: int, delay_seconds: float) -> bool:
+    """Wait until a worker has reached ``value``, and the delay; return True if it still trains."""
     process, progress = scene.processes[rank], scene.progress
     deadline = time.monotonic() + _START_SECONDS
     while progress.read(rank) < value:
@@ -29,25 +30,25 @@ def _until(scene: Scene, rank: int, value: int, delay_seconds: float) -> bool:
     return not process.poll() and progress.read(rank) < FINISHED
 
 
-def _in_its_step(scene: Scene) -> bool:
-    """Wait until the victim has come to where it happens; whether it lives."""
+def _wait_for_victim(scene: Scene) -> bool:
+    """Wait until the victim has reached the step of the fault; return True if it still trains."""
     case, value = scene.case, FIRST_STEP + scene.case.step
     if case.kind == "kill in load":
         value = FIRST_STEP - 1
     elif "in save" in case.kind:
-        value = FIRST_STEP + 3 * (1 + case.step // 3)  # while it saves
-    return _until(scene, case.victim, value, case.delay_seconds)
+        value = FIRST_STEP + 3 * (1 + case.step // 3)  # a step that saves
+    return _wait_for(scene, case.victim, value, case.delay_seconds)
 
 
-def _signals(*numbers: int, everyone: bool = False) -> Break:
-    """Signals to the victim, some way into its step."""
+def _signals(*numbers: int, all_workers: bool = False) -> Fault:
+    """Send a signal to the victim in its step; a second one follows after a second."""
 
     def send(scene: Scene) -> float | None:
-        if not _in_its_step(scene):
+        if not _wait_for_victim(scene):
             return None
         at = time.monotonic()
         victim = scene.processes[scene.case.victim]
-        for process in scene.processes if everyone else [victim]:
+        for process in scene.processes if all_workers else [victim]:
             process.send(numbers[0])
         if len(numbers) > 1:
             time.sleep(1.0)
@@ -57,14 +58,14 @@ def _signals(*numbers: int, everyone: bool = False) -> Break:
     return send
 
 
-def _silence(scene: Scene) -> float | None:
-    """The victim is stopped, or its link ends without a word; perhaps it returns."""
+def _stop_or_unplug(scene: Scene) -> float | None:
+    """Stop the victim or cut its link; perhaps undo that while the others train."""
     case = scene.case
-    if not _in_its_step(scene):
+    if not _wait_for_victim(scene):
         return None
     at = time.monotonic()
     if case.kind == "unplug":
-        _link(scene, "down")
+        _set_link(scene, "down")
     else:
         scene.processes[case.victim].send(signal.SIGSTOP)
     _perhaps_return(scene)
@@ -72,7 +73,7 @@ def _silence(scene: Scene) -> float | None:
 
 
 def _perhaps_return(scene: Scene) -> None:
-    """As soon as the others have gone on without the one that is silent."""
+    """Undo the fault after the others have continued without the worker, if the case says so."""
     case, deadline = scene.case, time.monotonic() + _CHANGE_SECONDS
     others = [p.rank for p in scene.processes if p.rank not in case.victims]
     while case.returns and time.monotonic() < deadline:
@@ -85,7 +86,7 @@ def _perhaps_return(scene: Scene) -> None:
         time.sleep(0.002)
 
 
-def _link(scene: Scene, state: str) -> None:
+def _set_link(scene: Scene, state: str) -> None:
     assert scene.cluster is not None
     namespace = scene.cluster.command(scene.case.silent, [])[3]
     argv = ["ip", "-n", namespace, "link", "set", Cluster.interface, state]
@@ -93,15 +94,15 @@ def _link(scene: Scene, state: str) -> None:
 
 
 def undo(scene: Scene) -> None:
-    """Let one that was silent speak again, if it can."""
+    """Continue a stopped worker, or restore its link if the case says so."""
     if scene.case.kind != "unplug":
         scene.processes[scene.case.silent].send(signal.SIGCONT)
     elif scene.case.returns:
-        _link(scene, "up")
+        _set_link(scene, "up")
 
 
 def _before_attach(scene: Scene) -> float | None:
-    """When the others have come to attach."""
+    """Wait for the death of a victim that kills itself while the others attach."""
     victim = scene.processes[scene.case.victim]
     deadline = time.monotonic() + _START_SECONDS
     while not victim.poll() and time.monotonic() < deadline:
@@ -110,7 +111,7 @@ def _before_attach(scene: Scene) -> float | None:
 
 
 def _two(scene: Scene) -> float | None:
-    """Another one is killed, or stopped, soon after the victim was killed."""
+    """Kill the victim, and soon after kill or stop a second worker."""
     at = _signals(signal.SIGKILL)(scene)
     if at is not None:
         time.sleep(scene.case.second_delay_seconds)
@@ -122,52 +123,46 @@ def _two(scene: Scene) -> float | None:
     return at
 
 
-def _come(scene: Scene) -> float | None:
-    """One more comes."""
-    if not _in_its_step(scene):
+def _join(scene: Scene) -> float | None:
+    """Let a newcomer join."""
+    if not _wait_for_victim(scene):
         return None
-    Path(scene.folder, "come").touch()
+    Path(scene.folder, "join").touch()
     return time.monotonic()
 
 
-def _replace(scene: Scene) -> float | None:
-    """The victim is killed, and one more comes."""
+def _kill_and_join(scene: Scene) -> float | None:
+    """Kill the victim, and let a newcomer join."""
     at = _signals(signal.SIGKILL)(scene)
     if at is not None:
         time.sleep(scene.case.second_delay_seconds)
-    Path(scene.folder, "come").touch()
+    Path(scene.folder, "join").touch()
     return at
 
 
 def _kill_newcomer(scene: Scene) -> float | None:
-    """One more comes, and is killed."""
-    _come(scene)
+    """Let a newcomer join, and kill it."""
+    _join(scene)
     case = scene.case
-    if not _until(scene, case.workers, ASKING, case.second_delay_seconds):
+    if not _wait_for(scene, case.workers, JOINING, case.second_delay_seconds):
         return None
     at = time.monotonic()
     scene.processes[case.workers].send(signal.SIGKILL)
     return at
 
 
-BREAKS: dict[str, Break] = {
-    "kill": _signals(signal.SIGKILL),
+_KILL = _signals(signal.SIGKILL)
+FAULTS: dict[str, Fault] = {
+    **dict.fromkeys(("kill", "kill server", "kill at end", "below minimum"), _KILL),
+    **dict.fromkeys(("kill in save", "kill in load"), _KILL),
+    **dict.fromkeys(("kill two", "kill in change", "stop in change"), _two),
+    **dict.fromkeys(("stop", "unplug"), _stop_or_unplug),
+    "kill all in save": _signals(signal.SIGKILL, all_workers=True),
     "terminate": _signals(signal.SIGTERM),
-    "kill server": _signals(signal.SIGKILL),
-    "kill at end": _signals(signal.SIGKILL),
-    "below minimum": _signals(signal.SIGKILL),
-    "kill two": _two,
-    "kill in change": _two,
-    "stop in change": _two,
-    "kill in save": _signals(signal.SIGKILL),
-    "kill all in save": _signals(signal.SIGKILL, everyone=True),
-    "kill in load": _signals(signal.SIGKILL),
-    "stop": _silence,
     "pause": _signals(signal.SIGSTOP, signal.SIGCONT),
     "interrupt": _signals(signal.SIGINT),
-    "unplug": _silence,
     "kill before attach": _before_attach,
-    "join": _come,
-    "kill and join": _replace,
+    "join": _join,
+    "kill and join": _kill_and_join,
     "kill newcomer": _kill_newcomer,
 }

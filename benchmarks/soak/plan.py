@@ -1,12 +1,11 @@
-"""Which fault comes next: everything about it follows from the seed and its number."""
+"""The plan: everything about a fault follows from the seed and the number of the fault."""
 
 import random
 from dataclasses import dataclass
 
 STEPS = 12
-"""Of each run."""
+"""Usual number of steps of a run."""
 
-# Of each the run is the same in every repetition, bit for bit.
 REPEATABLE = (
     "bsp",
     "local:period=2",
@@ -20,6 +19,7 @@ REPEATABLE = (
     "async:staleness=4,outer_momentum=0.5,outer_lr=0.7",
     "streaming:parts=2,schedule=cyclic,staleness=4",
 )
+"""Strategies whose runs are the same bit for bit."""
 EAGER = (
     "async:staleness=4,schedule=eager",
     "streaming:staleness=8",
@@ -35,7 +35,7 @@ SERVERS = (
 )
 STRATEGIES = (*REPEATABLE, *EAGER, *SERVERS)
 BASELINES = tuple(one for one in STRATEGIES if one.startswith("fedavg")) + SERVERS
-"""Strategies with exact messages and a fixed number of workers."""
+"""Strategies with an exact wire and a fixed membership."""
 WIRES = ("float32", "float32", "bfloat16", "int8", "int4")
 
 KINDS = {
@@ -55,12 +55,13 @@ KINDS = {
     "kill in load": 2,
     "kill before attach": 1,
 }
-"""What happens, and how often beside the others."""
+"""Kind of a fault → relative frequency, where training ends with a failure."""
 
 CONTINUING = (
     *(one for one in STRATEGIES if one not in BASELINES),
     "diloco:period=3,outer_lr=1,outer_momentum=0",
 )
+"""Strategies that continue without a lost worker."""
 CONTINUING_KINDS = {
     "kill": 5,
     "terminate": 1,
@@ -80,47 +81,50 @@ CONTINUING_KINDS = {
     "kill and join": 3,
     "kill newcomer": 3,
 }
-"""Likewise, where training goes on."""
+"""The same, where training continues."""
 
 BY_ITSELF = ("exception", "detach", "slow", "not finite")
-"""What a worker does; the others are done to it."""
+"""Kinds that a worker injects into itself."""
 
-JOINING = ("join", "kill and join", "kill newcomer")
-"""In which a worker more comes."""
+WITH_NEWCOMER = ("join", "kill and join", "kill newcomer")
+"""Kinds in which a newcomer joins."""
 
 SAVING = ("kill in save", "kill all in save", "kill in load")
+"""Kinds that need checkpoints."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One fault.
+    """One fault, and the training in which it happens.
 
     Attributes:
-        index: Its number.
-        kind: A key of ``KINDS``.
-        strategy: As text.
-        wire: Of ``attach``.
-        workers: How many processes.
-        victim: The rank to which it happens.
-        step: Own steps that the victim has taken then.
-        delay_seconds: From that step on, where somebody else does it to the victim.
-        elements: Numbers of the model, about.
-        shaped_bits: Rate of the links; 0: loopback.
-        own_store: Whether rank 0 keeps the process group's store, else a file is it, or ``keeper``.
-        lingers: Whether a survivor lives on until all have noticed; else it ends at once.
-        timeout_seconds: Of ``attach``.
-        non_finite: Of ``attach``.
-        seed: Of the gradients and of the time that steps take.
-        policy: What must hold; where training goes on, the workers attach for that.
-        steps: Of each worker.
-        step_seconds: How long one takes at most, without what is exchanged; a fifth at least.
-        keeper: Whether a process that nothing happens to keeps the store.
-        min_workers: Of ``attach``.
-        second: The other rank that is killed, or stopped; −1: none.
-        second_delay_seconds: From the first thing that happens to the second: to the other rank,
-            or the newcomer's coming or its death; or from when the others have gone on without one
-            that is silent to its return.
-        returns: Whether one that was silent returns while the others train on; else afterwards.
+        index: Number of the fault.
+        kind: Kind of the fault, a key of ``KINDS`` or ``CONTINUING_KINDS``.
+        strategy: Strategy as text.
+        wire: Argument of ``attach``.
+        workers: Number of workers at the start.
+        victim: Rank of the worker that the fault happens to.
+        step: Local steps of the victim before the fault.
+        delay_seconds: Time from that step to a fault from outside.
+        elements: Approximate number of parameters.
+        shaped_bits: Bandwidth of the links in bits a second; 0 for loopback.
+        own_store: True if rank 0 serves the store of the process group. Otherwise it is in a file,
+            or in a process of its own.
+        lingers: True if a survivor lives until all have noticed; otherwise it ends at once.
+        timeout_seconds: Argument of ``attach``.
+        non_finite: Argument of ``attach``.
+        seed: Seed of the gradients and step times.
+        policy: Name of the policy: ``stop`` or ``continue``.
+        steps: Steps of each worker.
+        step_seconds: Longest computing time of a step; the shortest is a fifth.
+        keeper: True if a process of its own, without faults, serves the store.
+        min_workers: Argument of ``attach``.
+        second: Rank of a second worker that is killed or stopped; −1 if there is none.
+        second_delay_seconds: Time from the first event to the second: the fault of the second
+            worker, the join of the newcomer, or its death. For an unresponsive worker it is the
+            time from the others' continuing to its return.
+        returns: True if an unresponsive worker returns while the others train; otherwise it
+            returns afterwards.
     """
 
     index: int
@@ -149,34 +153,34 @@ class Case:
 
     @property
     def continues(self) -> bool:
-        """Whether training goes on after a loss."""
+        """True if training continues after a loss."""
         return self.policy == "continue"
 
     @property
     def counts(self) -> bool:
-        """Whether the model counts steps; numbers that are rounded together must be alike."""
+        """True if the model counts steps; a quantized wire would need equal numbers."""
         return self.continues and self.wire == "float32"
 
     @property
     def kills(self) -> bool:
-        """Whether a process dies of it."""
+        """True if a process dies of the fault."""
         return "kill" in self.kind or self.kind in ("terminate", "below minimum", "stop in change")
 
     @property
     def silent(self) -> int:
-        """The rank that is stopped or cut off, and lives; −1: none."""
+        """Rank of the worker that is stopped or cut off; −1 if there is none."""
         if self.kind == "stop in change":
             return self.second
         return self.victim if self.kind in ("stop", "unplug") else -1
 
     @property
     def newcomers(self) -> int:
-        """How many come later; their ranks here follow those of the workers."""
-        return int(self.kind in JOINING)
+        """Number of newcomers; their ranks follow those of the workers."""
+        return int(self.kind in WITH_NEWCOMER)
 
     @property
     def victims(self) -> frozenset[int]:
-        """The ranks to which it happens."""
+        """Ranks that the fault happens to."""
         if self.kind == "kill all in save":
             return frozenset(range(self.workers))
         if self.kind == "kill newcomer":
@@ -187,31 +191,42 @@ class Case:
 
     @property
     def repeatable(self) -> bool:
-        """Whether two runs without a fault end with the same bits."""
+        """True if two runs without a fault end with the same bits."""
         return self.strategy in REPEATABLE
 
     @property
     def name(self) -> str:
-        """In a few words."""
+        """Short description."""
         where = f"{self.shaped_bits / 1e6:g} Mbit/s" if self.shaped_bits else "loopback"
         return (
             f"{self.policy}: {self.kind} of rank {self.victim} of {self.workers} at step "
-            f"{self.step}, "
-            f"{self.strategy} --wire {self.wire}, {where}"
+            f"{self.step}, {self.strategy} --wire {self.wire}, {where}"
         )
 
 
 def case(seed: int, index: int, *, shaped: bool, policy: str = "stop") -> Case:
-    """Fault number ``index`` of ``seed``.
+    """Return fault number ``index`` of ``seed``, the same each time.
 
     Args:
-        seed: Of all.
-        index: From 0.
-        shaped: Whether links can be shaped here; else those faults run over loopback, and what
-            needs a link of its own becomes another.
-        policy: What must hold.
+        seed: Seed of the plan.
+        index: Number of the fault, from 0.
+        shaped: True if links can be shaped here. Otherwise all faults run over loopback, and a cut
+            link becomes a stopped worker.
+        policy: ``stop`` or ``continue``.
     """
     return (_continuing if policy == "continue" else _stopping)(seed, index, shaped=shaped)
+
+
+def _wire(draw: random.Random, strategy: str) -> str:
+    chooses = strategy in EAGER[1:] or (strategy in REPEATABLE and "streaming" not in strategy)
+    return draw.choice((*WIRES, "auto") if chooses else WIRES)
+
+
+def _shape(kind: str, rate: float, shaped: bool) -> tuple[str, float]:
+    """Return kind and bandwidth on this machine; a cut link needs a shaped one."""
+    if kind == "unplug":
+        kind, rate = ("unplug", rate or 100e6) if shaped else ("stop", rate)
+    return kind, rate if shaped else 0.0
 
 
 def _stopping(seed: int, index: int, *, shaped: bool) -> Case:
@@ -219,10 +234,7 @@ def _stopping(seed: int, index: int, *, shaped: bool) -> Case:
     kind = draw.choices(list(KINDS), weights=list(KINDS.values()))[0]
     workers = draw.choice((2, 3, 3, 4))
     strategy = draw.choice(SERVERS if kind == "kill server" else STRATEGIES)
-    wires = list(WIRES)
-    if strategy in EAGER[1:] or (strategy in REPEATABLE and "streaming" not in strategy):
-        wires.append("auto")
-    wire = draw.choice(wires)
+    wire = _wire(draw, strategy)
     wire = "float32" if strategy in BASELINES else wire
     victim = 0 if "servers=0/" in strategy and kind == "kill server" else draw.randrange(workers)
     rate = draw.choice((0.0, 0.0, 0.0, 20e6, 100e6))
@@ -231,12 +243,7 @@ def _stopping(seed: int, index: int, *, shaped: bool) -> Case:
     non_finite = draw.choice(("warn", "raise", "exclude"))
     if non_finite == "exclude" and (strategy in BASELINES or "gradients" in strategy):
         non_finite = "warn"
-    if kind == "unplug":
-        if shaped:
-            rate = rate or 100e6
-        else:
-            kind = "stop"
-    rate = rate if shaped else 0.0
+    kind, rate = _shape(kind, rate, shaped)
     return Case(
         index,
         kind,
@@ -263,10 +270,7 @@ def _continuing(seed: int, index: int, *, shaped: bool) -> Case:
     two = kind in ("kill two", "kill in change", "stop in change")
     workers = max(3, workers) if two else workers
     strategy = draw.choice(CONTINUING)
-    wires = list(WIRES)
-    if strategy in EAGER[1:] or (strategy in REPEATABLE and "streaming" not in strategy):
-        wires.append("auto")
-    wire = draw.choice(wires)
+    wire = _wire(draw, strategy)
     victim, second = draw.sample(range(workers), 2)
     rate = draw.choice((0.0, 0.0, 0.0, 20e6, 100e6))
     step, delay = draw.randrange(1, 6), draw.uniform(0, 0.2 if rate else 0.06)
@@ -276,19 +280,14 @@ def _continuing(seed: int, index: int, *, shaped: bool) -> Case:
     later = draw.uniform(0, 1)
     if kind == "kill at end":
         step, delay = STEPS - 1, later * (0.15 if rate else 0.04)
-    if kind == "unplug":
-        if shaped:
-            rate = rate or 100e6
-        else:
-            kind = "stop"
-    rate = rate if shaped else 0.0
+    kind, rate = _shape(kind, rate, shaped)
     silent = kind in ("stop", "unplug", "stop in change")
-    # Who is cut off is cut off from the store, too, as it would be on a network of machines.
+    # A cut link also cuts the worker off from the store, as on a network of machines.
     keeper = keeper or kind == "unplug"
     left = workers - (2 if two else kind not in ("pause", "slow", "join", "kill newcomer"))
     if kind == "kill two":
         later *= 0.01
-    pace = 0.1 if kind in JOINING or silent else 0.03 if two else 0.01
+    step_seconds = 0.1 if kind in WITH_NEWCOMER or silent else 0.03 if two else 0.01
     return Case(
         index,
         kind,
@@ -306,8 +305,8 @@ def _continuing(seed: int, index: int, *, shaped: bool) -> Case:
         non_finite="warn",
         seed=draw.randrange(2**31),
         policy="continue",
-        steps=40 if kind in JOINING else 24 if silent or two else STEPS,
-        step_seconds=pace,
+        steps=40 if kind in WITH_NEWCOMER else 24 if silent or two else STEPS,
+        step_seconds=step_seconds,
         keeper=keeper,
         min_workers=workers if kind == "below minimum" else draw.choice((1, 1, left)),
         second=second if two else -1,

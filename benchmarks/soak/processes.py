@@ -1,4 +1,4 @@
-"""The processes of one run: workers, those that come later, and one that keeps the store."""
+"""The processes of one run: workers, newcomers, and one that serves the store."""
 
 import contextlib
 import ctypes
@@ -15,24 +15,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.soak.plan import Case
-from benchmarks.soak.worker import Place, Progress, Run, keep, main
+from benchmarks.soak.records import Progress, Run
+from benchmarks.soak.worker import Rendezvous, main, serve_store
 from offbeat.lab.launch.cluster import Cluster
 
-# torch asks for the name of every connection, and a name server that is out of reach keeps it
-# waiting for 5 s: nobody is asked.
+# torch resolves the name of every connection. Without this an unreachable name server blocks it
+# for 5 s.
 os.environ["RES_OPTIONS"] = "attempts:0"
 _CLONE_NEWNET = 0x40000000
-_PORT = 29500  # of the store, in a namespace where there is nothing else
+_STORE_PORT = 29500  # in a network namespace where nothing else listens
 
 
 @dataclass
 class Process:
-    """One of them.
+    """A forked process.
 
     Attributes:
-        rank: Whose.
-        pid: Its number.
-        status: How it has ended, as by ``os.waitstatus_to_exitcode``.
+        rank: Rank of the worker; −1 for the store.
+        pid: Process identifier.
+        status: Exit status, as of ``os.waitstatus_to_exitcode``; None while it runs.
     """
 
     rank: int
@@ -40,7 +41,7 @@ class Process:
     status: int | None = None
 
     def poll(self) -> bool:
-        """Whether it has ended."""
+        """Return True if the process has ended."""
         if self.status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -48,12 +49,12 @@ class Process:
         return self.status is not None
 
     def send(self, number: int) -> None:
-        """A signal, if it lives."""
+        """Send a signal unless the process has ended."""
         if not self.poll():
             os.kill(self.pid, number)
 
     def end(self) -> None:
-        """Kill it, if it lives."""
+        """Kill the process, and wait for its end."""
         self.send(signal.SIGKILL)
         while not self.poll():
             time.sleep(0.002)
@@ -61,15 +62,15 @@ class Process:
 
 @dataclass
 class Scene:
-    """One run under way.
+    """A run in progress.
 
     Attributes:
-        case: What happens in it.
-        run: What the workers do.
-        folder: Of its files.
-        progress: How far each worker is.
-        processes: By rank.
-        cluster: Their links; None: loopback.
+        case: The fault.
+        run: Instructions of the workers.
+        folder: Directory of the files of the run.
+        progress: Progress of each worker.
+        processes: Processes of the workers by rank.
+        cluster: Shaped links; None for loopback.
     """
 
     case: Case
@@ -80,50 +81,46 @@ class Scene:
     cluster: Cluster | None
 
     def reported(self, rank: int) -> bool:
-        """Whether a worker has come to its end."""
+        """Return True if a worker has written its report or ended."""
         return self.processes[rank].poll() or (self.folder / f"report{rank}").exists()
 
 
-def nodes(case: Case) -> int:
-    """How many links it takes."""
+def node_count(case: Case) -> int:
+    """Return the number of nodes with a link of their own."""
     return case.workers + case.newcomers + case.keeper
 
 
 @contextlib.contextmanager
-def meeting_place(case: Case, folder: Path, cluster: Cluster | None) -> Iterator[Place]:
-    """Where the workers meet; afterwards it is gone."""
+def rendezvous(case: Case, folder: Path, cluster: Cluster | None) -> Iterator[Rendezvous]:
+    """Yield the store of a run; its process ends afterwards."""
     if not case.keeper and not case.own_store:
-        yield Place(str(folder))
+        yield Rendezvous(str(folder))
         return
     if cluster is not None:
-        node = nodes(case) - 1
-        place = Place(str(folder), f"10.111.0.{node + 1}", _PORT)
-        with _kept(place, folder, cluster.command(node, [])[3]):
+        node = node_count(case) - 1
+        place = Rendezvous(str(folder), f"10.111.0.{node + 1}", _STORE_PORT)
+        with _store_process(place, folder, cluster.command(node, [])[3]):
             yield place
         return
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        place = Place(str(folder), "127.0.0.1", listener.getsockname()[1], listener)
-        with _kept(place, folder, None) if case.keeper else contextlib.nullcontext():
+        place = Rendezvous(str(folder), "127.0.0.1", listener.getsockname()[1], listener)
+        with _store_process(place, folder, None) if case.keeper else contextlib.nullcontext():
             yield place
 
 
 @contextlib.contextmanager
-def _kept(place: Place, folder: Path, namespace: str | None) -> Iterator[None]:
-    def work() -> int:
-        keep(place)
-        return 0
-
-    keeper = _fork(-1, folder / "keeper", namespace, work)
+def _store_process(place: Rendezvous, folder: Path, namespace: str | None) -> Iterator[None]:
+    process = _fork(-1, folder / "keeper", namespace, lambda: serve_store(place))
     if place.listener is not None:
-        place.listener.close()  # or workers that are forked later would hold it open
+        place.listener.close()  # otherwise workers that are forked later would keep it open
     try:
         yield
     finally:
-        keeper.end()
+        process.end()
 
 
-def start(case: Case, run: Run, rank: int, place: Place, cluster: Cluster | None) -> Process:
-    """A worker's process; torch is imported once."""
+def start(case: Case, run: Run, rank: int, place: Rendezvous, cluster: Cluster | None) -> Process:
+    """Fork a worker, so that torch is imported only once."""
     folder = Path(place.folder)
 
     def work() -> int:
@@ -135,7 +132,7 @@ def start(case: Case, run: Run, rank: int, place: Place, cluster: Cluster | None
     return _fork(rank, folder / f"stderr{rank}", namespace, work)
 
 
-def _fork(rank: int, said: Path, namespace: str | None, work: Callable[[], int]) -> Process:
+def _fork(rank: int, stderr: Path, namespace: str | None, work: Callable[[], int]) -> Process:
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -143,8 +140,8 @@ def _fork(rank: int, said: Path, namespace: str | None, work: Callable[[], int])
         return Process(rank, pid)
     status = 1
     try:
-        os.setpgid(0, 0)  # the terminal's Ctrl-C reaches the soak alone
-        errors = os.open(said, os.O_WRONLY | os.O_CREAT, 0o600)
+        os.setpgid(0, 0)  # so that the terminal's Ctrl-C reaches only the soak
+        errors = os.open(stderr, os.O_WRONLY | os.O_CREAT, 0o600)
         os.dup2(errors, 2)
         faulthandler.enable(errors, all_threads=True)
         if namespace is not None:
@@ -158,7 +155,7 @@ def _fork(rank: int, said: Path, namespace: str | None, work: Callable[[], int])
 
 
 def _enter(namespace: str) -> None:
-    """Let this process live in a network namespace."""
+    """Move this process into a network namespace."""
     with open(f"/run/netns/{namespace}", "rb") as file:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(file.fileno(), _CLONE_NEWNET):

@@ -1,27 +1,27 @@
-"""Faults, one after the other, each held against its policy; and the table of what came of them."""
+"""All runs that a fault takes, their verdict, and the table of many faults."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.soak.continuing import Continue
-from benchmarks.soak.perform import Outcome, StartError, perform
-from benchmarks.soak.plan import Case
-from benchmarks.soak.policy import Policy, Stop, Verdict, needs_checkpoints
-from benchmarks.soak.worker import Run
+from benchmarks.soak.continue_policy import Continue
+from benchmarks.soak.plan import SAVING, Case
+from benchmarks.soak.policy import Policy, Stop, Verdict
+from benchmarks.soak.records import Run
+from benchmarks.soak.runner import Outcome, StartError, perform
 
 POLICIES: dict[str, Policy] = {"stop": Stop(), "continue": Continue()}
 
 
 @dataclass
 class Soak:
-    """Faults, one after the other.
+    """Faults of one policy, one after the other.
 
     Attributes:
-        policy: What must hold.
-        folder: For the files of the workers.
-        expected: What runs without a fault end with, by all that it depends on.
+        policy: Policy that judges the outcomes.
+        folder: Directory for the files of the workers.
+        expected: Final values of runs without a fault, by the settings that they depend on.
     """
 
     policy: Policy
@@ -30,9 +30,9 @@ class Soak:
     _runs: int = 0
 
     def survive(self, case: Case) -> tuple[Verdict, list[Outcome]]:
-        """One fault, and all runs that it takes."""
+        """Perform all runs of a fault, and judge them."""
         checkpoints = str(self.folder / f"checkpoints{self._runs}")
-        if not needs_checkpoints(case):
+        if case.kind not in SAVING:
             outcomes = [self._run(case, Run("training"))]
         elif case.kind == "kill in load":
             before = self._run(case, Run("before", checkpoints, breaks=False, until=6))
@@ -43,17 +43,18 @@ class Soak:
             broken = self._run(case, Run("saving", checkpoints))
             again = self._run(case, Run("again", checkpoints, loads=True, breaks=False))
             outcomes = [broken, again]
-        wanted = self._unbroken(case) if case.repeatable and len(outcomes) > 1 else None
         if case.kind in ("pause", "slow") and case.repeatable:
-            wanted = self._unbroken(case)
+            wanted = self._without_fault(case)
             finished = [one for one in outcomes[0].reports if one is not None]
             verdict = self.policy.judge(case, outcomes, None)
             if any(one.values != wanted for one in finished) and not verdict.violations:
                 verdict.violations.append(f"{finished[0].values}, and {wanted} without a fault")
             return verdict, outcomes
-        return self.policy.judge(case, outcomes, wanted), outcomes
+        resumes = case.repeatable and len(outcomes) > 1
+        expected = self._without_fault(case) if resumes else None
+        return self.policy.judge(case, outcomes, expected), outcomes
 
-    def _unbroken(self, case: Case) -> list[str]:
+    def _without_fault(self, case: Case) -> list[str]:
         key = (case.policy, case.strategy, case.wire, case.workers, case.elements, case.seed)
         if key not in self.expected:
             outcome = self._run(case, Run("unbroken", breaks=False))
@@ -75,7 +76,7 @@ class Soak:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Faults by policy and kind."""
+    """Return the results by policy and kind as Markdown."""
     kinds: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         kinds[f"{row['policy']}: {row['case']['kind']}"].append(row)

@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks import ablation, ablation_tables
-from benchmarks.ablation_tables import apart, into
+from benchmarks.ablation import __main__ as ablation
+from benchmarks.ablation import tables
+from benchmarks.ablation.tables import insert, page_table
 from torch import nn
 
 from offbeat.lab.job import Job
@@ -33,28 +34,28 @@ def line(table: str, number: int) -> list[str]:
 def test_ends_are_compared_under_the_same_seed():
     """Differences 1, 2 and 3 points: t(2) = 4.303, so 2 ± 4.303 / √3. Seed 7 has no ideal."""
     rows = [row("streaming", seed, end) for seed, end in enumerate((0.51, 0.54, 0.54))]
-    table = apart([*rows, *IDEALS], RUNS)
+    table = page_table([*rows, *IDEALS], RUNS)
     assert line(table, 2) == ["4", "", "`ideal`", "51.0 %", "", "", ""]
     assert line(table, 3)[3:] == ["53.0 %", "+2.0 ± 2.5", "", ""]
-    alone = apart([*rows, row("streaming", 7, 0.9), *IDEALS], RUNS)
+    alone = page_table([*rows, row("streaming", 7, 0.9), *IDEALS], RUNS)
     assert line(alone, 3)[3:5] == ["62.2 % (4)", "+2.0 ± 2.5"]
 
 
 def test_few_seeds_are_shown_one_by_one():
     rows = [row("streaming", seed, end) for seed, end in ((0, 0.51), (2, 0.50))]
-    assert line(apart([*IDEALS, *rows], RUNS), 3)[3:5] == ["50.5 % (2)", "+1.0, -1.0"]
+    assert line(page_table([*IDEALS, *rows], RUNS), 3)[3:5] == ["50.5 % (2)", "+1.0, -1.0"]
 
 
 def test_each_task_has_its_own_ideal_and_each_number_of_workers():
     rows = [row("ideal", 0, 3.25, "lm"), row("streaming", 0, 3.5, "lm")]
     rows += [row("ideal", 0, 9.0, "lm", workers=8), row("streaming", 0, 9.5, "lm", workers=8)]
-    table = apart([*IDEALS, *rows], RUNS)
+    table = page_table([*IDEALS, *rows], RUNS)
     assert line(table, 3)[3:] == ["", "", "3.500 (1)", "+0.250"]
     assert line(table, 4)[3:] == ["", "", "9.500 (1)", "+0.500"]
 
 
 def test_what_was_not_run_has_no_line():
-    assert len(apart(IDEALS, RUNS).splitlines()) == 3
+    assert len(page_table(IDEALS, RUNS).splitlines()) == 3
 
 
 def test_a_run_takes_the_place_of_the_same_run(tmp_path: Path):
@@ -71,20 +72,20 @@ def test_a_run_takes_the_place_of_the_same_run(tmp_path: Path):
 
 
 def test_a_table_goes_between_the_marks_and_nowhere_else():
-    first, last = ablation_tables.MARKS
-    assert into(f"a\n{first}\nold\n{last}\nb", "new\n") == f"a\n{first}\nnew\n{last}\nb"
+    first, last = tables.MARKS
+    assert insert(f"a\n{first}\nold\n{last}\nb", "new\n") == f"a\n{first}\nnew\n{last}\nb"
     with pytest.raises(ValueError, match="no"):
-        into(f"a\n{first}\nold", "new\n")
+        insert(f"a\n{first}\nold", "new\n")
 
 
 def test_the_page_and_the_tables_are_what_is_published():
-    assert f"\n{ablation.apart()}<" in PAGE.read_text()
+    assert f"\n{ablation.page_table()}<" in PAGE.read_text()
     rows = ablation.read(ablation.PUBLISHED)
     full = [one for one in rows if one["cell"]["factor"] == "final"]
     others = [one for one in rows if one["cell"]["factor"] != "final"]
-    late = ablation_tables.lateness_of(others, ablation.LESS)
+    late = tables.slowdown_table(others, ablation.LESS)
     assert (ablation.RESULTS / "ablation.md").read_text() == late
-    assert (ablation.RESULTS / "ablation-ends.md").read_text() == ablation_tables.ends(full)
+    assert (ablation.RESULTS / "ablation-ends.md").read_text() == tables.finals_table(full)
 
 
 @pytest.mark.parametrize(

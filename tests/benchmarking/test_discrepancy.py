@@ -5,7 +5,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from benchmarks.discrepancy import Problem, distances, gradient_delay, independent, same, slope
+from benchmarks.papers.discrepancy import (
+    Problem,
+    distances,
+    equal_gradients,
+    gradient_delay,
+    independent_gradients,
+    slope,
+)
 from torch import nn
 
 
@@ -43,8 +50,8 @@ def test_gradient_delay_grows_with_the_workers(workers: int):
 
 
 def test_the_two_extremes_of_gradient_delay():
-    assert same(5) == 2.0
-    assert independent(3) == pytest.approx((1 + math.sqrt(2)) / 3)
+    assert equal_gradients(5) == 2.0
+    assert independent_gradients(3) == pytest.approx((1 + math.sqrt(2)) / 3)
 
 
 def test_a_slope_is_the_exponent():

@@ -1,4 +1,4 @@
-"""What the pages say about speed is what the results say."""
+"""The pages about the race quote its results."""
 
 import json
 from dataclasses import asdict
@@ -6,19 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import evidence, race_late, race_pictures, race_simulated
-from benchmarks.harness import RESULTS
+from benchmarks.harness import IMAGES, RESULTS
+from benchmarks.race import evidence, sentences, simulated_results, simulated_tables
+from benchmarks.race.curves import is_ahead
+from benchmarks.race.simulated_settings import CORNERS, MAP
 
 from benchmarking.test_race_simulated import as_read, rows_of
 
 
-def test_losses_are_told_first(tmp_path: Path) -> None:
+def test_losses_come_first(tmp_path: Path) -> None:
     """Made up so that streaming is last in all cells: at the end after 31.1 s, tuned after 21.1.
 
     The best rivals are there after 11 s. The share is there after 0.94375 of the time past 1 s.
     """
     rows = as_read(rows_of("defaults", "tuned"), tmp_path)
-    text = " ".join(evidence.lead(tmp_path).split())
+    text = " ".join(sentences.lead(tmp_path).split())
     assert text.startswith("Where streaming averaging, the default, loses. In virtual time it is ")
     assert (
         "later than the best tuned rival in 12 of 12 cells of the map: 1Gbit/s and 0.1 ms" in text
@@ -27,19 +29,19 @@ def test_losses_are_told_first(tmp_path: Path) -> None:
     assert "bsp bfloat16 36 of 36" in text
     short = [row | {"points": [[1, 0.1], [2, 0.88]]} if row["seed"] == 1 else row for row in rows]
     as_read([row | {"cell": asdict(row["cell"])} for row in short], tmp_path)
-    assert "bsp bfloat16 24 of 36" in " ".join(evidence.lead(tmp_path).split())
-    said = " ".join(evidence.claim(rows).split())
+    assert "bsp bfloat16 24 of 36" in " ".join(sentences.lead(tmp_path).split())
+    said = " ".join(sentences.claim(rows).split())
     late, tuned = ((1 + (end - 1) * 0.94375) / (1 + 10 * 0.94375) for end in (31.1, 21.1))
     for ratio in (late, tuned):
         assert f"in 0 of 12 cells (up to {ratio:.2f} times the best one's time in 12)" in said
-    assert "never" not in evidence.map_table(rows)
+    assert "never" not in simulated_tables.map_table(rows)
 
 
 def test_corners_of_the_larger_model_have_a_table_of_their_own(tmp_path: Path) -> None:
     """Only those that were run, and only the CNN's."""
     rows = as_read(rows_of("defaults"), tmp_path)
     assert "A larger model" not in evidence.tables(tmp_path)
-    corner, other = race_simulated.CORNERS[1], race_simulated.MAP[1]
+    corner, other = CORNERS[1], MAP[1]
     larger = [
         row | {"workload": "cnn", "points": [[1, 0.1], [2 if row["family"] == "ideal" else 8, 0.9]]}
         for row in rows
@@ -60,13 +62,13 @@ def test_rivals_are_compared_under_the_seeds_of_both() -> None:
         name: {seed: [(0, 0.0), (10 * late, 0.9)] for seed, late in enumerate(of)}
         for name, of in times.items()
     }
-    assert not race_late.sooner(runs, "diloco", "streaming", 10, less=False)
+    assert not is_ahead(runs, "diloco", "streaming", 10, less=False)
     del runs["diloco"][1]
-    assert race_late.sooner(runs, "diloco", "streaming", 10, less=False)
+    assert is_ahead(runs, "diloco", "streaming", 10, less=False)
 
 
 def test_pictures_of_the_repository_are_small_and_copied() -> None:
-    for path in evidence.IMAGES.glob("race-*.png"):
+    for path in IMAGES.glob("race-*.png"):
         assert path.stat().st_size < 100_000
         assert path.read_bytes() == (RESULTS / path.name).read_bytes()
 
@@ -74,30 +76,30 @@ def test_pictures_of_the_repository_are_small_and_copied() -> None:
 @pytest.mark.parametrize(
     ("path", "made"), [(evidence.PAGE, evidence.page), (evidence.README, evidence.readme)]
 )
-def test_pages_say_what_the_results_say(path: Path, made: Any) -> None:
+def test_pages_quote_the_results(path: Path, made: Any) -> None:
     """`python -m benchmarks evidence` makes it so."""
     text = path.read_text(encoding="utf-8")
     assert made(text) == text
 
 
 def test_no_tuned_rival_is_a_tenth_sooner() -> None:
-    """What the page claims of the map, as streaming averaging comes."""
-    found = race_pictures.factors(race_simulated.read(), "tuned")
-    assert set(found) == set(race_simulated.MAP)
+    """The page claims this of the map, with streaming averaging as it comes."""
+    found = simulated_results.against_best_rival(simulated_results.read(), "tuned")
+    assert set(found) == set(MAP)
     assert max(times for times, _ in found.values()) <= 1.1
     assert (
         "at most 1.1 times the time of\nthe best rival that was tuned" in evidence.PAGE.read_text()
     )
 
 
-def test_a_wrong_page_is_found(tmp_path: Path) -> None:
-    """The comparison above can fail: in the first paragraph, and in each of the tables."""
-    text = evidence.PAGE.read_text(encoding="utf-8")
-    for old in [evidence.lead(), *evidence.tables().values()]:
-        assert old in text
-        wrong = text.replace(old, old.replace("1", "7"))
-        assert wrong != text
-        assert evidence.page(wrong) == text
+def test_wrong_numbers_in_the_page_are_corrected() -> None:
+    """The first paragraph and all tables are replaced, so the comparison above can fail."""
+    text = wrong = evidence.PAGE.read_text(encoding="utf-8")
+    for old in [sentences.lead(), *evidence.tables().values()]:
+        assert old in wrong
+        wrong = wrong.replace(old, old.replace("1", "7"))
+        assert old not in wrong
+    assert evidence.page(wrong) == text
 
 
 def test_the_table_of_the_readme_is_that_of_its_results() -> None:

@@ -7,23 +7,25 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from benchmarks import free_looks, race_pictures, race_simulated
 from benchmarks.harness import RESULTS
-from benchmarks.race_simulated import (
+from benchmarks.race import figures, simulated, simulated_results, simulated_training
+from benchmarks.race.simulated import Race, Simulated
+from benchmarks.race.simulated_settings import (
     BANDWIDTHS,
+    CORNERS,
+    FINALISTS,
     GRIDS,
     LATENCIES,
     MAP,
     METHODS,
+    MODELS,
     OTHERS,
     TUNED_AT,
     TUNING_SEED,
     WORKLOADS,
     Cell,
-    Race,
-    Simulated,
 )
-from benchmarks.virtual import Cells, Row
+from benchmarks.run_cache import Row, RunCache
 
 from offbeat import Compute, Network
 from offbeat.lab.compare import run_and_record
@@ -31,7 +33,7 @@ from offbeat.lab.job import Job
 from offbeat.lab.launch.runners import VirtualCluster
 from offbeat.lab.recipes import find_recipe
 
-MLP = str(race_simulated.MODELS / "digits_mlp.py")
+MLP = str(MODELS / "digits_mlp.py")
 SLOW = Network("2Mbit/s", latency="1ms")
 STEPS = Compute("80ms", jitter=0.2)
 
@@ -40,15 +42,12 @@ def job(method: str) -> Job:
     return Job(MLP, "bsp", 2, epochs=0.9).under(method)
 
 
-# Looks
-
-
 @pytest.mark.parametrize("method", ["ideal", "bsp"])
 def test_points_are_those_of_the_lab_where_models_are_equal(method: str) -> None:
     """Of gradients' means the consensus is every worker's model, so that looks change nothing."""
     one = replace(job(method), evaluations=4)
     lab = run_and_record(one, lambda event: None, VirtualCluster(SLOW, STEPS))
-    found = free_looks.train(one, SLOW, STEPS, 4)
+    found = simulated_training.train(one, SLOW, STEPS, 4)
     want = [(point.seconds, point.metric) for point in lab.points]
     assert len(want) == 4
     got = [*found.points[:3], found.points[-1]]  # the lab's last one is behind ``finish``
@@ -57,9 +56,11 @@ def test_points_are_those_of_the_lab_where_models_are_equal(method: str) -> None
     assert (found.steps, found.payload_bytes) == (lab.points[-1].step, lab.payload_bytes)
 
 
-def test_looks_take_nothing_from_the_links() -> None:
+def test_evaluations_do_not_use_the_links() -> None:
     """A run that is looked at often ends when one does that is not, with the same model."""
-    once, often = (free_looks.train(job("streaming"), SLOW, STEPS, looks) for looks in (1, 10))
+    once, often = (
+        simulated_training.train(job("streaming"), SLOW, STEPS, count) for count in (1, 10)
+    )
     assert often.points[-1] == once.points[-1]
     assert often.payload_bytes == once.payload_bytes
     assert len(often.points) == 11
@@ -90,13 +91,13 @@ def test_more_workers_train_on_more_samples(monkeypatch: pytest.MonkeyPatch) -> 
     """Four times the workers, four times the passes: as many steps for each."""
     asked: list[Job] = []
 
-    def train(job: Job, *_: object) -> free_looks.Run:
+    def train(job: Job, *_: object) -> simulated_training.Run:
         asked.append(job)
-        return free_looks.Run(((1.0, 0.5),), 180, 0.0, 0.0, {})
+        return simulated_training.Run(((1.0, 0.5),), 180, 0.0, 0.0, {})
 
-    monkeypatch.setattr(free_looks, "train", train)
+    monkeypatch.setattr(simulated_training, "train", train)
     for workers in (4, 16):
-        race_simulated.run(Simulated("mlp", replace(TUNED_AT, workers=workers), "bsp", 0))
+        simulated.run(Simulated("mlp", replace(TUNED_AT, workers=workers), "bsp", 0))
     assert [(one.workers, one.epochs) for one in asked] == [(4, 16.0), (16, 64.0)]
 
 
@@ -131,7 +132,7 @@ def made_up(one: Simulated) -> Row:
 
 
 def rows_of(*tracks: str, cells: Sequence[Cell] = MAP) -> list[Row]:
-    race = Race("mlp", Cells(made_up, None, processes=0), cells)
+    race = Race("mlp", RunCache(made_up, None, processes=0), cells)
     made = {
         "defaults": lambda: race.defaults([*cells, *OTHERS]),
         "tuned": race.tuned,
@@ -140,8 +141,8 @@ def rows_of(*tracks: str, cells: Sequence[Cell] = MAP) -> list[Row]:
 
 
 def as_read(rows: Sequence[Row], tmp_path: Path) -> list[Row]:
-    race_simulated.write(rows, tmp_path / race_simulated.FILE)
-    return race_simulated.read(tmp_path)
+    simulated.write(rows, tmp_path / simulated_results.FILE)
+    return simulated_results.read(tmp_path)
 
 
 def test_rates_are_tuned_by_the_end_and_settings_by_the_time() -> None:
@@ -151,12 +152,12 @@ def test_rates_are_tuned_by_the_end_and_settings_by_the_time() -> None:
     assert chosen["local"] == "local:period=16 --lr-scale 3"
     assert chosen["bsp"] == "bsp --wire bfloat16 --lr-scale 1"
     assert chosen["streaming"] == "streaming:outer_gain=1 --lr-scale 1"
-    assert len(chosen) == 1 + race_simulated.FINALISTS
+    assert len(chosen) == 1 + FINALISTS
     assert {row["seed"] for row in shown} == {0, 1, 2}
     tuning = [row for row in rows if row["track"] == "tuning"]
     assert {row["seed"] for row in tuning} == {TUNING_SEED}
     # twelve where rates are tuned, and three in the other cell
-    assert race_simulated.tried(rows) == {"ideal": 4, **dict.fromkeys(GRIDS, 15)}
+    assert simulated_results.tuning_runs(rows) == {"ideal": 4, **dict.fromkeys(GRIDS, 15)}
 
 
 def test_defaults_have_their_own_rates() -> None:
@@ -166,10 +167,10 @@ def test_defaults_have_their_own_rates() -> None:
     assert set(chosen) == set(METHODS)
     scales = {family: method.rpartition(" --lr-scale ")[2] for family, method in chosen.items()}
     assert scales == {**dict.fromkeys(METHODS, "1"), "local:period=16": "3"}
-    race = Race("cnn", Cells(made_up, None, processes=0))
-    rows = list(race.defaults(race_simulated.CORNERS))
+    race = Race("cnn", RunCache(made_up, None, processes=0))
+    rows = list(race.defaults(CORNERS))
     assert {row["track"] for row in rows} == {"defaults"}
-    methods = race_simulated.WORKLOADS["cnn"].methods
+    methods = WORKLOADS["cnn"].methods
     assert {row["method"] for row in rows} == {f"{one} --lr-scale 1" for one in methods}
     assert set(methods) < set(METHODS)
 
@@ -181,19 +182,18 @@ def test_an_ideal_is_run_once_for_all_links() -> None:
         asked.append(one)
         return made_up(one)
 
-    list(Race("mlp", Cells(run, None, processes=0)).defaults(MAP))
+    list(Race("mlp", RunCache(run, None, processes=0)).defaults(MAP))
     assert len(asked) == len(set(asked)) == 4 * (1 + 6 * 3) + 3 * (12 * 7 + 1)
 
 
 def test_times_are_to_the_share_of_the_ideal(tmp_path: Path) -> None:
     """On the line from 0.1 after 1 s to 0.9 at the end, 0.855 is there after 94.375 % of it."""
-    found = race_simulated.raced(as_read(rows_of("defaults"), tmp_path), "mlp", "defaults")
+    found = simulated_results.times_of(as_read(rows_of("defaults"), tmp_path), "mlp", "defaults")
     assert len(found) == 17
     part = (0.95 * 0.9 - 0.1) / 0.8
     one = found[TUNED_AT]
     assert one.times["ideal"] == pytest.approx(1 + 4 * part)
     assert one.times["async"] == pytest.approx(1 + 10.1 * part)  # of 10.1, 11.1 and 12.1 s
-    assert one.seeds == 3
 
 
 def test_of_what_was_only_tried_the_end_is_kept(tmp_path: Path) -> None:
@@ -210,11 +210,11 @@ def test_of_what_was_only_tried_the_end_is_kept(tmp_path: Path) -> None:
 # Pictures
 
 
-def test_who_never_arrives_is_infinitely_late() -> None:
-    assert race_pictures.factor(math.inf, 2.0) == math.inf
-    assert race_pictures.factor(math.inf, math.inf) == math.inf
-    assert race_pictures.factor(2.0, math.inf) == 0
-    assert race_pictures.factor(3.0, 2.0) == 1.5
+def test_a_method_that_never_arrives_is_infinitely_slow() -> None:
+    assert simulated_results.time_ratio(math.inf, 2.0) == math.inf
+    assert simulated_results.time_ratio(math.inf, math.inf) == math.inf
+    assert simulated_results.time_ratio(2.0, math.inf) == 0
+    assert simulated_results.time_ratio(3.0, 2.0) == 1.5
 
 
 @pytest.mark.nightly
@@ -222,7 +222,7 @@ def test_all_pictures_are_drawn(tmp_path: Path) -> None:
     rows = as_read(rows_of("defaults", "tuned"), tmp_path)
     real = RESULTS / "race-defaults-cifar-wan.jsonl"
     (tmp_path / real.name).write_bytes(real.read_bytes())
-    paths = race_pictures.draw(rows, tmp_path)
+    paths = figures.draw(rows, tmp_path)
     names = ["map", "map-tuned", "share", "profile", "rates", "bytes", "curves"]
     assert [path.stem for path in paths[:7]] == [f"race-simulated-{one}" for one in names]
     for path in paths:
@@ -231,7 +231,7 @@ def test_all_pictures_are_drawn(tmp_path: Path) -> None:
 
 
 def test_results_hold_no_paths_of_a_machine() -> None:
-    for row in race_simulated.read():
+    for row in simulated_results.read():
         told = json.dumps({**row, "cell": asdict(row["cell"])})
         assert "/tmp" not in told
         assert "/work" not in told

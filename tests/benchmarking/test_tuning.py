@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.tuning import GRID, tune
-from benchmarks.virtual import Cells, arrival, arrivals
+from benchmarks.run_cache import RunCache, arrival, arrivals
+from benchmarks.studies.tuning import GRID, tune
 
 
 def finals_with(best: dict[str, float], noise: dict[int, float] | None = None) -> Any:
@@ -35,7 +35,7 @@ def test_the_grid_is_widened_until_the_best_is_inside(best: float):
 
 
 @pytest.mark.parametrize("best", [GRID[0], GRID[-1]])
-def test_a_best_at_the_end_of_the_grid_is_told(best: float):
+def test_a_best_at_the_end_of_the_grid_is_marked(best: float):
     final, _ = finals_with({"a": best})
     found = tune(["a"], final, seeds=[7])["a"]
     assert (found.scale, found.inside) == (best, False)
@@ -62,9 +62,9 @@ def square(cell: Number) -> dict[str, int]:
 
 
 def test_a_cell_is_run_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """What is in the file is not run again; what is not, is; other code's rows do not count."""
+    """A cell in the file is not run again; rows of other code do not count."""
     path = tmp_path / "kept.jsonl"
-    cells = Cells(square, path, processes=0)
+    cells = RunCache(square, path, processes=0)
     assert cells.rows([Number(2), Number(3), Number(2)]) == [
         {"square": 4},
         {"square": 9},
@@ -72,14 +72,14 @@ def test_a_cell_is_run_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ]
     assert len(path.read_text().splitlines()) == 2
 
-    again = Cells(lambda cell: {"square": -1}, path, processes=0)
+    again = RunCache(lambda cell: {"square": -1}, path, processes=0)
     assert again.rows([Number(3)]) == [{"square": 9}]
 
-    monkeypatch.setattr("benchmarks.virtual.fingerprint", lambda: "of other code")
+    monkeypatch.setattr("benchmarks.run_cache.fingerprint", lambda: "of other code")
     assert again.rows([Number(3)]) == [{"square": -1}]
 
 
-def test_the_time_to_a_target_tells_who_arrived():
+def test_the_time_to_a_target_counts_the_runs_that_reach_it():
     points = [{"seconds": 1.0, "metric": 0.5}, {"seconds": 2.0, "metric": 0.9}]
     assert arrival(points, 0.9) == 2.0
     assert arrival(points, 0.95) is None

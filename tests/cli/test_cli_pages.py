@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import typer
+from benchmarks.__main__ import NAMES
 from torch.distributed.run import get_args_parser
 
 from cli.commands import Call, ended
@@ -136,9 +137,10 @@ def check(words: list[str]) -> None:
         module = rest[1] if rest[0] == "-m" else None
         if module == "benchmarks":
             for one in (one for one in rest[2:3] if one[0] != "-"):
-                assert (ROOT / "benchmarks" / f"{one}.py").exists(), one
+                assert one in (*NAMES, "race", "evidence"), one
         elif module and module.startswith("benchmarks."):  # not on the path of ``call``
-            assert ROOT.joinpath(*module.split(".")).with_suffix(".py").exists(), module
+            path = ROOT.joinpath(*module.split("."))
+            assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
         else:
             assert importlib.util.find_spec(module) if module else Path(rest[0]).exists(), rest
     elif name in ("sbatch", "kubectl"):

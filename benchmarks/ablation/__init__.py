@@ -1,0 +1,1 @@
+"""The ablation of streaming averaging: ``python -m benchmarks.ablation``."""

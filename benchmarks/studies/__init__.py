@@ -1,0 +1,1 @@
+"""Studies: trainings in virtual time that compare strategies and settings, each with a page."""

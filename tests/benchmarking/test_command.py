@@ -1,0 +1,36 @@
+"""The command lines of the benchmarks find their modules."""
+
+import importlib
+
+import pytest
+from benchmarks.__main__ import NAMES, main
+
+from benchmarking.test_layers import MODULES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_benchmark_has_results(name: str) -> None:
+    assert callable(importlib.import_module(f"benchmarks.{NAMES[name]}").results)
+
+
+def test_every_cost_and_study_has_a_name() -> None:
+    """Modules that only others use apart."""
+    modules = {
+        one for one in MODULES if one.startswith(("benchmarks.costs.", "benchmarks.studies."))
+    }
+    assert {f"benchmarks.{one}" for one in NAMES.values()} >= modules - {
+        "benchmarks.studies.tuning"
+    }
+
+
+def test_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["trigger", "nonsense"])
+    assert "unknown: nonsense; there are trigger, attach" in capsys.readouterr().err
+
+
+def test_the_table_shows_saved_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--table", "attach"])
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "| benchmark | what | measured | target |"
+    assert shown[2].startswith("| attach | attach with a strategy that does nothing, per step | ")

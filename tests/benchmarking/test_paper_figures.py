@@ -1,0 +1,172 @@
+"""Computations behind the papers' figures, on cases worked out by hand."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.harness import MNIST
+from benchmarks.models.papers import at_constant_rate
+from benchmarks.papers import (
+    convergence,
+    curvature,
+    delta,
+    densities,
+    distances,
+    regret,
+    runs,
+    speedup,
+)
+from benchmarks.papers.discrepancy import Problem
+from torch import nn
+
+from offbeat.lab.recipes import digits
+from offbeat.lab.recipes.base import Setup
+
+
+def row(
+    method: str, metrics: list[float], *, workers: int = 16, seconds: float = 1.0, lssr: float = 0.0
+) -> dict[str, Any]:
+    """A run that is evaluated every 10 steps, of so many seconds each."""
+    points = [
+        {"step": 10 * i, "seconds": 10 * i * seconds, "metric": metric}
+        for i, metric in enumerate(metrics, start=1)
+    ]
+    return {
+        "run": {"method": method, "workers": workers},
+        "points": points,
+        "final": metrics[-1],
+        "steps": points[-1]["step"],
+        "seconds": points[-1]["seconds"],
+        "lssr": lssr,
+        "idle": 0.0,
+    }
+
+
+def test_a_run_has_converged_when_it_is_nearly_as_good_as_it_gets():
+    points = row("bsp", [0.5, 0.79, 0.796, 0.80, 0.78])["points"]
+    assert convergence.converged(points, 0.005)["step"] == 30
+    assert convergence.converged(points, 0.02)["step"] == 20
+
+
+def test_the_overall_speed_up_has_each_run_at_its_own_convergence():
+    """Means of three: BSP is there after 50 s, the other after 40, at a lower level of its own."""
+    names = convergence.methods("cifar")
+    rows = [row(one, [0.5, 0.7, 0.8, 0.8, 0.8, 0.8]) for one in names.values()]
+    last = len(rows) - 1
+    rows[last] = row([*names.values()][last], [0.5, *([0.7] * 5)], lssr=0.9)
+    found = convergence.facts("cifar", rows)
+    assert [one["overall"] for one in found] == [[1.0]] * last + [[1.25]]
+    assert found[last]["to_bsp"] == [None]  # it never has what BSP has
+    assert found[last]["steps"] == [40]
+    assert found[0]["to_bsp"] == [1.0]
+
+
+def test_the_speed_up_is_to_what_one_worker_ends_with():
+    """Four workers take a quarter of the steps: linear; or end short of the target: never."""
+    rows = []
+    for rate in speedup.RATES:
+        rows.append(row(f"bsp --lr-scale {rate:g}", [0.5, 0.99, 1, 1, 1, 1, 1, 1], workers=1))
+        for n in speedup.WORKERS:
+            for method in speedup.METHODS.values():
+                metrics = [1.0, 1.0, 1.0, 1.0][: 8 // n] if n == 2 else [0.5, 0.6]
+                rows.append(row(f"{method} --lr-scale {n * rate:g}", metrics, workers=n))
+    found = {(one["rate"], one["workers"], one["method"]): one for one in speedup.facts(rows)}
+    assert found[1.0, 2, "BSP"]["speedups"] == [2.0]  # 10 s in place of 20
+    assert found[1.0, 4, "BSP"]["speedups"] == [None]
+    assert found[1.0, 4, "BSP"]["throughput"] == 4.0
+    assert found[1.0, 2, "BSP"]["throughput"] == 2.0
+
+
+@pytest.mark.skipif(not MNIST.is_dir(), reason=f"no MNIST files in {MNIST}")
+def test_a_link_is_as_slow_for_our_model_as_the_papers_for_theirs():
+    """So many seconds of link for a copy of the model."""
+    link = runs.LINKS["resnet101"]
+    place = runs.place_of("mnist", "resnet101")
+    copy = 8 * 4 * 207_178 / (8 * place.network.up(0))
+    assert copy == pytest.approx(8e6 * link.megabytes / link.bandwidth)
+
+
+def test_delta_is_shown_with_the_rise_of_the_accuracy():
+    changes = [None, *([0.5] * 9), *([0.1] * 89), 0.3]
+    points = [{"step": 10, "metric": 0.4}, {"step": 20, "metric": 0.3}, {"step": 95, "metric": 0.5}]
+    found = delta.pieces({"change": changes, "points": points})
+    assert len(found) == 10
+    assert found[0] == pytest.approx({"mean": 0.5, "largest": 0.5, "gain": 0.3})
+    assert found[1] == pytest.approx({"mean": 0.1, "largest": 0.1, "gain": 0.0})
+    assert found[-1] == pytest.approx({"mean": 0.12, "largest": 0.3, "gain": 0.1})
+
+
+def test_the_minimum_of_the_convex_problem():
+    """The gradient that autograd takes there is nothing, and nowhere near it is less."""
+    x, y = regret.problem(0)
+    w, best = regret.minimum(x, y)
+    w.requires_grad_()
+    (gradient,) = torch.autograd.grad(regret.loss(x, y, w), w)
+    assert gradient.norm() < 1e-10
+    for seed in range(3):
+        nearby = w + 0.1 * torch.randn(w.shape, generator=torch.Generator().manual_seed(seed))
+        assert regret.loss(x, y, nearby.detach()) > best
+
+
+def test_the_regret_of_one_step_is_that_of_the_start():
+    x, y = regret.problem(1)
+    start = float(regret.loss(x, y, torch.zeros(regret.WIDTH, dtype=x.dtype)))
+    assert start == pytest.approx(math.log(2))
+    assert regret.regret(1, 2, 1) == pytest.approx(start - regret.minimum(x, y)[1])
+
+
+def test_power_iteration_finds_the_largest_eigenvalue():
+    x = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64, requires_grad=True)
+    loss = 0.5 * (torch.tensor([3.0, -5.0, 1.0], dtype=torch.float64) * x * x).sum()
+    assert curvature.largest_eigenvalue(loss, [x]) == pytest.approx(-5.0)
+
+
+def test_rank_correlation():
+    assert curvature.spearman([1, 2, 30], [5, 6, 7]) == pytest.approx(1)
+    assert curvature.spearman([1, 2, 30], [7, 6, 5]) == pytest.approx(-1)
+    assert curvature.spearman([1, 2, 3], [1, 3, 2]) == pytest.approx(0.5)
+
+
+def apart() -> Problem:
+    """One parameter at 0; worker n's gradient is always n."""
+
+    class Point(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.x = nn.Parameter(torch.zeros(1))
+
+    def batches(workers: int, rank: int, seed: int) -> Iterator[torch.Tensor]:
+        while True:
+            yield torch.tensor([float(rank)])
+
+    return Problem(Point, batches, lambda model, batch: (model.x * batch).sum(), 0.5)
+
+
+@pytest.mark.parametrize("method", ["local SGD", "async"])
+def test_distances_are_those_before_a_reset(method: str):
+    """After τ = 4 own steps of 0.5·n each, the mean over n = 0…3 of |n − 1.5|, and 3 for a pair."""
+    found = distances.distances(method, workers=4, staleness=4, seed=0, steps=16, problem=apart())
+    assert found == pytest.approx({"mean": 4 * 0.5 * 1.0, "pair": 4 * 0.5 * 3})
+
+
+def test_a_constant_rate_is_not_that_of_the_first_step_of_a_warm_up():
+    task = at_constant_rate(digits.build(Setup(workers=1, epochs=10)))
+    assert task.scheduler is None
+    assert task.optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_the_distance_of_two_densities_is_that_of_their_quantiles():
+    """{0, 1, 5} and {3, 1, 2} are 1, 1 and 2 apart in order; the order given does not matter."""
+    first, second = torch.tensor([5.0, 0.0, 1.0]), torch.tensor([3.0, 1.0, 2.0])
+    assert densities.wasserstein(first, second) == pytest.approx(4 / 3)
+    assert densities.wasserstein(first, first.flip(0)) == 0
+
+
+def test_densities_are_in_units_of_the_spread_of_bsp():
+    """BSP's ±1 has a spread of √(4/3) with four numbers; one worker is 0.5 off, the other 0."""
+    like = torch.tensor([-1.0, 1.0, -1.0, 1.0])
+    found = densities.compare([[like + 0.5, like]], [[like, like]])
+    unit = math.sqrt(4 / 3)
+    assert found == [{"distance": pytest.approx(0.25 / unit), "spread": pytest.approx(1.0)}]
