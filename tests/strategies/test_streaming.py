@@ -175,9 +175,9 @@ def test_the_log_says_how_often_the_model_passes(caplog: pytest.LogCaptureFixtur
     assert {"wire"}.isdisjoint(found[0])
     for one in found:
         assert one["pass_steps"] == pytest.approx(seconds / 0.01, rel=0.1)
-    logged = [one for one in caplog.messages if "passes every" in one]
+    logged = [one for one in caplog.messages if "is averaged every" in one]
     assert len(logged) == 3, "once on each worker"
-    assert all(one.startswith("the whole model (2 parts) passes every") for one in logged)
+    assert all(one.startswith("the whole model (2 parts) is averaged every") for one in logged)
 
 
 def test_launches_and_landings_cost_the_time_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
