@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from offbeat.averaging.buckets import as_real
 from offbeat.averaging.flat_view import Difference, FlatView
-from offbeat.averaging.replica import as_real
 
 
 def tensors(dtype: torch.dtype) -> list[Tensor]:

@@ -14,13 +14,13 @@ import worlds
 from cells import nightly
 from faults import Fault
 from loops import Faulty, attach, bits
-from offbeat.averaging import Replica, gradients, replica, worker
+from offbeat.averaging import Replica, buckets, gradients, worker
+from offbeat.averaging.buckets import Bucket
 from offbeat.averaging.exact_mean import ExactMean
 from offbeat.averaging.gradients import gradient_buckets
 from offbeat.averaging.model_flow import ModelFlow
 from offbeat.averaging.parts import landing
 from offbeat.averaging.parts.landing import Landing, bucket_landing, land
-from offbeat.averaging.replica import Bucket
 from offbeat.transport.communicator import Wrapper
 from offbeat.transport.handle import Handle
 from offbeat.transport.host import ThreadHost
@@ -123,7 +123,7 @@ def test_an_interruption_while_writing_early_is_undone(monkeypatch: pytest.Monke
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
-        if calls[0] == BYTES // 4 // replica._PIECE + 3:  # in the second bucket
+        if calls[0] == BYTES // 4 // buckets._PIECE + 3:  # in the second bucket
             raise KeyboardInterrupt
         return divide(*args, **kwargs)
 
@@ -284,13 +284,13 @@ def written(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     limit = float("inf") if moment == "early" else 0.0
     monkeypatch.setattr(landing, "_SLOW_BYTES_PER_SECOND", limit)
     monkeypatch.setitem(globals(), "swaps", [0])
-    swap = replica.swap
+    swap = buckets.swap
 
     def counted(*args: Any) -> None:
         swaps[0] += 1
         swap(*args)
 
-    monkeypatch.setattr(replica, "swap", counted)
+    monkeypatch.setattr(buckets, "swap", counted)
     monkeypatch.setattr(gradients, "swap", counted)
     monkeypatch.setattr(worker, "gradient_buckets", partial(gradient_buckets, bucket_bytes=2048))
     return moment

@@ -181,4 +181,4 @@ def _coded(rank: int, size: int, kind: str) -> str:
 def test_quantised_state_is_refused(kind: str) -> None:
     """A mean of codes, or of their scales alone, would be no state at all."""
     for message in run(_coded, kind, workers=2):
-        assert "'codes' of parameter '0.weight' in this Coded is quantised" in message
+        assert "'codes' of parameter '0.weight' in this Coded is quantized" in message

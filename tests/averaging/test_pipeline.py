@@ -9,8 +9,8 @@ from torch import nn
 
 from loops import Recorded
 from offbeat.averaging.finite import NonFiniteCheck
+from offbeat.averaging.parts.make_parts import make_parts
 from offbeat.averaging.parts.pipeline import Pipeline
-from offbeat.averaging.parts.shared_model import make_parts, view_of
 from offbeat.averaging.replica import Replica
 from offbeat.averaging.votes import Round, Sums, Vote
 from offbeat.averaging.worker import AttachedOptimizer, NonFinite, Worker
@@ -59,7 +59,7 @@ class Line:
         attached = AttachedOptimizer(0, self.optimizer, parameters)
         replica = Replica(self.model, parameters)
         self.worker = Worker(team, replica, [attached], Wire(team, wire), non_finite)
-        self.view = view_of(self.worker)
+        self.view = self.worker.strategy_view()
         self.strategy = Asked(shared)
         self.check = NonFiniteCheck(0, non_finite)
         self.pipeline = Pipeline(self.worker, self.strategy, shared, self.view, self.check)

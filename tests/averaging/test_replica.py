@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from loops import bits
-from offbeat.averaging import replica
-from offbeat.averaging.replica import (
+from offbeat.averaging import buckets
+from offbeat.averaging.buckets import (
     BUCKET_BYTES,
     Bucket,
-    Replica,
     add_clamped,
     add_to,
     as_real,
@@ -25,6 +24,7 @@ from offbeat.averaging.replica import (
     swap,
     unpack,
 )
+from offbeat.averaging.replica import Replica
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 DTYPES = [*FLOATS, torch.complex64, torch.complex128, torch.int64, torch.uint8, torch.bool]
@@ -132,7 +132,7 @@ def test_a_mean_of_equal_models_is_the_model(tensors: list[Tensor], workers: flo
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica, "_PIECE", 16)
+    monkeypatch.setattr(buckets, "_PIECE", 16)
 
 
 def swapped() -> list[Tensor]:

@@ -47,7 +47,7 @@ class GossipFlow(Flow):
         return bool(self.act(round))
 
     def vote(self, optimizer: int, *, stepping: bool, finishing: bool = False) -> Round:
-        finite = self.look_for_non_finite(stepping=stepping)
+        finite = self.check_finite(stepping=stepping)
         vote = self.rounds.vote(
             weight=1.0,
             stepping=stepping,
@@ -58,7 +58,7 @@ class GossipFlow(Flow):
         )
         return self.rounds.send(vote)
 
-    def finite(self, optimizer: int, *, stepping: bool) -> bool:
+    def is_finite(self, optimizer: int, *, stepping: bool) -> bool:
         return self.worker.finite_model()
 
     def decide(self, round: Round) -> bool:

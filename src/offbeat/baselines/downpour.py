@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from offbeat.averaging.replica import as_real, read, unpack
+from offbeat.averaging.buckets import as_real, pack_mixed, unpack
 from offbeat.averaging.worker import AttachedOptimizer
 from offbeat.baselines.server_strategy import ServerFlow, ServerState, ServerStrategy
 from offbeat.baselines.shard import NO_CLOCK, Rule
@@ -189,7 +189,7 @@ class DownpourFlow(ServerFlow):
         if push:
             self._stage()
         if fetch:
-            read(self.tensors, state.requested)
+            pack_mixed(self.tensors, state.requested)
             state.requested_step = state.steps
         clock = state.steps if push and self.worker.rank == 0 else -1
         server.start("push" if not fetch else "push_pull" if push else "pull", clock=clock)

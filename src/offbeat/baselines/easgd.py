@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.averaging.replica import add_to, read
+from offbeat.averaging.buckets import add_to, pack_mixed
 from offbeat.averaging.worker import AttachedOptimizer
 from offbeat.baselines.server_strategy import ServerFlow, ServerState, ServerStrategy
 from offbeat.baselines.shard import Rule
@@ -97,7 +97,9 @@ class EASGDFlow(ServerFlow):
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
         exchange = (self.state.steps + 1) % self.strategy.period == 0
         if exchange and self.strategy.difference == "before_step" and not self._staged:
-            read(self.tensors, self.server.vector)  # before the first of several optimizers steps
+            pack_mixed(
+                self.tensors, self.server.vector
+            )  # before the first of several optimizers steps
             self._staged = True
         return False
 
@@ -110,7 +112,7 @@ class EASGDFlow(ServerFlow):
             return False
         state.exchanges += 1
         if not self._staged:
-            read(self.tensors, server.vector)
+            pack_mixed(self.tensors, server.vector)
         self.check_push(server.vector)
         if self.strategy.synchronous:
             server.start("push_pull", clock=state.exchanges, min_clock=state.exchanges)
@@ -125,7 +127,7 @@ class EASGDFlow(ServerFlow):
 
     @override
     def flush(self) -> None:
-        read(self.tensors, self.server.vector)
+        pack_mixed(self.tensors, self.server.vector)
         self.check_push(self.server.vector)
         self.state.unpushed = 0
         self.server.start("push")

@@ -63,10 +63,10 @@ class FedAvgFlow(ModelFlow):
         return sent if self._draws(self.state.view.launches + 1) else 0.0
 
     @override
-    def finite(self, optimizer: int, *, stepping: bool) -> bool:
+    def is_finite(self, optimizer: int, *, stepping: bool) -> bool:
         """Look at what is sent. A worker that steps and is not drawn sends nothing."""
         sends = not stepping or self._draws(self.state.view.launches + 1)
-        return not sends or super().finite(optimizer, stepping=stepping)
+        return not sends or super().is_finite(optimizer, stepping=stepping)
 
     @override
     def land(self, *, take: bool = True) -> None:

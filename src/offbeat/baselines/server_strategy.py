@@ -12,9 +12,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from offbeat.arguments import require_integer
+from offbeat.averaging.buckets import as_real, pack_mixed, staging_dtype, unpack
 from offbeat.averaging.flow import Flow
 from offbeat.averaging.norm import squared_norm
-from offbeat.averaging.replica import as_real, read, staging_dtype, unpack
 from offbeat.averaging.votes import Round
 from offbeat.averaging.worker import AttachedOptimizer, Worker
 from offbeat.baselines.parameter_server import ParameterServer
@@ -242,5 +242,5 @@ def _model_vector(tensors: Sequence[Tensor]) -> Tensor:
     double = any(staging_dtype(t) == torch.float64 for t in tensors)
     elements = sum(as_real(t.detach()).numel() for t in tensors)
     vector = torch.empty(elements, dtype=torch.float64 if double else torch.float32)
-    read(tensors, vector)
+    pack_mixed(tensors, vector)
     return vector

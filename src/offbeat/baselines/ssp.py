@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.averaging.replica import as_real, read, unpack
+from offbeat.averaging.buckets import as_real, pack_mixed, unpack
 from offbeat.baselines.server_strategy import ServerFlow, ServerState, ServerStrategy
 from offbeat.baselines.shard import Rule
 from offbeat.strategies.base import setting
@@ -50,7 +50,7 @@ class SSPFlow(ServerFlow):
     def step_ended(self) -> bool:
         state, worker = self.state, self.worker
         if worker.size == 1:  # without x + (x̂ − x), which rounds
-            read(self.tensors, self.server.vector)
+            pack_mixed(self.tensors, self.server.vector)
             self.server.reset(self.server.vector)
             return True
         self._add_update()

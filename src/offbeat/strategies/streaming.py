@@ -23,7 +23,8 @@ from offbeat.strategies.rate_control import RateControl
 logger = logging.getLogger("offbeat")
 
 # Automatic number of parts. The operations of one part take as long as quantizing and adding a few
-# MB, so there are few parts. With two, the link sends one while the arrival of the other is noticed.
+# MB, so there are few parts. With two, the link sends one while a worker notices the arrival of the
+# other.
 _PART_BYTES = 2**22
 _LEAST_PART_BYTES = 2**16  # for each of two parts
 _MOST_AUTO_PARTS = 4

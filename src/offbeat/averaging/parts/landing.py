@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from offbeat.averaging.replica import Bucket
+from offbeat.averaging.buckets import Bucket
 from offbeat.transport.handle import Handle
 from offbeat.transport.host import Host
 

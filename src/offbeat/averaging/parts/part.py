@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offbeat.averaging.buckets import BUCKET_BYTES, group_tensors, make_buckets, unpack
 from offbeat.averaging.norm import squared_norm
 from offbeat.averaging.parts.landing import Landing, land
 from offbeat.averaging.parts.part_bucket import PartBucket
-from offbeat.averaging.replica import BUCKET_BYTES, group_tensors, make_buckets, unpack
 from offbeat.checkpoint.state import transient
 from offbeat.quantization.wire import Precision, Wire
 from offbeat.strategies.base import Outer

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from offbeat.averaging.replica import Bucket, add_clamped, unpack
+from offbeat.averaging.buckets import Bucket, add_clamped, unpack
 
 
 class PartBucket(Bucket):

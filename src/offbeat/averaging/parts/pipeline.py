@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from offbeat.averaging.finite import NonFiniteCheck
 from offbeat.averaging.parts.landing import Landing
+from offbeat.averaging.parts.make_parts import make_parts
 from offbeat.averaging.parts.part import Part
-from offbeat.averaging.parts.shared_model import make_parts
 from offbeat.averaging.votes import Round
 from offbeat.averaging.worker import Worker
 from offbeat.checkpoint.state import transient
@@ -211,7 +211,7 @@ class Pipeline:
             part.wait()
         began = worker.team.host.now()
         if take:
-            part.land(worker.moves, extra=self._with(part))
+            part.land(worker.model_version, extra=self._with(part))
         else:
             part.discard()
         self._spend(began)
@@ -248,7 +248,7 @@ class Pipeline:
         """Change the model as if everything in flight had landed. Waits."""
         self._view.step = self._worker.step
         for index in self.state.in_flight:
-            self.parts[index].show(self._worker.moves)
+            self.parts[index].show(self._worker.model_version)
 
     def restore(self) -> None:
         """x ← P, all of it, if P is kept: other parts may be non-finite, too."""

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from offbeat.averaging.buckets import add_to, unpack
 from offbeat.averaging.parts.landing import Landing, bucket_landing, land
 from offbeat.averaging.parts.part import Part, Tensors
-from offbeat.averaging.replica import add_to, unpack
 from offbeat.quantization.wire import Precision, Wire
 from offbeat.strategies.base import Outer
 from offbeat.transport.handle import Handle
