@@ -418,7 +418,7 @@ def test_a_message_that_is_no_request_is_refused(world: World, kind: int) -> Non
         return f"{type(caught.value).__name__}: {caught.value}"
 
     text = world(on_team(work))[0]
-    want = "OffbeatError: rank 1 sent a message that is no request to a parameter server: "
+    want = "OffbeatError: rank 1 sent a message that is not a request to a parameter server: "
     assert text.startswith(f"{want}[{kind}, 0, 0]")
 
 

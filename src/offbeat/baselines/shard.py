@@ -109,7 +109,7 @@ class Rule:
         """
 
     def answer(self, shard: Tensor, *, source: int) -> Tensor:
-        """Return the values that answer a "push_pull" of rank ``source``. The caller copies them."""
+        """Return the values that answer a "push_pull". The caller copies them."""
         return shard
 
 
