@@ -581,27 +581,3 @@ def test_a_consensus_of_rank_0_ends_the_warm_up() -> None:
         results = simulate(lambda looks=looks: work(looks), workers=3, network=FAST).results
         assert [step for step, _ in results] == [4, 4, 4]
         assert torch.equal(results[0][1], results[2][1])
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "text"),
-    [
-        ({"warmup_steps": -1}, ValueError, "warmup_steps must be at least 0, got -1"),
-        ({"push_every": 0}, ValueError, "push_every must be at least 1, got 0"),
-        ({"fetch_every": 0}, ValueError, "fetch_every must be at least 1, got 0"),
-        ({"push_every": 2.0}, TypeError, "push_every must be an integer"),
-        ({"server_optimizer": "adam"}, ValueError, 'must be "sgd" or "adagrad", got \'adam\''),
-        ({"server_optimizer": "adagrad"}, ValueError, '"adagrad" requires server_lr'),
-        ({"server_lr": 0.0}, ValueError, r"server_lr must be positive and finite, got 0\.0"),
-        ({"server_lr": float("nan")}, ValueError, "server_lr must be positive and finite, got nan"),
-        ({"server_lr": "0.1"}, TypeError, "server_lr must be a number"),
-        ({"lr": 0.1}, TypeError, "lr"),
-        ({"servers": (1, 1)}, ValueError, "none twice"),
-    ],
-)
-def test_bad_settings_are_refused(
-    settings: dict[str, Any], error: type[Exception], text: str
-) -> None:
-    """Pitfall 18: the error names the setting and what is allowed."""
-    with pytest.raises(error, match=text):
-        Downpour(**settings)

@@ -433,29 +433,6 @@ def test_dtypes_may_be_mixed() -> None:
         assert torch.equal(end["frozen"], torch.zeros(1)), "rank 0's"
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "text"),
-    [
-        ({"period": 0}, ValueError, "period must be at least 1, got 0"),
-        ({"period": 1.5}, TypeError, "period must be an integer"),
-        ({"alpha": 0.0}, ValueError, r"alpha must be between 0 and 1, got 0\.0"),
-        ({"alpha": 1}, ValueError, "alpha must be between 0 and 1, got 1"),
-        ({"alpha": float("nan")}, ValueError, "alpha must be between 0 and 1, got nan"),
-        ({"alpha": "0.5"}, TypeError, "alpha must be a number"),
-        ({"synchronous": 1}, TypeError, "synchronous must be true or false, got 1"),
-        ({"difference": "step"}, ValueError, 'must be "before_step" or "after_step", got'),
-        ({"tau": 3}, TypeError, "tau"),
-        ({"servers": ()}, ValueError, "at least one rank"),
-    ],
-)
-def test_bad_settings_are_refused(
-    settings: dict[str, Any], error: type[Exception], text: str
-) -> None:
-    """Pitfall 18: the error names the setting and what is allowed."""
-    with pytest.raises(error, match=text):
-        EASGD(**settings)
-
-
 @pytest.mark.parametrize(("alpha", "workers"), [(0.51, 2), (0.9, 3)])
 def test_a_synchronous_alpha_that_overshoots_is_refused(alpha: float, workers: int) -> None:
     """α·N ≤ 1, where z moves by all differences at once; 1/N itself and one worker are fine."""

@@ -12,7 +12,6 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,6 @@ EVERY: list[Strategy] = [
     EASGD(period=2),
     EASGD(period=2, synchronous=True),
 ]
-every_strategy = pytest.mark.parametrize("strategy", EVERY, ids=str)
 
 
 def attach(model: nn.Module, optimizer: Any, strategy: Strategy, **options: Any) -> Any:
@@ -79,42 +77,6 @@ def train_from(
     return trace, {"steps": stats.steps, "syncs": stats.syncs, **details}, saved or b""
 
 
-def resume(rank: int, size: int, strategy: Strategy) -> Any:
-    """Saved after 5 steps, and after 6 and an evaluation."""
-    seen = []
-    for at, look in ((5, False), (6, True)):
-        whole, numbers, _ = train_from(strategy, rank, None, None, False)
-        watched, same, saved = train_from(strategy, rank, None, at, look)
-        resumed, again, _ = train_from(strategy, rank, saved, None, False)
-        seen.append((at, whole, watched, resumed, numbers, same, again))
-    return seen
-
-
-def assert_resumed(seen: list[Any], atol: float) -> None:
-    for at, whole, watched, resumed, numbers, same, again in seen:
-        for i, (a, b) in enumerate(zip(watched, whole, strict=True)):
-            torch.testing.assert_close(a, b, rtol=0, atol=atol, msg=f"saving changed step {i}")
-        for i, (a, b) in enumerate(zip(resumed, whole[at:], strict=True)):
-            torch.testing.assert_close(a, b, rtol=0, atol=atol, msg=f"resumed at {at}: {at + i}")
-        assert numbers == same == again, at
-
-
-DETERMINISTIC = [
-    SSP(staleness=0),
-    SSP(staleness=0, servers=(1,)),
-    EASGD(period=4, synchronous=True),
-    EASGD(period=1, alpha=0.3, synchronous=True, servers=(2, 0)),
-]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("strategy", some(DETERMINISTIC, 0), ids=str)
-def test_a_resumed_run_continues(strategy: Strategy) -> None:
-    """Pitfalls 20 and 24: on three workers, up to the rounding of sums in another order."""
-    for seen in run(resume, strategy, workers=3):
-        assert_resumed(seen, 1e-12)
-
-
 ALONE = [
     *EVERY,
     SSP(staleness=3, refresh="lazy"),
@@ -125,12 +87,23 @@ ALONE = [
 ]
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("strategy", some(ALONE, *range(0, 20, 2)), ids=str)
-def test_a_resumed_worker_continues_with_the_same_bits(strategy: Strategy) -> None:
+@pytest.mark.parametrize("strategy", ALONE, ids=str)
+@pytest.mark.parametrize(("save_at", "consensus"), [(5, False), (6, True)])
+def test_a_resumed_worker_continues_with_the_same_bits(
+    strategy: Strategy, save_at: int, consensus: bool
+) -> None:
     """One worker is deterministic: G, the server's optimizer, z, the cache."""
-    (seen,) = run(resume, strategy, workers=1)
-    assert_resumed(seen, 0.0)
+
+    def work() -> None:
+        whole, numbers, _ = train_from(strategy, 0, None, None, False)
+        watched, same, saved = train_from(strategy, 0, None, save_at, consensus)
+        resumed, again, _ = train_from(strategy, 0, saved, None, False)
+        assert all(map(torch.equal, watched, whole)), "saving changes nothing"
+        assert len(resumed) == len(whole[save_at:])
+        assert all(map(torch.equal, resumed, whole[save_at:]))
+        assert numbers == same == again
+
+    simulate(work, workers=1)
 
 
 def staggered(
@@ -302,29 +275,6 @@ def test_a_worker_that_ends_early_waits_longer_than_the_time_out(strategy: Strat
         assert seconds > 1.5
 
 
-@pytest.mark.sampled
-@every_strategy
-def test_evaluation_does_not_change_training(strategy: Strategy) -> None:
-    """One worker, deterministic: with and without consensus() after every step, bit for bit."""
-
-    def looking(rank: int, size: int, look: bool) -> Tensor:
-        model = make_model(seed=5)
-        optimizer = OPTIMIZERS["momentum"](model.parameters())
-        sync = attach(model, optimizer, strategy)
-        for step in range(9):
-            train_step(model, optimizer, make_batch(0, step))
-            if look:
-                own, stats = flat(model), repr(sync.stats)
-                with sync.consensus():
-                    pass
-                assert torch.equal(flat(model), own)
-                assert repr(sync.stats.steps) in stats
-        sync.finish()
-        return flat(model)
-
-    assert torch.equal(*(run(looking, look, workers=1)[0] for look in (False, True)))
-
-
 # -- non-finite values --------------------------------------------------------------------------
 
 BAD_RANK, BAD_STEP = 1, 2  # the third step
@@ -384,13 +334,6 @@ def test_a_non_finite_push_is_logged_once(
 # -- failures -------------------------------------------------------------------------------------
 
 
-def meet(folder: str, rank: int, ranks: list[int]) -> None:
-    """Wait until all of ``ranks`` have called it, without Offbeat and the process group."""
-    store = dist.FileStore(f"{folder}/meeting", -1)
-    store.set(str(rank), "here")
-    store.wait([str(other) for other in ranks], timedelta(seconds=40))
-
-
 def error_of(function: Callable[[], object]) -> tuple[list[str], str]:
     """Class names and text of the error that ``function`` raises."""
     try:
@@ -398,44 +341,6 @@ def error_of(function: Callable[[], object]) -> tuple[list[str], str]:
     except Exception as error:
         return [kind.__name__ for kind in type(error).__mro__], str(error)
     return [], "nothing was raised"
-
-
-def die(rank: int, size: int, strategy: Strategy, folder: str) -> Any:
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    sync = attach(model, optimizer, strategy, timeout_seconds=8)
-    started = time.perf_counter()
-
-    def train() -> None:
-        for step in range(4000):
-            if rank == 1 and step == 7:
-                os.kill(os.getpid(), signal.SIGKILL)
-            train_step(model, optimizer, make_batch(rank, step))
-
-    kinds, text = error_of(train)
-    seconds = time.perf_counter() - started
-    later = error_of(lambda: [train_step(model, optimizer, make_batch(rank, s)) for s in range(6)])
-    finite = bool(flat(model).isfinite().all())
-    sync.detach()
-    alive = [thread.name for thread in threading.enumerate() if "server" in thread.name]
-    meet(folder, rank, [0, 2])
-    return kinds, text, seconds, later[0], finite, alive
-
-
-@pytest.mark.sampled
-@every_strategy
-def test_a_dead_worker_is_named_by_every_survivor(strategy: Strategy, tmp_path: Path) -> None:
-    """Pitfalls 15 and 19: within seconds, and no later step succeeds."""
-    results = run(die, strategy, str(tmp_path), workers=3, may_die=(1,))
-    for rank in (0, 2):
-        kinds, text, seconds, later, finite, alive = results[rank]
-        assert "CommunicationError" in kinds, text
-        assert text.startswith(f"rank {rank}: "), text
-        assert "lost the connection to rank 1, which died" in text
-        assert seconds < 12
-        assert "CommunicationError" in later
-        assert finite
-        assert alive == []
 
 
 SCRIPT = """
@@ -559,8 +464,7 @@ def test_uneven_workers_end_alike(world: str, servers: tuple[int, ...] | None, i
         assert end.isfinite().all()
 
 
-@pytest.mark.sampled
-@every_strategy
+@pytest.mark.parametrize("strategy", some(EVERY, 1, 3), ids=str)
 def test_a_simulation_is_the_same_each_time(strategy: Strategy) -> None:
     """Byte for byte, although servers run in threads."""
 

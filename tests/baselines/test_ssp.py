@@ -223,41 +223,6 @@ def test_staleness_0_with_adam_averages_models_every_step() -> None:
         close(result["end"], want[-1])
 
 
-def alone(rank: int, size: int, atol: float, dtype: torch.dtype) -> dict[str, bool]:
-    results = {}
-    for staleness in (0, 3):
-        for kind in OPTIMIZERS:
-            model, plain = make_model(5, dtype), make_model(5, dtype)
-            optimizer = OPTIMIZERS[kind](model.parameters())
-            other = OPTIMIZERS[kind](plain.parameters())
-            sync = offbeat.attach(model, optimizer, SSP(staleness=staleness))
-            same = True
-            for step in range(20):
-                batch = make_batch(0, step, dtype=dtype)
-                train_step(model, optimizer, batch)
-                train_step(plain, other, batch)
-                same = same and float((flat(model) - flat(plain)).abs().max()) <= atol
-            sync.finish()
-            same = same and float((flat(model) - flat(plain)).abs().max()) <= atol
-            results[f"{staleness} {kind}"] = same
-    return results
-
-
-@pytest.mark.parametrize(
-    ("dtype", "atol"), [(torch.float64, 1e-14), (torch.float32, 1e-6)], ids=str
-)
-def test_one_worker_is_sequential_training(dtype: torch.dtype, atol: float) -> None:
-    """Under any optimizer, to the rounding of x + (x̂ − x)."""
-    (results,) = run(alone, atol, dtype, workers=1)
-    assert all(results.values()), results
-
-
-def test_one_worker_is_sequential_training_to_the_last_bit() -> None:
-    """As under every other strategy."""
-    (results,) = run(alone, 0.0, torch.float32, workers=1)
-    assert all(results.values()), results
-
-
 SCHEDULES = {
     # rank r is always 2 ms·r behind rank 0, so that no two events coincide
     "one after the other": (
@@ -529,25 +494,6 @@ def test_consensus_after_unequal_numbers_of_steps(staleness: int) -> None:
         assert result["step"] == 8
 
 
-def test_the_server_has_every_update_once() -> None:
-    """After any numbers of steps: z is x₀ + Σ u, with gradients of 1."""
-
-    def count(rank: int, size: int) -> Tensor:
-        model = nn.Module()
-        model.x = nn.Parameter(torch.zeros(size, dtype=torch.float64))
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        sync = offbeat.attach(model, optimizer, SSP(staleness=3), timeout_seconds=20)
-        for step in range(1, 6 + 9 * rank):
-            model.x.grad = -torch.eye(size, dtype=torch.float64)[rank]
-            optimizer.step()
-            close(model.x[rank].detach(), torch.tensor(step / size, dtype=torch.float64))
-        sync.finish()
-        return model.x.detach()
-
-    for end in run(count, workers=3):
-        close(end, torch.tensor([5.0, 14.0, 23.0], dtype=torch.float64) / 3)
-
-
 # -- kinds of parameters --------------------------------------------------------------------------
 
 
@@ -734,44 +680,3 @@ def test_nothing_runs_after_the_simulation() -> None:
     before = threading.active_count()
     in_simulator(SSP(staleness=1), "sgd", [4, 6], Compute(STEP))
     assert threading.active_count() == before
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "text"),
-    [
-        ({}, TypeError, "staleness"),
-        ({"staleness": -1}, ValueError, "staleness must be at least 0, got -1"),
-        ({"staleness": 1.5}, TypeError, "staleness must be an integer of at least 0, got 1.5"),
-        ({"staleness": True}, TypeError, "staleness must be an integer"),
-        ({"staleness": 1, "stalenes": 2}, TypeError, "stalenes"),
-        ({"staleness": 1, "servers": ()}, ValueError, "servers must be at least one rank"),
-        ({"staleness": 1, "servers": (0, 0)}, ValueError, "none twice"),
-        ({"staleness": 1, "servers": (-1,)}, ValueError, "a rank in servers must be at least 0"),
-        ({"staleness": 1, "servers": (0.5,)}, TypeError, "a rank in servers must be an integer"),
-        ({"staleness": 1, "servers": [0]}, TypeError, "servers must be a tuple of ranks"),
-        ({"staleness": 1, "servers": True}, TypeError, "servers must be a tuple of ranks"),
-    ],
-)
-def test_bad_settings_are_refused(
-    settings: dict[str, Any], error: type[Exception], text: str
-) -> None:
-    """Pitfall 18: the error names the setting and what is allowed."""
-    with pytest.raises(error, match=text):
-        SSP(**settings)
-
-
-def test_a_server_must_be_a_rank() -> None:
-    def work() -> None:
-        model = make_model()
-        offbeat.attach(model, OPTIMIZERS["sgd"](model.parameters()), SSP(staleness=1, servers=(2,)))
-
-    with pytest.raises(ValueError, match=r"servers=\(2,\) needs more workers than the 2 there are"):
-        simulate(work, workers=2)
-
-
-def test_repr_and_text_form() -> None:
-    assert repr(SSP(staleness=3)) == "SSP(staleness=3)"
-    assert str(SSP(staleness=3)) == "ssp:staleness=3"
-    assert SSP(staleness=3, servers=1) == SSP(staleness=3, servers=(1,))  # type: ignore[arg-type]
-    texts = [str(SSP(staleness=s)) for s in (1, 2)]
-    assert all(a != b for a, b in itertools.pairwise(texts))
