@@ -243,7 +243,7 @@ def test_the_gain_is_that_of_coherence() -> None:
         model = torch.nn.Linear(1, 4096, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         sync = attach(model, optimizer, "streaming:parts=2", wire="float32")
-        for step in range(40):
+        for step in range(20):
             random = torch.Generator().manual_seed(1000 * rank + step)
             own = torch.randn(4096, 1, generator=random)
             model.weight.grad = torch.ones(4096, 1) + noise * own

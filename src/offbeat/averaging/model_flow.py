@@ -48,7 +48,7 @@ class ModelFlowState:
         checked_step: Local step of the last check for non-finite values.
         staleness: Number of steps by staleness at their end. The staleness is the number of local
             steps since the newest landed launch.
-        saved_tally: ``delayed`` as plain numbers, for a checkpoint. Empty if it is None.
+        saved_tally: ``delayed`` as plain numbers, for a checkpoint; empty without it.
         delayed: Previous round, for a strategy with ``tally_delay``.
     """
 
