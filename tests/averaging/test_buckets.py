@@ -73,7 +73,7 @@ def flat_values(tensor: Tensor) -> list[float]:
 def test_every_tensor_is_in_one_bucket_of_its_dtype_in_order(
     tensors: list[Tensor], size: int
 ) -> None:
-    """Pitfall 10: buckets never mix dtypes, keep the order, and hold each tensor once."""
+    """Buckets never mix dtypes, keep the order, and hold each tensor once."""
     buckets = make_buckets(tensors, size)
     expected = [t for t in tensors if t.numel()]
     assert sorted(id(t) for b in buckets for t in b.tensors) == sorted(id(t) for t in expected)
@@ -96,7 +96,7 @@ def test_every_tensor_is_in_one_bucket_of_its_dtype_in_order(
 @few
 @given(tensor_lists(DTYPES))
 def test_pack_and_unpack_are_inverse(tensors: list[Tensor]) -> None:
-    """Pitfalls 1 and 9: all buckets come back, bit for bit, into the same storage and strides."""
+    """All buckets come back, bit for bit, into the same storage and strides."""
     originals = [t.clone() for t in tensors]
     layout = [(t.data_ptr(), t.stride()) for t in tensors]
     buckets = make_buckets(tensors, 64)
@@ -116,7 +116,7 @@ def test_pack_and_unpack_are_inverse(tensors: list[Tensor]) -> None:
 @few
 @given(tensor_lists(FLOATS), st.sampled_from([2.0, 3.0, 7.0]))
 def test_a_mean_of_equal_models_is_the_model(tensors: list[Tensor], workers: float) -> None:
-    """Pitfall 10: the sum of N equal half tensors is made in float32 and divided at the end."""
+    """The sum of N equal half tensors is made in float32 and divided at the end."""
     originals = [t.clone() for t in tensors]
     for bucket in make_buckets(tensors, 128):
         total = bucket.pack().clone()
@@ -209,7 +209,7 @@ def test_an_interrupted_swap_leaves_the_tensors_as_they_were(
 
 
 def test_three_buckets_and_a_tensor_larger_than_a_bucket() -> None:
-    """Pitfall 1: with ≥ 3 buckets all are unpacked, after all were packed; a large one is alone."""
+    """With ≥ 3 buckets all are unpacked, after all were packed; a large one is alone."""
     sizes = [10, 10, 100, 10, 10, 10]  # float32 at 100 bytes a bucket
     tensors = [torch.full((n,), float(i)) for i, n in enumerate(sizes)]
     buckets = make_buckets(tensors, 100)
@@ -249,7 +249,7 @@ def test_the_staging_tensor_is_kept() -> None:
 
 
 def test_staging_is_float32_for_half_types_and_real_for_complex() -> None:
-    """Pitfall 10: the dtype in which sums are made."""
+    """The dtype in which sums are made."""
     want = {
         torch.float16: torch.float32,
         torch.bfloat16: torch.float32,
@@ -264,7 +264,7 @@ def test_staging_is_float32_for_half_types_and_real_for_complex() -> None:
 
 
 def test_half_results_are_rounded_once() -> None:
-    """Pitfall 10: 30000 + 30000 + 30000 overflows float16, its third does not."""
+    """30000 + 30000 + 30000 overflows float16, its third does not."""
     tensor = torch.tensor([30000.0, 6e-8], dtype=torch.float16)
     bucket = Bucket([tensor])
     bucket.pack().mul_(3)
@@ -273,7 +273,7 @@ def test_half_results_are_rounded_once() -> None:
 
 
 def test_tensors_with_autograd_are_written_in_place() -> None:
-    """Pitfall 9: a leaf that requires a gradient keeps its storage, and no graph appears."""
+    """A leaf that requires a gradient keeps its storage, and no graph appears."""
     parameter = nn.Parameter(torch.ones(2, 3).t())
     address = parameter.data_ptr()
     flat = torch.empty(6)
@@ -311,7 +311,7 @@ def test_add_to_adds_a_scaled_flat_vector(tensors: list[Tensor], scale: float) -
 
 
 def test_add_to_computes_half_types_in_float32() -> None:
-    """Pitfall 10: a shift that bfloat16 cannot hold is not rounded before it is added."""
+    """A shift that bfloat16 cannot hold is not rounded before it is added."""
     tensor = torch.tensor([1.0], dtype=torch.bfloat16)
     add_to([tensor], torch.tensor([257.0]), 0.5)  # 257 is 256 in bfloat16; 129.5 is halfway
     assert tensor.tolist() == torch.tensor([129.5]).to(torch.bfloat16).tolist()

@@ -68,7 +68,7 @@ def half_models(rank: int, size: int) -> Tensor:
 
 
 def test_half_precision_parameters_are_averaged_in_float32() -> None:
-    """Pitfall 10: 256 + 1 + 1 is 258, not 256, and the sum is divided before it is narrowed."""
+    """256 + 1 + 1 is 258, not 256, and the sum is divided before it is narrowed."""
     want = torch.tensor([86.0, 1e38, 4.0]).to(torch.bfloat16)
     results = run(half_models, workers=3)
     for got in results:
@@ -105,7 +105,7 @@ def mixed_dtypes(rank: int, size: int) -> Any:
 
 
 def test_every_bucket_of_a_mean_is_applied() -> None:
-    """Pitfalls 1 and 10: with four dtypes each tensor gets its own mean, in its own dtype."""
+    """With four dtypes each tensor gets its own mean, in its own dtype."""
     first, second = mixed_values(0), mixed_values(1)
     for results in run(mixed_dtypes, workers=2):
         for result in results:
@@ -156,7 +156,7 @@ def batch_norm(rank: int, size: int) -> Any:
 
 
 def test_batch_norm_buffers_are_averaged_and_counters_take_the_maximum() -> None:
-    """Pitfalls 7, 8 and 11: statistics are averaged with the models, also at learning rate 0.
+    """Statistics are averaged with the models, also at learning rate 0.
 
     Counters stay integers, and are exchanged only where all models become the same.
     """
@@ -209,7 +209,7 @@ def unused_layers(rank: int, size: int) -> list[Tensor]:
 
 
 def test_unused_layers_that_differ_per_rank_stay_apart() -> None:
-    """Pitfall 2: a layer without a gradient on a rank is averaged with itself, not with another."""
+    """A layer without a gradient on a rank is averaged with itself, not with another."""
     torch.manual_seed(0)
     start = everything(nn.ModuleList(nn.Linear(2, 1).double() for _ in range(3)))
     results = run(unused_layers, workers=2)
@@ -256,7 +256,7 @@ def strided(rank: int, size: int) -> Any:
 
 
 def test_memory_format_and_strides_are_kept() -> None:
-    """Pitfall 9: channels_last and transposed parameters keep strides and get the right values."""
+    """Channels_last and transposed parameters keep strides and get the right values."""
     start, moves = strided_values(0, 0), [strided_values(rank, 1) for rank in range(2)]
     for results in run(strided, workers=2):
         for begin, inside, end, kept in results:

@@ -264,7 +264,7 @@ def train_wide(rank: int, size: int, passes: list[int], how: str) -> list[list[T
     ],
 )
 def test_every_bucket_is_reduced(passes: list[int], how: str, buckets_of: Any) -> None:
-    """Pitfall 1, 6: ≥ 3 buckets, a tensor over the bucket size, mixed dtypes, early buckets.
+    """≥ 3 buckets, a tensor over the bucket size, mixed dtypes, early buckets.
 
     Whatever the user does to the gradients between backward and step counts.
     """
@@ -320,7 +320,7 @@ def train_branches(rank: int, size: int) -> list[list[Tensor | None]]:
 
 
 def test_unused_layers_differ_by_worker() -> None:
-    """Pitfall 2: a gradient that a worker lacks counts as zero; one nobody has stays None."""
+    """A gradient that a worker lacks counts as zero; one nobody has stays None."""
     results = run(train_branches, workers=3)
     model = Branches(seed=0)
     for rank in range(3):
@@ -353,7 +353,7 @@ def half_mean(rank: int, size: int) -> dict[str, Tensor]:
 
 
 def test_half_gradients_are_summed_in_float32_then_divided() -> None:
-    """Pitfall 10: no overflow in the sum, no underflow from dividing first, no bf16 swamping."""
+    """No overflow in the sum, no underflow from dividing first, no bf16 swamping."""
     for result in run(half_mean, workers=3):
         half = result["torch.float16"]
         assert half[0] == 30000
@@ -378,7 +378,7 @@ def halved(rank: int, size: int) -> tuple[Tensor, int]:
 
 
 def test_accumulation_is_the_big_batch() -> None:
-    """Pitfall 6: two half batches a step give the whole batch, and count as one step."""
+    """Two half batches a step give the whole batch, and count as one step."""
     expected = bsp_reference(2, "momentum", 5)[-1]
     for end, steps in run(halved, workers=2):
         close(end, expected)

@@ -24,7 +24,7 @@ def replica_of(model: nn.Module) -> Replica:
 
 
 def test_parameters_are_a_fixed_list_sorted_by_name() -> None:
-    """Pitfall 2: the averaged list is ordered by name, without frozen ones, tied ones once."""
+    """The averaged list is ordered by name, without frozen ones, tied ones once."""
     model = Model()
     names = [name for name, _ in replica_of(model).parameters]
     want = ["a.bias", "a.weight", "norm.bias", "norm.weight", "tied.bias", "z.bias", "z.weight"]
@@ -34,7 +34,7 @@ def test_parameters_are_a_fixed_list_sorted_by_name() -> None:
 
 
 def test_buffers_are_told_apart_by_dtype() -> None:
-    """Pitfall 8: floats and complex are averaged, counters take a maximum, others do neither."""
+    """Floats and complex are averaged, counters take a maximum, others do neither."""
     model = Model()
     model.register_buffer("phase", torch.ones(2, dtype=torch.complex64))
     model.register_buffer("packed", torch.ones(2, dtype=torch.uint8))
@@ -63,7 +63,7 @@ def test_describe_tells_shape_dtype_and_role_of_every_tensor() -> None:
 
 
 def test_snapshot_and_restore_keep_bits_and_storage() -> None:
-    """Pitfall 9: everything an average may change comes back, in place."""
+    """Everything an average may change comes back, in place."""
     model = Model()
     replica = replica_of(model)
     tensors = [*model.parameters(), *model.buffers()]

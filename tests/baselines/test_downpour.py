@@ -287,7 +287,7 @@ def test_finish_pushes_remaining_gradients() -> None:
 
 
 def test_the_learning_rate_is_applied_once() -> None:
-    """Pitfalls 11 and 16: z moves by Σ η g/N; with server_lr by server_lr·g; η = 0 is nothing."""
+    """Z moves by Σ η g/N; with server_lr by server_lr·g; η = 0 is nothing."""
 
     def once(rank: int, size: int) -> Any:
         moved = []
@@ -369,7 +369,7 @@ def scaled(rank: int, size: int, unscale: bool) -> Any:
 
 @pytest.mark.parametrize("unscale", [False, True])
 def test_a_step_that_a_scaler_skips_is_not_pushed(unscale: bool) -> None:
-    """Pitfall 3: it counts as a step, but its overflowed gradients are not pushed."""
+    """It counts as a step, but its overflowed gradients are not pushed."""
     ((trace, end, steps),) = run(scaled, unscale, workers=1)
     model = make_model(seed=0, dtype=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -430,7 +430,7 @@ def in_turn(rank: int, size: int) -> Tensor:
 
 
 def test_gradients_count_when_their_optimizer_steps() -> None:
-    """Pitfall 5: the first optimizer's gradients are gone before the second one steps."""
+    """The first optimizer's gradients are gone before the second one steps."""
     start, moved = None, 0.0
     for rank in range(2):
         torch.manual_seed(0)
@@ -518,7 +518,7 @@ def warm(rank: int, size: int) -> Any:
 
 
 def test_a_learning_rate_of_0_works() -> None:
-    """Pitfall 11: exactly rank 0's model until the rate is positive."""
+    """Exactly rank 0's model until the rate is positive."""
     start = flat(make_model(seed=0))
     results = run(warm, workers=2)
     for held, end, details in results:

@@ -390,7 +390,7 @@ def test_a_whole_number_of_periods_leaves_z_as_it_is() -> None:
 
 
 def test_z_starts_at_the_model_of_rank_0() -> None:
-    """Pitfall 16: also if no worker has stepped."""
+    """Also if no worker has stepped."""
     for one in run(train, EASGD(period=3), "sgd", [0, 0], workers=2):
         assert torch.equal(one["seen"], flat(make_model(seed=0)))
         assert torch.equal(one["end"], flat(make_model(seed=0)))

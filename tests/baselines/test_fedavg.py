@@ -182,7 +182,7 @@ def test_all_workers_with_equal_weights_are_local_sgd(counts: list[int]) -> None
     ],
 )
 def test_rounds_in_an_epoch_are_exact(rate: float, exact: Fraction, steps: int, total: int) -> None:
-    """Pitfall 14: a round after step t iff ⌊t·E/S⌋ grows there, in exact arithmetic."""
+    """A round after step t iff ⌊t·E/S⌋ grows there, in exact arithmetic."""
     strategy = FedAvg(rounds_per_epoch=rate, steps_per_epoch=steps)
     (result,) = run(train, strategy, [total], workers=1)
     expected = [

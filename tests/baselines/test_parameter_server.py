@@ -398,7 +398,7 @@ def test_no_request_waits_for_a_worker_at_the_barrier(world: World) -> None:
 @worlds_of_several
 @pytest.mark.parametrize("kind", [77, -1])
 def test_a_message_that_is_no_request_is_refused(world: World, kind: int) -> None:
-    """Pitfall 20: nothing more is read from it, and the serving rank raises an OffbeatError."""
+    """Nothing more is read from it, and the serving rank raises an OffbeatError."""
 
     def work(team: Team) -> str:
         server = ParameterServer(team, torch.zeros(4), servers=(0,))
@@ -471,7 +471,7 @@ def wait_in_vain(rank: int, size: int, dies: bool) -> Any:
 
 
 def test_a_time_out_names_the_worker_that_does_not_answer() -> None:
-    """Pitfall 19: in finite time, with the setting to change; ``close`` ends all threads."""
+    """In finite time, with the setting to change; ``close`` ends all threads."""
     results = run(wait_in_vain, False, workers=3)
     assert [alive for *_, alive in results] == [[], [], []]
     for rank in (0, 2):

@@ -58,7 +58,7 @@ def test_waiting_requests_are_answered_in_the_order_of_their_arrival() -> None:
 
 
 def test_staleness_counts_from_the_last_pull() -> None:
-    """Pitfall 17: pushes of others between a worker's last pull and its push."""
+    """Pushes of others between a worker's last pull and its push."""
     it = Recorder()
     pull, push = "pull", "push"
     sequence: list[tuple[str, int, int | None]] = [  # kind, worker, staleness by hand

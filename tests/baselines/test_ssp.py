@@ -627,7 +627,7 @@ def in_turn(rank: int, size: int, servers: tuple[int, ...] | None) -> Any:
 
 @pytest.mark.parametrize("servers", [None, (2, 0)], ids=str)
 def test_several_optimizers_are_one_step(servers: tuple[int, ...] | None) -> None:
-    """Pitfall 5: one push when all optimizers have stepped."""
+    """One push when all optimizers have stepped."""
     models = []
     for _ in range(3):
         torch.manual_seed(0)

@@ -420,7 +420,7 @@ def send(rank: int, size: int, text: str, wire: Any) -> tuple[int, Tensor]:
     [pytest.param("bfloat16", 0.78, marks=pytest.mark.nightly), ("int8", 0.4)],
 )
 def test_a_wire_is_honoured(row: Row, wire: str, share: float) -> None:
-    """Pitfall 31: fewer bytes and quantized values, near the exact ones."""
+    """Fewer bytes and quantized values, near the exact ones."""
     # Payloads are what is handed over: all chunks, then the sum of the own one.
     exact, lossy = (run(send, row.text, w, workers=3) for w in ("float32", wire))
     start = flat(normed_start())

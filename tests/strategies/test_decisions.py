@@ -122,7 +122,7 @@ class Lazy(Workers):
 def test_local_sgd_averages_after_exactly_period_steps(
     period: int, warmup: int, launches: list[int]
 ) -> None:
-    """Pitfall 14: after steps H, 2H, …; with a warm-up, after each of its steps before."""
+    """After steps H, 2H, …; with a warm-up, after each of its steps before."""
     strategy = LocalSGD(period=period, warmup_steps=warmup)
     assert Lazy(strategy).launch_steps(17) == launches
 
@@ -331,7 +331,7 @@ def test_by_default_nine_of_ten_steps_are_local(size: int) -> None:
 def test_after_a_warm_up_the_trigger_fires_as_often_as_wanted(
     warmup_steps: int, flags: Any
 ) -> None:
-    """Pitfall 29: δ follows the triggers during the warm-up, and not the forced decisions."""
+    """Δ follows the triggers during the warm-up, and not the forced decisions."""
     strategy = SelSync(target_lssr=0.9, warmup_steps=warmup_steps, flags=flags)
     play, late = Play(strategy, warmup_steps + 150), flags == "deferred"
     own = play.synced[warmup_steps + late :]

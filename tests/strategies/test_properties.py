@@ -79,7 +79,7 @@ def addresses(rank: int, size: int, text: str) -> list[bool]:
 
 @first_of_each(ROWS)
 def test_tensors_stay_where_they_are(row: Row) -> None:
-    """Pitfall 9: none is rebound or becomes a view of a larger one."""
+    """None is rebound or becomes a view of a larger one."""
     for seen in run(addresses, row.text, workers=2):
         assert all(seen)
 
@@ -104,7 +104,7 @@ def one_cycle(rank: int, size: int, text: str | None) -> tuple[list[float], list
 
 @first_of_each(ROWS)
 def test_schedulers_and_the_users_own_hooks_go_on_working(row: Row) -> None:
-    """Pitfall 4: OneCycleLR gives the rates of plain training, hooks fire once a step."""
+    """OneCycleLR gives the rates of plain training, hooks fire once a step."""
     rates, events = one_cycle(0, 1, None)
     assert len(set(rates)) == 8
     assert events == ["pre", "post"] * 8
@@ -132,7 +132,7 @@ def by_closure(model: nn.Module, optimizer: Optimizer, batch: tuple[Tensor, Tens
 
 @first_of_each(ROWS)
 def test_accumulated_gradients_and_closures_are_one_step(row: Row) -> None:
-    """Pitfall 6: two backward passes train as one over the whole batch, and closures alike."""
+    """Two backward passes train as one over the whole batch, and closures alike."""
     size = row.repeatable
     plain, halved, closed = (
         run(train, row.text, [9] * size, step_of, workers=size)
@@ -174,7 +174,7 @@ def in_turn(rank: int, size: int, text: str, steps: list[int]) -> dict[str, Any]
 
 @first_of_each(ROWS)
 def test_two_optimizers_in_turn_are_one_iteration(row: Row) -> None:
-    """Pitfall 5: an iteration is one step of each; workers with unequal data end alike."""
+    """An iteration is one step of each; workers with unequal data end alike."""
     results = run(in_turn, row.text, [7, 5], workers=2)
     for own, result in zip([7, 5], results, strict=True):
         assert result["counts"] == [step + half for step in range(own) for half in (0, 1)]
@@ -212,7 +212,7 @@ def scale(rank: int, size: int, text: str) -> dict[str, Any]:
 
 @first_of_each(ROWS)
 def test_a_step_that_a_scaler_skips_counts(row: Row) -> None:
-    """Pitfall 3: the worker whose gradient overflowed stays in step with the others."""
+    """The worker whose gradient overflowed stays in step with the others."""
     results = run(scale, row.text, workers=2)
     for result in results:
         assert result["steps"] == 9
@@ -345,7 +345,7 @@ def raise_in_the_loop(rank: int, size: int, text: str) -> dict[str, Any]:
 @pytest.mark.sampled
 @first_of_each(ROWS)
 def test_an_exception_starts_no_collective_and_is_noticed(row: Row) -> None:
-    """Pitfall 13: it leaves the block at once, and the others fail long before their time-out."""
+    """It leaves the block at once, and the others fail long before their time-out."""
     first, *others = workers.run(raise_in_the_loop, row.text, workers=2, may_die=())
     assert first["error"] == "KeyError"
     assert first["same"]
@@ -383,7 +383,7 @@ def die(rank: int, size: int, text: str, folder: str) -> dict[str, Any]:
 @pytest.mark.sampled
 @first_of_each(ROWS)
 def test_a_dead_worker_is_named(row: Row, tmp_path: Path) -> None:
-    """Pitfalls 15, 19: by rank, soon, with the operation; and no later step succeeds."""
+    """By rank, soon, with the operation; and no later step succeeds."""
     survivor, _ = workers.run(die, row.text, str(tmp_path), workers=2, may_die=(1,))
     assert survivor["error"] == "CommunicationError", survivor["text"]
     assert re.match(r"rank 0: .+ failed after \d+\.\d s: ", survivor["text"]), survivor["text"]
