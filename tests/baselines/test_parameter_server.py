@@ -1,4 +1,4 @@
-"""The parameter server on its own: values, clocks, barriers, failures and the end."""
+"""The parameter server alone: values, clocks, barriers, failures and shutdown."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ def barrier(team: Team) -> None:
 
 
 def request(server: ParameterServer, kind: Any, values: Any = None, **clocks: int) -> int:
-    """Push ``values`` and wait for the answer. Returns its clock."""
+    """Push ``values``, wait for the answer, and return its clock."""
     if values is not None:
         server.vector.copy_(torch.as_tensor(values))
     server.start(kind, **clocks)
@@ -52,7 +52,7 @@ def initial(elements: int) -> Tensor:
 
 
 def pushed(rank: int, number: int, elements: int = 7) -> Tensor:
-    """What ``rank`` pushes: small integers, so that any order gives the same sum."""
+    """Return the values that ``rank`` pushes: small integers, whose sum is exact in any order."""
     generator = torch.Generator().manual_seed(1000 * rank + number)
     return torch.randint(1, 50, (elements,), generator=generator).double()
 
@@ -114,7 +114,7 @@ def test_servers_hold_the_vector_in_shards(world: World) -> None:
 
 @every_world
 def test_a_pull_contains_the_workers_own_pushes(world: World) -> None:
-    """Requests of one worker are handled in their order."""
+    """A shard handles the requests of one worker in their order."""
 
     def work(team: Team) -> Any:
         server = ParameterServer(team, torch.zeros(4 * team.size, dtype=torch.float64))
@@ -138,7 +138,7 @@ def test_a_pull_contains_the_workers_own_pushes(world: World) -> None:
 
 @every_world
 def test_concurrent_pushes_add_up_exactly(world: World) -> None:
-    """Forty pushes of each worker, with pulls in between: nothing is lost, nothing goes back."""
+    """Each worker pushes forty times and pulls in between. No push is lost or counted twice."""
 
     def work(team: Team) -> Any:
         server = ParameterServer(team, torch.zeros(7, dtype=torch.float64))
@@ -167,7 +167,7 @@ def test_concurrent_pushes_add_up_exactly(world: World) -> None:
 
 @worlds_of_several
 def test_the_rule_applies_a_push_and_chooses_the_answer(world: World) -> None:
-    """It gets the shard, the values and the rank that pushes."""
+    """The rule receives the shard, the values and the rank that pushes."""
 
     class Scaled(Rule):
         def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
@@ -200,7 +200,7 @@ def test_the_rule_applies_a_push_and_chooses_the_answer(world: World) -> None:
 
 @every_world
 def test_a_request_runs_in_the_background(world: World) -> None:
-    """Its answer is taken once, and its bytes count like those of any other operation."""
+    """Its answer is taken once, and telemetry counts its bytes like those of any operation."""
 
     def work(team: Team) -> Any:
         account = team.account
@@ -235,7 +235,7 @@ def test_a_request_runs_in_the_background(world: World) -> None:
 
 @worlds_of_several
 def test_a_barrier_answers_the_request_in_flight(world: World) -> None:
-    """Rank 0 waits for a clock that the others never reach, and gets the minimum clock."""
+    """Rank 0 waits for a clock that no worker reaches, and receives the minimum clock."""
 
     def work(team: Team) -> Any:
         server = ParameterServer(team, torch.zeros(3, dtype=torch.float64))
@@ -267,7 +267,7 @@ def test_a_barrier_answers_the_request_in_flight(world: World) -> None:
 
 @worlds_of_several
 def test_a_pull_waits_for_the_minimum_clock(world: World) -> None:
-    """With ``min_clock`` it contains every push of clocks up to there, from all workers."""
+    """With ``min_clock`` the answer contains every push up to that clock, from all workers."""
 
     def work(team: Team) -> Any:
         server = ParameterServer(team, torch.zeros(team.size, dtype=torch.float64))
@@ -293,7 +293,7 @@ def test_a_pull_waits_for_the_minimum_clock(world: World) -> None:
 
 @worlds_of_several
 def test_a_worker_waits_for_a_clock(world: World) -> None:
-    """``wait_for_clock`` returns once all clocks that count have reached it; others never count."""
+    """``wait_for_clock`` returns once all clocks except ``NO_CLOCK`` have reached it."""
 
     def work(team: Team) -> Any:
         clocks = [0] + [NO_CLOCK] * (team.size - 1)
@@ -338,7 +338,7 @@ def test_clocks_have_64_bits(world: World) -> None:
 
 @every_world
 def test_a_barrier_holds_after_any_numbers_of_requests(world: World) -> None:
-    """Again and again; all workers get the minimum clock."""
+    """Repeated barriers work, and all workers receive the minimum clock."""
 
     def work(team: Team) -> Any:
         server = ParameterServer(team, torch.zeros(team.size, dtype=torch.float64))
@@ -367,7 +367,7 @@ def test_a_barrier_holds_after_any_numbers_of_requests(world: World) -> None:
 
 @worlds_of_several
 def test_no_request_waits_for_a_worker_at_the_barrier(world: World) -> None:
-    """Its clock does not count, also for requests that wait already; afterwards it counts again."""
+    """Its clock does not count, also for requests that already wait. Later it counts again."""
 
     def work(team: Team) -> Any:
         server = ParameterServer(team, torch.zeros(6, dtype=torch.float64))
@@ -397,8 +397,8 @@ def test_no_request_waits_for_a_worker_at_the_barrier(world: World) -> None:
 
 @worlds_of_several
 @pytest.mark.parametrize("kind", [77, -1])
-def test_a_message_that_is_no_request_is_refused(world: World, kind: int) -> None:
-    """Nothing more is read from it, and the serving rank raises an OffbeatError."""
+def test_a_message_that_is_not_a_request_is_refused(world: World, kind: int) -> None:
+    """The server reads nothing more from the rank, and the serving rank raises an OffbeatError."""
 
     def work(team: Team) -> str:
         server = ParameterServer(team, torch.zeros(4), servers=(0,))
@@ -445,7 +445,7 @@ def leave(rank: int, size: int) -> Any:
 
 
 def test_leaving_ends_the_threads() -> None:
-    """A server has one for each other rank, and none after all have left."""
+    """A server has one thread for each other rank, and none after all ranks have left."""
     for rank, names in enumerate(run(leave, workers=3)):
         assert names == [(2 if rank < 2 else 0, [])] * 2
 
@@ -471,7 +471,7 @@ def wait_in_vain(rank: int, size: int, dies: bool) -> Any:
 
 
 def test_a_time_out_names_the_worker_that_does_not_answer() -> None:
-    """In finite time, with the setting to change; ``close`` ends all threads."""
+    """The error also names the setting to change. ``close`` ends all threads."""
     results = run(wait_in_vain, False, workers=3)
     assert [alive for *_, alive in results] == [[], [], []]
     for rank in (0, 2):
@@ -484,7 +484,7 @@ def test_a_time_out_names_the_worker_that_does_not_answer() -> None:
 
 
 def test_a_dead_worker_is_named_at_once() -> None:
-    """Long before the time-out; ``close`` ends all threads."""
+    """The error is raised long before the time-out. ``close`` ends all threads."""
     results = run(wait_in_vain, True, workers=3, may_die=(1,))
     for rank in (0, 2):
         text, seconds, alive = results[rank]
@@ -512,7 +512,7 @@ def test_a_request_after_the_end_says_so() -> None:
 
 
 def outlive(rank: int, size: int, at_barrier: bool) -> Any:
-    """Rank 0's own shard holds an answer back for rank 1, which dies."""
+    """Wait at rank 0's own shard for an answer that depends on rank 1, which dies."""
     team = Team(TorchCommunicator(None, timeout_seconds=20, health_seconds=1.0))
     server = ParameterServer(team, torch.zeros(3), servers=(0,))
     barrier(team)
@@ -533,7 +533,7 @@ def outlive(rank: int, size: int, at_barrier: bool) -> Any:
 
 @pytest.mark.parametrize("at_barrier", [False, True])
 def test_waiting_for_a_dead_worker_at_the_own_shard_fails_at_once(at_barrier: bool) -> None:
-    """Not after the time-out of 20 s, although no message of the dead worker is awaited."""
+    """The wait ends long before the time-out of 20 s, although no message of the dead worker is due."""
     text, seconds = run(outlive, at_barrier, workers=2, may_die=(1,))[0]
     assert "lost the connection to rank 1" in text
     assert seconds < 10

@@ -1,4 +1,4 @@
-"""The common part of the strategies with a parameter server: checkpoints, failures, the end."""
+"""Properties of all strategies with a parameter server: checkpoints, failures, shutdown."""
 
 import contextlib
 import dataclasses
@@ -92,7 +92,7 @@ ALONE = [
 def test_a_resumed_worker_continues_with_the_same_bits(
     strategy: Strategy, save_at: int, consensus: bool
 ) -> None:
-    """One worker is deterministic: G, the server's optimizer, z, the cache."""
+    """The checkpoint contains G, the server's optimizer, z and the cache."""
 
     def work() -> None:
         whole, numbers, _ = train_from(strategy, 0, None, None, False)
@@ -109,7 +109,7 @@ def test_a_resumed_worker_continues_with_the_same_bits(
 def staggered(
     strategy: Strategy, latency: str, saved: list[bytes] | None, stop: int
 ) -> tuple[list[Any], Any]:
-    """Three workers 2 ms apart, from 0 or from ``saved`` at step 6 up to ``stop``, then a save."""
+    """Train three workers 2 ms apart, from 0 or from ``saved`` at step 6 up to ``stop``, and save."""
 
     def work() -> Any:
         rank = dist.get_rank()
@@ -158,7 +158,7 @@ def staggered(
     ids=str,
 )
 def test_asynchronous_workers_continue_from_a_checkpoint(strategy: Strategy, latency: str) -> None:
-    """In virtual time: saved at step 6 and resumed, the workers do what they did after saving.
+    """Workers that are saved at step 6 and resumed take the same steps as without a restart.
 
     With the longer latency a request is in flight when they save, and updates wait to be sent.
     """
@@ -174,7 +174,7 @@ def test_asynchronous_workers_continue_from_a_checkpoint(strategy: Strategy, lat
 
 
 def drift(rank: int, size: int, strategy: Strategy) -> tuple[Tensor, ...]:
-    """Updates that do not depend on the model: their sum divided by N, a consensus, and the end."""
+    """Make updates that do not depend on the model; return their sum, a consensus, and the end."""
     model = nn.Module()
     model.x = nn.Parameter(torch.zeros(30, dtype=torch.float64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -204,7 +204,7 @@ def drift(rank: int, size: int, strategy: Strategy) -> tuple[Tensor, ...]:
     ids=str,
 )
 def test_every_update_reaches_the_server_once(strategy: Strategy) -> None:
-    """Also those that wait while a request is in flight, and those of an unfinished period."""
+    """This includes updates made while a request is in flight, and those of a partial period."""
     results = simulate(
         lambda: drift(dist.get_rank(), 3, strategy),
         workers=3,
@@ -242,7 +242,7 @@ def again(rank: int, size: int, strategy: Strategy) -> Any:
 
 @pytest.mark.parametrize("strategy", some(EVERY, 0, 3), ids=str)
 def test_attaching_again_after_finish(strategy: Strategy) -> None:
-    """The second server starts from the model of the first one; all threads have ended."""
+    """The second server starts from the model of the first one, and no thread is left."""
     results = run(again, strategy, workers=3)
     for rank, (ends, steps, alive, plain) in enumerate(results):
         assert all(map(torch.equal, ends, results[0][0]))
@@ -270,7 +270,7 @@ def early(rank: int, size: int, strategy: Strategy) -> float:
     ids=str,
 )
 def test_a_worker_that_ends_early_waits_longer_than_the_time_out(strategy: Strategy) -> None:
-    """While the other worker makes progress: the time-out is that of one operation."""
+    """The time-out is that of one operation, so a worker may wait while the other one trains."""
     for seconds in run(early, strategy, workers=2):
         assert seconds > 1.5
 
@@ -300,7 +300,7 @@ def push_nan(rank: int, size: int, strategy: Strategy, non_finite: str) -> Any:
 
 @pytest.mark.parametrize("strategy", some(PUSHING, 0), ids=str)
 def test_non_finite_values_are_not_pushed(strategy: Strategy) -> None:
-    """The worker itself raises; the models of the others are finite when they learn of it."""
+    """The worker with the values raises, and the models of the other workers stay finite."""
     results = run(push_nan, strategy, "raise", workers=3)
     for rank, (kinds, message, step, finite, details) in enumerate(results):
         if rank == BAD_RANK:
@@ -321,7 +321,7 @@ def test_non_finite_values_are_not_pushed(strategy: Strategy) -> None:
 def test_a_non_finite_push_is_logged_once(
     strategy: Strategy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By each worker; with "warn" all models receive it."""
+    """Each worker logs it once. With "warn" all models receive the values."""
     results = simulate(lambda: push_nan(dist.get_rank(), 3, strategy, "warn"), workers=3).results
     logged = [r.getMessage() for r in caplog.records if "would push" in r.getMessage()]
     ranks = [int(one.split()[1]) for one in logged]
@@ -335,7 +335,7 @@ def test_a_non_finite_push_is_logged_once(
 
 
 def error_of(function: Callable[[], object]) -> tuple[list[str], str]:
-    """Class names and text of the error that ``function`` raises."""
+    """Return the class names and the text of the error that ``function`` raises."""
     try:
         function()
     except Exception as error:
@@ -375,7 +375,7 @@ with offbeat.attach(model, optimizer, {strategy!r}, timeout_seconds=5):
 
 
 def run_script(text: str, folder: Path) -> list[tuple[int, str]]:
-    """Exit status and standard error of two processes that run ``text`` and just end."""
+    """Run ``text`` in two processes; return their exit status and standard error."""
     tests = Path(__file__).parent.parent
     argv = [sys.executable, "-c", text, str(folder), str(tests), str(tests.parent / "src")]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
@@ -393,7 +393,7 @@ def run_script(text: str, folder: Path) -> list[tuple[int, str]]:
 
 @pytest.mark.nightly
 def test_an_exception_ends_both_processes(tmp_path: Path) -> None:
-    """Its own error on one rank, an error that names the rank on the other, and no abort."""
+    """One rank raises the exception, the other one an error that names this rank. None aborts."""
     text = SCRIPT.replace("{strategy!r}", "SSP(staleness=3)")
     (survivor, other), (raiser, own) = run_script(text, tmp_path)
     assert raiser == 1, own
@@ -408,7 +408,7 @@ def test_an_exception_ends_both_processes(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_process_that_never_finishes_can_end(tmp_path: Path) -> None:
-    """Without finish() or detach(): Python ends although a thread serves."""
+    """Python ends without finish() or detach(), although a thread serves."""
     text = textwrap.dedent(SCRIPT).replace("{strategy!r}", "Downpour()")
     text = text.replace("with offbeat", "sync = offbeat").replace(
         "timeout_seconds=5):", "timeout_seconds=5)"
@@ -446,7 +446,7 @@ def uneven(rank: int, size: int, strategy: Strategy) -> Any:
 )
 @pytest.mark.parametrize("index", some(range(len(EVERY)), 0, 3), ids=[str(one) for one in EVERY])
 def test_uneven_workers_end_alike(world: str, servers: tuple[int, ...] | None, index: int) -> None:
-    """With any servers and any moments of consensus and end: no hang, and the same final bits."""
+    """No hang, and the same final bits, for any servers and times of consensus and end."""
     strategy = dataclasses.replace(EVERY[index], servers=servers)  # type: ignore[call-arg]
     if world == "gloo":
         results = run(uneven, strategy, workers=3)
@@ -466,7 +466,7 @@ def test_uneven_workers_end_alike(world: str, servers: tuple[int, ...] | None, i
 
 @pytest.mark.parametrize("strategy", some(EVERY, 1, 3), ids=str)
 def test_a_simulation_is_the_same_each_time(strategy: Strategy) -> None:
-    """Byte for byte, although servers run in threads."""
+    """The result is bytewise the same, although servers run in threads."""
 
     def once() -> tuple[str, Tensor]:
         result = simulate(

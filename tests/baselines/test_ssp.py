@@ -1,4 +1,4 @@
-"""SSP against its definition played event by event, its bound, and BSP."""
+"""SSP against an event-by-event reference, its staleness bound, and BSP."""
 
 import heapq
 import itertools
