@@ -135,7 +135,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def swapped() -> list[Tensor]:
-    """Of several pieces, of no whole number of pieces, strided in one and in two dimensions."""
+    """Return tensors of several pieces, of a partial piece, and with strides."""
     generator = torch.Generator().manual_seed(4)
     many = 2 * 16 + 5
     return [
@@ -155,7 +155,7 @@ SWAPPED = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.co
 @pytest.mark.parametrize("dtype", SWAPPED, ids=str)
 @pytest.mark.parametrize("divisor", [1.0, 3.0])
 def test_swap_is_unpack_and_unpack_brings_back(dtype: torch.dtype, divisor: float) -> None:
-    """Bit for bit: tensors ← flat / divisor in place, and then what they were."""
+    """The tensors become flat / divisor in place, and ``unpack`` restores them bit for bit."""
     tensors = [t.to(dtype) for t in swapped()]
     strides, addresses = [t.stride() for t in tensors], [t.data_ptr() for t in tensors]
     before, want = [t.clone() for t in tensors], [t.clone() for t in tensors]
@@ -179,7 +179,7 @@ def test_swap_is_unpack_and_unpack_brings_back(dtype: torch.dtype, divisor: floa
 def test_an_interrupted_swap_leaves_the_tensors_as_they_were(
     when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever a Ctrl-C comes: before or after any of the writes."""
+    """A Ctrl-C may happen before or after any of the writes."""
     divide, pieces = torch.div, 3 + 1 + 1 + 1 + 1 + 1
     count = 0
 
@@ -209,7 +209,7 @@ def test_an_interrupted_swap_leaves_the_tensors_as_they_were(
 
 
 def test_three_buckets_and_a_tensor_larger_than_a_bucket() -> None:
-    """With ≥ 3 buckets all are unpacked, after all were packed; a large one is alone."""
+    """All buckets are unpacked after all were packed. A large tensor has a bucket alone."""
     sizes = [10, 10, 100, 10, 10, 10]  # float32 at 100 bytes a bucket
     tensors = [torch.full((n,), float(i)) for i, n in enumerate(sizes)]
     buckets = make_buckets(tensors, 100)
@@ -224,14 +224,14 @@ def test_three_buckets_and_a_tensor_larger_than_a_bucket() -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_weight_0_gives_zeros_even_for_nan(dtype: torch.dtype) -> None:
-    """A worker that does not take part cannot poison the mean."""
+    """A worker with weight 0 cannot put NaN into the mean."""
     bucket = Bucket([torch.tensor([float("nan"), float("inf")], dtype=dtype)], tail=2)
     bucket.tail.fill_(7)
     assert bucket.pack(0.0).tolist() == [0, 0, 7, 7]
 
 
 def test_weights_scale_the_body_and_leave_the_tail() -> None:
-    """The numbers that travel along are the caller's."""
+    """The tail belongs to the caller."""
     bucket = Bucket([torch.tensor([1.0, 2.0]), torch.tensor([[3.0]])], tail=1)
     bucket.tail.fill_(9)
     assert bucket.pack(0.5).tolist() == [0.5, 1.0, 1.5, 9.0]
@@ -243,7 +243,7 @@ def test_weights_scale_the_body_and_leave_the_tail() -> None:
 
 
 def test_the_staging_tensor_is_kept() -> None:
-    """One flat copy of the model, allocated once."""
+    """The flat copy is allocated once."""
     bucket = Bucket([torch.ones(3)])
     assert bucket.pack().data_ptr() == bucket.pack(2.0).data_ptr() == bucket.flat.data_ptr()
 
@@ -285,7 +285,7 @@ def test_tensors_with_autograd_are_written_in_place() -> None:
 
 
 def test_devices_and_dtypes_open_groups_of_their_own() -> None:
-    """Interleaved dtypes fill one bucket each, not one a change of dtype."""
+    """Interleaved dtypes fill one bucket each. A change of dtype does not close a bucket."""
     mixed = [torch.zeros(2, dtype=d) for d in (torch.float32, torch.float64) * 3]
     assert [len(group) for group in group_tensors(mixed)] == [3, 3]
 
@@ -348,14 +348,14 @@ def test_add_clamped_stays_between_the_value_and_the_mean(
 
 
 def test_an_infinite_mask_survives_the_shift() -> None:
-    """inf − inf is no number: what has not changed since the snapshot becomes the mean itself."""
+    """∞ − ∞ is NaN, so a value that has not changed since the snapshot becomes the mean."""
     mask = torch.tensor([float("-inf"), 0.0, 2.0])
     add_clamped([mask], torch.tensor([float("-inf"), 0.0, 3.0]), mask.clone())
     assert mask.tolist() == [float("-inf"), 0.0, 3.0]
 
 
 def test_nan_becomes_the_mean() -> None:
-    """Whether it was sent, or came afterwards."""
+    """This holds for a NaN that was sent and for one that appeared later."""
     nan = float("nan")
     now = torch.tensor([nan, 1.0, nan])
     add_clamped([now], torch.tensor([5.0, 6.0, 7.0]), torch.tensor([nan, nan, 2.0]))

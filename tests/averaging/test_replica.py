@@ -33,8 +33,8 @@ def test_parameters_are_a_fixed_list_sorted_by_name() -> None:
     assert [name for name, _ in replica_of(model).parameters] == want
 
 
-def test_buffers_are_told_apart_by_dtype() -> None:
-    """Floats and complex are averaged, counters take a maximum, others do neither."""
+def test_buffers_are_sorted_by_dtype() -> None:
+    """Floats and complex numbers are averaged, counters take a maximum, others do neither."""
     model = Model()
     model.register_buffer("phase", torch.ones(2, dtype=torch.complex64))
     model.register_buffer("packed", torch.ones(2, dtype=torch.uint8))
@@ -52,8 +52,8 @@ def test_buffers_are_told_apart_by_dtype() -> None:
     assert len(replica.everything()) == 7 + 1 + 7
 
 
-def test_describe_tells_shape_dtype_and_role_of_every_tensor() -> None:
-    """What workers compare: one line a parameter and buffer."""
+def test_describe_contains_shape_dtype_and_role_of_every_tensor() -> None:
+    """The workers compare one line for each parameter and buffer."""
     lines = replica_of(Model()).describe()
     assert len(lines) == 8 + 5
     assert "parameter 'z.weight': shape (3, 2), torch.float32, averaged" in lines
@@ -63,7 +63,7 @@ def test_describe_tells_shape_dtype_and_role_of_every_tensor() -> None:
 
 
 def test_snapshot_and_restore_keep_bits_and_storage() -> None:
-    """Everything an average may change comes back, in place."""
+    """Everything that a mean may change is restored in place."""
     model = Model()
     replica = replica_of(model)
     tensors = [*model.parameters(), *model.buffers()]
@@ -82,7 +82,7 @@ def test_snapshot_and_restore_keep_bits_and_storage() -> None:
 
 
 def test_buckets_are_kept_until_a_buffer_is_rebound() -> None:
-    """The same staging memory each time; a rebound buffer is seen."""
+    """The staging tensors are the same, unless a buffer was replaced."""
     model = Model()
     replica = replica_of(model)
     first = replica.buckets()

@@ -209,7 +209,7 @@ def test_eamsgd_is_the_papers_in_other_variables() -> None:
 def play(
     order: Sequence[int], size: int, period: int, alpha: float, difference: str
 ) -> tuple[list[list[Tensor]], Tensor, Tensor]:
-    """Reference of asynchronous EASGD, one step at a time in ``order``; z before and after the end."""
+    """Reference of asynchronous EASGD with one step at a time, in ``order``."""
     xs = [flat(make_model(seed=0)) for _ in range(size)]
     z = xs[0].clone()
     trace: list[list[Tensor]] = [[] for _ in range(size)]

@@ -109,7 +109,7 @@ def test_a_resumed_worker_continues_with_the_same_bits(
 def staggered(
     strategy: Strategy, latency: str, saved: list[bytes] | None, stop: int
 ) -> tuple[list[Any], Any]:
-    """Train three workers 2 ms apart, from 0 or from ``saved`` at step 6 up to ``stop``, and save."""
+    """Train three workers, from 0 or from ``saved`` at step 6, up to ``stop``, and save."""
 
     def work() -> Any:
         rank = dist.get_rank()
@@ -158,7 +158,7 @@ def staggered(
     ids=str,
 )
 def test_asynchronous_workers_continue_from_a_checkpoint(strategy: Strategy, latency: str) -> None:
-    """Workers that are saved at step 6 and resumed take the same steps as without a restart.
+    """Workers that are saved at step 6 and resumed train as without a restart.
 
     With the longer latency a request is in flight when they save, and updates wait to be sent.
     """
