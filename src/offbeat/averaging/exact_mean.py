@@ -1,7 +1,7 @@
 """The exact mean of whole models, for a consensus, the end of training, and inside a node.
 
-These means are exact over any wire. Except in ``show``, nothing is written before every sum has
-arrived, so a worker that loses a peer keeps its model.
+These means are exact over any wire. All but ``show`` are all or nothing: a worker that loses a peer
+keeps its model.
 """
 
 import torch
@@ -35,7 +35,7 @@ class ExactMean:
             what: Name of the operations in errors.
 
         Raises:
-            CommunicationError: a peer is lost; nothing was written.
+            CommunicationError: a peer is lost; the model is unchanged.
         """
         buckets = self._replica.buckets("averaged")
         landings = [self._launch(bucket, weight, total, what) for bucket in buckets]

@@ -234,7 +234,7 @@ class GradientMean:
     ) -> list[float]:
         """Replace the gradients by their mean over the contributing workers. Blocks.
 
-        No gradient is written before all means have arrived.
+        If a sum fails, no gradient changes.
 
         Args:
             slots: The caller's numbers; the argument ``slots`` of the constructor is their count.

@@ -67,7 +67,7 @@ class Worker:
         touched: True if the model was changed outside ``optimizer.step`` since the last step, as
             schedule-free optimizers do.
         scaled: True if a GradScaler is in use, under which non-finite gradients are normal.
-        norm_squared: ‖g‖² of the current step. None if the strategy does not measure it.
+        norm_squared: ‖g‖² of the current step over all optimizers. None if it was not measured.
         record: Values for the telemetry record of this step.
         details: Totals for ``Stats.details``.
     """

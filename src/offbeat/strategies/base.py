@@ -132,7 +132,7 @@ class Gradients:
     """The workers average gradients, before the optimizer's step.
 
     Attributes:
-        every_step: True if gradients are averaged in every round. Their buckets are then sent
+        every_step: True if gradients are averaged in every round. Their buckets may then be sent
             during backward, the last bucket carries the vote, and ``decide`` is never called.
             False: the workers exchange votes first, and average if ``decide`` launches.
     """

@@ -78,7 +78,7 @@ class StreamingAveraging(Strategy):
 
     ``schedule="cyclic"``: workers launch the parts in cyclic order, the whole model in at most
     β = τ/2 local steps. A part lands just before its next launch. The workers wait if it has not
-    arrived by then, so every run gives the same bits.
+    arrived by then, so every run gives the same bits. The default ``wire`` is "float32".
 
     Args:
         parts: Number of parts of equal bytes (1 to 1024). "auto": one for each 4 MiB, at most 4;

@@ -208,7 +208,7 @@ class Part(ABC):
     def land(self, step: int, *, extra: Sequence[Landing] = ()) -> None:
         """Wait for the sums, then move P and the model.
 
-        Nothing is written before everything has arrived.
+        If a sum fails, P and the model do not change.
 
         Args:
             step: Number of local steps so far.

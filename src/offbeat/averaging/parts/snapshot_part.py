@@ -29,18 +29,12 @@ class SnapshotPart(Part):
     mean minus the sent values, but stay between their own value and the mean, so that a variance
     stays positive.
 
+    P is stored with an outer step or a lossy wire. Quantization errors are relative to the sent
+    values, and the differences to P are small. The arguments are those of ``Part``, and two more.
+
     Args:
-        team: The workers.
-        wire: Sums the parameters over the workers. P is stored if it is lossy, because quantization
-            errors are relative to the sent values, and differences to P are small.
-        parameters: Function that returns the parameters of this part.
-        name: Name of the part; unique.
-        anchored: True if P is stored in any case. It is always stored with an outer step or a lossy
-            wire.
+        anchored: True if P is stored in any case.
         keeps_steps: False if the part always lands before the worker's next step.
-        outer: The step of P. None: P ← P + D.
-        buffers: Function that returns floating-point buffers to send with this part.
-        step: Number of local steps so far.
 
     *Memory*, in copies of the part: the sums; s with ``keeps_steps``; P and v, if stored.
     """

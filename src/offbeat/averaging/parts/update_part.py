@@ -39,14 +39,7 @@ class UpdatePart(Part):
     Each launch has its own μ and a. D, u and Δ are never stored as whole tensors: a landing decodes
     the payloads piece by piece and moves P, v and x while a piece is in the processor's cache.
 
-    Args:
-        team: The workers.
-        wire: Sums the updates over the workers.
-        parameters: Function that returns the parameters of this part, or views into parameters.
-        name: Name of the part; unique.
-        outer: The step of P. With momentum v is stored. None: P ← P + D.
-        buffers: Function that returns floating-point buffers to send with this part.
-        step: Number of local steps so far.
+    The arguments are those of ``Part``. With outer momentum v is stored.
 
     Attributes:
         fade: μ of the launch in flight.
