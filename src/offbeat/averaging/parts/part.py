@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.averaging.buckets import BUCKET_BYTES, group_tensors, make_buckets, unpack
+from offbeat.averaging.buckets import BUCKET_BYTES, group_tensors, unpack
 from offbeat.averaging.norm import squared_norm
 from offbeat.averaging.parts.landing import Landing, land
 from offbeat.averaging.parts.part_bucket import PartBucket
@@ -49,8 +49,9 @@ class Part(ABC):
         velocity: v, one flat tensor for each bucket of parameters. Empty without outer momentum.
         buffer_base: Buffers at the last landing, one flat tensor for each bucket. Empty if P is not
             stored.
-        sums: Sums in flight, one flat tensor for each bucket, for checkpoints.
-        own: Values that this worker has sent, one flat tensor for each bucket, for checkpoints.
+        sums: Sums in flight, one flat tensor for each bucket. Saved in checkpoints.
+        own: Values that this worker has sent, one flat tensor for each bucket. Saved in
+            checkpoints.
         in_flight: True from the launch to the landing.
         weight: Σ w over the workers, valid once ``wait`` has returned.
         launched_step: Local step of the last launch.
@@ -111,10 +112,15 @@ class Part(ABC):
 
     # -- tensors ---------------------------------------------------------------------------------
 
-    def _make_buckets(self, *, share_bucket: bool) -> None:
+    def _groups(self) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+        """Look up the tensors, and return groups of parameters and of buffers, one per bucket."""
+        parameters = (t for t in self._find_parameters() if t.numel())
+        buffers = (t for t in self._find_buffers() if t.numel())
         limit = self._bucket_bytes
-        parameters = [[*b.tensors] for b in make_buckets(self._find_parameters(), limit)]
-        buffers = [[*b.tensors] for b in make_buckets(self._find_buffers(), limit)]
+        return group_tensors(parameters, limit), group_tensors(buffers, limit)
+
+    def _make_buckets(self, *, share_bucket: bool) -> None:
+        parameters, buffers = self._groups()
         if share_bucket and len(buffers) == 1:
             first = buffers[0][0]
             alike = [
@@ -134,9 +140,7 @@ class Part(ABC):
 
     def _refresh_tensors(self) -> None:
         """Look up the tensors again, because modules may have been moved."""
-        limit = self._bucket_bytes
-        parameters = group_tensors((t for t in self._find_parameters() if t.numel()), limit)
-        buffers = group_tensors((t for t in self._find_buffers() if t.numel()), limit)
+        parameters, buffers = self._groups()
         shared = buffers.pop() if self._shared is not None else []
         for i, (bucket, group) in enumerate(
             zip(self.buckets, [*parameters, *buffers], strict=True)
