@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from benchmarks.harness import Result, compare, interleave, slowest
 from benchmarks.processes import run
-from offbeat.averaging.replica import BUCKET_BYTES
+from offbeat.averaging.buckets import BUCKET_BYTES
 from offbeat.lab.launch.cluster import Cluster
 from offbeat.quantization.codecs import CODECS
 from offbeat.quantization.wire import Precision, Wire

@@ -1,4 +1,4 @@
-"""State of a strategy that survives a change of membership, and what a checkpoint holds of it."""
+"""Carried state, which survives a change of membership, and its part of a checkpoint."""
 
 import json
 from dataclasses import dataclass, field
@@ -52,7 +52,7 @@ def fresh() -> State:
 
 
 def test_common_values_are_those_of_the_most_advanced_worker() -> None:
-    """They travel as JSON and are put into the state that the new view begins with."""
+    """They are sent as JSON and loaded into the initial state of the new view."""
     values = json.loads(json.dumps(common_values(used(3))))
     assert values == {
         "gain": 4.5,

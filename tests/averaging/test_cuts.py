@@ -17,7 +17,7 @@ from problems import flat, make_wide
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.data())
 def test_cuts_by_tensors_are_nearest_to_equal_bytes(sizes: list[int], data: Any) -> None:
-    """Of all ways to cut, the one whose cuts are nearest to their places, the first ones first."""
+    """Each cut, from the first one, is the possible one nearest to its target."""
     parts = data.draw(st.integers(1, len(sizes)))
     tensors = [torch.zeros(size) for size in sizes]
     found = cut_by_tensors(tensors, parts)
@@ -34,7 +34,7 @@ def test_cuts_by_tensors_are_nearest_to_equal_bytes(sizes: list[int], data: Any)
 
 
 def test_bytes_are_those_that_are_summed() -> None:
-    """Half types are summed in float32, and a complex number is two."""
+    """Half types are summed in float32. A complex number counts as two numbers."""
     kinds = [torch.bfloat16, torch.float32, torch.float64, torch.complex128]
     tensors = [torch.zeros(n, dtype=kind) for n, kind in zip([8, 8, 4, 2], kinds, strict=True)]
     assert [len(part) for part in cut_by_tensors(tensors, 4)] == [1, 1, 1, 1]
@@ -45,7 +45,7 @@ def test_bytes_are_those_that_are_summed() -> None:
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7, 50])
 def test_cuts_by_bytes_are_equal(parts: int) -> None:
-    """The parts hold every number once, in order, and their sizes differ by at most one number."""
+    """The parts contain every number once, in order, and their sizes differ by at most one."""
     model = make_wide(seed=0, norm=True)
     parameters = [nn.Parameter(torch.arange(0.0)), *model.parameters()]
     views = [part() for part in cut_by_bytes(parameters, parts)]
@@ -63,7 +63,7 @@ def test_a_tensor_that_is_not_contiguous_stays_whole() -> None:
 
 
 def test_views_follow_a_module_that_is_moved() -> None:
-    """``.data`` may be replaced; the views are those of the present memory."""
+    """The views use the current memory after ``.data`` was replaced."""
     parameter = nn.Parameter(torch.zeros(6))
     first, second = cut_by_bytes([parameter], 2)
     parameter.data = torch.arange(6.0)

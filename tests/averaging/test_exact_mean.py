@@ -1,4 +1,4 @@
-"""x ← mean(x) over the workers: every tensor, in its own dtype, in its place."""
+"""x ← mean(x) over the workers, for each tensor in its dtype and in place."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -43,7 +43,7 @@ def train_tied(rank: int, size: int) -> Any:
 
 
 def test_tied_weights_are_averaged_once() -> None:
-    """A parameter with two names stays one parameter and travels once."""
+    """A parameter with two names stays one parameter and is sent once."""
     reference = Simulated.start(3, "momentum", Tied(seed=0))
     for step in range(4):
         reference.step(step)
@@ -68,7 +68,7 @@ def half_models(rank: int, size: int) -> Tensor:
 
 
 def test_half_precision_parameters_are_averaged_in_float32() -> None:
-    """Pitfall 10: 256 + 1 + 1 is 258, not 256, and the sum is divided before it is narrowed."""
+    """256 + 1 + 1 is 258, not 256, and the sum is divided before it is rounded."""
     want = torch.tensor([86.0, 1e38, 4.0]).to(torch.bfloat16)
     results = run(half_models, workers=3)
     for got in results:
@@ -105,7 +105,7 @@ def mixed_dtypes(rank: int, size: int) -> Any:
 
 
 def test_every_bucket_of_a_mean_is_applied() -> None:
-    """Pitfalls 1 and 10: with four dtypes each tensor gets its own mean, in its own dtype."""
+    """With four dtypes each tensor gets its own mean, in its own dtype."""
     first, second = mixed_values(0), mixed_values(1)
     for results in run(mixed_dtypes, workers=2):
         for result in results:
@@ -156,7 +156,7 @@ def batch_norm(rank: int, size: int) -> Any:
 
 
 def test_batch_norm_buffers_are_averaged_and_counters_take_the_maximum() -> None:
-    """Pitfalls 7, 8 and 11: statistics are averaged with the models, also at learning rate 0.
+    """Statistics are averaged with the models, also at learning rate 0.
 
     Counters stay integers, and are exchanged only where all models become the same.
     """
@@ -209,7 +209,7 @@ def unused_layers(rank: int, size: int) -> list[Tensor]:
 
 
 def test_unused_layers_that_differ_per_rank_stay_apart() -> None:
-    """Pitfall 2: a layer without a gradient on a rank is averaged with itself, not with another."""
+    """A layer without a gradient on a rank is averaged with itself, not with another."""
     torch.manual_seed(0)
     start = everything(nn.ModuleList(nn.Linear(2, 1).double() for _ in range(3)))
     results = run(unused_layers, workers=2)
@@ -256,7 +256,7 @@ def strided(rank: int, size: int) -> Any:
 
 
 def test_memory_format_and_strides_are_kept() -> None:
-    """Pitfall 9: channels_last and transposed parameters keep strides and get the right values."""
+    """Channels_last and transposed parameters keep strides and get the right values."""
     start, moves = strided_values(0, 0), [strided_values(rank, 1) for rank in range(2)]
     for results in run(strided, workers=2):
         for begin, inside, end, kept in results:
@@ -372,7 +372,7 @@ def weighted(rank: int, size: int) -> dict[str, Tensor]:
 
 
 def test_the_mean_is_weighted_and_in_the_dtype_of_each_tensor() -> None:
-    """Σ w·x / Σ w, half types summed in float32; integers' maximum; masks are left alone."""
+    """Σ w·x / Σ w, half types summed in float32. Integers become the maximum; masks stay."""
     mean = expected(WEIGHTS)
     results = run(weighted, workers=3)
     for rank, result in enumerate(results):
@@ -405,7 +405,7 @@ def by_a_part(rank: int, size: int, wire: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
 def test_a_blocking_mean_of_training_is_near_it_over_every_wire(wire: str) -> None:
-    """All dtypes, buffers exactly; integers are left alone; the same bits on all workers."""
+    """Buffers are exact, integers stay, and all workers hold the same bits."""
     mean = {name: value for name, value in expected([1, 1, 0]).items() if is_number(value)}
     results = run(by_a_part, wire, workers=3)
     for rank, result in enumerate(results):
@@ -426,7 +426,7 @@ def show(rank: int, size: int) -> Any:
 
 
 def test_show_gives_the_mean_and_leaves_no_staging_memory() -> None:
-    """Not one of the tensors that were sent is still there."""
+    """Afterwards none of the staging tensors exists."""
     mean = expected(WEIGHTS)
     for state, sent, kept in run(show, workers=3):
         assert_is(state, mean)
@@ -445,7 +445,7 @@ def some_tensors(rank: int, size: int, method: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("method", ["average_buffers", "average_integers"])
 def test_buffers_or_integers_alone_leave_the_rest(method: str) -> None:
-    """Statistics take their mean, exactly, and counters their maximum; nothing else moves."""
+    """Only statistics or only counters change."""
     names = {"count", "small"} | ({"statistic"} if method == "average_buffers" else set())
     mean = expected([1.0] * 2)
     for rank, result in enumerate(run(some_tensors, method, workers=2)):

@@ -1,4 +1,4 @@
-"""Tensors as one flat view: any stretch of it, whatever the tensors are made of."""
+"""Tensors as one flat view: reading and changing any range, for any layout of the tensors."""
 
 import itertools
 import random
@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from offbeat.averaging.buckets import as_real
 from offbeat.averaging.flat_view import Difference, FlatView
-from offbeat.averaging.replica import as_real
 
 
 def tensors(dtype: torch.dtype) -> list[Tensor]:
@@ -41,7 +41,7 @@ def cuts(elements: int) -> list[int]:
 
 @EVERY
 def test_a_difference_is_read_in_any_stretches(dtype: torch.dtype) -> None:
-    """In float32, as a codec asks for it, and in the view's own dtype."""
+    """It is read in float32, as a codec needs it, and in the view's dtype."""
     some = tensors(dtype)
     view = FlatView(some)
     base = torch.linspace(-1, 1, view.elements, dtype=view.dtype)
@@ -59,7 +59,7 @@ def test_a_difference_is_read_in_any_stretches(dtype: torch.dtype) -> None:
 
 @EVERY
 def test_tensors_are_moved_in_any_stretches(dtype: torch.dtype) -> None:
-    """In place: half types are computed in float32 and rounded once."""
+    """They change in place. Half types are computed in float32 and rounded once."""
     some = tensors(dtype)
     before, memory = flat(some), [one.data_ptr() for one in some]
     view = FlatView(some)

@@ -1,4 +1,4 @@
-"""What flows promise beyond values: nothing is lost, messages, weights, and when votes travel."""
+"""Properties of flows other than values: lost steps, messages, weights, and votes in flight."""
 
 import copy
 import itertools
@@ -170,7 +170,7 @@ def votes(monkeypatch: pytest.MonkeyPatch) -> list[Vote]:
 
 
 def wait(rank: int, size: int, text: str) -> None:
-    """Rank 0 waits in a consensus after 2 steps, rank 1 comes after 7."""
+    """Rank 0 waits in a consensus after 2 steps, rank 1 reaches it after 7."""
     model = make_model(seed=rank)
     optimizer = sgd(model)
     with attach(model, optimizer, text) as sync:
@@ -196,7 +196,7 @@ def wait(rank: int, size: int, text: str) -> None:
 def test_a_waiting_worker_counts_while_it_has_steps_to_give(
     text: str, weights: list[int], votes: list[Vote]
 ) -> None:
-    """Weight 1 in the round that takes its last steps, then 0: it does not damp the others'."""
+    """Its weight is 1 in the round that averages its last steps, then 0."""
     simulated(wait, text, workers=2)
     before = list(itertools.takewhile(lambda vote: not vote.finishing, votes))
     assert [vote.weight for vote in before if vote.rank == 0][: len(weights)] == weights
@@ -251,7 +251,7 @@ def order(rank: int, size: int, text: str) -> list[str]:
 def test_votes_travel_while_the_optimizer_steps_unless_the_schedule_is_eager(
     text: str, first: str
 ) -> None:
-    """An eager worker knows only after its step what has arrived."""
+    """An eager worker votes after its step, because only then it knows which parts have arrived."""
     for events in simulated(order, text, workers=2):
         assert events[0] == first
         assert events.count("step") == 3
@@ -285,7 +285,7 @@ def test_votes_that_travel_during_the_optimizer_step_are_not_waited_for() -> Non
 
 
 def test_deferred_flags_have_a_whole_step_to_arrive() -> None:
-    """A latency that every step would wait for costs nothing."""
+    """No step waits for a latency that is shorter than a step."""
     assert seconds_waited("selsync:delta=inf", "10ms", optimizer_sleeps=False) > 10 * 0.009
     text = "selsync:delta=inf,flags=deferred"
     assert seconds_waited(text, "10ms", optimizer_sleeps=False) == 0
@@ -295,7 +295,7 @@ def test_deferred_flags_have_a_whole_step_to_arrive() -> None:
 
 
 def test_a_mean_of_gradients_on_demand_cannot_exclude_a_worker() -> None:
-    """It would step with the very gradient that was excluded."""
+    """The worker would step with the gradient that was excluded."""
 
     def refuse(rank: int, size: int) -> None:
         model = make_model()

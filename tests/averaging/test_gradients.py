@@ -74,7 +74,7 @@ def accumulate(rank: int, size: int, passes: list[int], how: str) -> list[Tensor
 def test_buckets_sent_twice_feed_their_errors_once(
     passes: list[int], how: str, buckets_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Buckets that leave too early and are sent again: the same bits as without overlap."""
+    """Buckets that are sent too early and again give the same bits as without overlap."""
     buckets_of(4096)
     early = run(accumulate, passes, how, workers=3)
     monkeypatch.setattr(GradientFlow, "bucket_ready", Flow.bucket_ready)  # none leaves early
@@ -85,7 +85,7 @@ def test_buckets_sent_twice_feed_their_errors_once(
 
 
 def test_all_gradients_arrive_in_time(buckets_of: Any) -> None:
-    """Σ over steps of the means is the exact Σ but for one rounding, accumulated or not."""
+    """The sum of the means over steps is exact but for one quantization, accumulated or not."""
     passes = [1, 2, 1, 3, 1, 1, 2, 1]
 
     def steps(rank: int, size: int) -> tuple[Tensor, Tensor]:
@@ -118,7 +118,7 @@ def test_all_gradients_arrive_in_time(buckets_of: Any) -> None:
 
 
 def test_without_error_feedback_small_gradients_would_be_lost() -> None:
-    """A gradient far below its block's scale still arrives, in time."""
+    """Error feedback delivers a gradient far below its block's scale after some steps."""
 
     def steps(rank: int, size: int) -> Tensor:
         model = nn.Module()
@@ -264,7 +264,7 @@ def train_wide(rank: int, size: int, passes: list[int], how: str) -> list[list[T
     ],
 )
 def test_every_bucket_is_reduced(passes: list[int], how: str, buckets_of: Any) -> None:
-    """Pitfall 1, 6: ≥ 3 buckets, a tensor over the bucket size, mixed dtypes, early buckets.
+    """≥ 3 buckets, a tensor over the bucket size, mixed dtypes, early buckets.
 
     Whatever the user does to the gradients between backward and step counts.
     """
@@ -320,7 +320,7 @@ def train_branches(rank: int, size: int) -> list[list[Tensor | None]]:
 
 
 def test_unused_layers_differ_by_worker() -> None:
-    """Pitfall 2: a gradient that a worker lacks counts as zero; one nobody has stays None."""
+    """A gradient that a worker lacks counts as zero. One that no worker has stays None."""
     results = run(train_branches, workers=3)
     model = Branches(seed=0)
     for rank in range(3):
@@ -353,7 +353,7 @@ def half_mean(rank: int, size: int) -> dict[str, Tensor]:
 
 
 def test_half_gradients_are_summed_in_float32_then_divided() -> None:
-    """Pitfall 10: no overflow in the sum, no underflow from dividing first, no bf16 swamping."""
+    """No overflow in the sum, no underflow from dividing first, no bf16 swamping."""
     for result in run(half_mean, workers=3):
         half = result["torch.float16"]
         assert half[0] == 30000
@@ -378,7 +378,7 @@ def halved(rank: int, size: int) -> tuple[Tensor, int]:
 
 
 def test_accumulation_is_the_big_batch() -> None:
-    """Pitfall 6: two half batches a step give the whole batch, and count as one step."""
+    """Two half batches a step equal the whole batch, and count as one step."""
     expected = bsp_reference(2, "momentum", 5)[-1]
     for end, steps in run(halved, workers=2):
         close(end, expected)
@@ -386,7 +386,7 @@ def test_accumulation_is_the_big_batch() -> None:
 
 
 def interrupt(rank: int, size: int) -> Tensor:
-    """Rank 0 looks at the consensus between backward and step; others at other moments."""
+    """Enter a consensus between backward and step on rank 0, and at other times on other ranks."""
     model = make_model(seed=rank)
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     sync = attach(model, optimizer, "bsp")
@@ -402,7 +402,7 @@ def interrupt(rank: int, size: int) -> Tensor:
 
 
 def test_early_buckets_survive_a_consensus(buckets_of: Any) -> None:
-    """Buckets that left during backward before a consensus() are sent again by the step."""
+    """The step sends buckets again that were sent during backward before the consensus."""
     buckets_of(64)
     expected = bsp_reference(2, "momentum", 6)[-1]
     for end in run(interrupt, workers=2):
@@ -457,7 +457,7 @@ def train_words(rank: int, size: int, text: str, rows: int = 9, wire: str = "flo
 
 @pytest.mark.parametrize("text", ["bsp", "selsync:delta=0,aggregate=gradients"])
 def test_sparse_gradients_stay_sparse(text: str) -> None:
-    """SparseAdam requires that: one worker's steps with the mean of all, coalesced."""
+    """SparseAdam, which requires sparse gradients, steps with the mean of all workers."""
     model = Words(0)
     optimizers = optimizers_of(model)
     expected = []
@@ -502,7 +502,7 @@ def half_sparse(rank: int, size: int) -> Any:
 
 
 def test_a_gradient_that_is_dense_somewhere_is_dense_everywhere() -> None:
-    """And right: each row moves by its own number of uses over N."""
+    """Each row moves by its number of uses divided by N."""
     uses = torch.tensor([[1.0], [1.0], [1.0], [0.0], [3.0]]).expand(5, 2)
     for end in run(half_sparse, workers=3):
         torch.testing.assert_close(end, -uses / 3)

@@ -1,4 +1,4 @@
-"""All or nothing: whichever operation of a mean fails, and however much of it has arrived."""
+"""Landings are all or nothing, for any failing operation of a mean at any time."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,13 +14,13 @@ import worlds
 from cells import nightly
 from faults import Fault
 from loops import Faulty, attach, bits
-from offbeat.averaging import Replica, gradients, replica, worker
+from offbeat.averaging import Replica, buckets, gradients, worker
+from offbeat.averaging.buckets import Bucket
 from offbeat.averaging.exact_mean import ExactMean
 from offbeat.averaging.gradients import gradient_buckets
 from offbeat.averaging.model_flow import ModelFlow
 from offbeat.averaging.parts import landing
 from offbeat.averaging.parts.landing import Landing, bucket_landing, land
-from offbeat.averaging.replica import Bucket
 from offbeat.transport.communicator import Wrapper
 from offbeat.transport.handle import Handle
 from offbeat.transport.host import ThreadHost
@@ -85,7 +85,7 @@ def firsts(tensors: list[Tensor]) -> list[float]:
 def test_what_has_arrived_over_a_slow_link_is_written_early(
     bits_per_second: float, seen: list[list[float]]
 ) -> None:
-    """What the tensors are when each sum is waited for; in the end all are the means."""
+    """Compares the tensors at the wait for each sum. At the end all are the means."""
     clock = Clock()
     tensors, landings = three_sums(clock, BYTES / bits_per_second * 8)
     looks = []
@@ -105,7 +105,7 @@ def test_what_has_arrived_over_a_slow_link_is_written_early(
 @pytest.mark.parametrize("fails", [0, 1, 2])
 @pytest.mark.parametrize("seconds", [0.0, 1.0])
 def test_if_one_sum_fails_nothing_is_written(fails: int, seconds: float) -> None:
-    """Over a fast link and a slow one, whichever it is."""
+    """Any sum may fail, over a fast link and over a slow one."""
     clock = Clock()
     tensors, landings = three_sums(clock, seconds, fails)
     with pytest.raises(offbeat.CommunicationError, match="lost"):
@@ -115,7 +115,7 @@ def test_if_one_sum_fails_nothing_is_written(fails: int, seconds: float) -> None
 
 
 def test_an_interruption_while_writing_early_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Ctrl-C in the middle of a bucket: that one, too, is what it was, and so are the others."""
+    """After a Ctrl-C in the middle of a bucket all buckets have their previous values."""
     clock = Clock()
     tensors, landings = three_sums(clock, 1.0)
     landings.append(Landing(Sum(clock, torch.zeros(1), 1.0), write=lambda: None))
@@ -123,7 +123,7 @@ def test_an_interruption_while_writing_early_is_undone(monkeypatch: pytest.Monke
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
-        if calls[0] == BYTES // 4 // replica._PIECE + 3:  # in the second bucket
+        if calls[0] == BYTES // 4 // buckets._PIECE + 3:  # in the second bucket
             raise KeyboardInterrupt
         return divide(*args, **kwargs)
 
@@ -135,7 +135,7 @@ def test_an_interruption_while_writing_early_is_undone(monkeypatch: pytest.Monke
 
 
 def test_what_cannot_be_undone_is_written_last() -> None:
-    """A landing without a swap waits for all, on a slow link too."""
+    """A landing without a swap waits for all sums, also over a slow link."""
     clock, written = Clock(), []
 
     def write(name: str) -> None:
@@ -165,7 +165,7 @@ class Everything(nn.Module):
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer, sync: Any) -> dict[str, Tensor]:
-    """The bits of all that a mean may change."""
+    """Return the bits of all tensors that a mean may change."""
     found = {f"parameter {n}": p for n, p in model.named_parameters()}
     found |= {f"buffer {n}": b for n, b in model.named_buffers()}
     for name, p in model.named_parameters():
@@ -181,7 +181,7 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer, sync: Any) ->
 
 
 class Hesitant(Wrapper):
-    """No operation is done before it is waited for, as over a slow link."""
+    """A communicator whose operations are never done before they are waited for."""
 
     def start(self, operation: Operation[Any]) -> Handle[Any]:
         return _Late(self.inner.start(operation))
@@ -284,13 +284,13 @@ def written(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     limit = float("inf") if moment == "early" else 0.0
     monkeypatch.setattr(landing, "_SLOW_BYTES_PER_SECOND", limit)
     monkeypatch.setitem(globals(), "swaps", [0])
-    swap = replica.swap
+    swap = buckets.swap
 
     def counted(*args: Any) -> None:
         swaps[0] += 1
         swap(*args)
 
-    monkeypatch.setattr(replica, "swap", counted)
+    monkeypatch.setattr(buckets, "swap", counted)
     monkeypatch.setattr(gradients, "swap", counted)
     monkeypatch.setattr(worker, "gradient_buckets", partial(gradient_buckets, bucket_bytes=2048))
     return moment
@@ -302,7 +302,7 @@ def written(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_mean_is_written_as_a_whole_or_not_at_all(
     text: str, options: dict[str, Any], written: str
 ) -> None:
-    """Whichever operation of a step fails: every bit is what it was before the mean."""
+    """If any operation of a step fails, every bit is as before the mean."""
     results = worlds.run(every_operation, text, options, "fail", workers=2)
     check(results, broken=1)
     in_flight = text.startswith(("async", "diloco"))  # these always write at the end
@@ -330,7 +330,7 @@ def final_mean(rank: int, size: int, operation: int) -> tuple[str, bool, int]:
 @pytest.mark.usefixtures("written")
 @pytest.mark.parametrize("written", ["at the end", "early"], indirect=True)
 def test_the_exact_mean_is_written_as_a_whole_or_not_at_all() -> None:
-    """Of a consensus and of the end of training: three buckets and the counters."""
+    """Tests the means of a consensus and of the end: three buckets and the counters."""
     for error, unchanged, count in worlds.simulated(final_mean, 99, workers=2):
         assert (error, unchanged, count) == ("", False, 4)
     for operation in range(4):
@@ -359,7 +359,7 @@ def check(results: list[Any], broken: int) -> None:
 def test_a_lost_worker_leaves_whole_models_behind(
     text: str, options: dict[str, Any], kind: str
 ) -> None:
-    """On real processes: one worker fails or is cut off just before any operation of a step."""
+    """On real processes one worker fails or loses its connection before any operation of a step."""
     results = worlds.real(every_operation, text, options, kind, workers=3)
     check(results, broken=1)
     assert sum(count for _, _, count in results) > 0, "there was something to undo"

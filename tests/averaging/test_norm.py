@@ -65,7 +65,7 @@ tensors = st.builds(
 @settings(deadline=None, max_examples=80, derandomize=True, database=None)
 @given(st.lists(tensors, max_size=8))
 def test_squared_norm_is_the_sum_of_squares(gradients: list[Tensor]) -> None:
-    """‖g‖² over any shapes, dtypes and layouts is the sum in float64; of nothing it is 0."""
+    """It equals the sum in float64 for any shapes, dtypes and layouts."""
     assert squared_norm(iter(gradients)) == pytest.approx(wide(gradients), rel=1e-5, abs=1e-30)
     dense = [g.to_dense() if g.is_sparse else g for g in gradients if not g.is_complex()]
     assert squared_norm(dense) == pytest.approx(squared(dense), rel=1e-5, abs=1e-30)

@@ -62,7 +62,7 @@ def reference(workers: int, kind: str, period: int, steps: int) -> list[dict[str
     ["local:period=3", "selsync:delta=inf,max_interval=3", "diloco:period=3,outer_lr=1.0"],
 )
 def test_state_is_averaged_with_the_models(kind: str, text: str) -> None:
-    """At every mean of the models the state takes its mean, too; counters stay."""
+    """Every mean of the models also averages the state, without the counters."""
     text += ",outer_momentum=0.0" * text.startswith("diloco") + ",optimizer_state=average"
     found = run(train, text, kind, 8, workers=3)
     for one, want in zip(found, reference(3, kind, 3, 8), strict=True):
@@ -72,7 +72,7 @@ def test_state_is_averaged_with_the_models(kind: str, text: str) -> None:
 
 
 def test_with_fragments_state_is_averaged_with_the_last_one() -> None:
-    """Once a period, all of it: after steps 2 and 4 of fragments that leave in every step."""
+    """All of the state is averaged once a period, when the last fragment lands."""
     text = "diloco:period=2,fragments=2,optimizer_state=average"
     for steps, equal in ((2, True), (3, False), (4, True)):
         first, second = run(train, text, "momentum", steps, workers=2)
@@ -80,7 +80,7 @@ def test_with_fragments_state_is_averaged_with_the_last_one() -> None:
 
 
 def test_local_is_the_default_and_costs_nothing() -> None:
-    """Without it momentum differs between the workers right after a mean, and less is sent."""
+    """Momentum then differs between the workers after a mean, and fewer bytes are sent."""
     local = run(train, "local:period=3", "momentum", 6, workers=2)
     averaged = run(train, "local:period=3,optimizer_state=average", "momentum", 6, workers=2)
     assert torch.equal(local[0]["model"], local[1]["model"])
@@ -110,7 +110,7 @@ def _uneven(rank: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_what_a_worker_lacks_stays_local() -> None:
-    """State that only some workers have is left as it is; the rest is averaged."""
+    """State that only some workers have does not change. The rest is averaged."""
     (shared_0, none, _), (shared_1, first, _), (_, second, _) = run(_uneven, workers=3)
     assert torch.equal(shared_0, shared_1)
     assert none.numel() == 0
@@ -130,7 +130,7 @@ def _counted(rank: int, size: int) -> list[float]:
 
 
 def test_counters_stay_with_the_worker() -> None:
-    """A mean of step counts would be nobody's, and shift Adam's bias correction."""
+    """A mean of step counts would be wrong for every worker's bias correction in Adam."""
     assert run(_counted, workers=3) == [[1.0], [11.0], [21.0]]
 
 
@@ -152,7 +152,7 @@ def test_complex_state_is_averaged() -> None:
 
 
 class Coded(torch.optim.SGD):
-    """Keeps codes, as optimizers of 8 bits do: bytes, or a tensor that stands for such."""
+    """An optimizer with quantized state, like optimizers with 8 bits."""
 
     def __init__(self, parameters: Any, kind: str) -> None:
         super().__init__(parameters, lr=0.1)
@@ -178,7 +178,7 @@ def _coded(rank: int, size: int, kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "around"])
-def test_quantised_state_is_refused(kind: str) -> None:
-    """A mean of codes, or of their scales alone, would be no state at all."""
+def test_quantized_state_is_refused(kind: str) -> None:
+    """Quantized values and their scales cannot be averaged separately."""
     for message in run(_coded, kind, workers=2):
-        assert "'codes' of parameter '0.weight' in this Coded is quantised" in message
+        assert "'codes' of parameter '0.weight' in this Coded is quantized" in message

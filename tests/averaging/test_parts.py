@@ -1,4 +1,4 @@
-"""A part of the shared model: launched, arrived, landed, whatever the worker does meanwhile."""
+"""A part of the shared model: launch, arrival and landing, with local steps in between."""
 
 import copy
 import itertools
@@ -44,7 +44,7 @@ def vector(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class Worker:
-    """A worker that starts from a model that all hold, and takes steps of its own."""
+    """A worker that starts from the common model and takes local steps."""
 
     def __init__(
         self, rank: int, wire: Any = "float32", dtype: torch.dtype = torch.float64
@@ -97,7 +97,7 @@ def land_late(rank: int, size: int, kind: str) -> list[tuple[Tensor, ...]]:
 
 @EVERY_KIND
 def test_a_landing_keeps_local_steps_and_the_mean_of_the_workers(kind: str) -> None:
-    """x ← x + (mean(s) − s), whatever steps were taken since the launch; mean(x) does not move."""
+    """x ← x + (mean(s) − s), for any steps since the launch. mean(x) does not change."""
     for each in zip(*run(land_late, kind, workers=3), strict=True):
         mean = sum(snapshot for snapshot, _, _ in each) / 3
         for snapshot, before, after in each:
@@ -173,7 +173,7 @@ def given_step(rank: int, size: int) -> tuple[Tensor, Tensor, list[Tensor]]:
 
 
 def test_a_launch_brings_its_own_outer_step() -> None:
-    """With error feedback: v ← μ·v + D; P ← P + η·(D + a·v), with μ and a of that launch."""
+    """With error feedback v ← μ·v + D; P ← P + η·(D + a·v), with μ and a of that launch."""
     results = run(given_step, workers=2)
     first, second = (sum(sent[i] for _, _, sent in results) / 2 for i in range(2))
     want_v = 0.25 * first + second
@@ -201,7 +201,7 @@ def land_at_once(rank: int, size: int, wire: str, outer: Outer, blocking: bool) 
 def test_without_a_step_since_the_launch_x_is_exactly_p(
     blocking: bool, wire: str, outer: Outer
 ) -> None:
-    """The same bits on all workers, those of P where it is kept."""
+    """All workers hold the same bits, those of P if it is stored."""
     results = run(land_at_once, wire, outer, blocking, workers=3)
     for seen in results:
         for got, want in zip(seen, results[0], strict=True):
@@ -212,7 +212,9 @@ def test_without_a_step_since_the_launch_x_is_exactly_p(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("optimizer_kind", ["momentum", "adamw"])
-def test_a_lone_worker_does_not_notice(optimizer_kind: str, dtype: torch.dtype) -> None:
+def test_a_part_in_flight_does_not_change_a_single_worker(
+    optimizer_kind: str, dtype: torch.dtype
+) -> None:
     """Training with a part always in flight equals training without, bit for bit."""
 
     def train(rank: int, size: int, fly: bool) -> Tensor:
@@ -266,7 +268,7 @@ def half(rank: int, size: int, dtype: torch.dtype, outer_dtype: Any, moved: bool
 def test_p_is_kept_in_its_own_precision(
     dtype: torch.dtype, outer_dtype: Any, kept: torch.dtype, moved: bool
 ) -> None:
-    """P does not lose what x cannot hold: half types have a float32 P, others what was asked."""
+    """P has more precision than x: float32 for half types, otherwise the given dtype."""
     results = run(half, dtype, outer_dtype, moved, workers=2)
     sent = torch.float64 if dtype == torch.float64 else torch.float32
     work = torch.promote_types(kept, sent)
@@ -312,7 +314,7 @@ def test_small_outer_steps_add_up_in_p() -> None:
 
 
 def two_parts(rank: int, size: int, kind: str, wire: str, together: bool) -> tuple[Tensor, Tensor]:
-    """Two parts, launched and landed crosswise, or each of them on a worker of its own."""
+    """Launch and land two parts in different orders, or each of them on a separate worker."""
 
     def fly(chosen: tuple[int, ...]) -> list[Tensor]:
         worker = Worker(rank, wire, torch.float32)
@@ -335,7 +337,7 @@ def two_parts(rank: int, size: int, kind: str, wire: str, together: bool) -> tup
 @pytest.mark.parametrize("wire", ["float32", "int8"])
 @pytest.mark.parametrize("kind", ["snapshot", "update"])
 def test_parts_in_flight_at_once_are_independent(kind: str, wire: str) -> None:
-    """Each is bit for bit what it is without the other, quantization errors included."""
+    """Each has the same bits as without the other, quantization errors included."""
     together, apart = (run(two_parts, kind, wire, how, workers=2) for how in (True, False))
     for both, single in zip(together, apart, strict=True):
         for got, want in zip(both, single, strict=True):
@@ -363,7 +365,7 @@ def fly_at_another_precision(rank: int, size: int, outer: Outer) -> Any:
 
 
 def test_launches_of_changing_precision_lose_nothing() -> None:
-    """P has moved by the mean of all steps, but for the residuals and the owners' errors."""
+    """P moves by the mean of all steps, up to the residuals and the owners' errors."""
     results = run(fly_at_another_precision, PLAIN, workers=3)
     # 2 407 numbers are 6 blocks in 3 chunks; the 5 of int2 are gathered whole.
     sent_bytes = {"int8": 8 * 516, "int2": 5 * 132, None: 8 * 1024, "int4": 8 * 260}
@@ -382,7 +384,7 @@ def test_launches_of_changing_precision_lose_nothing() -> None:
 
 @OUTERS
 def test_pieces_do_not_change_a_launch(outer: Outer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Worked on a block at a time or all at once: the same bits in P, in x and with the owners."""
+    """One block at a time and all at once give the same bits in P, in x and on the owners."""
     whole = run(fly_at_another_precision, outer, workers=3)
     monkeypatch.setattr("offbeat.quantization.codecs._PIECE_BLOCKS", 1)
     for (cut_up, owed), (at_once, same) in zip(
@@ -395,7 +397,7 @@ def test_pieces_do_not_change_a_launch(outer: Outer, monkeypatch: pytest.MonkeyP
 
 
 def test_with_error_feedback_a_part_in_flight_is_its_payloads() -> None:
-    """No snapshot, sum or difference is kept, before the landing or after it."""
+    """It stores no snapshot, sum or difference, before or after the landing."""
 
     def fly(rank: int, size: int) -> Any:
         worker = Worker(rank, "int4", torch.float32)
@@ -439,7 +441,7 @@ def test_a_lossy_blocking_mean_keeps_its_bits() -> None:
 
 
 class Buffered(Worker):
-    """With statistics, which are averaged as well, and are rebound in every step."""
+    """A model with statistics, which are averaged, and are replaced in every step."""
 
     def __init__(self, rank: int, wire: Any = "float32") -> None:
         super().__init__(rank, wire, torch.float32)
@@ -474,7 +476,7 @@ def land_buffers(rank: int, size: int, kind: str, wire: str, weights: list[int])
 def test_buffers_stay_between_their_value_and_the_mean(
     weights: list[int], wire: str, kind: str
 ) -> None:
-    """The mean of the workers that contribute, exactly; shifted, so that a variance is not < 0."""
+    """They take the exact mean of the contributing workers, or are shifted within the range."""
     results = run(land_buffers, kind, wire, weights, workers=2)
     snapshots = [snapshot for snapshot, *_ in results]
     mean = sum(w * s for w, s in zip(weights, snapshots, strict=True)) / sum(weights)
@@ -485,7 +487,7 @@ def test_buffers_stay_between_their_value_and_the_mean(
 
 
 def poisoned(rank: int, size: int, kind: str, wire: str) -> tuple[Tensor, bool]:
-    """Rank 1 contributes nothing, because it is not finite, and steps on."""
+    """Rank 1 contributes nothing, because it is not finite, and continues."""
     worker = Buffered(rank, wire)
     part = worker.whole(kind)
     worker.step()
@@ -501,7 +503,7 @@ def poisoned(rank: int, size: int, kind: str, wire: str) -> tuple[Tensor, bool]:
 @EVERY_KIND
 @pytest.mark.parametrize("wire", ["float32", "int8"])
 def test_nan_in_a_buffer_becomes_the_mean(kind: str, wire: str) -> None:
-    """Otherwise a model that was restored would keep NaN in its statistics for ever."""
+    """Otherwise a restored model would keep NaN in its statistics."""
     results = run(poisoned, kind, wire, workers=3)
     assert all(finite for _, finite in results)
     assert results[1][0][0].item() == pytest.approx((0.9 + 1.1) / 2)
@@ -517,8 +519,8 @@ RIDING = {
 
 
 @pytest.mark.parametrize("case", list(RIDING))
-def test_buffers_ride_with_parameters(case: str) -> None:
-    """One message for both, unless the buffers are large, of another dtype, or the wire lossy."""
+def test_buffers_share_a_message_with_parameters(case: str) -> None:
+    """One message has both, unless buffers are large or of another dtype, or the wire is lossy."""
     want, elements = RIDING[case]
     dtype = torch.float64 if case == "other dtype" else torch.float32
 
@@ -586,7 +588,7 @@ def show(rank: int, size: int, kind: str, wire: str, outer: Outer, moved: bool) 
 def test_show_changes_the_model_as_a_landing_and_nothing_else(
     kind: str, wire: str, outer: Outer, moved: bool
 ) -> None:
-    """P, v and what is in flight keep their bits."""
+    """P, v and the sums in flight keep their bits."""
     results = run(show, kind, wire, outer, moved, workers=2)
     for (plain, shown_before), seen, unchanged in results:
         assert unchanged
@@ -626,7 +628,7 @@ def resume(rank: int, size: int, kind: str, wire: str, outer: Outer, saved: bool
 @pytest.mark.parametrize("wire", ["float32", "int8"])
 @pytest.mark.parametrize("kind", ["snapshot", "update"])
 def test_a_part_in_flight_survives_a_checkpoint(kind: str, wire: str, outer: Outer) -> None:
-    """Saved in flight, loaded by another worker, and landed: the same bits."""
+    """A part saved in flight, loaded on another worker and landed has the same bits."""
     whole, parts = (run(resume, kind, wire, outer, saved, workers=2) for saved in (False, True))
     for one, other in zip(whole, parts, strict=True):
         for got, want in zip(other, one, strict=True):
@@ -634,7 +636,7 @@ def test_a_part_in_flight_survives_a_checkpoint(kind: str, wire: str, outer: Out
 
 
 def restore_in_flight(rank: int, size: int, kind: str) -> tuple[Tensor, ...]:
-    """Rank 1 loses its model while its steps are in flight."""
+    """Restore rank 1 while its steps are in flight."""
     worker = Worker(rank)
     part = worker.part(kind)
     start = torch.cat(part.base).clone()
@@ -652,7 +654,7 @@ def restore_in_flight(rank: int, size: int, kind: str) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("kind", ["anchored", "update"])
 def test_a_worker_restored_in_flight_lands_on_p(kind: str) -> None:
-    """x = P, and P contains what the worker had sent before."""
+    """x = P, and P contains the steps that the worker had sent before."""
     results = run(restore_in_flight, kind, workers=3)
     want = results[0][2] + sum(sent for *_, sent in results) / 3
     for rank, (x, base, _, _) in enumerate(results):
@@ -665,7 +667,7 @@ def test_a_worker_restored_in_flight_lands_on_p(kind: str) -> None:
 
 @EVERY_KIND
 def test_a_part_must_land_before_it_is_launched_again(kind: str) -> None:
-    """Two payloads over the same entries would restore the disagreement with opposite sign."""
+    """Two payloads of the same entries would correct the same difference twice."""
 
     def twice(rank: int, size: int) -> None:
         worker = Worker(rank)
@@ -683,7 +685,7 @@ def test_a_part_must_land_before_it_is_launched_again(kind: str) -> None:
 
 @EVERY_KIND
 def test_an_empty_part_lands_at_once_and_sends_nothing(kind: str) -> None:
-    """A worker whose shard has fewer tensors takes part in every round all the same."""
+    """A worker whose shard has fewer tensors still takes part in every round."""
 
     def fly(rank: int, size: int) -> Any:
         worker = Worker(rank)
@@ -698,7 +700,7 @@ def test_an_empty_part_lands_at_once_and_sends_nothing(kind: str) -> None:
 
 @EVERY_KIND
 def test_a_part_has_arrived_when_all_its_sums_have(kind: str) -> None:
-    """``arrived`` never waits; the time of arrival is noted once."""
+    """``arrived`` never waits. It records the time of the arrival once."""
 
     def fly(rank: int, size: int) -> Any:
         worker = Worker(rank, "float32", torch.float32)
@@ -740,7 +742,7 @@ def weighted(rank: int, size: int, take: bool) -> tuple[Tensor, Tensor, tuple[fl
 
 @pytest.mark.parametrize("take", [True, False])
 def test_a_plain_mean_may_be_weighted_and_discarded(take: bool) -> None:
-    """Σ w·x / Σ w; a worker that has contributed may keep every bit of its model."""
+    """Σ w·x / Σ w. A contributing worker may keep every bit of its model."""
     results = run(weighted, take, workers=3)
     want = (0.5 * results[0][0] + 2.0 * results[1][0]) / 2.5
     for rank, (before, after, weights) in enumerate(results):

@@ -1,4 +1,4 @@
-"""The parts of a shared model on their way: decided, launched, in flight, landed."""
+"""The pipeline of the parts of a shared model: queued, launched, in flight, landed."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,8 +9,8 @@ from torch import nn
 
 from loops import Recorded
 from offbeat.averaging.finite import NonFiniteCheck
+from offbeat.averaging.parts.make_parts import make_parts
 from offbeat.averaging.parts.pipeline import Pipeline
-from offbeat.averaging.parts.shared_model import make_parts, view_of
 from offbeat.averaging.replica import Replica
 from offbeat.averaging.votes import Round, Sums, Vote
 from offbeat.averaging.worker import AttachedOptimizer, NonFinite, Worker
@@ -32,7 +32,7 @@ class Model(nn.Module):
 
 
 class Asked(Strategy):
-    """Notes what it is asked for: ``wanted`` of the tally, the part, and the worker's step."""
+    """Records the calls of ``outer_step``: ``wanted`` of the tally, the part, and the step."""
 
     def __init__(self, shared: SharedModel) -> None:
         object.__setattr__(self, "shared", shared)
@@ -47,7 +47,7 @@ class Asked(Strategy):
 
 
 class Line:
-    """One worker's pipeline, and what happens in it."""
+    """One worker's pipeline, and a record of its launches and landings."""
 
     def __init__(
         self, shared: SharedModel, *, wire: Any = "float32", non_finite: NonFinite = "warn"
@@ -59,7 +59,7 @@ class Line:
         attached = AttachedOptimizer(0, self.optimizer, parameters)
         replica = Replica(self.model, parameters)
         self.worker = Worker(team, replica, [attached], Wire(team, wire), non_finite)
-        self.view = view_of(self.worker)
+        self.view = self.worker.strategy_view()
         self.strategy = Asked(shared)
         self.check = NonFiniteCheck(0, non_finite)
         self.pipeline = Pipeline(self.worker, self.strategy, shared, self.view, self.check)
@@ -96,7 +96,7 @@ THREE = SharedModel(parts=3, lands="arrived", bound=8, error_feedback=True)
 
 
 def test_parts_are_launched_in_turn_and_land_in_the_order_of_launches() -> None:
-    """A part that is still in flight from its last launch holds up the queue."""
+    """A part that is still in flight from its last launch blocks the queue."""
 
     def check(line: Line) -> None:
         line.decide(2)
@@ -116,7 +116,7 @@ def test_parts_are_launched_in_turn_and_land_in_the_order_of_launches() -> None:
 
 
 def test_a_queue_that_must_be_launched_lands_older_parts_first() -> None:
-    """Before a barrier, and with a fixed delay; settling then lands everything."""
+    """This happens before a barrier and with a fixed delay. Settling then lands all parts."""
 
     def check(line: Line) -> None:
         line.decide(2)
@@ -183,7 +183,7 @@ def test_steps_are_synchronized_at_the_landing_if_workers_wait_and_else_at_the_l
 
 @pytest.mark.parametrize(("weight", "take"), [(1.0, False), (0.0, True)])
 def test_steps_that_no_mean_has_replaced_stay_unsynchronized(weight: float, take: bool) -> None:
-    """A worker that keeps its own model, and a round to which no worker has contributed."""
+    """A worker that keeps its model, and a round without a contributing worker."""
 
     def check(line: Line) -> None:
         line.worker.step = 3
@@ -274,7 +274,7 @@ def test_the_squares_of_updates_are_smoothed_over_five_passes() -> None:
 
 
 def test_restoring_needs_every_p() -> None:
-    """x ← P of all parts at once, and the optimizer forgets what is not finite; or nothing."""
+    """x ← P happens in all parts or in none, and resets non-finite optimizer state."""
     for shared, restored in ((THREE, True), (SharedModel(), False)):
 
         def check(line: Line, restored: bool = restored) -> None:
@@ -317,7 +317,7 @@ def sizes(line: Line) -> list[tuple[list[int], list[int]]]:
     ],
 )
 def test_a_model_is_cut_into_parts(shared: SharedModel, parts: Sequence[list[int]]) -> None:
-    """By whole tensors, or by bytes with error feedback; the buffers go with the last part."""
+    """By whole tensors, or with error feedback by bytes. The last part sends the buffers."""
 
     def check(line: Line) -> None:
         want = [(part, [2] if i == len(parts) - 1 else []) for i, part in enumerate(parts)]

@@ -1,4 +1,4 @@
-"""The parameter server on its own: values, clocks, barriers, failures and the end."""
+"""The parameter server alone: values, clocks, barriers, failures and shutdown."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ def barrier(team: Team) -> None:
 
 
 def request(server: ParameterServer, kind: Any, values: Any = None, **clocks: int) -> int:
-    """Push ``values`` and wait for the answer. Returns its clock."""
+    """Push ``values``, wait for the answer, and return its clock."""
     if values is not None:
         server.vector.copy_(torch.as_tensor(values))
     server.start(kind, **clocks)
@@ -52,7 +52,7 @@ def initial(elements: int) -> Tensor:
 
 
 def pushed(rank: int, number: int, elements: int = 7) -> Tensor:
-    """What ``rank`` pushes: small integers, so that any order gives the same sum."""
+    """Return the values that ``rank`` pushes: small integers, whose sum is exact in any order."""
     generator = torch.Generator().manual_seed(1000 * rank + number)
     return torch.randint(1, 50, (elements,), generator=generator).double()
 
@@ -68,17 +68,19 @@ def total(pushes: list[Tensor], start: Tensor) -> Tensor:
 # -- values ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled
 @every_world
-@pytest.mark.parametrize("servers", [None, (1,), (0, 2), (2, 0, 1)], ids=str)
-def test_servers_hold_the_vector_in_shards(world: World, servers: tuple[int, ...] | None) -> None:
-    """In the order of ``servers``; sizes differ by at most one, and may be 0. A pull gets all."""
-    lengths = [1, 2, 7, 1000]
+def test_servers_hold_the_vector_in_shards(world: World) -> None:
+    """In the order of ``servers``. Sizes differ by at most one, and may be 0. A pull gets all."""
+    cases = [
+        (elements, servers)
+        for elements in (1, 2, 7, 1000)
+        for servers in (None, (1,), (0, 2), (2, 0, 1))
+    ]
 
     def work(team: Team) -> Any:
-        ranks = None if servers is None or team.size == 1 else servers
         seen = []
-        for elements in lengths:
+        for elements, servers in cases:
+            ranks = servers if team.size > 1 else None
             server = ParameterServer(team, initial(elements), servers=ranks)
             shard = None if server.shard is None else server.shard.values.clone()
             server.vector.zero_()
@@ -96,16 +98,15 @@ def test_servers_hold_the_vector_in_shards(world: World, servers: tuple[int, ...
         return seen
 
     results = world(on_team(work))
-    serving = [rank for rank in servers or range(3) if len(results) > 1] or [0]
-    for elements, seen in zip(lengths, zip(*results, strict=True), strict=True):
-        assert [shard is not None for shard, *_ in seen] == [
-            rank in serving for rank in range(len(results))
-        ]
+    size = len(results)
+    for (elements, servers), seen in zip(cases, zip(*results, strict=True), strict=True):
+        serving = list(servers or range(size)) if size > 1 else [0]
+        assert [shard is not None for shard, *_ in seen] == [r in serving for r in range(size)]
         parts = [seen[rank][0] for rank in serving]
         assert torch.equal(torch.cat(parts), initial(elements))
-        sizes = [part.numel() for part in parts]
-        assert max(sizes) - min(sizes) <= 1
-        want = total([pushed(rank, 0, elements) for rank in range(len(results))], initial(elements))
+        lengths = [part.numel() for part in parts]
+        assert max(lengths) - min(lengths) <= 1
+        want = total([pushed(rank, 0, elements) for rank in range(size)], initial(elements))
         for _, before, after in seen:
             assert torch.equal(before, initial(elements))
             assert torch.equal(after, want)
@@ -113,7 +114,7 @@ def test_servers_hold_the_vector_in_shards(world: World, servers: tuple[int, ...
 
 @every_world
 def test_a_pull_contains_the_workers_own_pushes(world: World) -> None:
-    """Requests of one worker are handled in their order."""
+    """A shard handles the requests of one worker in their order."""
 
     def work(team: Team) -> Any:
         server = ParameterServer(team, torch.zeros(4 * team.size, dtype=torch.float64))
@@ -137,7 +138,7 @@ def test_a_pull_contains_the_workers_own_pushes(world: World) -> None:
 
 @every_world
 def test_concurrent_pushes_add_up_exactly(world: World) -> None:
-    """Forty pushes of each worker, with pulls in between: nothing is lost, nothing goes back."""
+    """Each worker pushes forty times and pulls in between. No push is lost or counted twice."""
 
     def work(team: Team) -> Any:
         server = ParameterServer(team, torch.zeros(7, dtype=torch.float64))
@@ -166,7 +167,7 @@ def test_concurrent_pushes_add_up_exactly(world: World) -> None:
 
 @worlds_of_several
 def test_the_rule_applies_a_push_and_chooses_the_answer(world: World) -> None:
-    """It gets the shard, the values and the rank that pushes."""
+    """The rule receives the shard, the values and the rank that pushes."""
 
     class Scaled(Rule):
         def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
@@ -199,7 +200,7 @@ def test_the_rule_applies_a_push_and_chooses_the_answer(world: World) -> None:
 
 @every_world
 def test_a_request_runs_in_the_background(world: World) -> None:
-    """Its answer is taken once, and its bytes count like those of any other operation."""
+    """Its answer is taken once, and telemetry counts its bytes like those of any operation."""
 
     def work(team: Team) -> Any:
         account = team.account
@@ -234,7 +235,7 @@ def test_a_request_runs_in_the_background(world: World) -> None:
 
 @worlds_of_several
 def test_a_barrier_answers_the_request_in_flight(world: World) -> None:
-    """Rank 0 waits for a clock that the others never reach, and gets the minimum clock."""
+    """Rank 0 waits for a clock that no worker reaches, and receives the minimum clock."""
 
     def work(team: Team) -> Any:
         server = ParameterServer(team, torch.zeros(3, dtype=torch.float64))
@@ -266,7 +267,7 @@ def test_a_barrier_answers_the_request_in_flight(world: World) -> None:
 
 @worlds_of_several
 def test_a_pull_waits_for_the_minimum_clock(world: World) -> None:
-    """With ``min_clock`` it contains every push of clocks up to there, from all workers."""
+    """With ``min_clock`` the answer contains every push up to that clock, from all workers."""
 
     def work(team: Team) -> Any:
         server = ParameterServer(team, torch.zeros(team.size, dtype=torch.float64))
@@ -292,7 +293,7 @@ def test_a_pull_waits_for_the_minimum_clock(world: World) -> None:
 
 @worlds_of_several
 def test_a_worker_waits_for_a_clock(world: World) -> None:
-    """``wait_for_clock`` returns once all clocks that count have reached it; others never count."""
+    """``wait_for_clock`` returns once all clocks except ``NO_CLOCK`` have reached it."""
 
     def work(team: Team) -> Any:
         clocks = [0] + [NO_CLOCK] * (team.size - 1)
@@ -337,7 +338,7 @@ def test_clocks_have_64_bits(world: World) -> None:
 
 @every_world
 def test_a_barrier_holds_after_any_numbers_of_requests(world: World) -> None:
-    """Again and again; all workers get the minimum clock."""
+    """Repeated barriers work, and all workers receive the minimum clock."""
 
     def work(team: Team) -> Any:
         server = ParameterServer(team, torch.zeros(team.size, dtype=torch.float64))
@@ -366,7 +367,7 @@ def test_a_barrier_holds_after_any_numbers_of_requests(world: World) -> None:
 
 @worlds_of_several
 def test_no_request_waits_for_a_worker_at_the_barrier(world: World) -> None:
-    """Its clock does not count, also for requests that wait already; afterwards it counts again."""
+    """Its clock does not count, also for requests that already wait. Later it counts again."""
 
     def work(team: Team) -> Any:
         server = ParameterServer(team, torch.zeros(6, dtype=torch.float64))
@@ -396,8 +397,8 @@ def test_no_request_waits_for_a_worker_at_the_barrier(world: World) -> None:
 
 @worlds_of_several
 @pytest.mark.parametrize("kind", [77, -1])
-def test_a_message_that_is_no_request_is_refused(world: World, kind: int) -> None:
-    """Pitfall 20: nothing more is read from it, and the serving rank raises an OffbeatError."""
+def test_a_message_that_is_not_a_request_is_refused(world: World, kind: int) -> None:
+    """The server reads nothing more from the rank, and the serving rank raises an OffbeatError."""
 
     def work(team: Team) -> str:
         server = ParameterServer(team, torch.zeros(4), servers=(0,))
@@ -418,7 +419,7 @@ def test_a_message_that_is_no_request_is_refused(world: World, kind: int) -> Non
         return f"{type(caught.value).__name__}: {caught.value}"
 
     text = world(on_team(work))[0]
-    want = "OffbeatError: rank 1 sent a message that is no request to a parameter server: "
+    want = "OffbeatError: rank 1 sent a message that is not a request to a parameter server: "
     assert text.startswith(f"{want}[{kind}, 0, 0]")
 
 
@@ -444,7 +445,7 @@ def leave(rank: int, size: int) -> Any:
 
 
 def test_leaving_ends_the_threads() -> None:
-    """A server has one for each other rank, and none after all have left."""
+    """A server has one thread for each other rank, and none after all ranks have left."""
     for rank, names in enumerate(run(leave, workers=3)):
         assert names == [(2 if rank < 2 else 0, [])] * 2
 
@@ -470,7 +471,7 @@ def wait_in_vain(rank: int, size: int, dies: bool) -> Any:
 
 
 def test_a_time_out_names_the_worker_that_does_not_answer() -> None:
-    """Pitfall 19: in finite time, with the setting to change; ``close`` ends all threads."""
+    """The error also names the setting to change. ``close`` ends all threads."""
     results = run(wait_in_vain, False, workers=3)
     assert [alive for *_, alive in results] == [[], [], []]
     for rank in (0, 2):
@@ -483,7 +484,7 @@ def test_a_time_out_names_the_worker_that_does_not_answer() -> None:
 
 
 def test_a_dead_worker_is_named_at_once() -> None:
-    """Long before the time-out; ``close`` ends all threads."""
+    """The error is raised long before the time-out. ``close`` ends all threads."""
     results = run(wait_in_vain, True, workers=3, may_die=(1,))
     for rank in (0, 2):
         text, seconds, alive = results[rank]
@@ -511,7 +512,7 @@ def test_a_request_after_the_end_says_so() -> None:
 
 
 def outlive(rank: int, size: int, at_barrier: bool) -> Any:
-    """Rank 0's own shard holds an answer back for rank 1, which dies."""
+    """Wait at rank 0's own shard for an answer that depends on rank 1, which dies."""
     team = Team(TorchCommunicator(None, timeout_seconds=20, liveness_seconds=1.0))
     server = ParameterServer(team, torch.zeros(3), servers=(0,))
     barrier(team)
@@ -532,7 +533,7 @@ def outlive(rank: int, size: int, at_barrier: bool) -> Any:
 
 @pytest.mark.parametrize("at_barrier", [False, True])
 def test_waiting_for_a_dead_worker_at_the_own_shard_fails_at_once(at_barrier: bool) -> None:
-    """Not after the time-out of 20 s, although no message of the dead worker is awaited."""
+    """The wait ends long before the time-out, although no message of the worker is due."""
     text, seconds = run(outlive, at_barrier, workers=2, may_die=(1,))[0]
     assert "lost the connection to rank 1" in text
     assert seconds < 10

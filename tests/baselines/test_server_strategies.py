@@ -1,4 +1,4 @@
-"""The common part of the strategies with a parameter server: checkpoints, failures, the end."""
+"""Properties of all strategies with a parameter server: checkpoints, failures, shutdown."""
 
 import contextlib
 import dataclasses
@@ -12,7 +12,6 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,6 @@ EVERY: list[Strategy] = [
     EASGD(period=2),
     EASGD(period=2, synchronous=True),
 ]
-every_strategy = pytest.mark.parametrize("strategy", EVERY, ids=str)
 
 
 def attach(model: nn.Module, optimizer: Any, strategy: Strategy, **options: Any) -> Any:
@@ -79,42 +77,6 @@ def train_from(
     return trace, {"steps": stats.steps, "syncs": stats.syncs, **details}, saved or b""
 
 
-def resume(rank: int, size: int, strategy: Strategy) -> Any:
-    """Saved after 5 steps, and after 6 and an evaluation."""
-    seen = []
-    for at, look in ((5, False), (6, True)):
-        whole, numbers, _ = train_from(strategy, rank, None, None, False)
-        watched, same, saved = train_from(strategy, rank, None, at, look)
-        resumed, again, _ = train_from(strategy, rank, saved, None, False)
-        seen.append((at, whole, watched, resumed, numbers, same, again))
-    return seen
-
-
-def assert_resumed(seen: list[Any], atol: float) -> None:
-    for at, whole, watched, resumed, numbers, same, again in seen:
-        for i, (a, b) in enumerate(zip(watched, whole, strict=True)):
-            torch.testing.assert_close(a, b, rtol=0, atol=atol, msg=f"saving changed step {i}")
-        for i, (a, b) in enumerate(zip(resumed, whole[at:], strict=True)):
-            torch.testing.assert_close(a, b, rtol=0, atol=atol, msg=f"resumed at {at}: {at + i}")
-        assert numbers == same == again, at
-
-
-DETERMINISTIC = [
-    SSP(staleness=0),
-    SSP(staleness=0, servers=(1,)),
-    EASGD(period=4, synchronous=True),
-    EASGD(period=1, alpha=0.3, synchronous=True, servers=(2, 0)),
-]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("strategy", some(DETERMINISTIC, 0), ids=str)
-def test_a_resumed_run_continues(strategy: Strategy) -> None:
-    """Pitfalls 20 and 24: on three workers, up to the rounding of sums in another order."""
-    for seen in run(resume, strategy, workers=3):
-        assert_resumed(seen, 1e-12)
-
-
 ALONE = [
     *EVERY,
     SSP(staleness=3, refresh="lazy"),
@@ -125,18 +87,29 @@ ALONE = [
 ]
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("strategy", some(ALONE, *range(0, 20, 2)), ids=str)
-def test_a_resumed_worker_continues_with_the_same_bits(strategy: Strategy) -> None:
-    """One worker is deterministic: G, the server's optimizer, z, the cache."""
-    (seen,) = run(resume, strategy, workers=1)
-    assert_resumed(seen, 0.0)
+@pytest.mark.parametrize("strategy", ALONE, ids=str)
+@pytest.mark.parametrize(("save_at", "consensus"), [(5, False), (6, True)])
+def test_a_resumed_worker_continues_with_the_same_bits(
+    strategy: Strategy, save_at: int, consensus: bool
+) -> None:
+    """The checkpoint contains G, the server's optimizer, z and the cache."""
+
+    def work() -> None:
+        whole, numbers, _ = train_from(strategy, 0, None, None, False)
+        watched, same, saved = train_from(strategy, 0, None, save_at, consensus)
+        resumed, again, _ = train_from(strategy, 0, saved, None, False)
+        assert all(map(torch.equal, watched, whole)), "saving changes nothing"
+        assert len(resumed) == len(whole[save_at:])
+        assert all(map(torch.equal, resumed, whole[save_at:]))
+        assert numbers == same == again
+
+    simulate(work, workers=1)
 
 
 def staggered(
     strategy: Strategy, latency: str, saved: list[bytes] | None, stop: int
 ) -> tuple[list[Any], Any]:
-    """Three workers 2 ms apart, from 0 or from ``saved`` at step 6 up to ``stop``, then a save."""
+    """Train three workers, from 0 or from ``saved`` at step 6, up to ``stop``, and save."""
 
     def work() -> Any:
         rank = dist.get_rank()
@@ -185,7 +158,7 @@ def staggered(
     ids=str,
 )
 def test_asynchronous_workers_continue_from_a_checkpoint(strategy: Strategy, latency: str) -> None:
-    """In virtual time: saved at step 6 and resumed, the workers do what they did after saving.
+    """Workers that are saved at step 6 and resumed train as without a restart.
 
     With the longer latency a request is in flight when they save, and updates wait to be sent.
     """
@@ -201,7 +174,7 @@ def test_asynchronous_workers_continue_from_a_checkpoint(strategy: Strategy, lat
 
 
 def drift(rank: int, size: int, strategy: Strategy) -> tuple[Tensor, ...]:
-    """Updates that do not depend on the model: their sum divided by N, a consensus, and the end."""
+    """Make updates that do not depend on the model; return their sum, a consensus, and the end."""
     model = nn.Module()
     model.x = nn.Parameter(torch.zeros(30, dtype=torch.float64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -231,7 +204,7 @@ def drift(rank: int, size: int, strategy: Strategy) -> tuple[Tensor, ...]:
     ids=str,
 )
 def test_every_update_reaches_the_server_once(strategy: Strategy) -> None:
-    """Also those that wait while a request is in flight, and those of an unfinished period."""
+    """This includes updates made while a request is in flight, and those of a partial period."""
     results = simulate(
         lambda: drift(dist.get_rank(), 3, strategy),
         workers=3,
@@ -269,7 +242,7 @@ def again(rank: int, size: int, strategy: Strategy) -> Any:
 
 @pytest.mark.parametrize("strategy", some(EVERY, 0, 3), ids=str)
 def test_attaching_again_after_finish(strategy: Strategy) -> None:
-    """The second server starts from the model of the first one; all threads have ended."""
+    """The second server starts from the model of the first one, and no thread is left."""
     results = run(again, strategy, workers=3)
     for rank, (ends, steps, alive, plain) in enumerate(results):
         assert all(map(torch.equal, ends, results[0][0]))
@@ -297,32 +270,9 @@ def early(rank: int, size: int, strategy: Strategy) -> float:
     ids=str,
 )
 def test_a_worker_that_ends_early_waits_longer_than_the_time_out(strategy: Strategy) -> None:
-    """While the other worker makes progress: the time-out is that of one operation."""
+    """The time-out is that of one operation, so a worker may wait while the other one trains."""
     for seconds in run(early, strategy, workers=2):
         assert seconds > 1.5
-
-
-@pytest.mark.sampled
-@every_strategy
-def test_evaluation_does_not_change_training(strategy: Strategy) -> None:
-    """One worker, deterministic: with and without consensus() after every step, bit for bit."""
-
-    def looking(rank: int, size: int, look: bool) -> Tensor:
-        model = make_model(seed=5)
-        optimizer = OPTIMIZERS["momentum"](model.parameters())
-        sync = attach(model, optimizer, strategy)
-        for step in range(9):
-            train_step(model, optimizer, make_batch(0, step))
-            if look:
-                own, stats = flat(model), repr(sync.stats)
-                with sync.consensus():
-                    pass
-                assert torch.equal(flat(model), own)
-                assert repr(sync.stats.steps) in stats
-        sync.finish()
-        return flat(model)
-
-    assert torch.equal(*(run(looking, look, workers=1)[0] for look in (False, True)))
 
 
 # -- non-finite values --------------------------------------------------------------------------
@@ -350,7 +300,7 @@ def push_nan(rank: int, size: int, strategy: Strategy, non_finite: str) -> Any:
 
 @pytest.mark.parametrize("strategy", some(PUSHING, 0), ids=str)
 def test_non_finite_values_are_not_pushed(strategy: Strategy) -> None:
-    """The worker itself raises; the models of the others are finite when they learn of it."""
+    """The worker with the values raises, and the models of the other workers stay finite."""
     results = run(push_nan, strategy, "raise", workers=3)
     for rank, (kinds, message, step, finite, details) in enumerate(results):
         if rank == BAD_RANK:
@@ -371,7 +321,7 @@ def test_non_finite_values_are_not_pushed(strategy: Strategy) -> None:
 def test_a_non_finite_push_is_logged_once(
     strategy: Strategy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By each worker; with "warn" all models receive it."""
+    """Each worker logs it once. With "warn" all models receive the values."""
     results = simulate(lambda: push_nan(dist.get_rank(), 3, strategy, "warn"), workers=3).results
     logged = [r.getMessage() for r in caplog.records if "would push" in r.getMessage()]
     ranks = [int(one.split()[1]) for one in logged]
@@ -384,58 +334,13 @@ def test_a_non_finite_push_is_logged_once(
 # -- failures -------------------------------------------------------------------------------------
 
 
-def meet(folder: str, rank: int, ranks: list[int]) -> None:
-    """Wait until all of ``ranks`` have called it, without Offbeat and the process group."""
-    store = dist.FileStore(f"{folder}/meeting", -1)
-    store.set(str(rank), "here")
-    store.wait([str(other) for other in ranks], timedelta(seconds=40))
-
-
 def error_of(function: Callable[[], object]) -> tuple[list[str], str]:
-    """Class names and text of the error that ``function`` raises."""
+    """Return the class names and the text of the error that ``function`` raises."""
     try:
         function()
     except Exception as error:
         return [kind.__name__ for kind in type(error).__mro__], str(error)
     return [], "nothing was raised"
-
-
-def die(rank: int, size: int, strategy: Strategy, folder: str) -> Any:
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    sync = attach(model, optimizer, strategy, timeout_seconds=8)
-    started = time.perf_counter()
-
-    def train() -> None:
-        for step in range(4000):
-            if rank == 1 and step == 7:
-                os.kill(os.getpid(), signal.SIGKILL)
-            train_step(model, optimizer, make_batch(rank, step))
-
-    kinds, text = error_of(train)
-    seconds = time.perf_counter() - started
-    later = error_of(lambda: [train_step(model, optimizer, make_batch(rank, s)) for s in range(6)])
-    finite = bool(flat(model).isfinite().all())
-    sync.detach()
-    alive = [thread.name for thread in threading.enumerate() if "server" in thread.name]
-    meet(folder, rank, [0, 2])
-    return kinds, text, seconds, later[0], finite, alive
-
-
-@pytest.mark.sampled
-@every_strategy
-def test_a_dead_worker_is_named_by_every_survivor(strategy: Strategy, tmp_path: Path) -> None:
-    """Pitfalls 15 and 19: within seconds, and no later step succeeds."""
-    results = run(die, strategy, str(tmp_path), workers=3, may_die=(1,))
-    for rank in (0, 2):
-        kinds, text, seconds, later, finite, alive = results[rank]
-        assert "CommunicationError" in kinds, text
-        assert text.startswith(f"rank {rank}: "), text
-        assert "lost the connection to rank 1, which died" in text
-        assert seconds < 12
-        assert "CommunicationError" in later
-        assert finite
-        assert alive == []
 
 
 SCRIPT = """
@@ -470,7 +375,7 @@ with offbeat.attach(model, optimizer, {strategy!r}, timeout_seconds=5):
 
 
 def run_script(text: str, folder: Path) -> list[tuple[int, str]]:
-    """Exit status and standard error of two processes that run ``text`` and just end."""
+    """Run ``text`` in two processes; return their exit status and standard error."""
     tests = Path(__file__).parent.parent
     argv = [sys.executable, "-c", text, str(folder), str(tests), str(tests.parent / "src")]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
@@ -488,7 +393,7 @@ def run_script(text: str, folder: Path) -> list[tuple[int, str]]:
 
 @pytest.mark.nightly
 def test_an_exception_ends_both_processes(tmp_path: Path) -> None:
-    """Its own error on one rank, an error that names the rank on the other, and no abort."""
+    """One rank raises the exception, the other one an error that names this rank. None aborts."""
     text = SCRIPT.replace("{strategy!r}", "SSP(staleness=3)")
     (survivor, other), (raiser, own) = run_script(text, tmp_path)
     assert raiser == 1, own
@@ -503,7 +408,7 @@ def test_an_exception_ends_both_processes(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_process_that_never_finishes_can_end(tmp_path: Path) -> None:
-    """Without finish() or detach(): Python ends although a thread serves."""
+    """Python ends without finish() or detach(), although a thread serves."""
     text = textwrap.dedent(SCRIPT).replace("{strategy!r}", "Downpour()")
     text = text.replace("with offbeat", "sync = offbeat").replace(
         "timeout_seconds=5):", "timeout_seconds=5)"
@@ -541,7 +446,7 @@ def uneven(rank: int, size: int, strategy: Strategy) -> Any:
 )
 @pytest.mark.parametrize("index", some(range(len(EVERY)), 0, 3), ids=[str(one) for one in EVERY])
 def test_uneven_workers_end_alike(world: str, servers: tuple[int, ...] | None, index: int) -> None:
-    """With any servers and any moments of consensus and end: no hang, and the same final bits."""
+    """No hang, and the same final bits, for any servers and times of consensus and end."""
     strategy = dataclasses.replace(EVERY[index], servers=servers)  # type: ignore[call-arg]
     if world == "gloo":
         results = run(uneven, strategy, workers=3)
@@ -559,10 +464,9 @@ def test_uneven_workers_end_alike(world: str, servers: tuple[int, ...] | None, i
         assert end.isfinite().all()
 
 
-@pytest.mark.sampled
-@every_strategy
+@pytest.mark.parametrize("strategy", some(EVERY, 1, 3), ids=str)
 def test_a_simulation_is_the_same_each_time(strategy: Strategy) -> None:
-    """Byte for byte, although servers run in threads."""
+    """The result is bytewise the same, although servers run in threads."""
 
     def once() -> tuple[str, Tensor]:
         result = simulate(

@@ -1,4 +1,4 @@
-"""A shard without a network: which requests are answered when and with what, and staleness."""
+"""A shard without communication: the order and content of its answers, and the staleness."""
 
 import io
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from offbeat.checkpoint import state as checkpoint
 
 
 class Recorder:
-    """A shard that records which requests were answered, in their order, and with what."""
+    """Records which requests a shard has answered, in order, and the answers."""
 
     def __init__(self, workers: int = 3, rule: Callable[[Tensor], Rule] | None = None) -> None:
         values = torch.zeros(2, dtype=torch.float64)
@@ -25,7 +25,7 @@ class Recorder:
     def ask(
         self, name: str, kind: Any, source: int, push: float | None = None, **clocks: int
     ) -> list[str]:
-        """Returns the names of all requests that were answered so far."""
+        """Return the names of all requests that were answered so far."""
 
         def deliver(answer: Answer, values: Tensor | None) -> None:
             self.reached[name] = answer.reached
@@ -37,7 +37,7 @@ class Recorder:
 
 
 def test_waiting_requests_are_answered_in_the_order_of_their_arrival() -> None:
-    """Those whose clock is reached, with the values of that moment; the others continue to wait."""
+    """Only requests whose clock is reached are answered, with the current values."""
     it = Recorder()
     it.ask("push", "push", 1, 1.0, clock=2)
     it.ask("push", "push", 2, 10.0, clock=3)
@@ -58,7 +58,7 @@ def test_waiting_requests_are_answered_in_the_order_of_their_arrival() -> None:
 
 
 def test_staleness_counts_from_the_last_pull() -> None:
-    """Pitfall 17: pushes of others between a worker's last pull and its push."""
+    """The staleness is the number of pushes by others between a worker's last pull and its push."""
     it = Recorder()
     pull, push = "pull", "push"
     sequence: list[tuple[str, int, int | None]] = [  # kind, worker, staleness by hand
@@ -86,7 +86,7 @@ def test_staleness_counts_from_the_last_pull() -> None:
 
 
 def test_a_waiting_pull_counts_when_it_is_answered() -> None:
-    """Pushes that arrive while it waits are in its answer, so they do not make the worker stale."""
+    """Pushes that arrive while it waits are in its answer, so they do not count as staleness."""
     it = Recorder(workers=2)
     it.ask("", "push_pull", 0, 1.0, clock=1, min_clock=1)
     it.ask("", "push", 1, 1.0)
@@ -97,7 +97,7 @@ def test_a_waiting_pull_counts_when_it_is_answered() -> None:
 
 
 def test_a_released_worker_is_answered_at_once() -> None:
-    """By "release", or by its arrival at the barrier; requests of others continue to wait."""
+    """Both "release" and "barrier" answer its requests. Others continue to wait."""
     it = Recorder()
     it.ask("push", "push", 0, 1.0, clock=4)
     it.ask("0 waits", "push_pull", 0, 10.0, clock=5, min_clock=3)
@@ -110,8 +110,8 @@ def test_a_released_worker_is_answered_at_once() -> None:
     assert it.ask("clock", "push", 1, 0.0, clock=3)[2:] == ["1 waits", "barrier"]
 
 
-def test_the_rule_hears_of_a_higher_clock_before_it_is_answered() -> None:
-    """Also when the clock rises because the slowest worker has reached the barrier."""
+def test_the_rule_is_notified_before_requests_for_a_higher_clock_are_answered() -> None:
+    """This includes a clock that rises because the slowest worker has reached the barrier."""
 
     class Counting(Rule):
         def clock_advanced(self, shard: Tensor) -> None:
@@ -135,8 +135,8 @@ def test_the_rule_hears_of_a_higher_clock_before_it_is_answered() -> None:
 # -- barriers --------------------------------------------------------------------------------------
 
 
-def test_a_worker_at_the_barrier_hears_that_others_are_alive() -> None:
-    """Waiting for a worker that still trains then does not time out; the waiting one asks again."""
+def test_a_worker_at_the_barrier_is_notified_that_others_are_alive() -> None:
+    """So its wait for a worker that still trains does not time out, and it asks again."""
     it = Recorder(workers=2)
     assert it.ask("first", "barrier", 0) == [], "nothing has happened"
     it.ask("push", "push", 1, 1.0, clock=5)
@@ -151,7 +151,7 @@ def test_a_worker_at_the_barrier_hears_that_others_are_alive() -> None:
 
 
 def test_a_worker_that_asks_again_late_gets_the_clock_of_the_barrier() -> None:
-    """All get the same clock, although another worker has reached the next barrier already."""
+    """All get the same clock, although another worker has already reached the next barrier."""
     it = Recorder(workers=3)
     for worker, clock in ((0, 20), (1, 30), (2, 25)):
         it.ask("push", "push", worker, 1.0, clock=clock)
@@ -186,7 +186,7 @@ RULES = [lambda shard: Rule(), lambda shard: AdagradRule(0.1, torch.zeros_like(s
 
 @pytest.mark.parametrize("rule", RULES, ids=["add", "adagrad"])
 def test_a_shard_continues_where_it_was_saved(rule: Callable[[Tensor], Rule]) -> None:
-    """Values, clocks, counters and the state of the rule, through plain values."""
+    """Values, clocks, counters and the state of the rule are saved as plain values."""
     generator = torch.Generator().manual_seed(3)
     requests = [
         (["push", "push_pull", "pull"][int(kind)], int(worker), float(value), int(clock))

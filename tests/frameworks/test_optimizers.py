@@ -138,7 +138,7 @@ def test_state_of_eight_bits_stays_each_workers_own(package: str, make: Make) ->
         same(local, results[0][0][2])
         same(streaming, results[0][0][3])
         assert "AttachError" in kinds
-        assert "is quantised" in message
+        assert "is quantized" in message
 
 
 # -- two gradients a step ------------------------------------------------------------------------

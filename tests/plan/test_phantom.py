@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from offbeat.averaging.buckets import BUCKET_BYTES, group_tensors
 from offbeat.averaging.gradients import gradient_buckets
-from offbeat.averaging.replica import BUCKET_BYTES, Replica, group_tensors
+from offbeat.averaging.replica import Replica
 from offbeat.plan.phantom import Phantom, shapes_of
 from offbeat.quantization.placeholder_codecs import BlankCoding
 from offbeat.transport.operation import Broadcast, Gather, Sum

@@ -1,4 +1,4 @@
-"""What every strategy computes: values, identities, consensus, checkpoints, in both worlds."""
+"""Values of every strategy: references, identities, consensus, checkpoints, in both worlds."""
 
 import io
 import time
@@ -38,7 +38,7 @@ def train(
     step_seconds: float = 0.0,
     **options: Any,
 ) -> dict[str, Any]:
-    """Unequal models and data, ``steps[rank]`` steps; a consensus after the steps in ``looks``."""
+    """Train unequal models on unequal data, with a consensus after the steps in ``looks``."""
     model = make_model(seed=rank)
     optimizer = OPTIMIZERS[kind](model.parameters())
     sink = Sink()
@@ -66,7 +66,7 @@ def train(
 
 
 def assert_same_training(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> None:
-    """To the last bit, and with the same counts and bytes."""
+    """Compare to the last bit, including counts and bytes."""
     for one, other in zip(a, b, strict=True):
         for got, want in zip(
             [*one["trace"], one["end"]], [*other["trace"], other["end"]], strict=True
@@ -95,7 +95,7 @@ EVEN, UNEVEN = [23] * 3, [6, 17, 11]
 def test_values_are_those_of_the_reference(
     row: Row, steps: list[int], kind: str, looks: tuple[int, ...]
 ) -> None:
-    """Models after every step, inside every consensus, and at the end; decisions, and bytes."""
+    """Compares models after every step, in every consensus and at the end; decisions; bytes."""
     assert row.reference is not None
     reference = row.reference(steps, kind)
     results = run(train, row.text, steps, kind, looks, workers=len(steps))
@@ -144,7 +144,7 @@ def check_counts(
 
 
 def test_the_references_decide_now_and_then() -> None:
-    """The cases are worth something: both decisions, and flags that workers do not share."""
+    """The test cases contain both decisions, and flags that differ between workers."""
     for row in TO_TRAIN_WITH:
         if row.reference is None or row.text == "bsp":
             continue
@@ -193,7 +193,7 @@ IDENTITIES = [
 @pytest.mark.parametrize(("text", "same"), IDENTITIES)
 @pytest.mark.parametrize("kind", ["momentum", pytest.param("sgd", marks=pytest.mark.nightly)])
 def test_identities(text: str, same: str, kind: str) -> None:
-    """To rounding, with plain and momentum SGD, for which means of models and gradients agree."""
+    """Equal up to rounding with plain and momentum SGD, which are linear in the gradient."""
     expected = run(train, same, [21] * 3, kind, workers=3)
     for got, want in zip(run(train, text, [21] * 3, kind, workers=3), expected, strict=True):
         for one, other in zip(
@@ -208,7 +208,7 @@ def test_identities(text: str, same: str, kind: str) -> None:
 @each(ROWS)
 @pytest.mark.parametrize("steps", some([[5, 0, 9], [0, 0, 4], [0, 0, 0], [7, 7, 7]], 0, 2), ids=str)
 def test_workers_may_take_any_numbers_of_steps(row: Row, steps: list[int]) -> None:
-    """A worker without data takes part without a step; all end with the same model."""
+    """A worker without data takes part without stepping. All end with the same model."""
     results = run(train, row.text, steps, workers=3)
     for own, result in zip(steps, results, strict=True):
         assert result["counted"][:2] == (own, own)
@@ -220,7 +220,7 @@ def test_workers_may_take_any_numbers_of_steps(row: Row, steps: list[int]) -> No
 
 @first_of_each(ROWS)
 def test_a_consensus_in_the_middle_changes_nothing(row: Row) -> None:
-    """Models, decisions, bytes and the end are those of a training without it, to the last bit."""
+    """Models, decisions, bytes and the end are bitwise those of a training without it."""
     size = row.repeatable
     plain = run(train, row.text, [11] * size, workers=size)
     looked = run(train, row.text, [11] * size, "momentum", (1, 4, 5, 9), workers=size)
@@ -236,7 +236,7 @@ def look(rank: int, size: int, text: str) -> dict[str, Any]:
 
 @first_of_each(row for row in TO_TRAIN_WITH if not row.timed)
 def test_a_consensus_after_different_numbers_of_steps_is_the_same_on_all(row: Row) -> None:
-    """A worker that is early votes in the others' rounds, and then continues its schedule."""
+    """An early worker votes in the other workers' rounds, and then continues its schedule."""
     results = run(look, row.text, workers=3)
     for result in results:
         assert torch.equal(result["end"], results[0]["end"])
@@ -288,7 +288,7 @@ def buffered(rank: int, size: int, row: Row) -> tuple[dict[str, Tensor], list[di
 
 @first_of_each(ROWS)
 def test_all_end_with_the_same_buffers(row: Row) -> None:
-    """Of every dtype: in a consensus and at the end; bools and bytes are those of rank 0."""
+    """This holds for every dtype. Bools and bytes become those of rank 0."""
     results = run(buffered, row, workers=3)
     first, firsts = results[0]
     for _, looks in results:
@@ -314,7 +314,7 @@ def normed(seed: int) -> nn.Sequential:
 
 
 def resume(rank: int, size: int, text: str, wire: Any, at: int, steps: int) -> list[Tensor]:
-    """Train to the end; with ``at`` > 0, as two scripts, the second from a file of the first."""
+    """Train to the end, with ``at`` > 0 in two scripts, of which the second loads a file."""
     model = normed(rank)
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     sync = attach(model, optimizer, text, wire=wire)
@@ -372,7 +372,7 @@ RESUMED = [(wire, step) for step in (5, 8) for wire in ("float32", "bfloat16", "
 @each(ROWS)
 @pytest.mark.parametrize("resumed", some(RESUMED, 0, 6), ids=str)
 def test_a_resumed_training_continues_bit_for_bit(row: Row, resumed: tuple[str, int]) -> None:
-    """The file holds all that the rest of the training depends on, over each wire."""
+    """The file contains everything that later steps depend on, over each wire."""
     wire, at = resumed
     if row.baseline and wire != "float32":
         return  # tests/baselines
@@ -389,7 +389,7 @@ def test_a_resumed_training_continues_bit_for_bit(row: Row, resumed: tuple[str, 
 @each(row for row in TO_TRAIN_WITH if row.timed)
 @pytest.mark.parametrize("wire", ["float32", "int2"])
 def test_an_eager_training_resumes_to_one_model(row: Row, wire: str) -> None:
-    """Saving is then a collective; the values depend on what had arrived."""
+    """Saving is a collective then, and the values depend on the arrivals."""
     results = run(resume, row.text, wire, 9, 25, workers=3)
     for trace in results:
         assert torch.equal(trace[-1], results[0][-1])
@@ -420,7 +420,7 @@ def send(rank: int, size: int, text: str, wire: Any) -> tuple[int, Tensor]:
     [pytest.param("bfloat16", 0.78, marks=pytest.mark.nightly), ("int8", 0.4)],
 )
 def test_a_wire_is_honoured(row: Row, wire: str, share: float) -> None:
-    """Pitfall 31: fewer bytes and quantized values, near the exact ones."""
+    """It sends fewer bytes, and quantized values near the exact ones."""
     # Payloads are what is handed over: all chunks, then the sum of the own one.
     exact, lossy = (run(send, row.text, w, workers=3) for w in ("float32", wire))
     start = flat(normed_start())
@@ -453,7 +453,7 @@ OVERLAPPED = [
 
 
 def twenty_steps(text: str, wire: Any, bandwidth: str) -> list[tuple[float, dict[str, Any]]]:
-    """Seconds waited, and details: two workers, 20 steps of 20 ms, a model of 40 kB."""
+    """Return the waiting time and details of two workers after 20 steps of 20 ms."""
 
     def worker() -> tuple[float, dict[str, Any]]:
         model = nn.Linear(100, 100)
@@ -473,7 +473,7 @@ def twenty_steps(text: str, wire: Any, bandwidth: str) -> list[tuple[float, dict
 
 @pytest.mark.parametrize(("text", "wire", "bandwidth"), OVERLAPPED)
 def test_no_worker_waits_for_a_mean_that_overlaps(text: str, wire: str, bandwidth: str) -> None:
-    """At 8 Mbit/s it takes about 43 ms, which is 2 steps; at 1 Mbit/s 17 steps."""
+    """A mean takes about 43 ms (2 steps) at 8 Mbit/s, and 17 steps at 1 Mbit/s."""
     for seconds, details in twenty_steps(text, wire, bandwidth):
         assert seconds == 0
         assert details["landings"] > 0
@@ -499,7 +499,7 @@ def test_eager_workers_wait_at_the_bound(text: str) -> None:
 @pytest.mark.sampled
 @first_of_each(row for row in ROWS if not row.timed)
 def test_processes_and_the_simulator_agree(row: Row) -> None:
-    """Models, consensus, decisions, counts and bytes: the simulator is a verified fake."""
+    """Models, consensus, decisions, counts and bytes are equal."""
     args = (row.text, [11, 13, 15], "momentum", (6,))
     real = workers.run(train, *args, workers=3)
     simulated = worlds.simulated(train, *args, workers=3)
@@ -515,7 +515,7 @@ def test_processes_and_the_simulator_agree(row: Row) -> None:
 @pytest.mark.sampled
 @first_of_each(row for row in ROWS if row.timed)
 def test_processes_and_the_simulator_train_alike(row: Row) -> None:
-    """Where time decides: all workers end with the same bits, near the other world's."""
+    """For strategies that depend on timing, all workers end with the same bits."""
     steps = [11, 13, 15]
     real = workers.run(train, row.text, steps, "momentum", (), 0.01, workers=3)
     simulated = worlds.simulated(train, row.text, steps, workers=3)

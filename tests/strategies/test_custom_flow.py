@@ -1,4 +1,4 @@
-"""An algorithm that is neither a shared model nor a mean of gradients, through the public seam."""
+"""An algorithm with its own flow, which averages neither models nor gradients."""
 
 import io
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class GossipState:
 
 
 class GossipFlow(Flow):
-    """x ← (1 − a)·x + a·x of the left neighbour, in messages between neighbours alone."""
+    """x ← (1 − a)·x + a·x of the left neighbour. Only neighbours exchange messages."""
 
     state: GossipState
     strategy: "Gossip"
@@ -47,7 +47,7 @@ class GossipFlow(Flow):
         return bool(self.act(round))
 
     def vote(self, optimizer: int, *, stepping: bool, finishing: bool = False) -> Round:
-        finite = self.look_for_non_finite(stepping=stepping)
+        finite = self.check_finite(stepping=stepping)
         vote = self.rounds.vote(
             weight=1.0,
             stepping=stepping,
@@ -58,7 +58,7 @@ class GossipFlow(Flow):
         )
         return self.rounds.send(vote)
 
-    def finite(self, optimizer: int, *, stepping: bool) -> bool:
+    def is_finite(self, optimizer: int, *, stepping: bool) -> bool:
         return self.worker.finite_model()
 
     def decide(self, round: Round) -> bool:
@@ -144,7 +144,7 @@ def reference(counts: list[int], look: int) -> tuple[list[list[Tensor]], Tensor 
     ("counts", "look", "resume"), [([9, 9, 9], 4, -1), ([2, 9, 5], -1, -1), ([9, 9, 9], -1, 6)]
 )
 def test_gossip_trains(counts: list[int], look: int, resume: int) -> None:
-    """Values of every step, also with uneven data, with a consensus, and from a checkpoint."""
+    """Compares the values of every step, with uneven data, a consensus, and a checkpoint."""
     trace, seen, end = reference(counts, look)
     for rank, result in enumerate(run(train, counts, look, resume, workers=3)):
         for step in range(counts[rank]):
@@ -188,7 +188,7 @@ def diverge(rank: int, size: int) -> str:
 
 
 def test_the_policy_for_non_finite_values_applies() -> None:
-    """By default it raises on all workers before another model has received the value."""
+    """By default all workers raise before another model has received the value."""
     for text in run(diverge, workers=3):
         assert text.startswith("rank 1 would contribute NaN or infinity to the mean at step 2")
 
@@ -205,7 +205,7 @@ def test_the_policy_for_non_finite_values_applies() -> None:
     ids=str,
 )
 def test_abilities_that_a_custom_flow_does_not_have_are_refused(option: dict[str, Any]) -> None:
-    """Instead of an option that is accepted and has no effect."""
+    """No option is accepted without an effect."""
 
     def refuse(rank: int, size: int) -> str:
         model = make_model()

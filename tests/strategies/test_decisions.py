@@ -1,6 +1,6 @@
-"""When each strategy synchronizes, and what: ``averages``, ``due``, ``vote``, ``decide``.
+"""The decisions of each strategy: ``averages``, ``due``, ``vote``, ``decide``.
 
-On plain views, without torch. ``test_conformance`` tests what becomes of the models.
+On plain views of workers, without torch. ``test_conformance`` tests the resulting models.
 """
 
 import itertools
@@ -122,7 +122,7 @@ class Lazy(Workers):
 def test_local_sgd_averages_after_exactly_period_steps(
     period: int, warmup: int, launches: list[int]
 ) -> None:
-    """Pitfall 14: after steps H, 2H, …; with a warm-up, after each of its steps before."""
+    """It averages after steps H, 2H, …, and in the warm-up after each step."""
     strategy = LocalSGD(period=period, warmup_steps=warmup)
     assert Lazy(strategy).launch_steps(17) == launches
 
@@ -130,7 +130,7 @@ def test_local_sgd_averages_after_exactly_period_steps(
 @few
 @given(st.integers(1, 40), st.data())
 def test_diloco_launches_each_fragment_once_a_period(period: int, data: Any) -> None:
-    """Fragment p after the steps t ≡ ⌊p·H/P⌋ (mod H), one in a round."""
+    """Fragment p is launched after the steps t ≡ ⌊p·H/P⌋ (mod H), one in a round."""
     parts = data.draw(st.integers(1, period))
     workers = Lazy(DiLoCo(period=period, fragments=parts), count=parts)
     due = {q * period + p * period // parts for q in range(4) for p in range(1, parts + 1)}
@@ -140,7 +140,7 @@ def test_diloco_launches_each_fragment_once_a_period(period: int, data: Any) -> 
 
 @pytest.mark.parametrize("staleness", [2, 6])
 def test_asynchronous_averaging_launches_once_a_cycle(staleness: int) -> None:
-    """T steps are ⌊T/β⌋ launches, β = τ/2."""
+    """There are ⌊T/β⌋ launches in T steps, with β = τ/2."""
     cycle = staleness // 2
     found = Lazy(AsyncAveraging(staleness=staleness)).launch_steps(14)
     assert found == list(range(cycle, 15, cycle))
@@ -156,7 +156,7 @@ def test_eager_averaging_asks_when_there_is_a_new_step_and_nothing_in_flight() -
 @few
 @given(st.integers(1, 20), st.integers(1, 30))
 def test_cyclic_streaming_passes_the_model_in_a_cycle(cycle: int, parts: int) -> None:
-    """Every part is launched within β = τ/2 steps of its last launch; evenly, if P ≤ β."""
+    """Every part is launched again within β = τ/2 steps, at equal intervals if P ≤ β."""
     strategy = StreamingAveraging(parts=parts, schedule="cyclic", staleness=2 * cycle)
     workers, launched, next_part = Lazy(strategy, count=parts), [0] * parts, 0
     for step in range(1, 4 * cycle + 1):
@@ -171,7 +171,7 @@ def test_cyclic_streaming_passes_the_model_in_a_cycle(cycle: int, parts: int) ->
 
 
 def norm_of(rank: int, step: int) -> float:
-    """‖g‖² on ``rank`` at ``step``: noise of 30 % on something that falls slowly."""
+    """Return ‖g‖² on ``rank`` at ``step``: a slowly falling value with 30 % noise."""
     noise = random.Random(10_007 * rank + step).gauss(0, 1)
     return (1 + 10 / (1 + step / 50)) * math.exp(0.3 * noise)
 
@@ -206,13 +206,13 @@ class Play:
             self.thresholds.append(records[0]["threshold"])
 
     def intervals(self) -> list[int]:
-        """Steps from one synchronization, or the start, to the next, or the end."""
+        """Return the steps between two synchronizations, the start and the end included."""
         at = [0, *(i for i, sync in enumerate(self.synced, 1) if sync), len(self.synced)]
         return [b - a for a, b in itertools.pairwise(at)]
 
 
 def test_selsync_votes_its_flag_and_its_change() -> None:
-    """Δ = |m_i − m_{i−1}| / m_{i−1} of its own gradient; ∞ at the first step travels as 0."""
+    """Δ = |m_i − m_{i−1}| / m_{i−1} of the local gradient. The ∞ of the first step is sent as 0."""
     strategy = SelSync(delta=0.2, smoothing=0.4)
     view = seen(size=2)
     view.state = strategy.state(view)
@@ -251,14 +251,14 @@ def test_the_first_change_is_infinite_and_nothing_over_nothing_is_zero(
 @pytest.mark.parametrize("flags", ["blocking", "deferred"])
 @pytest.mark.parametrize("aggregate", ["parameters", "gradients"])
 def test_an_infinite_threshold_never_synchronizes(aggregate: Any, flags: Any) -> None:
-    """Not even at the first step, whose Δ is ∞, too."""
+    """This includes the first step, whose Δ is ∞, too."""
     play = Play(SelSync(delta=math.inf, aggregate=aggregate, flags=flags), 12)
     assert not any(play.synced)
     assert not any(play.flags)
 
 
 def test_one_flag_is_enough() -> None:
-    """A worker whose gradient is steady follows the one whose gradient jumps."""
+    """A worker with a steady gradient follows the worker whose gradient jumps."""
     steady = Play(SelSync(delta=0.3, smoothing=1.0), 9, norm=lambda rank, step: 1.0)
     jumps = Play(
         SelSync(delta=0.3, smoothing=1.0),
@@ -293,7 +293,7 @@ def test_max_interval_is_never_exceeded(flags: Any) -> None:
 
 @pytest.mark.parametrize("flags", ["blocking", "deferred"])
 def test_warmup_steps_all_synchronize(flags: Any) -> None:
-    """The first ones, whatever Δ is; with deferred flags one step later."""
+    """The first steps synchronize for any Δ; with deferred flags one step later."""
     late = [False] * (flags == "deferred")
     play = Play(SelSync(delta=math.inf, warmup_steps=6, flags=flags), 12)
     assert play.synced == [*late, *[True] * 6, *[False] * (6 - len(late))]
@@ -302,7 +302,7 @@ def test_warmup_steps_all_synchronize(flags: Any) -> None:
 @pytest.mark.parametrize("flags", ["blocking", "deferred"])
 @pytest.mark.parametrize("target", [0.5, 0.7, 0.9])
 def test_the_target_share_of_local_steps_is_reached(target: float, flags: Any) -> None:
-    """LSSR is target_lssr ± 0.05 over 300 steps, with δ by the recursion of the decisions."""
+    """LSSR is target_lssr ± 0.05 over 300 steps, with the recursion for δ."""
     play = Play(SelSync(target_lssr=target, smoothing=0.3, flags=flags), 300)
     assert 1 - sum(play.synced) / 300 == pytest.approx(target, abs=0.05)
     late = int(flags == "deferred")
@@ -315,7 +315,7 @@ def test_the_target_share_of_local_steps_is_reached(target: float, flags: Any) -
 
 @pytest.mark.parametrize("size", [2, 4, 16, 64])
 def test_by_default_nine_of_ten_steps_are_local(size: int) -> None:
-    """With any number of workers. δ = 0.3 never fires again with few, and always with many."""
+    """This holds for any number of workers. A fixed δ = 0.3 fires never or always."""
     assert SelSync() == SelSync(target_lssr=0.9)
     play, fixed = Play(SelSync(), 400, size), Play(SelSync(delta=0.3), 400, size)
     assert 1 - sum(play.synced[200:]) / 200 == pytest.approx(0.9, abs=0.03)
@@ -331,7 +331,7 @@ def test_by_default_nine_of_ten_steps_are_local(size: int) -> None:
 def test_after_a_warm_up_the_trigger_fires_as_often_as_wanted(
     warmup_steps: int, flags: Any
 ) -> None:
-    """Pitfall 29: δ follows the triggers during the warm-up, and not the forced decisions."""
+    """During the warm-up δ follows the triggers, not the forced decisions."""
     strategy = SelSync(target_lssr=0.9, warmup_steps=warmup_steps, flags=flags)
     play, late = Play(strategy, warmup_steps + 150), flags == "deferred"
     own = play.synced[warmup_steps + late :]
@@ -351,7 +351,7 @@ def test_with_a_short_interval_the_trigger_still_fires(max_interval: int) -> Non
 
 
 def test_a_norm_that_is_not_finite_sets_no_flag(caplog: pytest.LogCaptureFixture) -> None:
-    """It is counted, logged once, and leaves m as it is: a GradScaler skips such steps."""
+    """It is counted, logged once, and leaves m unchanged, because a GradScaler skips such steps."""
 
     def norm(rank: int, step: int) -> float:
         return math.nan if rank == 1 and step in (4, 5) else 1.0
@@ -378,7 +378,7 @@ def test_bsp_synchronizes_every_step() -> None:
 
 
 def streaming(size: int = 4, parts: int = 4, **options: Any) -> tuple[Any, Any]:
-    """A strategy and a view of a worker under it."""
+    """Return a strategy and the view of a worker that it drives."""
     strategy = StreamingAveraging(parts=parts, **options)
     view = seen(size=size, count=parts, bits={}, step=1)
     view.state = strategy.state(view)
@@ -386,7 +386,7 @@ def streaming(size: int = 4, parts: int = 4, **options: Any) -> tuple[Any, Any]:
 
 
 def test_eager_streaming_asks_for_as_many_parts_as_there_is_room_for() -> None:
-    """The least of what the window and the CPU budget allow; nothing for less than one part."""
+    """``due`` is the smaller of what the window and the CPU budget allow, and 0 below one part."""
     strategy, view = streaming()
     view.state.rate.window, view.state.rate.budget = 5, 3.5
     assert strategy.due(view) == 3.5
@@ -405,14 +405,14 @@ def test_a_worker_without_peers_sends_nothing() -> None:
 
 @pytest.mark.parametrize(("wanted", "number"), [(4.0, 1), (7.0, 2), (5.9, 1), (2.4, 1), (12.0, 3)])
 def test_a_round_launches_the_mean_of_what_is_wanted(wanted: float, number: int) -> None:
-    """Rounded to nearest, and at least one part: every worker had room for one."""
+    """The mean is rounded to nearest. It is at least one part, which every worker has requested."""
     strategy, view = streaming()
     known = (math.inf, 40.0, 0.0, 0.0)
     assert strategy.decide(view, tally(4, wanted, known)) == Launch(number, None)
 
 
 def test_streaming_votes_what_the_outer_step_and_the_rate_control_need() -> None:
-    """Steps of a pass (∞ if unknown), local step, ‖u‖² and ‖D‖²; the squares also without data."""
+    """The vote is the steps of a pass (∞ if unknown), the local step, ‖u‖² and ‖D‖²."""
     strategy, view = streaming()
     view.step, view.sent_squared, view.mean_squared = 9, 3.0, 2.0
     assert strategy.vote(view) == (math.inf, 9.0, 3.0, 2.0)
@@ -431,7 +431,7 @@ def test_the_outer_step_is_that_of_coherence() -> None:
 
 
 def test_the_outer_momentum_never_grows_by_itself() -> None:
-    """When a worker that was ahead has finished, the mean step of the others is an older one."""
+    """The mean step of the workers decreases when the fastest worker has finished."""
     strategy, view = streaming(size=3, outer_gain=3.0)
     for (stepping, steps), age in zip(
         ((3, 240.0), (2, 100.0), (2, 110.0)), (80, 0, 5), strict=True
@@ -442,7 +442,7 @@ def test_the_outer_momentum_never_grows_by_itself() -> None:
 
 
 def test_parts_are_as_many_as_pay() -> None:
-    """4 MiB each, 4 at most, but two of 64 KiB."""
+    """One part for each 4 MiB, at most 4, but two of at least 64 KiB."""
     sizes = (2**16, 2**17 - 1, 2**17, 2**23, 3 * 2**22, 2**24, 2**30)
     parts = StreamingAveraging().averages().parts
     assert callable(parts)

@@ -1,6 +1,6 @@
-"""A strategy of a name and two methods: wherever a strategy of the package works.
+"""A custom strategy with two methods works wherever a strategy of the package works.
 
-Nothing in it says anything of wires, nodes, checkpoints or changes of membership.
+It contains no code for wires, nodes, checkpoints or changes of membership.
 """
 
 import io
@@ -47,7 +47,7 @@ def test_it_is_short_and_has_three_members_of_its_own() -> None:
 
 
 def test_when_it_is_due() -> None:
-    """Without torch: plain views of a worker are enough."""
+    """Plain views of a worker are enough for the test, without torch."""
     assert Workers(OWN, 3).launch_steps(20) == [1, 3, 7, 11, 15, 19]
     assert Workers(GrowingPeriod(most=1), 3).launch_steps(4) == [1, 2, 3, 4]
 
@@ -59,7 +59,7 @@ def test_it_is_parsed_and_shown_by_its_module_and_settings() -> None:
 
 
 def train(rank: int, size: int, wire: Any, **options: Any) -> dict[str, Any]:
-    """Uneven steps: rank 0 takes one less."""
+    """Train uneven numbers of steps: rank 0 takes one less."""
     model = make_wide(seed=rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with attach(model, optimizer, OWN, wire=wire, **options) as sync:
@@ -77,7 +77,7 @@ def trained_exactly() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_processes_and_the_simulator_agree_over_every_wire(wire: Any) -> None:
-    """The same models and bytes; "auto" follows the time that workers wait, which differs."""
+    """Models and bytes are the same. "auto" is excluded, because it follows waiting times."""
     real, virtual = (run(train, wire, workers=3) for run in (workers.run, simulated))
     for one, other, exact in zip(real, virtual, trained_exactly(), strict=True):
         assert torch.equal(one["model"], real[0]["model"])
@@ -91,14 +91,14 @@ def test_processes_and_the_simulator_agree_over_every_wire(wire: Any) -> None:
 
 
 def test_fewer_bits_are_fewer_bytes() -> None:
-    """Votes are small against the means."""
+    """The votes are small compared to the means."""
     sent = [simulated(train, wire, workers=3)[0]["sent"] for wire in WIRES[:4]]
     for more, fewer in itertools.pairwise(sent):
         assert fewer < 0.8 * more
 
 
 def in_nodes(rank: int, size: int, wire: str) -> tuple[Tensor, int]:
-    """Two nodes of two workers; each node is one worker to the strategy."""
+    """Train in two nodes of two workers. Each node is one worker to the strategy."""
     model = make_wide(seed=rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with attach(model, optimizer, OWN, wire=wire, node_group="auto") as sync:
@@ -149,7 +149,7 @@ def test_it_continues_when_a_worker_is_lost_and_one_joins() -> None:
 
 
 def resumed(rank: int, size: int, wire: str, at: int) -> Tensor:
-    """In one script, or in two, of which the second continues from a file."""
+    """Train in one script, or in two, of which the second loads a file."""
     model = make_wide(seed=rank, norm=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     sync = attach(model, optimizer, OWN, wire=wire)
@@ -184,7 +184,7 @@ def test_it_resumes_from_a_checkpoint_bit_for_bit(wire: str) -> None:
 
 
 def test_the_strategy_of_the_page_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As its reader writes it to a file, in at most 40 lines; and the page's own test passes."""
+    """It has at most 40 lines in a file, and the page's test passes."""
     code = code_on("writing-a-strategy", "class GrowingPeriod")
     assert len([line for line in code.splitlines() if line.strip()]) <= 40
     (tmp_path / "growing_period.py").write_text(code)
@@ -208,7 +208,7 @@ def test_the_strategy_of_the_page_trains(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_it_is_planned() -> None:
-    """Without a line of its own: as local SGD with the longest period, over every wire."""
+    """The plan is that of local SGD with the longest period, over every wire."""
     case: dict[str, Any] = {"parameters": 25e6, "step_time": 0.1, "workers": 4, "bandwidth": 1e9}
     for wire in ("float32", "bfloat16", "int8"):
         plain = GrowingPeriod(most=8, outer_lr=1.0)

@@ -1,4 +1,4 @@
-"""The short text form of strategies, there and back."""
+"""The text form of strategies, in both directions."""
 
 import math
 from typing import Any
@@ -108,7 +108,7 @@ MADE: dict[str, st.SearchStrategy[Strategy]] = {
 
 
 def test_every_strategy_is_covered() -> None:
-    """The text form knows each strategy by its name, and so do these tests."""
+    """These tests contain each strategy that the text form knows."""
     assert set(STRATEGIES) == set(MADE)
     assert all(kind.name == name for name, kind in STRATEGIES.items())
     assert {kind.__name__ for kind in STRATEGIES.values()} <= set(dir(offbeat))
@@ -117,7 +117,7 @@ def test_every_strategy_is_covered() -> None:
 @settings(deadline=None, max_examples=150, derandomize=True, database=None)
 @given(st.sampled_from(sorted(MADE)).flatmap(MADE.__getitem__))
 def test_text_and_repr_make_the_strategy_again(strategy: Strategy) -> None:
-    """parse_strategy(str(s)) == s, of the same type; eval(repr(s)) likewise."""
+    """parse_strategy(str(s)) == s with the same type, and eval(repr(s)) == s."""
     for again in (
         parse_strategy(str(strategy)),
         parse_strategy(f"  {strategy}\n"),
@@ -226,7 +226,7 @@ def test_only_what_differs_from_the_defaults_is_shown(
     ],
 )
 def test_errors_say_what_is_allowed(text: str, error: type[Exception], words: str) -> None:
-    """An unknown name, setting or value is a one-line error that lists what there is."""
+    """An unknown name, setting or value is a one-line error that lists the allowed ones."""
     with pytest.raises(error) as caught:
         parse_strategy(text)
     assert words in str(caught.value)

@@ -1,6 +1,6 @@
-"""What every strategy leaves as it is: the training loop, the tensors, the words, and after faults.
+"""Properties of every strategy around the training loop: tensors, hooks, telemetry, faults.
 
-``test_conformance`` tests what strategies compute.
+``test_conformance`` tests the values that strategies compute.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ Step = Callable[[nn.Module, Optimizer, tuple[Tensor, Tensor]], None]
 def train(
     rank: int, size: int, text: str, steps: Sequence[int], step_of: Step = train_step
 ) -> dict[str, Any]:
-    """Unequal models and data; the model after every step of the worker, and the end."""
+    """Train unequal models on unequal data; return the model after every step, and the end."""
     model = make_model(seed=rank)
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     sync = attach(model, optimizer, text)
@@ -79,7 +79,7 @@ def addresses(rank: int, size: int, text: str) -> list[bool]:
 
 @first_of_each(ROWS)
 def test_tensors_stay_where_they_are(row: Row) -> None:
-    """Pitfall 9: none is rebound or becomes a view of a larger one."""
+    """No tensor is replaced or becomes a view of a larger one."""
     for seen in run(addresses, row.text, workers=2):
         assert all(seen)
 
@@ -103,8 +103,8 @@ def one_cycle(rank: int, size: int, text: str | None) -> tuple[list[float], list
 
 
 @first_of_each(ROWS)
-def test_schedulers_and_the_users_own_hooks_go_on_working(row: Row) -> None:
-    """Pitfall 4: OneCycleLR gives the rates of plain training, hooks fire once a step."""
+def test_schedulers_and_hooks_of_the_user_keep_working(row: Row) -> None:
+    """OneCycleLR gives the rates of plain training, and hooks fire once a step."""
     rates, events = one_cycle(0, 1, None)
     assert len(set(rates)) == 8
     assert events == ["pre", "post"] * 8
@@ -112,7 +112,7 @@ def test_schedulers_and_the_users_own_hooks_go_on_working(row: Row) -> None:
 
 
 def halves(model: nn.Module, optimizer: Optimizer, batch: tuple[Tensor, Tensor]) -> None:
-    """One step from two backward passes."""
+    """Take one step from two backward passes."""
     optimizer.zero_grad()
     for half in range(2):
         x, y = (part[half::2] for part in batch)
@@ -132,7 +132,7 @@ def by_closure(model: nn.Module, optimizer: Optimizer, batch: tuple[Tensor, Tens
 
 @first_of_each(ROWS)
 def test_accumulated_gradients_and_closures_are_one_step(row: Row) -> None:
-    """Pitfall 6: two backward passes train as one over the whole batch, and closures alike."""
+    """Two backward passes train like one over the whole batch. So do closures."""
     size = row.repeatable
     plain, halved, closed = (
         run(train, row.text, [9] * size, step_of, workers=size)
@@ -145,7 +145,7 @@ def test_accumulated_gradients_and_closures_are_one_step(row: Row) -> None:
 
 
 def in_turn(rank: int, size: int, text: str, steps: list[int]) -> dict[str, Any]:
-    """Two optimizers that step in turn, each after a backward pass of its own, as in a GAN."""
+    """Train with two optimizers in turn, each after a separate backward pass, as in a GAN."""
     torch.manual_seed(rank)
     model = nn.ModuleDict({"g": nn.Linear(4, 3), "d": nn.Linear(3, 1)}).double()
     optimizers = {
@@ -174,7 +174,7 @@ def in_turn(rank: int, size: int, text: str, steps: list[int]) -> dict[str, Any]
 
 @first_of_each(ROWS)
 def test_two_optimizers_in_turn_are_one_iteration(row: Row) -> None:
-    """Pitfall 5: an iteration is one step of each; workers with unequal data end alike."""
+    """An iteration is one step of each. Workers with unequal data end with the same model."""
     results = run(in_turn, row.text, [7, 5], workers=2)
     for own, result in zip([7, 5], results, strict=True):
         assert result["counts"] == [step + half for step in range(own) for half in (0, 1)]
@@ -183,7 +183,7 @@ def test_two_optimizers_in_turn_are_one_iteration(row: Row) -> None:
 
 
 class Overflowing(torch.amp.GradScaler):
-    """On the CPU, with a scale that one step overflows on one worker."""
+    """A GradScaler on the CPU, with a scale that overflows in one step on one worker."""
 
     def __init__(self) -> None:
         super().__init__("cpu", init_scale=2.0**10, growth_interval=1000)
@@ -212,7 +212,7 @@ def scale(rank: int, size: int, text: str) -> dict[str, Any]:
 
 @first_of_each(ROWS)
 def test_a_step_that_a_scaler_skips_counts(row: Row) -> None:
-    """Pitfall 3: the worker whose gradient overflowed stays in step with the others."""
+    """The worker whose gradient overflowed stays in step with the others."""
     results = run(scale, row.text, workers=2)
     for result in results:
         assert result["steps"] == 9
@@ -232,7 +232,7 @@ def test_the_text_form_is_read_back(row: Row) -> None:
 
 
 def strictly(text: str) -> Any:
-    """JSON as the standard has it: no NaN, no infinity."""
+    """Parse JSON by the standard, without NaN and infinity."""
 
     def refuse(word: str) -> Any:
         raise ValueError(f"{word} is no JSON")
@@ -266,7 +266,7 @@ def test_telemetry_is_json(row: Row, tmp_path: Path) -> None:
 
 @each(TO_TRAIN_WITH)
 def test_details_count_launches_landings_and_staleness(row: Row, tmp_path: Path) -> None:
-    """The same of every strategy with a shared model; staleness only where workers do not wait."""
+    """All strategies with a shared model have the counts; staleness only if they do not block."""
     averages = row.strategy.averages()
     if not isinstance(averages, SharedModel):
         return
@@ -296,7 +296,7 @@ def hold(rank: int, size: int, text: str, wire: Any, alive: "weakref.WeakSet[Any
 @first_of_each(ROWS)
 @pytest.mark.parametrize("wire", [None, pytest.param("auto", marks=pytest.mark.nightly)])
 def test_a_simulated_run_holds_nothing_when_it_has_ended(row: Row, wire: Any) -> None:
-    """Its models are freed at once: the garbage collector counts objects, and not their bytes."""
+    """Its models are freed at once, because the garbage collector does not count bytes."""
     if wire == "auto" and not row.takes_auto:
         return
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -321,7 +321,7 @@ def caught() -> Iterator[list[BaseException]]:
 
 
 def raise_in_the_loop(rank: int, size: int, text: str) -> dict[str, Any]:
-    """Rank 0 raises between two steps, inside the block; the others go on."""
+    """Raise on rank 0 between two steps, inside the block. The other ranks continue."""
     model = make_model(seed=rank)
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     with caught() as found, attach(model, optimizer, text, timeout_seconds=20):
@@ -345,7 +345,7 @@ def raise_in_the_loop(rank: int, size: int, text: str) -> dict[str, Any]:
 @pytest.mark.sampled
 @first_of_each(ROWS)
 def test_an_exception_starts_no_collective_and_is_noticed(row: Row) -> None:
-    """Pitfall 13: it leaves the block at once, and the others fail long before their time-out."""
+    """It leaves the block at once, and the other workers fail long before their time-out."""
     first, *others = workers.run(raise_in_the_loop, row.text, workers=2, may_die=())
     assert first["error"] == "KeyError"
     assert first["same"]
@@ -383,7 +383,7 @@ def die(rank: int, size: int, text: str, folder: str) -> dict[str, Any]:
 @pytest.mark.sampled
 @first_of_each(ROWS)
 def test_a_dead_worker_is_named(row: Row, tmp_path: Path) -> None:
-    """Pitfalls 15, 19: by rank, soon, with the operation; and no later step succeeds."""
+    """The error names the rank and the operation, soon, and no later step succeeds."""
     survivor, _ = workers.run(die, row.text, str(tmp_path), workers=2, may_die=(1,))
     assert survivor["error"] == "CommunicationError", survivor["text"]
     assert re.match(r"rank 0: .+ failed after \d+\.\d s: ", survivor["text"]), survivor["text"]

@@ -1,6 +1,6 @@
-"""Rate control of streaming averaging: window, CPU budget, and counts of passes of the model.
+"""Rate control of streaming averaging: window, CPU budget, and counts of passes.
 
-The choice of the precision is tested in tests/quantization.
+tests/quantization tests the choice of the precision.
 """
 
 import pytest
@@ -15,9 +15,9 @@ BITS = {"float32": 64.0, "bfloat16": 32.0, "int8": 16.125, "int4": 8.125, "int2"
 
 
 def test_passes_are_counted_between_landings_of_one_precision() -> None:
-    """The count begins when the parts of the old precision have landed.
+    """The count begins when all parts of the previous precision have landed.
 
-    A link that was full at any time was not free, though its window is open now.
+    A link that was full at any time since then does not count as free.
     """
     rate = RateControl(window=4, landed=-2, budget=2.0)
     for landings, step in enumerate((3, 5, 8, 10, 12, 14), 1):
@@ -36,14 +36,14 @@ def test_passes_are_counted_between_landings_of_one_precision() -> None:
     ("window", "chooses", "passes"), [(4, True, 1.0), (3, True, 4.0), (4, False, 4.0)]
 )
 def test_a_link_is_free_where_the_window_is_open(window: int, chooses: bool, passes: float) -> None:
-    """Fewer bits would not help there; without a choice the counted passes are reported."""
+    """Fewer bits would not help then. Without a choice the counted passes are reported."""
     rate = RateControl(window=window, landed=4, probing=False, budget=2.0)
     assert rate.pass_steps(8, 2, chooses=chooses) == passes
 
 
 @pytest.mark.parametrize(("ages", "window"), [([], 9), ([0, 0], 9), ([1, 0], 6), ([2, 1, 1], 5)])
 def test_the_window_opens_and_closes(ages: list[int], window: int) -> None:
-    """By half of it while the link has never been full; by one if more than a fourth are late."""
+    """It grows by half until the link has been full, and shrinks by one if many parts are late."""
     rate = RateControl(window=6)
     rate.resize(ages, 8, prompt_age=1)
     assert rate.window == window
@@ -52,7 +52,7 @@ def test_the_window_opens_and_closes(ages: list[int], window: int) -> None:
 
 
 def test_no_more_is_sent_than_a_twentieth_of_the_time_allows() -> None:
-    """A part that takes 4 ms to launch and land, in steps of 100 ms: 1.25 parts a step."""
+    """With 4 ms to launch and land a part, steps of 100 ms allow 1.25 parts a step."""
     rate = RateControl()
     for step in range(100):
         rate.step(0.1 * step, [0.002, 0.002] if step > 50 else [], 8)
@@ -67,7 +67,7 @@ def test_no_more_is_sent_than_a_twentieth_of_the_time_allows() -> None:
 
 
 def test_time_is_not_lost_while_a_launch_is_agreed_on() -> None:
-    """A part each 2.5 steps, asked for when there is time for one, launched two steps later."""
+    """A part every 2.5 steps is possible, although it is launched two steps after the request."""
     rate, launched, asked = RateControl(), 0, None
     for step in range(1, 1001):
         rate.step(0.1 * step, [0.00625], 2)
@@ -80,7 +80,7 @@ def test_time_is_not_lost_while_a_launch_is_agreed_on() -> None:
 
 
 def test_a_part_that_was_kept_from_the_processor_counts_little() -> None:
-    """Once 2.5 s instead of 2 ms: as four times what it costs, and forgotten in some steps."""
+    """A single 2.5 s instead of 2 ms counts as four times the average, for some steps."""
     rate = RateControl()
     for step in range(1, 41):
         rate.step(0.1 * step, [2.5 if step == 20 else 0.002], 8)
@@ -98,7 +98,7 @@ def test_an_evaluation_between_two_steps_is_not_part_of_a_step() -> None:
 
 @pytest.mark.parametrize("wire", [None, "int4"])
 def test_only_an_automatic_wire_is_given_a_precision(wire: str | None) -> None:
-    """It follows the steps of a pass, which all workers read in the same tally."""
+    """The precision follows the steps of a pass, which all workers read in the same tally."""
     strategy = StreamingAveraging(parts=2)
     view = seen(size=2, count=2, precision=wire, bits=BITS, step=9)
     view.state = strategy.state(view)

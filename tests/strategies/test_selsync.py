@@ -1,4 +1,4 @@
-"""SelSync's trigger in a training: clipping, several optimizers, records.
+"""SelSync's trigger in training: clipping, several optimizers, records.
 
 ``test_decisions`` tests the trigger on plain numbers, ``test_conformance`` the models.
 """
@@ -67,7 +67,7 @@ def test_the_norm_is_that_of_the_whole_unclipped_gradient(
 
 
 def two_sizes(rank: int, size: int) -> Any:
-    """One optimizer has steady gradients, the other one jumping ones."""
+    """Train with one optimizer that has steady gradients and one whose gradients jump."""
     model, sink = nn.Linear(6, 2).double(), Sink()
     optimizers = [torch.optim.SGD([p], lr=0.1) for p in (model.weight, model.bias)]
     strategy = SelSync(delta=0.3, smoothing=1.0, aggregate="gradients")
@@ -84,7 +84,7 @@ def two_sizes(rank: int, size: int) -> Any:
 
 
 def test_with_gradients_each_optimizer_has_a_trigger_of_its_own() -> None:
-    """The gradients of one are averaged because they jump, those of the other are not."""
+    """Only the gradients that jump are averaged."""
     for rank, seen in enumerate(run(two_sizes, workers=2)):
         own, factors = 1.0 + rank, [2 ** (step % 2) for step in range(8)]
         assert [weight for weight, _ in seen] == [1.5] + [own] * 7, "Δ is ∞ in the first step"
@@ -129,7 +129,7 @@ def test_clipping_changes_no_decision(aggregate: str) -> None:
 
 
 def test_the_log_holds_change_threshold_flag_and_decision(tmp_path: Path) -> None:
-    """One line for each step and worker; the infinite Δ of the first step is no number there."""
+    """Each step of each worker has a line. The infinite Δ is not a number there."""
 
     def log(rank: int, size: int) -> None:
         model = make_model(seed=rank)

@@ -1,4 +1,4 @@
-"""Settings of the strategies to train with: an impossible one is refused with a remedy."""
+"""Settings of the strategies: an impossible one is refused with a remedy."""
 
 import math
 from typing import Any
@@ -139,6 +139,6 @@ def too_many(rank: int, size: int) -> str:
 
 
 def test_a_strategy_that_does_not_fit_the_model_is_refused_by_attach() -> None:
-    """On every worker, and what was opened is closed: they may attach again."""
+    """Every worker raises and closes what it has opened, so it can attach again."""
     for text in run(too_many, workers=2):
         assert text.startswith("the number of parts must be at most 6, the number of parameter")

@@ -1,4 +1,4 @@
-"""Streaming averaging: invariants of each landing, how busy the link is, and what it chooses.
+"""Streaming averaging: invariants of each landing, use of the link, and adaptive choices.
 
 ``test_decisions`` and ``test_rate_control`` test the rules on plain numbers.
 """
@@ -25,7 +25,7 @@ WIRES = ["float32", "bfloat16", "int8", "int4", "int2"]
 
 
 def wide_steps(model: torch.nn.Module, rank: int, steps: int, lr: float = 0.05) -> Any:
-    """Training of a model of ``make_wide``, to be started once it is attached."""
+    """Return an optimizer of a model of ``make_wide``, and a function that trains it."""
     optimizer = sgd(model, lr)
 
     def go() -> None:
@@ -38,7 +38,7 @@ def wide_steps(model: torch.nn.Module, rank: int, steps: int, lr: float = 0.05) 
 
 
 def observe(rank: int, size: int, text: str, wire: Any, steps: int) -> list[dict[str, Any]]:
-    """What happens at each landing: x and P before and after, and u."""
+    """Record x and P before and after each landing, and u."""
     model = make_wide(seed=rank)
     optimizer, go = wide_steps(model, rank, steps)
     sync = attach(model, optimizer, text, wire=wire)
@@ -80,7 +80,7 @@ def observe(rank: int, size: int, text: str, wire: Any, steps: int) -> list[dict
     ],
 )
 def test_a_landing_keeps_the_mean_and_the_residual(text: str, wire: str) -> None:
-    """P ← P + D is the same everywhere; Σ x stays, but for the second stage; x − P shrinks by u."""
+    """P ← P + D on all workers; Σ x stays, up to the second stage; x − P shrinks by u."""
     workers = run(observe, text, wire, 9, workers=3)
     assert len(workers[0]) >= 2
     largest = max(float(landing["u"].abs().max()) for seen in workers for landing in seen)
@@ -104,7 +104,7 @@ def test_a_landing_keeps_the_mean_and_the_residual(text: str, wire: str) -> None
 
 
 def landings(bandwidth: str) -> int:
-    """Of 40 steps of 10 ms, of a model of 35 kB in four parts, on 4 workers of unequal speed."""
+    """Count the landings in 40 steps of 10 ms of a model of 35 kB in four parts, on 4 workers."""
 
     def worker() -> int:
         rank = dist.get_rank()
@@ -121,7 +121,7 @@ def landings(bandwidth: str) -> int:
 
 
 def test_the_link_is_kept_busy() -> None:
-    """With a fast link the whole model passes at every step or two; with a slow one a part."""
+    """The model is averaged every step or two over a fast link, one part over a slow link."""
     assert landings("1Gbit/s") > 40 * 4 / 1.6
     assert 4 <= landings("3Mbit/s") < 40
 
@@ -156,7 +156,7 @@ def choices(
 
 
 def test_fewer_bits_over_a_slower_link() -> None:
-    """With ``wire="auto"``; the same on all workers."""
+    """With ``wire="auto"`` all workers choose the same precision."""
     chosen = []
     for bandwidth in ("1Gbit/s", "20Mbit/s", "2Mbit/s"):
         wires = {one["wire"] for one in choices(bandwidth, steps=100)}
@@ -167,7 +167,7 @@ def test_fewer_bits_over_a_slower_link() -> None:
 
 
 def test_the_log_says_how_often_the_model_passes(caplog: pytest.LogCaptureFixture) -> None:
-    """No link is idle: each sends to two others, 2 bits a number and 4 bytes a block."""
+    """The link is never idle: each worker sends 2 bits a number and 4 bytes a block twice."""
     with caplog.at_level(logging.INFO, logger="offbeat"):
         found = choices("2Mbit/s", steps=150, wire=None)
     elements = 264 * 264 + 264
@@ -175,9 +175,9 @@ def test_the_log_says_how_often_the_model_passes(caplog: pytest.LogCaptureFixtur
     assert {"wire"}.isdisjoint(found[0])
     for one in found:
         assert one["pass_steps"] == pytest.approx(seconds / 0.01, rel=0.1)
-    logged = [one for one in caplog.messages if "passes every" in one]
+    logged = [one for one in caplog.messages if "is averaged every" in one]
     assert len(logged) == 3, "once on each worker"
-    assert all(one.startswith("the whole model (2 parts) passes every") for one in logged)
+    assert all(one.startswith("the whole model (2 parts) is averaged every") for one in logged)
 
 
 def test_launches_and_landings_cost_the_time_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,14 +236,14 @@ def test_the_outer_momentum_moves_all_alike(text: str) -> None:
 
 
 def test_the_gain_is_that_of_coherence() -> None:
-    """G = √(mean‖u‖²/‖D‖²): √N where what the workers do is noise, 1 where it is all the same."""
+    """G = √(mean‖u‖²/‖D‖²): √N if the updates are noise, 1 if they are equal."""
 
     def worker(noise: float) -> float:
         rank = dist.get_rank()
         model = torch.nn.Linear(1, 4096, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         sync = attach(model, optimizer, "streaming:parts=2", wire="float32")
-        for step in range(40):
+        for step in range(20):
             random = torch.Generator().manual_seed(1000 * rank + step)
             own = torch.randn(4096, 1, generator=random)
             model.weight.grad = torch.ones(4096, 1) + noise * own

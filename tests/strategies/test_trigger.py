@@ -37,7 +37,7 @@ def test_relative_change_is_its_definition(
 def test_an_overflow_now_and_then_changes_nothing(
     values: list[float], bad: dict[int, list[float]], window: int | None
 ) -> None:
-    """At most two in a row give Δ = 0, and the other steps see what they would have seen."""
+    """At most two in a row give Δ = 0, and do not affect the other steps."""
     clean, disturbed = RelativeChange(window), RelativeChange(window)
     for i, value in enumerate(values):
         for wrong in bad.get(i, []):
@@ -48,10 +48,10 @@ def test_an_overflow_now_and_then_changes_nothing(
 
 @pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("times", [3, 50])
-def test_after_many_norms_that_are_not_finite_it_begins_anew(
+def test_after_many_norms_that_are_not_finite_it_starts_again(
     window: int | None, times: int
 ) -> None:
-    """What was smoothed before says nothing of a model that was restored: Δ = ∞, then as fresh."""
+    """The old mean does not apply to a restored model: Δ = ∞, then as in a new training."""
     trigger, fresh = RelativeChange(window), RelativeChange(window)
     for value in (1e9, 2e9, 3e9):
         trigger.update(value, 0.1)
@@ -69,7 +69,7 @@ def test_zero_norms(window: int | None) -> None:
 
 
 def test_a_constant_norm_has_no_change() -> None:
-    """The window is normalised: a constant norm has Δ = 0 also while the window fills."""
+    """The window is normalized, so a constant norm has Δ = 0 also while the window fills."""
     for window in (None, 4):
         trigger = RelativeChange(window)
         assert [trigger.update(3.0, 0.16) for _ in range(9)][1:] == pytest.approx(
@@ -101,7 +101,7 @@ def test_controller_reaches_the_target(target: float, workers: int, scale: float
 
 
 def test_controller_stays_bounded() -> None:
-    """A trigger that never changes its mind moves δ to a bound, from where it comes back."""
+    """A trigger that always or never fires moves δ to a bound, from which it returns."""
     for fired in (True, False):
         controller = ThresholdController(0.5, 0.3)
         for _ in range(5000):

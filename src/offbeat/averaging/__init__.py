@@ -1,4 +1,4 @@
-"""What is averaged, and when it takes effect: the model's tensors, means in flight, and flows."""
+"""Averaging: the model's tensors, their means in flight, and the flows that drive strategies."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ __all__ = ["AttachedOptimizer", "Flow", "NonFinite", "Replica", "Worker", "flow_
 
 
 def flow_of(strategy: Strategy, worker: Worker) -> Flow:
-    """The flow that drives ``strategy`` on ``worker``."""
+    """Return a new flow that drives ``strategy`` on ``worker``."""
     averages: Any = strategy.averages()
     if isinstance(averages, CustomFlow):
         flow: Flow = averages.make(strategy, worker)

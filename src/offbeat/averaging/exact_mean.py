@@ -1,20 +1,21 @@
-"""The exact mean of whole models: for a consensus, the end of training, and inside a node.
+"""The exact mean of whole models, for a consensus, the end of training, and inside a node.
 
-Means of training are those of ``part``. These here are exact whatever the wire, and all or nothing:
-every sum has arrived before anything is written, so a worker that loses a peer keeps its model.
+These means are exact over any wire. All but ``show`` are all or nothing: a worker that loses a peer
+keeps its model.
 """
 
 import torch
 
+from offbeat.averaging.buckets import Bucket
 from offbeat.averaging.parts.landing import Landing, bucket_landing, land
-from offbeat.averaging.replica import Bucket, Replica
+from offbeat.averaging.replica import Replica
 from offbeat.transport.team import Team
 
 
 class ExactMean:
     """x ← Σ w·x / Σ w over the workers.
 
-    Parameters, floating-point and complex buffers are averaged (half types in float32); signed
+    Parameters, floating-point and complex buffers are averaged (half types in float32). Signed
     integer buffers become their maximum. Afterwards all workers hold the same bits of these.
 
     Args:
@@ -29,19 +30,19 @@ class ExactMean:
         """Replace the model by the mean. Blocks.
 
         Args:
-            weight: w of this worker.
-            total: Σ w over the workers, > 0.
-            what: Names the operations in errors.
+            weight: Weight w of this worker (≥ 0).
+            total: Sum of w over the workers, > 0.
+            what: Name of the operations in errors.
 
         Raises:
-            CommunicationError: a peer is lost; nothing was written.
+            CommunicationError: a peer is lost; the model is unchanged.
         """
         buckets = self._replica.buckets("averaged")
         landings = [self._launch(bucket, weight, total, what) for bucket in buckets]
         land([*landings, *self._launch_integers(what)], self._team.host)
 
     def average_buffers(self, weight: float, total: float, *, what: str) -> None:
-        """Replace the buffers by their mean and leave the parameters. Blocks."""
+        """Replace the buffers by their mean, and leave the parameters. Blocks."""
         buckets = self._replica.buckets("buffers")
         landings = [self._launch(bucket, weight, total, what) for bucket in buckets]
         land([*landings, *self._launch_integers(what)], self._team.host)
@@ -51,20 +52,20 @@ class ExactMean:
         land(self._launch_integers(what), self._team.host)
 
     def show(self, weight: float, total: float, *, what: str) -> None:
-        """Replace the model by the mean, two buckets at a time. Blocks.
+        """Replace the model by the mean temporarily, for a consensus. Blocks.
 
-        It needs little memory, and a failure leaves half a mean behind: the caller must hold a
-        snapshot of everything.
+        Stages only two buckets at a time, to save memory. A failure leaves some buckets averaged
+        and others not, so the caller must hold a snapshot of the model.
         """
-        waiting: list[tuple[Bucket, Landing]] = []
+        pending: list[tuple[Bucket, Landing]] = []
         buckets = self._replica.buckets("averaged")
         for bucket in [*buckets, None, None]:
-            if len(waiting) == 2 or (bucket is None and waiting):
-                arrived, landing = waiting.pop(0)
+            if len(pending) == 2 or (bucket is None and pending):
+                oldest, landing = pending.pop(0)
                 land([landing], self._team.host)
-                arrived.release()
+                oldest.release()
             if bucket is not None:
-                waiting.append((bucket, self._launch(bucket, weight, total, what)))
+                pending.append((bucket, self._launch(bucket, weight, total, what)))
         self.average_integers(what=what)
 
     def _launch(self, bucket: Bucket, weight: float, total: float, what: str) -> Landing:

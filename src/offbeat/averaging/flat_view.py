@@ -1,4 +1,4 @@
-"""Tensors seen as one flat vector, which is read and changed piece by piece without a copy."""
+"""A view of tensors as one flat vector, which is read and changed in pieces without a copy."""
 
 import itertools
 from bisect import bisect_right
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.averaging.replica import as_real, staging_dtype
+from offbeat.averaging.buckets import as_real, staging_dtype
 from offbeat.quantization.decoding import Numbers
 
 
@@ -16,8 +16,8 @@ class FlatView:
     """The numbers of several tensors, one tensor after the other.
 
     Args:
-        tensors: Not empty, of one dtype and device. A tensor that is not contiguous is copied;
-            ``write_back`` copies it back.
+        tensors: At least one tensor; all have the same dtype and device. A tensor that is not
+            contiguous is copied, and ``write_back`` copies it back.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -28,39 +28,39 @@ class FlatView:
         self.dtype = staging_dtype(tensors[0])
 
     def pieces(self, start: int, elements: int) -> Iterator[tuple[Tensor, slice]]:
-        """Slices of the tensors that cover ``elements`` numbers from ``start``, with their places.
+        """Yield slices of the tensors that together cover ``elements`` numbers from ``start``.
 
-        A place is relative to ``start``.
+        Each comes with its position, relative to ``start``.
         """
-        number, done = bisect_right(self._ends, start), 0
+        index, done = bisect_right(self._ends, start), 0
         while done < elements:
-            tensor = self._flat[number]
-            first = start + done - (self._ends[number] - tensor.numel())
+            tensor = self._flat[index]
+            first = start + done - (self._ends[index] - tensor.numel())
             part = tensor[first : first + elements - done]
             yield part, slice(done, done + part.numel())
-            done, number = done + part.numel(), number + 1
+            done, index = done + part.numel(), index + 1
 
     def add(self, values: Tensor, start: int) -> None:
-        """Add ``values`` to the numbers from ``start``; half types are computed in float32."""
-        for part, where in self.pieces(start, values.numel()):
+        """Add ``values`` to the numbers from ``start``. Half types are computed in float32."""
+        for part, position in self.pieces(start, values.numel()):
             if part.dtype == values.dtype:
-                part.add_(values[where])
+                part.add_(values[position])
             else:
-                part.copy_(part.to(values.dtype).add_(values[where]))
+                part.copy_(part.to(values.dtype).add_(values[position]))
 
     def write_back(self) -> None:
-        """Copy changed numbers into the tensors that are not contiguous."""
+        """Copy the changed numbers to the tensors that are not contiguous."""
         for tensor, flat in zip(self._tensors, self._flat, strict=True):
             if not tensor.is_contiguous():
                 tensor.copy_(flat.view(tensor.shape))
 
 
 class Difference(Numbers):
-    """s − P.
+    """s − P, computed when it is read.
 
     Args:
         view: s.
-        base: P, 1-D, of the same number of elements.
+        base: P, 1-D, with as many elements as ``view``.
     """
 
     def __init__(self, view: FlatView, base: Tensor) -> None:
@@ -70,5 +70,5 @@ class Difference(Numbers):
     @override
     def read(self, values: Tensor, start: int = 0) -> None:
         base = self._base[start : start + values.numel()]
-        for part, where in self._view.pieces(start, values.numel()):
-            torch.sub(part, base[where], out=values[where])
+        for part, position in self._view.pieces(start, values.numel()):
+            torch.sub(part, base[position], out=values[position])

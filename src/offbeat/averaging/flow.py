@@ -1,8 +1,11 @@
-"""A flow drives one strategy on one worker: it turns steps into rounds, means and landings.
+"""A flow drives one strategy on one worker: it turns local steps into rounds, means and landings.
 
-The training loop reports what happens (gradients are ready, a step has ended), and the flow calls
-the strategy and communicates. There is one flow for shared models, one for gradients, and each
-baseline that is neither brings its own.
+The training loop reports events (gradients are ready, a step has ended). The flow then calls the
+strategy and communicates. ``ModelFlow`` is for shared models and ``GradientFlow`` for gradients. A
+strategy with a ``CustomFlow`` has a subclass of ``Flow`` of its own.
+
+Every worker starts the same operations in the same order. Therefore a worker that takes no more
+steps still votes in the rounds of the other workers (``wait_for_all``).
 """
 
 from abc import ABC, abstractmethod
@@ -24,15 +27,18 @@ class Flow(ABC):
         worker: This worker.
 
     Attributes:
-        state: Everything that a checkpoint holds of the flow: a dataclass.
+        state: State of the flow that a checkpoint contains: a dataclass.
         decided: Number of rounds decided in this view.
+        excluded: True if this worker is excluded from the mean of the coming round.
+        check: Policy for non-finite contributions.
+        rounds: Sends this worker's votes.
         wants_buckets: True if ``bucket_ready`` should be called during backward.
         uses_gradients: True if the flow reads or changes gradients.
-        needs_unscaled: True if gradients must be unscaled before the flow sees them.
+        needs_unscaled: True if gradients must be unscaled before the flow reads them.
         can_exclude: True if the flow supports ``non_finite="exclude"``.
-        waits: True if all workers wait for each mean and take it over as a whole.
-        replicates: True if all workers that step hold the same parameters between two steps.
-        votes_between_steps: True if votes are cast after the optimizers' steps, not before.
+        waits: True if all workers wait for each mean and take it over unchanged.
+        replicates: True if all workers that step have the same parameters between two steps.
+        votes_between_steps: True if workers vote after the optimizers' steps, not before.
     """
 
     state: Any
@@ -47,40 +53,42 @@ class Flow(ABC):
     def __init__(self, strategy: Strategy, worker: Worker) -> None:
         self.strategy, self.worker = strategy, worker
         self.decided = 0
-        self.excluded = False  # this worker, in the round that is about to start
+        self.excluded = False
         self._pending: Round | None = None  # started and not decided
         self.check = NonFiniteCheck(worker.rank, worker.non_finite, can_exclude=self.can_exclude)
         self.rounds = Rounds(worker, self.check)
 
-    # -- called by the training loop -------------------------------------------------------------
+    # -- a view begins ---------------------------------------------------------------------------
 
     @abstractmethod
     def start(self, common: dict[str, Any] | None = None) -> None:
-        """Begin from a model that all workers hold.
+        """Initialize the state from a model that is equal on all workers.
 
-        Called once by ``attach``; by a checkpoint of a consensus; and on a new flow in each view of
-        an elastic training.
+        Called once by ``attach``, by a checkpoint of a consensus, and on a new flow in each view of
+        elastic training.
 
         Args:
             common: ``common_values()`` of the most advanced worker. None: training begins.
         """
 
     def keep_local(self, before: "Flow") -> None:  # noqa: B027
-        """Take from the flow of the view before what belongs to this worker alone."""
+        """Copy the local values from the flow of the previous view."""
 
     def common_values(self) -> dict[str, Any]:
-        """What a new view needs and all workers have in common, as plain values for JSON."""
+        """Return the values that the next view copies to all workers, as plain values for JSON."""
         return {}
+
+    # -- events of the training loop -------------------------------------------------------------
 
     @property
     @abstractmethod
     def unsynced(self) -> bool:
-        """True if this worker's model holds steps that no other worker has received."""
+        """True if this worker's model contains steps that no other worker has received."""
 
     def bucket_ready(self, bucket: int) -> bool:
-        """Backward, still running, has completed a bucket of the only optimizer's gradients.
+        """Handle a bucket of gradients that is complete while backward still runs.
 
-        Called in order, for all buckets but the last.
+        Called in order, for all buckets but the last, if there is only one optimizer.
 
         Returns:
             True if further buckets of this step should be reported.
@@ -89,38 +97,44 @@ class Flow(ABC):
 
     @abstractmethod
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
-        """The gradients of one optimizer are ready, and it has not stepped yet.
+        """Handle the gradients of one optimizer, just before it steps.
 
         Args:
             optimizer: The optimizer.
-            last: True if it is the last one of this step.
+            last: True if it is the last optimizer of this step.
 
         Returns:
             True if this synchronized the workers.
         """
 
     def optimizer_stepped(self, optimizer: AttachedOptimizer) -> None:  # noqa: B027
-        """One optimizer has stepped. Its gradients still exist."""
+        """Handle the step of one optimizer. Its gradients still exist."""
 
     def step_skipped(self) -> None:  # noqa: B027
-        """A GradScaler has skipped the steps of all optimizers, so the model has not changed.
+        """Handle a step without a change of the model, because a GradScaler has skipped it.
 
         Called before ``step_ended``.
         """
 
     @abstractmethod
     def step_ended(self) -> bool:
-        """All optimizers have stepped. Returns True if this synchronized the workers."""
+        """Handle the end of a step, in which all optimizers have stepped.
+
+        Returns:
+            True if this synchronized the workers.
+        """
+
+    # -- barrier, consensus, checkpoints ---------------------------------------------------------
 
     def wait_for_all(self, order: Sequence[int], *, finishing: bool) -> Round:
-        """Vote in the others' rounds, without a step, until no worker steps any more.
+        """Wait at a barrier: vote without stepping until no worker steps any more.
 
         Args:
             order: Indices of the optimizers in the order of the last step.
             finishing: True inside ``finish``.
 
         Returns:
-            The last round.
+            The last round, in which no worker steps.
         """
         self.pause(finishing=finishing)
         while True:
@@ -136,52 +150,52 @@ class Flow(ABC):
                     return round
                 self.act(round)
 
+    def pause(self, *, finishing: bool) -> None:  # noqa: B027
+        """Prepare for a barrier: this worker takes no step until all workers have reached it."""
+
+    def all_paused(self, last: Round) -> None:  # noqa: B027
+        """Handle the end of the barrier: all workers have reached it."""
+
     @abstractmethod
     def consensus(self, last: Round, *, final: bool) -> None:
         """Replace the model by the mean over all workers. Called after ``wait_for_all``.
 
         Args:
             last: The round that ``wait_for_all`` returned.
-            final: True if training ends and all workers must hold the same model. Otherwise the
-                caller puts this worker's own model back afterwards.
+            final: True if training ends and all workers must hold the same model. False: the caller
+                restores this worker's local model afterwards.
         """
 
     def before_save(self, barrier: Callable[[], object]) -> None:  # noqa: B027
-        """Wait for what is in flight, so that ``state`` can be saved or replaced.
+        """Wait for all operations in flight, so that ``state`` can be saved or replaced.
 
         Args:
-            barrier: Waits until all workers are about to save.
+            barrier: Function that waits until all workers are about to save.
         """
 
     def after_load(self) -> None:  # noqa: B027
-        """``state`` was loaded from a checkpoint."""
+        """Continue from ``state`` after it was loaded from a checkpoint."""
 
     # -- rounds ----------------------------------------------------------------------------------
 
     def voters(self, order: Sequence[int]) -> Sequence[int]:
-        """Indices of the optimizers that have a round of their own in each step."""
+        """Return the indices of the optimizers that each have a round in every step."""
         return [0]
-
-    def pause(self, *, finishing: bool) -> None:  # noqa: B027
-        """This worker takes no step until all workers have stopped."""
-
-    def all_paused(self, last: Round) -> None:  # noqa: B027
-        """All workers have stopped."""
 
     @abstractmethod
     def vote(self, optimizer: int, *, stepping: bool, finishing: bool = False) -> Round:
         """Send this worker's vote and return the round in progress."""
 
     def act(self, round: Round) -> bool | None:
-        """Decide a round and do what it says.
+        """Decide a round and carry out the decision.
 
         Returns:
-            True if this synchronized the workers; None if the round is still in progress.
+            True if this synchronized the workers. None if the round cannot be decided yet.
         """
         if not self.can_decide(round):
             return None
         wire, details = self.worker.wire, self.worker.details
-        # Before anything is launched: all launches of a round have the same precision.
+        # Before any launch, because all launches of a round have the same precision.
         wire.acted(round.then(lambda sums: sums.measured))
         details.update(wire.told())
         synced = self.decide(round)
@@ -193,23 +207,30 @@ class Flow(ABC):
         return synced
 
     def can_decide(self, round: Round) -> bool:
-        """Whether the round can be decided now. May wait for its tally."""
+        """Return True if the round can be decided now. May wait for its tally."""
         return True
 
     @abstractmethod
     def decide(self, round: Round) -> bool:
-        """Ask the strategy and do what it says. Returns True if this synchronized the workers."""
+        """Call the strategy's ``decide`` and carry out the decision.
 
-    def look_for_non_finite(self, *, stepping: bool, optimizer: int = 0) -> bool:
-        """Whether this worker's contribution to the coming round is finite; True if it has none.
+        Returns:
+            True if this synchronized the workers.
+        """
 
-        Sets ``excluded``. An excluded worker is restored at once, unless it is about to step.
+    # -- non-finite values -----------------------------------------------------------------------
+
+    def check_finite(self, *, stepping: bool, optimizer: int = 0) -> bool:
+        """Return False if this worker would contribute non-finite values to the coming round.
+
+        Sets ``excluded``. An excluded worker returns to the shared model at once, unless it is
+        about to step.
         """
         worker = self.worker
         self.excluded = False
         if worker.size == 1 or not (stepping or self.unsynced):
             return True
-        finite = self.finite(optimizer, stepping=stepping)
+        finite = self.is_finite(optimizer, stepping=stepping)
         if not finite:
             worker.details["non_finite"] = worker.details.get("non_finite", 0) + 1
             self.excluded = worker.excludes
@@ -217,9 +238,14 @@ class Flow(ABC):
                 self.restore()
         return finite
 
-    def finite(self, optimizer: int, *, stepping: bool) -> bool:
-        """Whether this worker's contribution to the coming round is finite, as far as is known."""
+    def is_finite(self, optimizer: int, *, stepping: bool) -> bool:
+        """Return False if this worker's contribution to the coming round is known to be non-finite.
+
+        Args:
+            optimizer: Index of the optimizer that the round belongs to.
+            stepping: True if this worker takes a step in the round.
+        """
         return True
 
     def restore(self) -> None:  # noqa: B027
-        """Replace this worker's model by the shared one, if the workers keep one."""
+        """Replace this worker's model by the shared model, if the flow keeps one."""

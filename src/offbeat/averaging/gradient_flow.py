@@ -11,7 +11,6 @@ from typing_extensions import override
 from offbeat.averaging.carried_state import common_values, keep_local_values, load_common_values
 from offbeat.averaging.flow import Flow
 from offbeat.averaging.gradients import GradientMean
-from offbeat.averaging.parts.shared_model import view_of
 from offbeat.averaging.votes import Round, Vote
 from offbeat.averaging.worker import AttachedOptimizer, Worker
 from offbeat.checkpoint.state import transient
@@ -20,14 +19,15 @@ from offbeat.strategies.base import Gradients, Strategy, WorkerView
 
 @dataclass
 class GradientFlowState:
-    """What a checkpoint holds of the flow.
+    """State of a ``GradientFlow``.
 
     Attributes:
-        views: What the strategy sees, one for each optimizer.
-        means: The means of the gradients, one for each optimizer.
-        delayed: Round of the step before, by optimizer, for a strategy with ``tally_delay``.
-        saved_tallies: The same rounds in a checkpoint.
-        newest: True if this worker took a step in the last round, so its model is the newest.
+        views: The strategy's view of this worker, one for each optimizer.
+        means: Means of the gradients, one for each optimizer.
+        delayed: Previous round of each optimizer, by its index, for a strategy with
+            ``tally_delay``.
+        saved_tallies: ``delayed`` as plain numbers, for a checkpoint.
+        newest: True if this worker took a step in the last round, so that its model is the newest.
         start_step: Local step at which the view began.
     """
 
@@ -42,13 +42,13 @@ class GradientFlowState:
 class GradientFlow(Flow):
     """g ← mean(g), in every step or when the strategy says so.
 
-    Each optimizer has rounds of its own, between its gradients and its step. If gradients are
-    averaged in every step, the vote travels in their last bucket.
+    Each optimizer has separate rounds, between its gradients and its step. If gradients are
+    averaged in every step, their last bucket carries the vote.
 
     Args:
         strategy: The strategy.
         worker: This worker.
-        gradients: What ``strategy.averages()`` returned.
+        gradients: Return value of ``strategy.averages()``.
     """
 
     state: GradientFlowState
@@ -58,7 +58,7 @@ class GradientFlow(Flow):
         super().__init__(strategy, worker)
         self.wants_buckets = self.replicates = self.every_step
         self.needs_unscaled = not self.every_step
-        self._wanted = 0.0  # what the strategy has answered to ``due``
+        self._wanted = 0.0  # last return value of ``Strategy.due``
 
     @override
     def start(self, common: dict[str, Any] | None = None) -> None:
@@ -66,7 +66,7 @@ class GradientFlow(Flow):
         step = worker.step if common is None else common["step"]
         views = []
         for index in range(len(worker.optimizers)):
-            view = view_of(worker)
+            view = worker.strategy_view()
             view.start_step, view.stepping = step, False
             view.state = strategy.state(view)
             if common is not None:
@@ -106,6 +106,7 @@ class GradientFlow(Flow):
         return self.state.newest if self.every_step else self.worker.step > self.state.start_step
 
     def _view(self, optimizer: int, *, stepping: bool) -> WorkerView:
+        """Return the strategy's view of this worker, up to date."""
         view, worker = self.state.views[optimizer], self.worker
         view.step, view.stepping, view.record = worker.step, stepping, worker.record
         return view
@@ -144,7 +145,7 @@ class GradientFlow(Flow):
     def vote(self, optimizer: int, *, stepping: bool, finishing: bool = False) -> Round:
         worker = self.worker
         view = self._view(optimizer, stepping=stepping)
-        finite = self.look_for_non_finite(stepping=stepping, optimizer=optimizer)
+        finite = self.check_finite(stepping=stepping, optimizer=optimizer)
         vote = self.rounds.vote(
             weight=0.0 if self.excluded else float(stepping or self.unsynced),
             stepping=stepping,
@@ -163,13 +164,8 @@ class GradientFlow(Flow):
         return self.rounds.arrived(vote, sums, optimizer)
 
     @override
-    def finite(self, optimizer: int, *, stepping: bool) -> bool:
-        if not stepping:
-            return True
-        if self.strategy.gradient_norm:
-            squared = self.state.views[optimizer].gradient_norm_squared
-            return self.worker.scaled or math.isfinite(squared)
-        return self.worker.finite_gradients([self.worker.optimizers[optimizer]])
+    def is_finite(self, optimizer: int, *, stepping: bool) -> bool:
+        return not stepping or self.worker.scaled or self._finite_gradients(optimizer)
 
     @override
     def decide(self, round: Round) -> bool:
@@ -189,19 +185,19 @@ class GradientFlow(Flow):
             return False
         view.rounds, view.launch_step, view.launches = 0, view.step, view.launches + 1
         # A non-finite gradient would make all gradients non-finite, so it never contributes.
-        contribute = round.own.stepping and self._is_finite(index)
+        contribute = round.own.stepping and self._finite_gradients(index)
         state.means[index].reduce([], contribute=contribute)
         view.landings += 1
         return True
 
-    def _is_finite(self, index: int) -> bool:
+    def _finite_gradients(self, index: int) -> bool:
         if self.strategy.gradient_norm:
             return math.isfinite(self.state.views[index].gradient_norm_squared)
         return self.worker.finite_gradients([self.worker.optimizers[index]])
 
     @override
     def all_paused(self, last: Round) -> None:
-        """A worker that ran out of data before the others takes over their model."""
+        # A worker that ran out of data before the others receives their model.
         weight = last.wait().weight
         if self.every_step and 0 < weight < self.worker.size:
             what = f"mean of the newest models at step {self.worker.step}"
@@ -216,7 +212,7 @@ class GradientFlow(Flow):
         if worker.size == 1:
             return
         what = f"{'final mean' if final else 'consensus'} at step {worker.step}"
-        if self.every_step:  # the parameters are equal
+        if self.every_step:  # the parameters are equal on all workers
             own, total = self._buffer_weights()
             worker.exact_mean.average_buffers(own, total, what=what)
         elif not weight:
@@ -227,10 +223,10 @@ class GradientFlow(Flow):
             worker.exact_mean.show(last.own.weight, weight, what=what)
 
     def _buffer_weights(self) -> tuple[float, float]:
-        """Weight of this worker's buffers, and the sum over the workers.
+        """Return the weight of this worker's buffers, and the sum of these over the workers.
 
-        NaN in the buffers of a worker that was excluded stays there, because buffers are not
-        averaged during training. It must not reach the others.
+        Buffers are not averaged during training, so the buffers of a worker that was excluded may
+        still contain NaN. Their weight is 0, unless this is so on all workers.
         """
         worker = self.worker
         if not worker.excludes:

@@ -1,12 +1,17 @@
 """The mean of gradients over the workers, in buckets, optionally overlapped with backward.
 
-Buckets follow the reverse order of the parameters, in which backward fills them. All but the last
-may start while backward still runs; the last one starts when the optimizer is about to step. Just
-before it leaves what the workers must agree on: their roll, whether a gradient changed after its
-bucket had left (accumulation, clipping, unscaling), and which parameters have a gradient. A single
-bucket carries these numbers in its tail, unless the wire is lossy: they travel exactly.
+The buckets contain the parameters in reverse order, in which backward computes their gradients. All
+buckets but the last may be sent while backward still runs. The last one is sent when the optimizer
+is about to step.
 
-Sparse gradients travel dense, and their mean is sparse again: some optimizers take no other.
+Together with the last bucket the workers sum some numbers, the *agreement*: their votes, the number
+of workers on which a gradient changed after its bucket was sent (by accumulation, clipping or
+unscaling), and the number of workers that have a gradient for each parameter. If any gradient
+changed, all workers send all buckets again. The agreement is always exact. A single bucket on an
+exact wire carries it in its tail; otherwise it is a separate message.
+
+Sparse gradients are sent as dense ones. Their mean is made sparse again, because some optimizers
+accept only sparse gradients.
 """
 
 from collections.abc import Sequence
@@ -15,45 +20,53 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from offbeat.averaging.buckets import BUCKET_BYTES, Bucket, group_tensors, pack, swap, unpack
 from offbeat.averaging.parts.landing import Landing, land
-from offbeat.averaging.replica import BUCKET_BYTES, Bucket, group_tensors, pack, swap, unpack
 from offbeat.quantization.wire import Wire
 from offbeat.transport.handle import Completed, Handle
 from offbeat.transport.team import Team
 
-FIRST_BUCKET_BYTES = 2**20  # small, so that the network gets to work early in backward
-_STRIKES = 2  # windows in a row that may start too early before the overlap is given up
-_SPARSE = 2**12  # what a sparse gradient counts besides 1: sums of both are exact in float32
+FIRST_BUCKET_BYTES = 2**20  # small, so that the network is busy early in backward
+_STRIKES = 2  # steps in a row with buckets sent twice, after which the overlap is switched off
+_SPARSE = 2**12  # added to the 1 of a sparse gradient; the sums of both are exact in float32
 _Layout = Literal["none", "dense", "sparse"]
 
 
 def gradient_buckets(
     parameters: Sequence[nn.Parameter], bucket_bytes: float = BUCKET_BYTES, scale: float = 1.0
 ) -> list[list[nn.Parameter]]:
-    """The parameters of one optimizer in buckets, in the order in which backward completes them.
+    """Return the parameters in buckets, in the order in which backward completes their gradients.
 
     Args:
-        parameters: In the model's order, the same on all workers.
-        bucket_bytes: Size of a bucket; the first one is smaller.
+        parameters: Parameters of one optimizer in the model's order, the same on all workers.
+        bucket_bytes: Size of a bucket. The first one is smaller.
         scale: ``Host.scale``.
     """
     order = [p for p in reversed(parameters) if p.numel()]
     first = min(bucket_bytes, FIRST_BUCKET_BYTES)
     groups = group_tensors(order, bucket_bytes / scale, first / scale)
-    # Backward completes first the bucket whose last parameter comes first in `order`.
-    place = {id(p): i for i, p in enumerate(order)}
-    groups.sort(key=lambda group: place[id(group[-1])])
+    # Backward completes a bucket with its last parameter.
+    position = {id(p): i for i, p in enumerate(order)}
+    groups.sort(key=lambda group: position[id(group[-1])])
     return [[p for p in group if isinstance(p, nn.Parameter)] for group in groups]
 
 
 class _GradientBucket(Bucket):
-    """A bucket that stages the gradients of its parameters; a missing one counts as zero."""
+    """A bucket that stages the gradients of its parameters. A missing gradient counts as zero.
+
+    Args:
+        parameters: The parameters.
+        tail: Number of extra elements of the staging tensor.
+        stream: Name of the wire's stream.
+
+    Attributes:
+        handle: The sum in flight.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter], tail: int, stream: str) -> None:
         super().__init__(parameters, tail)
         self.stream = stream
         self.parameters = list(parameters)
-        self.waiting = 0  # parameters whose gradient has not come yet
         self.handle: Handle[Tensor] = Completed(torch.empty(0))
         self._versions: list[tuple[int, int] | None] = []
         self._sample: tuple[nn.Parameter, Tensor] | None = None
@@ -64,7 +77,7 @@ class _GradientBucket(Bucket):
         return self.flat
 
     def remember(self) -> None:
-        """Note what the gradients are now, to see later whether they changed."""
+        """Remember the versions of the gradients for ``changed``."""
         self._versions = [_version(p) for p in self.parameters]
         smallest = min(self.parameters, key=lambda p: p.numel())
         self._sample = None
@@ -72,9 +85,10 @@ class _GradientBucket(Bucket):
             self._sample = (smallest, smallest.grad.detach().clone())
 
     def changed(self) -> bool:
-        """Whether a gradient is another one than when ``remember`` was called.
+        """Return True if a gradient has changed since ``remember`` was called.
 
-        The sample finds changes that bypass the version counter, as ``GradScaler.unscale_`` does.
+        A copy of the smallest gradient shows changes that bypass torch's version counter, such as
+        those of ``GradScaler.unscale_``.
         """
         if self._versions != [_version(p) for p in self.parameters]:
             return True
@@ -82,34 +96,39 @@ class _GradientBucket(Bucket):
             return False
         parameter, value = self._sample
         gradient = parameter.grad
-        # NaN differs from itself: an overflow counts as a change, which costs a second round only
+        # A NaN counts as a change, because it differs from itself. It only costs a second message.
         return gradient is None or not torch.equal(gradient.detach(), value)
 
     def landing(self, divisor: float, layouts: list[_Layout]) -> Landing:
-        """How the mean gets into the gradients; a gradient nobody has stays None."""
+        """Return the landing that replaces the gradients by their mean.
+
+        Args:
+            divisor: Number of contributing workers.
+            layouts: Layout of the mean for each parameter. With "none" no worker has a gradient,
+                and it stays None.
+        """
         targets: list[Tensor] = []
-        missing: list[tuple[nn.Parameter, Tensor, _Layout]] = []
+        assigned: list[tuple[nn.Parameter, Tensor, _Layout]] = []  # not written in place
         for parameter, layout in zip(self.parameters, layouts, strict=True):
             gradient = parameter.grad
             if gradient is None or gradient.is_sparse:
-                gradient = torch.empty_like(parameter)  # a place to unpack into
+                gradient = torch.empty_like(parameter)
                 if layout != "none":
-                    missing.append((parameter, gradient, layout))
+                    assigned.append((parameter, gradient, layout))
             targets.append(gradient)
+        before = [(parameter, parameter.grad) for parameter, _, _ in assigned]
 
-        def put() -> None:
-            for parameter, gradient, layout in missing:
-                parameter.grad = _rows(gradient) if layout == "sparse" else gradient
+        def assign() -> None:
+            for parameter, gradient, layout in assigned:
+                parameter.grad = _to_sparse(gradient) if layout == "sparse" else gradient
 
         def write() -> None:
             unpack(self.body, targets, divisor)
-            put()
-
-        before = [(parameter, parameter.grad) for parameter, _, _ in missing]
+            assign()
 
         def exchange() -> None:
             swap(self.body, targets, divisor)
-            put()
+            assign()
 
         def undo() -> None:
             unpack(self.body, targets)
@@ -124,20 +143,23 @@ def _version(parameter: nn.Parameter) -> tuple[int, int] | None:
     return None if gradient is None else (id(gradient), gradient._version)
 
 
-def _rows(dense: Tensor) -> Tensor:
-    """The rows of ``dense`` that are not 0, as a sparse tensor."""
+def _to_sparse(dense: Tensor) -> Tensor:
+    """Return the nonzero rows of ``dense`` as a sparse tensor."""
     rows = dense.reshape(len(dense), -1).any(1).nonzero().t()
     values, size = dense[rows[0]], dense.shape
     return torch.sparse_coo_tensor(rows, values, size, is_coalesced=True, check_invariants=False)
 
 
 def _presence(gradient: Tensor | None) -> float:
-    """What a worker adds to the number that tells of one gradient."""
+    """Encode for the agreement if this worker has a gradient, and if it is sparse."""
     return 0.0 if gradient is None else 1.0 + _SPARSE * gradient.is_sparse
 
 
 def _layout(count: float) -> _Layout:
-    """What the sum of ``_presence`` says: sparse if it is so wherever there is a gradient."""
+    """Return the layout of a mean from the sum of ``_presence`` over the workers.
+
+    It is sparse if every worker that has the gradient has a sparse one.
+    """
     sparse, holders = divmod(round(count), _SPARSE)
     return "none" if holders == 0 else "sparse" if sparse == holders else "dense"
 
@@ -145,21 +167,20 @@ def _layout(count: float) -> _Layout:
 class GradientMean:
     """g ← Σ g / (number of contributing workers), for the parameters of one optimizer.
 
-    *Communication*: one all-reduce of the gradients in buckets; with ``overlap`` all buckets but
-    the last leave during backward. A sparse gradient travels dense; where all that have one have it
-    sparse, the mean is sparse on all workers: the rows that are not 0. *Memory*: one flat copy of
-    the gradients; with a lossy wire its errors, and with ``overlap`` what they were before.
+    *Communication*: one all-reduce of the gradients in buckets. With ``overlap`` all buckets but
+    the last are sent during backward. *Memory*: one flat copy of the gradients; with a lossy wire
+    the quantization errors, and with ``overlap`` the errors before the step.
 
     Args:
         team: The workers.
         wire: Sums the gradients.
         buckets: The optimizer's parameters, from ``gradient_buckets``.
-        name: Begins the names of the wire's streams: another one for each optimizer.
-        slots: Numbers that the caller sends along and gets back summed.
-        overlap: ``start`` may be called while backward runs.
+        name: Prefix of the names of the wire's streams, different for each optimizer.
+        slots: Number of extra numbers that ``reduce`` sums over the workers for its caller.
+        overlap: True if ``start`` may be called while backward runs.
 
     Attributes:
-        overlap: Whether that still makes sense; all workers give it up together.
+        overlap: True while the overlap is in use. All workers switch it off in the same step.
     """
 
     def __init__(
@@ -174,17 +195,17 @@ class GradientMean:
     ) -> None:
         self._team, self._wire, self._slots = team, wire, slots
         parameters = sum(map(len, buckets))
-        agreed = slots + 2 + parameters  # the caller's, changed, contributing, has a gradient
-        tail = agreed if len(buckets) == 1 and self._wire.exact else 0
+        # The agreement: the caller's numbers, changed, contributing, and one for each parameter.
+        tail = slots + 2 + parameters if len(buckets) == 1 and self._wire.exact else 0
         self._buckets = [
             _GradientBucket(group, tail, f"{name} {i}") for i, group in enumerate(buckets)
         ]
-        self._next = 0  # the first bucket that has not left
+        self._next = 0  # index of the first bucket that was not sent
         self._strikes = 0
         self.overlap = overlap and len(self._buckets) > 1
 
     def start(self, index: int) -> None:
-        """The gradients of bucket ``index`` are complete: send them. In order, never the last."""
+        """Send bucket ``index``, whose gradients are complete. In order, never the last bucket."""
         if self.overlap and index == self._next:
             self._launch(self._buckets[index], contribute=True)
             self._next += 1
@@ -204,7 +225,7 @@ class GradientMean:
             stream=bucket.stream,
             what="mean of the gradients",
             contribute=contribute,
-            # all but the last may have to be sent again
+            # All buckets but the last may have to be sent again.
             tentative=self.overlap and bucket is not self._buckets[-1],
         )
 
@@ -213,36 +234,36 @@ class GradientMean:
     ) -> list[float]:
         """Replace the gradients by their mean over the contributing workers. Blocks.
 
-        No gradient is written before all means have arrived.
+        If a sum fails, no gradient changes.
 
         Args:
-            slots: The caller's numbers, ``slots`` of them.
-            contribute: False sends zeros, and leaves the gradients as they are.
-            take: Replace the gradients; None: if it contributes.
+            slots: The caller's numbers; the argument ``slots`` of the constructor is their count.
+            contribute: True if this worker's gradients are part of the mean. False sends zeros.
+            take: True if this worker's gradients are replaced. None: if it contributes.
 
         Returns:
             The caller's numbers summed over the workers.
         """
-        if not self._buckets:  # of empty tensors there is nothing to send but the numbers
+        if not self._buckets:  # the optimizer has only empty parameters
             sums: list[float] = self._sum([*slots]).wait().tolist()
             return sums
-        # What left during backward was the gradient only if nobody has touched it since: a further
-        # backward pass, a clip. Each worker sees its own part; the sum says whether all may go on.
         take = contribute if take is None else take
-        early = self._buckets[: self._next]
+        early = self._buckets[: self._next]  # sent during backward
+        # A gradient may have changed since, by a further backward pass or by clipping. Each worker
+        # checks its gradients, and the sum of the results is the same on all workers.
         stale = any(b.changed() for b in early) if contribute else bool(early)
         parameters = [p for b in self._buckets for p in b.parameters]
-        has = [_presence(p.grad) if contribute else 0.0 for p in parameters]
+        presence = [_presence(p.grad) if contribute else 0.0 for p in parameters]
         others = self._buckets[:-1]
         for bucket in others[self._next :]:
             self._launch(bucket, contribute=contribute)
-        agreed = self._agree([*slots, float(stale), float(contribute), *has], contribute)
+        agreed = self._agree([*slots, float(stale), float(contribute), *presence], contribute)
         sums = agreed.wait().tolist()
         changed, contributing = sums[self._slots : self._slots + 2]
         layouts = [_layout(count) for count in sums[self._slots + 2 :]]
         if changed:
-            # Somewhere a bucket left too early: all workers send all of them again, alike, and the
-            # wire forgets the errors of the first time, or it would feed them back twice.
+            # On some worker a bucket was sent too early. All workers send all buckets again. The
+            # wire forgets the errors of the first message, or it would feed them back twice.
             for bucket in others:
                 bucket.handle.wait()
                 self._wire.take_back(bucket.stream)
@@ -257,14 +278,17 @@ class GradientMean:
                 landings.append(Landing(bucket.handle, write=lambda: None))
             offset += count
         land(landings, self._team.host)
-        if self.overlap:  # learned from what is common, so that all workers learn the same
+        if self.overlap:  # ``changed`` is equal on all workers, so they switch it off together
             self._strikes = self._strikes + 1 if changed else 0
             self.overlap = self._strikes <= _STRIKES
         self._next = 0
         return sums[: self._slots]
 
     def _agree(self, numbers: list[float], contribute: bool) -> Handle[Tensor]:
-        """Send ``numbers``, then the last bucket; or in its tail, if it has one."""
+        """Sum ``numbers`` over the workers, and send the last bucket.
+
+        The numbers are in the tail of the bucket if it has one, else in a message before it.
+        """
         last = self._buckets[-1]
         if last.tail.numel():
             last.tail.copy_(torch.tensor(numbers, dtype=last.flat.dtype))

@@ -5,19 +5,20 @@ Order of the calls in one local step, by when parts land:
     blocking (lands=0)              after k steps (lands=k)         on arrival (lands="arrived")
     gradients are ready             gradients are ready             gradients are ready
       due                             due
-      look for non-finite values      look for non-finite values
+      check for non-finite values     check for non-finite values
       vote, sent                      vote, sent
     optimizers step                 optimizers step                 optimizers step
-                                      land what is k steps old        agree inside the node
-                                                                      land what has arrived
+                                      land parts of age k             agree inside the node
+                                                                      land arrived parts
       after_step                      after_step                      after_step
                                                                       launch queued parts
-                                                                      without a round: due, vote
-      decide                          decide                          tally has arrived: decide
-      launch and land                 launch                          launch; due, vote
+                                                                      if no round is pending:
+                                                                        due, vote
+      decide                          decide                          if the tally has arrived:
+      launch and land                 launch                            decide, launch, due, vote
 
 A worker without data votes with ``stepping=False`` in the same rounds, and launches and lands in
-the same order, so that all workers start the same operations.
+the same order. So all workers start the same operations in the same order.
 """
 
 import math
@@ -30,7 +31,6 @@ from typing_extensions import override
 from offbeat.averaging.carried_state import common_values, keep_local_values, load_common_values
 from offbeat.averaging.flow import Flow
 from offbeat.averaging.parts.pipeline import Pipeline, PipelineState
-from offbeat.averaging.parts.shared_model import view_of
 from offbeat.averaging.votes import Round
 from offbeat.averaging.worker import AttachedOptimizer, Worker
 from offbeat.checkpoint.state import transient
@@ -40,15 +40,16 @@ from offbeat.strategies.base import SharedModel, Strategy, WorkerView
 
 @dataclass
 class ModelFlowState:
-    """What a checkpoint holds of the flow.
+    """State of a ``ModelFlow``.
 
     Attributes:
-        pipeline: The parts and where they are.
-        view: What the strategy sees.
-        checked_step: Local step of the last look for non-finite values.
-        staleness: Number of steps that ended so many local steps after the newest landed launch.
-        saved_tally: ``delayed`` in a checkpoint.
-        delayed: The round before, for a strategy with ``tally_delay``.
+        pipeline: The parts, queued, in flight and landed.
+        view: The strategy's view of this worker.
+        checked_step: Local step of the last check for non-finite values.
+        staleness: Number of steps by staleness at their end. The staleness is the number of local
+            steps since the newest landed launch.
+        saved_tally: ``delayed`` as plain numbers, for a checkpoint; empty without it.
+        delayed: Previous round, for a strategy with ``tally_delay``.
     """
 
     pipeline: PipelineState
@@ -60,12 +61,15 @@ class ModelFlowState:
 
 
 class ModelFlow(Flow):
-    """Shares a model; see ``SharedModel``.
+    """Averages models as ``SharedModel`` describes.
 
     Args:
         strategy: The strategy.
         worker: This worker.
-        shared: What ``strategy.averages()`` returned.
+        shared: Return value of ``strategy.averages()``.
+
+    Attributes:
+        pipeline: Launches and lands the parts.
     """
 
     state: ModelFlowState
@@ -77,22 +81,19 @@ class ModelFlow(Flow):
         self.votes_between_steps = shared.eager
         self.uses_gradients = strategy.gradient_norm
         self.waits = shared.blocking and shared.outer.plain
-        # Second stages of quantized sums start during backward, too.
+        # Quantized sums have a second stage, which the flow may also start during backward.
         self.wants_buckets = not worker.wire.exact and not shared.blocking
-        # What each step asks, so that a step without a round costs little.
-        self._blocking, self._lossy = shared.blocking, not worker.wire.exact
-        self._measures = type(strategy).after_step is not Strategy.after_step
-        self._wanted = 0.0  # what the strategy has answered to ``due``
+        self._wanted = 0.0  # last return value of ``Strategy.due``
         self._squared = 0.0  # ‖g‖² of the optimizers whose gradients are ready
-        self._pausing = False
-        self._node_arrived: int | None = None  # parts that have arrived on the whole node
-        self._node_tally = False  # the tally has arrived on the whole node
+        self._pausing = False  # True during a barrier
+        self._node_arrived: int | None = None  # number of parts that have arrived on the whole node
+        self._node_tally = False  # True if the tally has arrived on the whole node
         self._reported: tuple[int, int] | None = None  # launches and landings of the last report
 
     @override
     def start(self, common: dict[str, Any] | None = None) -> None:
         worker = self.worker
-        view = view_of(worker)
+        view = worker.strategy_view()
         self.pipeline = Pipeline(worker, self.strategy, self.shared, view, self.check)
         if common is not None:
             view.start_step = common["step"]
@@ -117,8 +118,8 @@ class ModelFlow(Flow):
     def unsynced(self) -> bool:
         return self.pipeline.unsynced
 
-    def _see(self, *, stepping: bool) -> WorkerView:
-        """The strategy's view, up to date."""
+    def _view(self, *, stepping: bool) -> WorkerView:
+        """Return the strategy's view of this worker, up to date."""
         view, worker, pipeline = self.state.view, self.worker, self.pipeline
         view.step, view.stepping, view.record = worker.step, stepping, worker.record
         parts, state = pipeline.state.parts, pipeline.state
@@ -140,7 +141,7 @@ class ModelFlow(Flow):
             if last:
                 self.state.view.gradient_norm_squared = self._squared
                 self.worker.norm_squared, self._squared = self._squared, 0.0
-        if last and not self.votes_between_steps and self._due():
+        if last and not self.shared.eager and self._due():
             self._pending = self.vote(0, stepping=True)
         return False
 
@@ -149,52 +150,49 @@ class ModelFlow(Flow):
         self.pipeline.step_skipped()
 
     def _due(self) -> bool:
-        self._wanted = float(self.strategy.due(self._see(stepping=True)))
+        self._wanted = float(self.strategy.due(self._view(stepping=True)))
         return self._wanted > 0
 
     @override
     def step_ended(self) -> bool:
-        view, pipeline, eager = self.state.view, self.pipeline.state, self.votes_between_steps
-        landings, self._pausing = view.landings, False
-        if not self._blocking:
+        view, landings = self.state.view, self.state.view.landings
+        self._pausing = False
+        if not self.shared.blocking:
             self._record_staleness()
-        if eager:
+        if self.shared.eager:
             self._agree_inside_node()
-        while pipeline.in_flight and self._lands_now():
+        while self._lands_now():
             self.land()
-        if self._lossy:
+        if not self.worker.wire.exact:
             self.worker.wire.advance()
-        if self._measures:
-            self.strategy.after_step(self._see(stepping=True))
-        if pipeline.queue:
-            self.pipeline.launch_queued(wait=False)
+        self.strategy.after_step(self._view(stepping=True))
+        self.pipeline.launch_queued(wait=False)
         synced = view.landings > landings
-        if eager:
-            self._vote_if_due()
+        self._vote_if_due()
         if self._pending is not None:
             acted = self.act(self._pending)
             if acted is not None:
                 self._pending = None
                 synced = synced or acted
-                self._vote_if_due()  # the votes travel during the next step
+                self._vote_if_due()  # the votes are in flight during the next step
         self._report()
         return synced
 
     def _vote_if_due(self) -> None:
-        """Eager: start a round, unless one is in progress or has parts that were not launched.
+        """Start an eager round, unless one is in progress or has parts that were not launched.
 
         The second condition lets an automatic wire change its precision between two rounds.
         """
         queued = self.pipeline.state.queue
-        eager = self.votes_between_steps
-        if eager and self._pending is None and not queued and self._due():
+        if self.shared.eager and self._pending is None and not queued and self._due():
             self._pending = self.vote(0, stepping=True)
 
     def _agree_inside_node(self) -> None:
-        """All workers of a node must land the same parts and decide in the same step.
+        """Agree with the other workers of the node on arrivals, the clock and durations.
 
-        What has arrived differs between them. They agree on the least, on the latest clock, and on
-        the longest time that each launch and landing took.
+        All workers of a node must land the same parts and decide in the same step, but messages
+        arrive at different times. They use the smallest number of arrived parts, the latest clock,
+        and the longest duration of each launch and landing.
         """
         view, team, pipeline = self.state.view, self.worker.team, self.pipeline
         spent, pipeline.state.spent = pipeline.state.spent, []
@@ -208,7 +206,7 @@ class ModelFlow(Flow):
         self._node_arrived, self._node_tally = round(-least), not any_late
 
     def _lands_now(self) -> bool:
-        """Whether the oldest part in flight lands at this step boundary."""
+        """Return True if the oldest part in flight lands at this step boundary."""
         part, lands = self.pipeline.oldest, self.shared.lands
         if part is None:
             return False
@@ -222,11 +220,7 @@ class ModelFlow(Flow):
         return self.worker.step - self.pipeline.state.fresh_step >= self.shared.bound
 
     def land(self, *, take: bool = True) -> None:
-        """Land the part that was launched first. Waits for it.
-
-        Args:
-            take: False keeps this worker's own model; see ``Pipeline.land``.
-        """
+        """Land the oldest part in flight. Waits for it. See ``Pipeline.land``."""
         self.pipeline.land(take=take)
         if self._node_arrived:
             self._node_arrived -= 1
@@ -235,11 +229,11 @@ class ModelFlow(Flow):
 
     @override
     def vote(self, optimizer: int, *, stepping: bool, finishing: bool = False) -> Round:
-        finite = self.look_for_non_finite(stepping=stepping)
+        finite = self.check_finite(stepping=stepping)
         if self.pipeline.report_non_finite:
             self.pipeline.report_non_finite, finite = False, False
         weight = 0.0 if self.excluded else self.weight(stepping=stepping)
-        numbers = self.strategy.vote(self._see(stepping=stepping))
+        numbers = self.strategy.vote(self._view(stepping=stepping))
         vote = self.rounds.vote(
             weight=weight,
             stepping=stepping,
@@ -251,26 +245,26 @@ class ModelFlow(Flow):
         return self.rounds.send(vote)
 
     def weight(self, *, stepping: bool) -> float:
-        """Weight of this worker in the mean of the coming round."""
+        """Return the weight of this worker in the mean of the coming round."""
         return float(stepping or self.unsynced)
 
     @override
-    def finite(self, optimizer: int, *, stepping: bool) -> bool:
-        """Look at the gradients, and at the model if steps were taken since the last look."""
+    def is_finite(self, optimizer: int, *, stepping: bool) -> bool:
+        """Check the gradients, and the model if there were steps without a check."""
         state, worker = self.state, self.worker
-        alone, state.checked_step = worker.step - state.checked_step > 1, worker.step
+        unchecked, state.checked_step = worker.step - state.checked_step > 1, worker.step
         if not stepping:
             return worker.finite_model()
-        if self.votes_between_steps:
-            # With "raise" the look at the launch is enough: it sends nothing, and the next vote
-            # reports it.
-            launches_check = worker.non_finite == "raise"
-            return launches_check or self.pipeline.finite(self.pipeline.next_part)
+        if self.shared.eager:
+            # With "raise" the check at the launch is enough: the launch then sends zeros, and the
+            # next vote reports the worker.
+            checked_later = worker.non_finite == "raise"
+            return checked_later or self.pipeline.finite(self.pipeline.next_part)
         if self.strategy.gradient_norm:
             finite = worker.scaled or math.isfinite(state.view.gradient_norm_squared)
         else:
             finite = worker.finite_gradients(worker.optimizers)
-        return finite and (not alone or worker.finite_model())
+        return finite and (not unchecked or worker.finite_model())
 
     @override
     def restore(self) -> None:
@@ -286,7 +280,7 @@ class ModelFlow(Flow):
         return True
 
     def _has_arrived(self, round: Round) -> bool:
-        """Whether the tally has arrived, on all workers of this node."""
+        """Return True if the tally has arrived, on all workers of this node."""
         if self._node_arrived is None or self._pausing or self.worker.size == 1:
             return round.done()
         return self._node_tally and round is self._pending
@@ -300,7 +294,7 @@ class ModelFlow(Flow):
         view.rounds += 1
         if chosen is None:
             return False
-        view = self._see(stepping=round.own.stepping)
+        view = self._view(stepping=round.own.stepping)
         launch = self.strategy.decide(view, chosen.tally())
         if not launch.parts:
             return False
@@ -352,7 +346,7 @@ class ModelFlow(Flow):
             worker.exact_mean.show(own, total, what=what)
 
     def consensus_weights(self, last: Round) -> tuple[float, float]:
-        """Weight of this worker in a consensus, and the sum over the workers.
+        """Return the weight of this worker in a consensus, and the sum over the workers.
 
         Args:
             last: The round that ``wait_for_all`` returned.
@@ -363,8 +357,7 @@ class ModelFlow(Flow):
 
     @override
     def before_save(self, barrier: Callable[[], object]) -> None:
-        """Let everything in flight arrive. Eager workers may be in different rounds: a barrier."""
-        if self.shared.eager:
+        if self.shared.eager:  # the workers may be in different rounds
             barrier()
         self.pipeline.before_save()
         delayed = self.state.delayed
@@ -380,15 +373,15 @@ class ModelFlow(Flow):
     # -- telemetry -------------------------------------------------------------------------------
 
     def _record_staleness(self) -> None:
-        """Count the local steps since the newest launch that has landed."""
-        worker, staleness = self.worker, self.state.staleness
-        past = worker.record["staleness"] = worker.step - self.pipeline.state.fresh_step
-        staleness[past] = staleness.get(past, 0) + 1
-        if past > worker.details.get("staleness_max", 0):
-            worker.details["staleness_max"] = past
+        """Record the staleness, the number of local steps since the newest landed launch."""
+        worker, histogram = self.worker, self.state.staleness
+        staleness = worker.record["staleness"] = worker.step - self.pipeline.state.fresh_step
+        histogram[staleness] = histogram.get(staleness, 0) + 1
+        if staleness > worker.details.get("staleness_max", 0):
+            worker.details["staleness_max"] = staleness
 
     def _report(self) -> None:
-        """Update the totals. Called after each step, most of which launch and land nothing."""
+        """Update the totals in ``Stats.details``, if a part was launched or landed."""
         state, view, details = self.state, self.state.view, self.worker.details
         counts = (view.launches, view.landings)
         if counts == self._reported:

@@ -1,24 +1,25 @@
-"""The squared L2 norm of many tensors, read once."""
+"""The squared L2 norm of many tensors, each of which is read once."""
 
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-_SMALL = 2**15  # elements; smaller gradients share one call, which costs as much as reading 20,000
-_LARGE = 2**18  # from here on the CPU norms _ROWS rows: torch norms whole tensors in one thread
-_ROWS = 8
+# A call of torch costs as much as reading 20,000 elements, so smaller tensors share one call.
+_SMALL = 2**15
+# On the CPU torch computes the norm of a vector in one thread, but the norms of rows in parallel.
+_LARGE, _ROWS = 2**18, 8
 
 
-def squared_norm(gradients: Iterable[Tensor]) -> float:
-    """‖g‖²: the squared L2 norm over all ``gradients`` together, accumulated in float32 or wider.
+def squared_norm(tensors: Iterable[Tensor]) -> float:
+    """Return the squared L2 norm of all tensors together, accumulated in float32 or wider.
 
-    Reads each gradient once. Sparse gradients are coalesced first.
+    Sparse tensors are coalesced first.
     """
     parts: list[Tensor] = []
     small: dict[tuple[torch.dtype, int], list[Tensor]] = {}  # by dtype and device
-    for gradient in gradients:
-        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    for tensor in tensors:
+        values = tensor.coalesce().values() if tensor.is_sparse else tensor
         count = values.numel()
         if count >= _SMALL:
             parts.append(_norm(values))

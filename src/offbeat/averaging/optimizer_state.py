@@ -1,4 +1,4 @@
-"""The mean of the optimizers' state, for those who ask for ``optimizer_state="average"``."""
+"""The mean of the optimizers' state over the workers, for ``optimizer_state="average"``."""
 
 import hashlib
 import math
@@ -9,20 +9,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from offbeat.averaging.buckets import Bucket, make_buckets
 from offbeat.averaging.norm import squared_norm
 from offbeat.averaging.parts.landing import Landing, bucket_landing
-from offbeat.averaging.replica import Bucket, make_buckets
 from offbeat.errors import AttachError
 from offbeat.transport.team import Team
 
 
 def forget_non_finite(optimizer: Optimizer, over_shards: Callable[..., list[float]]) -> None:
-    """The state of each parameter that holds NaN or infinity begins anew at the next step.
+    """Delete the state of each parameter whose state contains NaN or infinity.
+
+    The optimizer initializes it again at the next step.
 
     Args:
         optimizer: The optimizer.
-        over_shards: Sums numbers over the shards of the parameters, so that all workers that hold
-            a shard of one parameter decide alike.
+        over_shards: Function that sums numbers over the shards of the parameters. With it, all
+            workers that hold a shard of a parameter decide the same.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     squares = [squared_norm(_local_values(optimizer.state.get(p, {}))) for p in parameters]
@@ -32,31 +34,31 @@ def forget_non_finite(optimizer: Optimizer, over_shards: Callable[..., list[floa
 
 
 def _local_values(state: dict[str, Any]) -> list[Tensor]:
-    """The floating-point tensors of a state; the local shard of each DTensor.
+    """Return the floating-point tensors of a state, and of each DTensor the local shard.
 
-    Reading a DTensor itself would be a collective inside the node.
+    Reading a whole DTensor would be a collective inside the node.
     """
     tensors = [v for v in state.values() if isinstance(v, Tensor) and v.is_floating_point()]
     return [v.to_local() if hasattr(v, "to_local") else v for v in tensors]
 
 
 def _is_coded(value: Tensor) -> bool:
-    """Whether other numbers are meant: bitsandbytes' bytes, torchao's tensors around such."""
+    """Return True for a quantized tensor, such as those of bitsandbytes and torchao."""
     if type(value) not in (Tensor, nn.Parameter):
         return True
     return value.dtype in (torch.uint8, torch.int8) and value.numel() > 1
 
 
 class OptimizerState:
-    """Momentum buffers, second moments and the like, of the parameters that are averaged.
+    """The optimizers' state of the averaged parameters, such as momentum and second moments.
 
-    Counters named ``step`` are left alone. A worker may lack a tensor, of a layer it has not used
-    yet: only what all workers have is averaged.
+    Counters named ``step`` stay local. Only tensors that exist on all workers are averaged: a
+    worker has no state for a layer that it has not used yet.
 
     Args:
         team: The workers.
         parameters: Name and tensor of each averaged parameter, the same on all workers.
-        optimizers: Who keeps their state.
+        optimizers: The optimizers of this worker.
     """
 
     def __init__(
@@ -68,30 +70,34 @@ class OptimizerState:
         self._team, self._optimizers = team, optimizers
         self._names = {id(tensor): name for name, tensor in parameters}
 
-    def launch(self, own: float, total: float) -> list[Landing]:
-        """Start state ← Σ w·state / Σ w: the sums under way.
+    def launch(self, weight: float, total: float) -> list[Landing]:
+        """Start state ← Σ w·state / Σ w, and return the sums in flight.
 
-        Blocks while the workers find out what all of them have.
+        Blocks while the workers compare the names of their tensors.
 
-        *Communication*: as many bytes as the state has, exactly, whatever the wire, and 16.
+        *Communication*: the bytes of the state, exactly, over any wire, and 16 bytes.
+
+        Args:
+            weight: Weight w of this worker (≥ 0).
+            total: Sum of w over the workers, > 0.
         """
-        found = self._present()
-        common = self._common(sorted(found))
+        tensors = self._tensors()
+        common = self._common(sorted(tensors))
         what = "mean of the optimizer's state"
 
         def start(bucket: Bucket) -> Landing:
-            handle = self._team.communicator.sum(bucket.pack(own), what=what)
+            handle = self._team.communicator.sum(bucket.pack(weight), what=what)
             return bucket_landing(handle, bucket, total)
 
-        return [start(bucket) for bucket in make_buckets(found[name] for name in common)]
+        return [start(bucket) for bucket in make_buckets(tensors[line] for line in common)]
 
-    def _present(self) -> dict[str, Tensor]:
-        """Tensors by a line that describes them.
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return this worker's tensors, each with a line of text that describes it as the key.
 
         Raises:
-            AttachError: some are codes of numbers, of which there is no mean.
+            AttachError: a tensor is quantized.
         """
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
                 if id(parameter) not in self._names:
@@ -103,15 +109,18 @@ class OptimizerState:
                     if _is_coded(value):
                         raise AttachError(
                             f'optimizer_state="average": {key!r} of parameter {name!r} in this '
-                            f"{type(optimizer).__name__} is quantised, and a mean of its codes "
-                            'means nothing; use optimizer_state="local"'
+                            f"{type(optimizer).__name__} is quantized, and quantized values cannot "
+                            'be averaged; use optimizer_state="local"'
                         )
                     if value.is_floating_point() or value.is_complex():
-                        found[f"{name} {key} {tuple(value.shape)} {value.dtype}"] = value
-        return found
+                        tensors[f"{name} {key} {tuple(value.shape)} {value.dtype}"] = value
+        return tensors
 
     def _common(self, lines: list[str]) -> list[str]:
-        """What all workers have, in order; found out by a hash where they have the same."""
+        """Return the lines that all workers have, in order. A collective.
+
+        The workers compare hashes first, and exchange the lines only if the hashes differ.
+        """
         digest = hashlib.sha256("\n".join(lines).encode()).digest()
         number = int.from_bytes(digest[:7], "big")
         pair = torch.tensor([number, -number], device=self._team.communicator.control_device)
@@ -119,8 +128,8 @@ class OptimizerState:
         largest, smallest = handle.wait().tolist()
         if largest == -smallest:
             return lines
-        everyone = self._team.communicator.gather_bytes(
+        payloads = self._team.communicator.gather_bytes(
             "\n".join(lines).encode(), what="list of states"
         )
-        sets = [set(payload.decode().split("\n")) for payload in everyone]
+        sets = [set(payload.decode().split("\n")) for payload in payloads]
         return sorted(set.intersection(*sets) - {""})

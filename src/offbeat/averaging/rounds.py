@@ -1,7 +1,7 @@
-"""Rounds: the workers exchange votes, and all of them see the same tally.
+"""Rounds: the workers exchange votes, and every worker receives the same tally.
 
-Every worker takes part in every round, so no worker can miss an operation that the others start. A
-worker that has run out of data keeps voting with ``stepping=False`` until all workers have, so
+Every worker takes part in every round, so it starts all operations that the other workers start. A
+worker that has run out of data keeps voting with ``stepping=False`` until all workers have. So
 workers may take different numbers of steps.
 """
 
@@ -20,7 +20,7 @@ class Rounds:
 
     Args:
         worker: This worker.
-        check: Applies the policy for non-finite values to each tally.
+        check: Policy for non-finite values, applied to each tally.
     """
 
     def __init__(self, worker: Worker, check: NonFiniteCheck) -> None:
@@ -36,7 +36,7 @@ class Rounds:
         finite: bool,
         numbers: tuple[float, ...],
     ) -> Vote:
-        """The vote of this worker in the next round."""
+        """Return this worker's vote in the next round. The arguments are those of ``Vote``."""
         worker = self._worker
         vote = Vote(
             weight=weight,
@@ -54,7 +54,7 @@ class Rounds:
         return vote
 
     def send(self, vote: Vote, optimizer: int = 0) -> Round:
-        """Start the round in a message of its own."""
+        """Send a vote in a separate message, and return the round in progress."""
         worker, values, size = self._worker, vote.encode(), self._worker.size
         if size == 1:
             return self.arrived(vote, values, optimizer)
@@ -65,11 +65,11 @@ class Rounds:
         return Round(optimizer, vote, self._checked(sums))
 
     def arrived(self, vote: Vote, sums: Sequence[float], optimizer: int) -> Round:
-        """The round whose sums have arrived, with something else that was sent."""
+        """Return a round whose sums have already arrived, as part of another message."""
         tally = Completed(vote.tally(sums, self._worker.size))
         return Round(optimizer, vote, self._checked(tally))
 
     def _checked(self, sums: Handle[Sums]) -> Handle[Sums]:
-        # The check must not hold the worker: a flow's state may keep a round, and so itself.
+        # The closure must not hold the worker: a flow's state may keep a round, and so itself.
         check, step = self._check, self._worker.step
         return sums.then(lambda tally: check(tally, step))

@@ -1,4 +1,4 @@
-"""Votes and tallies: what the workers exchange in a round."""
+"""Votes and tallies, which the workers exchange in a round."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from offbeat.errors import OffbeatError
 from offbeat.strategies.base import Tally
 from offbeat.transport.handle import Completed, Handle
 
-_NON_FINITE = 4096  # rank and count share one number; see ``Vote``
-_WRAP = 1024  # view and round numbers are sent modulo this, so that their sum is exact in float32
+_NON_FINITE = 4096  # see ``Vote``
+_WRAP = 1024  # view and round are sent modulo this number, so that their sum is exact in float32
 
 
 @dataclass(frozen=True)
@@ -19,20 +19,22 @@ class Vote:
     """One worker's contribution to the tally of a round.
 
     Attributes:
-        weight: Weight of this worker in a mean (≥ 0).
-        stepping: True if it takes a step in this round.
-        finishing: True if it is inside ``finish``.
-        wanted: Value of ``Strategy.due``.
+        weight: Weight of this worker in the mean (≥ 0).
+        stepping: True if this worker takes a step in this round.
+        finishing: True if this worker is inside ``finish``.
+        wanted: Return value of ``Strategy.due``; 0 if this worker takes no step.
         view: Number of the team's view.
         round: Number of the round in this view.
         finite: True if everything this worker is about to contribute is finite.
-        rank: Number of this worker.
-        numbers: Value of ``Strategy.vote``.
+        rank: Rank of this worker.
+        numbers: Return value of ``Strategy.vote``.
         measured: Measurements of an automatic wire.
 
-    The numbers are summed over the workers. A non-finite worker adds 1 + 4096·(rank + 1) to one of
-    them. Receivers split the sum with ``divmod`` into the count of such workers and the sum of
-    their ranks. The sums are exact in float64, and in float32 for ranks below 4095.
+    ``encode`` returns the numbers that are summed over the workers, and ``tally`` decodes the sums.
+    A worker with non-finite values adds 1 + 4096·(rank + 1) to one of the numbers. Receivers split
+    the sum with ``divmod`` into the count of such workers and the sum of their ranks plus one. The
+    sum is exact in float64. In float32, which gradients may use, it is exact for one such worker
+    with a rank below 4095.
     """
 
     weight: float
@@ -46,10 +48,10 @@ class Vote:
     numbers: tuple[float, ...] = ()
     measured: tuple[float, ...] = ()
 
-    SLOTS: ClassVar[int] = 7  # numbers of an encoded vote without the last two
+    SLOTS: ClassVar[int] = 7  # length of an encoded vote without ``numbers`` and ``measured``
 
     def encode(self) -> list[float]:
-        """The numbers that are summed over the workers."""
+        """Return the numbers that are summed over the workers."""
         non_finite = 0 if self.finite else 1 + _NON_FINITE * (self.rank + 1)
         return [
             self.weight,
@@ -64,14 +66,14 @@ class Vote:
         ]
 
     def tally(self, sums: Sequence[float], workers: int) -> "Sums":
-        """The tally, given the sums of the numbers of all ``workers``.
+        """Decode the sums of the numbers over all ``workers``.
 
         Raises:
             OffbeatError: the workers are not in the same round.
         """
         weight, stepping, finishing, encoded, wanted, view, number, *more = sums
-        here = [self.view % _WRAP * workers, self.round % _WRAP * workers]
-        if [round(view), round(number)] != here:
+        expected = [self.view % _WRAP * workers, self.round % _WRAP * workers]
+        if [round(view), round(number)] != expected:
             raise OffbeatError(
                 f"the workers are not in the same round: this one is in round {self.round} of view "
                 f"{self.view}. One of them may have continued after an interruption: detach() and "
@@ -95,12 +97,12 @@ class Sums:
     """The votes of a round, summed over the workers.
 
     Attributes:
-        weight: Total weight of a mean.
-        stepping: Number of workers that take a step in this round; 0 once all have stopped.
+        weight: Sum of the weights.
+        stepping: Number of workers that take a step in this round. 0 once all have stopped.
         finishing: Number of workers inside ``finish``.
-        wanted: Sum of ``Strategy.due``.
+        wanted: Sum of ``Strategy.due`` over the workers that take a step.
         non_finite: Number of workers with non-finite values.
-        non_finite_rank: Rank of the only such worker; None if there are several or none.
+        non_finite_rank: Rank of the worker with non-finite values. None unless it is the only one.
         numbers: Sums of ``Vote.numbers``.
         measured: Sums of ``Vote.measured``.
     """
@@ -120,9 +122,9 @@ class Round(Handle[Sums]):
     """A round in progress. ``wait`` returns its tally.
 
     Attributes:
-        optimizer: Index of the optimizer, if gradients are averaged; else 0.
-        own: The vote of this worker.
-        handle: The sums in flight.
+        optimizer: Index of the optimizer whose gradients are averaged. 0 for a shared model.
+        own: Vote of this worker.
+        handle: Sums in flight.
     """
 
     optimizer: int
@@ -138,7 +140,7 @@ class Round(Handle[Sums]):
         return self.handle.wait()
 
     def tally(self) -> Tally:
-        """What the strategy sees of the sums."""
+        """Return the tally for the strategy. Does not wait for the sums."""
 
         def read() -> tuple[int, float, tuple[float, ...]]:
             sums = self.wait()
@@ -147,14 +149,14 @@ class Round(Handle[Sums]):
         return Tally(read)
 
     def flat(self) -> list[float]:
-        """Weights and sums as plain numbers for a checkpoint. Waits for the sums."""
+        """Return the round as plain numbers for a checkpoint. Waits for the sums."""
         sums = self.wait()
         weights = [float(self.own.stepping), self.own.weight, sums.weight]
         return [*weights, float(sums.stepping), sums.wanted, *sums.numbers]
 
     @classmethod
     def saved(cls, values: Sequence[float]) -> "Round":
-        """The round that ``flat`` has saved."""
+        """Return the round that ``flat`` has saved."""
         stepping, own, weight, count, wanted, *numbers = values
         vote = Vote(own, bool(stepping), False, 0.0, 0, 0, True, 0)
         sums = Sums(weight, round(count), 0, wanted, numbers=tuple(numbers))

@@ -1,4 +1,4 @@
-"""One worker of a training: its model, its optimizers and how it reaches the other workers."""
+"""One worker: its model, its optimizers and its connection to the other workers."""
 
 import math
 from collections.abc import Iterable
@@ -14,21 +14,24 @@ from offbeat.averaging.gradients import gradient_buckets
 from offbeat.averaging.norm import squared_norm
 from offbeat.averaging.optimizer_state import OptimizerState, forget_non_finite
 from offbeat.averaging.replica import Replica
+from offbeat.quantization.payloads import gathers, update_bits
 from offbeat.quantization.wire import Wire
+from offbeat.strategies.base import WorkerView
 from offbeat.transport.team import Team
 
 NonFinite = Literal["raise", "warn", "exclude"]
+_LOSSY = ("bfloat16", "int8", "int4", "int2")
 
 
 @dataclass(eq=False)
 class AttachedOptimizer:
-    """One optimizer and those parameters of the model that it moves.
+    """One optimizer and the parameters of the model that it updates.
 
     Attributes:
-        index: Position in the list of optimizers given to ``attach``.
+        index: Position in the list of optimizers passed to ``attach``.
         optimizer: The torch optimizer.
-        parameters: The parameters it moves, in the model's order.
-        scale: ``Host.scale``; not 1 only for a phantom model.
+        parameters: The parameters that it updates, in the model's order.
+        scale: ``Host.scale``.
     """
 
     index: int
@@ -38,16 +41,16 @@ class AttachedOptimizer:
 
     @cached_property
     def buckets(self) -> list[list[nn.Parameter]]:
-        """The parameters in buckets, in the order in which backward completes them."""
+        """The parameters in buckets, in the order in which backward completes their gradients."""
         return gradient_buckets(self.parameters, scale=self.scale)
 
     def gradients(self) -> list[Tensor]:
-        """The gradients that exist now."""
+        """Return the gradients that exist now."""
         return [p.grad for p in self.parameters if p.grad is not None]
 
 
 class Worker:
-    """What a flow needs to train one worker together with the others.
+    """The data and the means of communication that a flow needs on one worker.
 
     Args:
         team: The workers.
@@ -57,14 +60,14 @@ class Worker:
         non_finite: Policy for non-finite contributions, as given to ``attach``.
 
     Attributes:
-        exact_mean: Exact means of whole models and buffers, for consensus and the end.
-        optimizer_state: Averages the optimizers' state for strategies that ask for it.
+        exact_mean: Exact means of whole models and buffers.
+        optimizer_state: Mean of the optimizers' state, for strategies that average it.
         overlaps_backward: True if buckets of gradients are reported while backward runs.
-        step: Local steps, the current one included once its last gradients exist.
-        touched: True if something outside ``optimizer.step`` has changed the model since the last
-            step, as schedule-free optimizers do.
+        step: Number of local steps, including the current one once its last gradients exist.
+        touched: True if the model was changed outside ``optimizer.step`` since the last step, as
+            schedule-free optimizers do.
         scaled: True if a GradScaler is in use, under which non-finite gradients are normal.
-        norm_squared: ‖g‖² of the current step, if the strategy has measured it.
+        norm_squared: ‖g‖² of the current step over all optimizers. None if it was not measured.
         record: Values for the telemetry record of this step.
         details: Totals for ``Stats.details``.
     """
@@ -88,15 +91,32 @@ class Worker:
         self.open_view(wire)
 
     def open_view(self, wire: Wire) -> None:
-        """Use ``wire`` and make the means anew: the team has another composition."""
+        """Begin a view with another membership: use ``wire`` and make new means."""
         self.wire = wire
         self.exact_mean = ExactMean(self.team, self.replica)
         torch_optimizers = [one.optimizer for one in self.optimizers]
         self.optimizer_state = OptimizerState(self.team, self.replica.parameters, torch_optimizers)
 
+    def strategy_view(self) -> WorkerView:
+        """Return what a strategy may read about this worker at the beginning of a view."""
+        wire, size = self.wire, self.size
+        lossy = [] if wire.exact else _LOSSY
+        return WorkerView(
+            rank=self.rank,
+            size=size,
+            step=self.step,
+            start_step=self.step,
+            launch_step=self.step,
+            precision=None if wire.chosen else wire.precision,
+            bits={precision: update_bits(precision, size) for precision in ("float32", *_LOSSY)},
+            two_stages=frozenset(one for one in lossy if not gathers(one, size)),
+            record=self.record,
+            details=self.details,
+        )
+
     @property
     def rank(self) -> int:
-        """Number of this worker."""
+        """Rank of this worker."""
         return self.team.rank
 
     @property
@@ -105,8 +125,8 @@ class Worker:
         return self.team.size
 
     @property
-    def moves(self) -> int:
-        """Local steps, plus one if something else has changed the model since the last step."""
+    def model_version(self) -> int:
+        """Counter of changes of the model: the local steps, plus one if ``touched`` is set."""
         return self.step + self.touched
 
     @property
@@ -120,15 +140,15 @@ class Worker:
         return self.non_finite == "exclude"
 
     def squared_norm(self, tensors: Iterable[Tensor]) -> float:
-        """‖·‖² over ``tensors``, including the shards that other workers of this node hold."""
+        """Return ‖·‖² over ``tensors``, including the shards on other workers of this node."""
         (squared,) = self.team.over_shards(squared_norm(tensors))
         return squared
 
     def finite_gradients(self, optimizers: Iterable[AttachedOptimizer]) -> bool:
-        """Whether all gradients are finite. Reads them once, but not under a GradScaler.
+        """Return True if all gradients are finite, or if a GradScaler is in use.
 
-        Under a GradScaler the answer is True: gradients overflow there, and the scaler skips the
-        step. In a node whose workers hold shards the answer is that of the whole node.
+        Under a GradScaler gradients overflow regularly, and the scaler skips the step. In a node
+        whose workers hold shards the result is that of the whole node.
         """
         if self.scaled:
             return True
@@ -136,13 +156,13 @@ class Worker:
         return math.isfinite(squared)
 
     def finite_model(self) -> bool:
-        """Whether all averaged parameters are finite. Reads them once."""
+        """Return True if all averaged parameters are finite, in the whole node."""
         return math.isfinite(self.squared_norm(p.detach() for _, p in self.replica.parameters))
 
     def forget_non_finite(self) -> None:
         """Reset the optimizer state of each parameter whose state is not finite.
 
-        In a node whose workers hold shards all of them reset the same.
+        All workers of a node that hold shards of a parameter reset it together.
         """
         for one in self.optimizers:
             forget_non_finite(one.optimizer, self.team.over_shards)

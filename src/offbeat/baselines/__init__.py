@@ -1,4 +1,4 @@
-"""Baselines to compare with: exact messages, a fixed number of workers."""
+"""Baselines: strategies to compare with. They send exact messages between fixed workers."""
 
 from offbeat.baselines.downpour import Downpour
 from offbeat.baselines.easgd import EASGD

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from offbeat.averaging.replica import as_real, read, unpack
+from offbeat.averaging.buckets import as_real, pack_mixed, unpack
 from offbeat.averaging.worker import AttachedOptimizer
 from offbeat.baselines.server_strategy import ServerFlow, ServerState, ServerStrategy
 from offbeat.baselines.shard import NO_CLOCK, Rule
@@ -47,15 +47,15 @@ class AdagradRule(Rule):
 
 @dataclass
 class DownpourState(ServerState):
-    """Gradients that were not pushed, and the requests that are due or in flight.
+    """State of a ``DownpourFlow``.
 
     Attributes:
-        gradients: G.
+        gradients: Sum G of the gradients that were not pushed.
         requested: x at the last request for z.
-        requested_step: Local step of that request.
+        requested_step: Local step of the last request for z.
         steps: Number of local steps.
-        push_due: True if G is to be pushed with the next request.
-        fetch_due: True if z is to be pulled with the next request.
+        push_due: True if the next request pushes G.
+        fetch_due: True if the next request pulls z.
         fetching: True if the last request pulls z.
         warmed_up: True if this worker has waited for the warm-up.
     """
@@ -91,8 +91,8 @@ class DownpourFlow(ServerFlow):
 
     @override
     def initial_state(self, model: Tensor) -> DownpourState:
-        self._decayed: set[int] = set()  # optimizers whose λx is in G already
-        self._offsets: dict[int, int] = {}  # of each parameter in the vector, by its id
+        self._decayed: set[int] = set()  # indices of optimizers whose λx is already in G
+        self._offsets: dict[int, int] = {}  # offset of each parameter in the vector, by its id
         offset = 0
         for tensor in self.tensors:
             self._offsets[id(tensor)] = offset
@@ -103,12 +103,12 @@ class DownpourFlow(ServerFlow):
 
     @override
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
-        """G ← G + η·λx/N, while x is still where the gradient was taken."""
+        """G ← G + η·λx/N, before the optimizer changes x."""
         if not self.state.warmed_up:
             self._wait_for_warmup()
         if optimizer.index not in self._decayed:  # else a GradScaler has skipped the step
             self._decayed.add(optimizer.index)
-            for group, parameter, scale in self._used(optimizer):
+            for group, parameter, scale in self._with_gradient(optimizer):
                 decay = float(group.get("weight_decay", 0.0))
                 if decay:
                     value = as_real(parameter.detach())
@@ -116,7 +116,7 @@ class DownpourFlow(ServerFlow):
         return False
 
     def _wait_for_warmup(self) -> None:
-        """Wait until rank 0 has trained alone, and continue from its model."""
+        """Wait until rank 0 has done the warm-up, and continue from its model."""
         self.state.warmed_up = True
         if self.strategy.warmup_steps and self.worker.rank > 0:
             self.server.wait_for_clock(self.strategy.warmup_steps)
@@ -129,19 +129,19 @@ class DownpourFlow(ServerFlow):
     def optimizer_stepped(self, optimizer: AttachedOptimizer) -> None:
         """G ← G + η·g/N, with the gradients that the optimizer has just used."""
         self._decayed.discard(optimizer.index)
-        for group, parameter, scale in self._used(optimizer):
+        for group, parameter, scale in self._with_gradient(optimizer):
             gradient = parameter.grad
             assert gradient is not None
             gradient = as_real(gradient.to_dense() if gradient.is_sparse else gradient)
             sign = -1 if group.get("maximize") else 1
             self._gradient(parameter, gradient).add_(gradient, alpha=sign * scale)
 
-    def _used(
+    def _with_gradient(
         self, optimizer: AttachedOptimizer
     ) -> Iterator[tuple[dict[str, Any], nn.Parameter, float]]:
-        """Parameters with a gradient: their group, and η/N or 1."""
-        alone = self.worker.rank == 0 and self.state.steps < self.strategy.warmup_steps
-        workers = 1 if alone else self.worker.size
+        """Yield the group of each parameter with a gradient, the parameter, and η/N (or 1)."""
+        warming_up = self.worker.rank == 0 and self.state.steps < self.strategy.warmup_steps
+        workers = 1 if warming_up else self.worker.size
         for group in optimizer.optimizer.param_groups:
             scale = float(group["lr"]) / workers if self.strategy.server_lr is None else 1.0
             for parameter in group["params"]:
@@ -149,7 +149,7 @@ class DownpourFlow(ServerFlow):
                     yield group, parameter, scale
 
     def _gradient(self, parameter: nn.Parameter, like: Tensor) -> Tensor:
-        """The part of G that belongs to ``parameter``, in the shape of ``like``."""
+        """Return the part of G that belongs to ``parameter``, in the shape of ``like``."""
         offset = self._offsets[id(parameter)]
         return self.state.gradients[offset : offset + like.numel()].view(like.shape)
 
@@ -160,17 +160,17 @@ class DownpourFlow(ServerFlow):
         state, strategy = self.state, self.strategy
         state.steps += 1
         state.unpushed += 1
-        warm = state.steps == strategy.warmup_steps  # the other workers wait for this push
-        state.push_due = state.push_due or warm or state.steps % strategy.push_every == 0
+        warmed_up = state.steps == strategy.warmup_steps  # the other workers wait for this push
+        state.push_due = state.push_due or warmed_up or state.steps % strategy.push_every == 0
         state.fetch_due = state.fetch_due or state.steps % strategy.fetch_every == 0
         fetched = self._take()
         self._send()
-        fetched = self._take() or fetched  # a worker's own shard answers at once
+        fetched = self._take() or fetched  # the shard of this rank answers at once
         self.report()
         return fetched
 
     def _take(self) -> bool:
-        """x ← z + local steps since the request, if z has arrived. Returns whether it has."""
+        """x ← z + local steps since the request, if z has arrived. Return True if it has."""
         state, server = self.state, self.server
         if server.take() is None or not state.fetching:
             return False
@@ -189,7 +189,7 @@ class DownpourFlow(ServerFlow):
         if push:
             self._stage()
         if fetch:
-            read(self.tensors, state.requested)
+            pack_mixed(self.tensors, state.requested)
             state.requested_step = state.steps
         clock = state.steps if push and self.worker.rank == 0 else -1
         server.start("push" if not fetch else "push_pull" if push else "pull", clock=clock)
@@ -213,7 +213,7 @@ class DownpourFlow(ServerFlow):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Downpour(ServerStrategy):
-    """Workers train alone, push accumulated gradients to a server, and fetch its model.
+    """Workers train locally, push accumulated gradients to a server, and fetch its model.
 
     **Update** at local step t, z the server's model, N workers, G the sum of the gradients since
     the last push:
@@ -224,35 +224,37 @@ class Downpour(ServerStrategy):
                                                with server_lr: one step of its optimizer on G
         every n_fetch steps:  request z
 
-    A request travels while the worker computes. There is one at a time: whatever is due meanwhile
-    leaves with the next request, and G continues to grow. No worker waits.
+    A request is in flight while the worker computes, so no worker waits. There is one request at a
+    time. Pushes and fetches that become due meanwhile are part of the next request, and G continues
+    to grow.
 
-    The learning rate is applied once: by the worker, so that schedules and parameter groups keep
-    their meaning (η is divided by N, which gives it the same meaning as under BSP), or by the
-    server, if ``server_lr`` is given. λ is the weight decay of the worker's optimizer.
+    The learning rate η is applied once. By default the worker applies it, so that schedules and
+    parameter groups keep their meaning. It is then divided by N, so that it has the same meaning as
+    under BSP. With ``server_lr`` the server applies its own learning rate. λ is the weight decay of
+    the worker's optimizer.
 
     Args:
-        push_every: n_push ≥ 1.
-        fetch_every: n_fetch ≥ 1.
+        push_every: Steps between two pushes, n_push ≥ 1.
+        fetch_every: Steps between two fetches, n_fetch ≥ 1.
         server_optimizer: "sgd", or "adagrad", which requires ``server_lr``.
-        server_lr: Learning rate of the server's optimizer, > 0, not divided by N: N workers push N
-            times as often as one. None: the workers apply the learning rate.
-        warmup_steps: Steps that rank 0 takes alone before the other workers begin (≥ 0), with η in
-            place of η/N. The others wait in their first step, fetch z, and drop the gradient that
-            they have taken at the initial model. They also begin if rank 0 enters a consensus.
+        server_lr: Learning rate of the server's optimizer, > 0. It is not divided by N, although N
+            workers push N times as often as one. None: the workers apply the learning rate.
+        warmup_steps: Number of steps that rank 0 takes before the other workers begin (≥ 0), with η
+            instead of η/N. The other workers wait in their first step, fetch z, and discard the
+            gradient that they have computed at the initial model. They also begin if rank 0 enters
+            a consensus.
         servers: See ``ServerStrategy``.
 
     *Communication*: G every n_push steps and the model every n_fetch steps, or as often as the
-    network allows; workers wait for neither. *Memory*: three flat copies of the model (G, the
-    request, x at the request), one for serving if all ranks serve, and the state of the server's
-    optimizer. *State*: G, x at the request, a z that was not taken, the counters, the shard and its
-    optimizer.
+    network allows; no worker waits. *Memory*: three flat copies of the model (G, the request, x at
+    the request), one for serving if all ranks serve, and the state of the server's optimizer.
+    *State*: G, x at the request, a z that was not taken, the counters, the shard and its optimizer.
 
     ``Stats.details`` contains the staleness of the pushes to this rank's shard: the number of
     pushes by other workers between the worker's last fetch and its push.
 
-    *Differs from the paper*: steps that a worker takes while z is in flight stay in its model;
-    there z replaces them. ``finish`` pushes a remaining G. ``warmup_steps`` is the paper's
+    *Differs from the paper*: a worker keeps the steps that it takes while z is in flight; in the
+    paper z replaces them. ``finish`` pushes a remaining G. ``warmup_steps`` is the paper's
     "warmstarting model training with only a single model replica".
 
     Source: Dean et al., "Large scale distributed deep networks", NeurIPS 2012, §4.1 and
@@ -277,7 +279,7 @@ class Downpour(ServerStrategy):
 
 
 def _replace(tensors: Sequence[Tensor], requested: Tensor, new: Tensor) -> None:
-    """Tensors ← new + (tensors − requested), in the dtype of ``new``."""
+    """tensors ← new + (tensors − requested), computed in the dtype of ``new``."""
     with torch.no_grad():
         offset = 0
         for tensor in tensors:

@@ -1,4 +1,4 @@
-"""EASGD: elastic averaging SGD, in which workers and a centre on the server attract each other."""
+"""EASGD, elastic averaging SGD: workers and a centre on the server move towards each other."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.averaging.replica import add_to, read
+from offbeat.averaging.buckets import add_to, pack_mixed
 from offbeat.averaging.worker import AttachedOptimizer
 from offbeat.baselines.server_strategy import ServerFlow, ServerState, ServerStrategy
 from offbeat.baselines.shard import Rule
@@ -16,11 +16,11 @@ from offbeat.strategies.base import setting
 
 @dataclass(eq=False)
 class ElasticRule(Rule):
-    """z ← z + d with d = α(x − z); the answer is d.
+    """z ← z + d with d = α(x − z). The answer is d.
 
     Attributes:
-        alpha: α.
-        differences: Last d of each worker, until it is answered.
+        alpha: α in (0, 1).
+        differences: Last d of each worker that has not received its answer, by rank.
     """
 
     alpha: float = transient(default=0.0)
@@ -42,10 +42,10 @@ class ElasticRule(Rule):
 
 @dataclass(eq=False)
 class SynchronousElasticRule(ElasticRule):
-    """z ← z + Σ d once all workers have pushed; each d is taken at the z before.
+    """z ← z + Σ d once all workers have pushed. All d are computed with the same z.
 
     Attributes:
-        pending: Workers whose d has not moved z yet, and this d.
+        pending: Rank and d of each worker whose d was not added to z yet.
     """
 
     pending: list[tuple[int, Tensor]] = transient(default_factory=list)
@@ -56,16 +56,15 @@ class SynchronousElasticRule(ElasticRule):
 
     @override
     def clock_advanced(self, shard: Tensor) -> None:
-        for _, difference in sorted(
-            self.pending, key=lambda one: one[0]
-        ):  # the same bits each time
+        # In the order of the ranks, so that every run gives the same bits.
+        for _, difference in sorted(self.pending, key=lambda item: item[0]):
             shard.add_(difference)
         self.pending.clear()
 
 
 @dataclass
 class EASGDState(ServerState):
-    """Counters of a worker.
+    """State of an ``EASGDFlow``.
 
     Attributes:
         steps: Number of local steps.
@@ -81,7 +80,7 @@ class EASGDFlow(ServerFlow):
 
     strategy: "EASGD"
     state: EASGDState
-    _staged = False  # the vector of the server holds the x of this step's gradient
+    _staged = False  # True if the server's vector contains the x of this step's gradient
 
     @override
     def rule(self, shard: Tensor) -> Rule:
@@ -90,14 +89,16 @@ class EASGDFlow(ServerFlow):
 
     @override
     def initial_state(self, model: Tensor) -> EASGDState:
-        self.strategy.alpha_of(self.worker.size)  # raises on all workers, also if few of them serve
+        self.strategy.alpha_of(self.worker.size)  # an error on all workers, not only on servers
         return EASGDState()
 
     @override
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
         exchange = (self.state.steps + 1) % self.strategy.period == 0
         if exchange and self.strategy.difference == "before_step" and not self._staged:
-            read(self.tensors, self.server.vector)  # before the first of several optimizers steps
+            pack_mixed(
+                self.tensors, self.server.vector
+            )  # before the first of several optimizers steps
             self._staged = True
         return False
 
@@ -110,7 +111,7 @@ class EASGDFlow(ServerFlow):
             return False
         state.exchanges += 1
         if not self._staged:
-            read(self.tensors, server.vector)
+            pack_mixed(self.tensors, server.vector)
         self.check_push(server.vector)
         if self.strategy.synchronous:
             server.start("push_pull", clock=state.exchanges, min_clock=state.exchanges)
@@ -118,14 +119,14 @@ class EASGDFlow(ServerFlow):
             server.start("push_pull")
         server.take(wait=True)
         add_to(self.tensors, server.vector, -1.0)
-        state.unpushed = int(self._staged)  # the step that followed the difference
+        state.unpushed = int(self._staged)  # if set, this step is not part of d
         self._staged = False
         self.report()
         return True
 
     @override
     def flush(self) -> None:
-        read(self.tensors, self.server.vector)
+        pack_mixed(self.tensors, self.server.vector)
         self.check_push(self.server.vector)
         self.state.unpushed = 0
         self.server.start("push")
@@ -135,35 +136,36 @@ class EASGDFlow(ServerFlow):
 class EASGD(ServerStrategy):
     """Every ``period`` steps a worker and the centre z on the server move towards each other.
 
-    **Update** of a worker n of N: all steps but every ``period``-th are x ← T(x, g), and that one,
-    with the gradient g and the difference d at the same x:
+    **Update** of worker n of N. Most steps are x ← T(x, g). Every ``period``-th step computes the
+    difference d at the x of the gradient g:
 
         d = α(x − z);  x ← T(x, g) − d;  z ← z + d                x + z is conserved except for T
-        synchronous:  d_n = α(x_n − z), z ← z + Σ d_n             all at once, at the same z
+        synchronous:  d_n = α(x_n − z), z ← z + Σ d_n             all workers use the same z
 
-    With plain SGD and period 1 these are Equations 3 and 4 of the paper. They are stable for
-    smaller α than an exchange of the model after its step (``difference="after_step"``), which has
-    the same fixed point: one worker on a quadratic of curvature 1 with learning rate η requires
-    α < (4 − 2η)/(4 − η), the other any α < 1.
+    With plain SGD and period 1 these are Equations 3 and 4 of the paper. With
+    ``difference="after_step"`` d is computed after the step. This has the same fixed point and is
+    stable for larger α: on a quadratic of curvature 1, one worker with learning rate η requires
+    α < (4 − 2η)/(4 − η) before the step, and any α < 1 is stable after the step.
 
-    ``consensus`` and ``finish`` give z. EAMSGD is EASGD with Nesterov momentum on the worker:
-    ``torch.optim.SGD(..., momentum=δ, nesterov=True)``; an exchange does not change the velocity.
+    ``consensus`` and ``finish`` give z. EAMSGD is EASGD with Nesterov momentum on the worker,
+    ``torch.optim.SGD(..., momentum=δ, nesterov=True)``. An exchange does not change the velocity.
 
     Args:
         period: τ ≥ 1, steps between two exchanges.
         alpha: α in (0, 1), the part of the distance that each side moves. None: 0.9/N.
-        synchronous: All workers exchange at once and wait for each other. Requires α·N ≤ 1,
-            otherwise z would overshoot.
-        difference: "before_step": d is taken at the x of the gradient, as in the paper.
-            "after_step": at the x after the step, x ← T(x, g), then d = α(x − z), x ← x − d.
+        synchronous: True if all workers exchange at the same time and wait for each other. Requires
+            α·N ≤ 1, otherwise z would overshoot.
+        difference: "before_step": d is computed at the x of the gradient, as in the paper.
+            "after_step": d is computed at the x after the step: x ← T(x, g), then d = α(x − z),
+            x ← x − d.
         servers: See ``ServerStrategy``.
 
     *Communication*: the model to the server, and d back, every ``period`` steps; blocking.
     *Memory*: one flat copy of the model, one for serving if all ranks serve, and the shard once
     more for each exchange in flight. *State*: the counters and the centre.
 
-    *Differs from the paper*: exchanges happen at the last step of a period, there at the first.
-    ``finish`` moves z once more for the steps since the last exchange, but not the workers.
+    *Differs from the paper*: workers exchange at the last step of a period, in the paper at the
+    first. ``finish`` moves z, but not the workers, for the steps since the last exchange.
 
     Source: Zhang, Choromanska & LeCun, "Deep learning with elastic averaging SGD", NeurIPS 2015,
     Equations 3-4 (synchronous), Algorithms 1 (EASGD) and 2 (EAMSGD).
@@ -177,10 +179,10 @@ class EASGD(ServerStrategy):
     difference: Literal["before_step", "after_step"] = "before_step"
 
     def alpha_of(self, workers: int) -> float:
-        """α on so many workers.
+        """Return α for a number of workers.
 
         Raises:
-            ValueError: synchronous, and α·N > 1.
+            ValueError: the strategy is synchronous and α·N > 1.
         """
         alpha = 0.9 / workers if self.alpha is None else self.alpha
         if self.synchronous and alpha * workers > 1 + 1e-9:

@@ -1,4 +1,4 @@
-"""FedAvg: rounds of local steps, each followed by the mean of the models of some workers."""
+"""FedAvg, federated averaging: local steps, then the mean of the models of some workers."""
 
 import math
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ from offbeat.averaging.votes import Round
 from offbeat.checkpoint.state import transient
 from offbeat.strategies.base import CustomFlow, SharedModel, Strategy, WorkerView, setting
 
-_PURPOSE = int.from_bytes(b"fedavg", "big")  # seed of the draws: (seed, purpose, round)
-_LARGEST_DENOMINATOR = 10**6  # of the fractions that stand for decimals: 0.1 is 1/10
+_PURPOSE = int.from_bytes(b"fedavg", "big")  # the seed of a draw is (seed, purpose, round)
+_LARGEST_DENOMINATOR = 10**6  # decimals are used as fractions: 0.1 is exactly 1/10
 
 
 @dataclass
 class FedAvgState:
-    """State of a worker.
+    """State of one worker.
 
     Attributes:
         drawn: Number of rounds in which this worker was drawn.
-        consensus_weight: Weight of this worker in a consensus that follows the coming vote.
+        consensus_weight: Weight of this worker in a consensus after the coming vote.
     """
 
     drawn: int = 0
@@ -32,7 +32,7 @@ class FedAvgState:
 
 
 class FedAvgFlow(ModelFlow):
-    """Shares a model, of which only the drawn workers send and, with "keep", take the mean."""
+    """Averages the models of the drawn workers."""
 
     can_exclude = False
     strategy: "FedAvg"
@@ -48,7 +48,7 @@ class FedAvgFlow(ModelFlow):
         super().start(common)
 
     def _draws(self, round: int) -> bool:
-        """Whether this worker is drawn in a round (from 1)."""
+        """Return True if this worker is drawn in a round, counted from 1."""
         return self.strategy.draws(self.worker.rank, self.worker.size, round)
 
     @override
@@ -56,17 +56,17 @@ class FedAvgFlow(ModelFlow):
         weight = self.strategy.relative_weight(self.worker.rank, self.worker.size)
         sent = weight if stepping or self.unsynced else 0.0
         state: FedAvgState = self.state.view.state
-        # A consensus is over all workers. If the last round has left all of them equal, those
-        # without a step since add nothing to it.
-        equal = self.strategy.leaves_all_equal(self.worker.size)
-        state.consensus_weight = sent if equal else weight
+        # A consensus averages all workers. If the last round has left all models equal, a worker
+        # without a step since then has weight 0.
+        all_equal = self.strategy.leaves_all_equal(self.worker.size)
+        state.consensus_weight = sent if all_equal else weight
         return sent if self._draws(self.state.view.launches + 1) else 0.0
 
     @override
-    def finite(self, optimizer: int, *, stepping: bool) -> bool:
-        """Look at what is sent. A worker that steps and is not drawn sends nothing."""
+    def is_finite(self, optimizer: int, *, stepping: bool) -> bool:
+        # A worker that steps and is not drawn contributes nothing.
         sends = not stepping or self._draws(self.state.view.launches + 1)
-        return not sends or super().finite(optimizer, stepping=stepping)
+        return not sends or super().is_finite(optimizer, stepping=stepping)
 
     @override
     def land(self, *, take: bool = True) -> None:
@@ -84,49 +84,49 @@ class FedAvgFlow(ModelFlow):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class FedAvg(Strategy):
-    """Each worker trains alone; a round ends with the mean of the models of some workers.
+    """Each worker trains locally. A round ends with the mean of the models of some workers.
 
     **Update**. D is the set of workers drawn in the round, m of the N workers. w is a worker's
-    number of samples, or 1; 0 for a worker without a new step:
+    number of samples, or 1. It is 0 for a worker without a new step:
 
         x ← T(x, g)
         at the end of a round:  x̄ = Σ_{n∈D} w_n·x_n / Σ_{n∈D} w_n
                                 x ← x̄ on the workers in D          unselected="keep"
                                 x ← x̄ on all workers               unselected="restart"
 
-    A round ends after every H = ``period`` steps; or, with E rounds in an epoch of S steps, after
-    step t if ⌊t·E/S⌋ > ⌊(t−1)·E/S⌋, computed exactly: nothing is rounded to a period.
+    A round ends after every H = ``period`` steps. With E rounds in an epoch of S steps it ends
+    after step t if ⌊t·E/S⌋ > ⌊(t−1)·E/S⌋. This is computed exactly, without rounding to a period.
 
-    m is C·N, rounded half up, and at least 1. D is drawn anew in each round by a generator seeded
-    with (``seed``, this purpose, number of the round), so all workers know it without a message. If
-    no worker in D has taken a step since it was last averaged, the round changes nothing.
+    m is C·N, rounded half up, and at least 1. A generator seeded with (``seed``, this purpose,
+    number of the round) draws D, so all workers know it without a message. If no worker in D has
+    taken a step since it was last averaged, the round changes nothing.
 
     Args:
-        period: H, steps in a round (≥ 1). Requires that ``rounds_per_epoch`` is not given.
-        rounds_per_epoch: E in (0, steps_per_epoch]; 0.25 is one round in four epochs. The SelSync
-            paper's 1/E.
-        steps_per_epoch: S, steps of a worker in an epoch (≥ 1); only with ``rounds_per_epoch``. The
-            same on all workers: for parts of different sizes, their mean for example.
-        fraction: C in (0, 1], the part of the workers that is averaged in a round.
-        unselected: "keep": workers that were not drawn continue from their own model, as in the
-            SelSync paper. "restart": every worker takes the mean, as in McMahan et al., and loses
-            the steps of the round if it was not drawn.
+        period: H, steps in a round (≥ 1). Excludes ``rounds_per_epoch``.
+        rounds_per_epoch: E in (0, steps_per_epoch]. 0.25 is one round in four epochs. It is 1/E in
+            the notation of the SelSync paper.
+        steps_per_epoch: S, steps of a worker in an epoch (≥ 1), the same on all workers. Required
+            with ``rounds_per_epoch``. If workers have different numbers of samples, use a mean.
+        fraction: C in (0, 1], the share of the workers that is averaged in a round.
+        unselected: Model of the workers that were not drawn. "keep": they keep their local model,
+            as in the SelSync paper. "restart": they take the mean and lose the steps of the round,
+            as in McMahan et al.
         weights: One positive weight for each worker, such as its number of samples, in the order of
             the ranks and the same on all workers. None: equal weights.
         seed: Seed of the draws (≥ 0).
 
     *Communication*: one mean of the model a round; blocking. Workers that were not drawn send
-    zeros, so a round costs the same for any ``fraction``: an all-reduce is cheaper than sending m
+    zeros, so a round costs the same for any ``fraction``. An all-reduce is cheaper than sending m
     models to one worker and back. *Memory*: one flat copy of the model. *State*: the number of
-    rounds, the steps since the last.
+    rounds, and the steps since the last round.
 
-    ``consensus`` and ``finish`` take the mean of all models with the same weights; where the last
-    round has left all workers equal (``fraction=1`` or "restart"), of those with steps since then.
-    So a partial last round is not lost.
+    ``consensus`` and ``finish`` take the mean of all models with the same weights. If the last
+    round has left all models equal (``fraction=1`` or "restart"), only workers with steps since
+    then are averaged. So the steps of a partial last round are not lost.
 
     *Differs from the papers*: workers that are not drawn compute, too. A worker need not see all
-    of its data in a round. Floating-point buffers are averaged, integer buffers take the maximum in
-    a consensus and at the end.
+    of its data in a round. Floating-point buffers are averaged. Of integer buffers the maximum is
+    taken, in a consensus and at the end.
 
     Source: McMahan et al., "Communication-efficient learning of deep networks from decentralized
     data", AISTATS 2017, Algorithm 1; Tyagi & Swany, arXiv 2307.07950, §IV.
@@ -184,19 +184,19 @@ class FedAvg(Strategy):
         return (worker.state.consensus_weight,)
 
     def _steps_until(self, rounds: int) -> int:
-        """Steps in the first ``rounds`` rounds: ⌈rounds·S/E⌉, the least t with ⌊t·E/S⌋ = rounds."""
+        """Return the steps in the first rounds: ⌈rounds·S/E⌉, the least t with ⌊t·E/S⌋ = rounds."""
         if self.rounds_per_epoch is None:
             return rounds * (self.period or 1)
         rate = Fraction(self.rounds_per_epoch).limit_denominator(_LARGEST_DENOMINATOR)
         return math.ceil(rounds * (self.steps_per_epoch or 1) / rate)
 
     def _count(self, workers: int) -> int:
-        """m, the number of drawn workers."""
+        """Return m, the number of drawn workers."""
         exact = Fraction(self.fraction).limit_denominator(_LARGEST_DENOMINATOR) * workers
         return max(1, math.floor(exact + Fraction(1, 2)))
 
     def draws(self, rank: int, workers: int, round: int) -> bool:
-        """Whether a worker is drawn in a round (from 1)."""
+        """Return True if a worker is drawn in a round, counted from 1."""
         count = self._count(workers)
         if count == workers:
             return True
@@ -204,11 +204,11 @@ class FedAvg(Strategy):
         return bool(rank in random.permutation(workers)[:count])
 
     def leaves_all_equal(self, workers: int) -> bool:
-        """Whether all workers hold the same model after a round."""
+        """Return True if all workers hold the same model after a round."""
         return self.unselected == "restart" or self._count(workers) == workers
 
     def relative_weight(self, rank: int, workers: int) -> float:
-        """w of a worker relative to the mean of all: 1 for equal weights."""
+        """Return w of a worker divided by the mean w of all workers."""
         if self.weights is None:
             return 1.0
         return self.weights[rank] * workers / math.fsum(self.weights)

@@ -1,15 +1,16 @@
 """A parameter server: a flat vector in shards that all workers push to and pull from.
 
-Protocol: a request is a header of three int64 numbers, which the worker sends to each rank that
-holds a shard, and the values, if it pushes. An answer is a header of two int64 numbers and the
-values, if the request pulls. Both sides know the sizes. A worker calls its own shard directly.
+Protocol: to make a request, a worker sends a header of three int64 numbers to each rank that holds
+a shard. If the request pushes, the values follow. The rank answers with a header of two int64
+numbers, followed by the values if the request pulls. Both sides know the sizes. A worker calls the
+shard on its own rank directly.
 
-A serving rank runs one background thread for each other rank, so a slow link delays no other
-worker. Each shard handles requests in the order of their arrival.
+A serving rank runs one background thread for each other rank, so a slow link delays only the worker
+behind it. Each shard handles requests in the order of their arrival.
 
-A worker has at most one request for values in flight, whose answer a background thread receives
-while the worker computes. Requests for clocks and barriers may overlap with it, so their answers
-have a message tag of their own.
+A worker has at most one request for values in flight. A background thread receives the answer while
+the worker computes. Requests for clocks and barriers may be in flight at the same time, so their
+answers have a different message tag.
 """
 
 import itertools
@@ -29,32 +30,32 @@ from offbeat.transport.team import Team
 
 
 def shard_slices(elements: int, servers: int) -> list[slice]:
-    """The part of a vector that each server holds: in order, equally large up to one element."""
+    """Return the part of the vector that each server holds, in order, equal up to one element."""
     ends = [elements * i // servers for i in range(servers + 1)]
     return [slice(a, b) for a, b in itertools.pairwise(ends)]
 
 
 class ParameterServer:
-    """This worker's client of the server, and its shard if it serves.
+    """Client of the parameter server, and the shard of this rank if it serves.
 
     A collective: all workers construct it with the same arguments.
 
     Args:
         team: The workers.
         initial: Initial value of the vector, 1-D, on the CPU. Becomes ``vector``.
-        servers: Ranks that hold a shard each. None: all of them, so that no link carries
-            everything.
-        rule: Makes the update rule of a shard, given its initial values.
+        servers: Ranks that hold a shard each. None: all ranks, so that the traffic is spread over
+            all links.
+        rule: Function that makes the update rule of a shard from its initial values.
         clocks: Initial clock of each worker. None: 0.
 
     Attributes:
-        vector: Holds the values to push before a request, and the pulled values once its answer
-            was taken. A request in flight uses it.
-        shard: The shard of this rank. None if it does not serve.
-        pulled_bytes: Bytes of values that this worker has pulled from other ranks.
+        vector: Values to push before a request, and pulled values after ``take``. It may not be
+            used while a request is in flight.
+        shard: The shard of this rank. None if this rank does not serve.
+        pulled_bytes: Number of bytes of values that this worker has pulled from other ranks.
 
     *Memory*: ``vector``; on a serving rank its shard, and a buffer of that size for each other
-    rank. Where all ranks serve that is one more copy of the vector.
+    rank. If all ranks serve, these add up to one copy of the vector.
     """
 
     def __init__(
@@ -69,11 +70,11 @@ class ParameterServer:
         self._team, self.vector, self.pulled_bytes = team, initial, 0
         ranks = list(team.ranks if servers is None else servers)
         slices = zip(ranks, shard_slices(initial.numel(), len(ranks)), strict=True)
-        # Each worker starts with another server, so that no link idles while another has a queue.
-        self._slices = dict(sorted(slices, key=lambda one: (one[0] - team.rank - 1) % team.size))
-        self._sent: list[Handle[Tensor]] = []  # kept until they have left: gloo may lose them
+        # Each worker starts with a different server, so that the traffic is spread over the links.
+        self._slices = dict(sorted(slices, key=lambda item: (item[0] - team.rank - 1) % team.size))
+        self._sent: list[Handle[Tensor]] = []  # gloo may lose a message whose handle is deleted
         self._in_flight: Promise[int | Exception] | None = None
-        self._what = ""  # names the request in flight in errors
+        self._what = ""  # name of the request in flight in errors
         self._answer: int | None = None  # minimum clock of an answer that was not taken
         self._left = False
         self.shard: Shard | None = None
@@ -87,19 +88,19 @@ class ParameterServer:
 
     @property
     def idle(self) -> bool:
-        """True if no request is in flight and its answer was taken: ``vector`` may be used."""
+        """True if no request is in flight and the last answer was taken: ``vector`` may be used."""
         return self._in_flight is None and self._answer is None
 
     def start(self, kind: RequestKind, *, clock: int = -1, min_clock: int = -NO_CLOCK) -> None:
         """Start a request for values. Never blocks. Requires ``idle``.
 
-        The time-out of a request with ``min_clock`` is that of ``take``. Any other request fails
-        after the time-out of an operation.
+        A request with ``min_clock`` has no time-out until ``take`` waits for it. Any other request
+        fails after the time-out of an operation.
 
         Args:
             kind: "push", "pull" or "push_pull".
-            clock: Clock of this worker from now on. −1 leaves it unchanged.
-            min_clock: The answer waits until the minimum clock of the workers is at least this.
+            clock: New clock of this worker. −1 leaves it unchanged.
+            min_clock: Minimum clock of the workers for which the answer waits.
         """
         assert self.idle, "the answer of the last request was not taken"
         request = Request(kind, self._team.rank, clock, min_clock)
@@ -109,7 +110,7 @@ class ParameterServer:
             self.pulled_bytes += self.vector.nbytes - own
         sent, self._sent = self._sent, []
         if not sent and all(isinstance(answer, Completed) for answer in answers):
-            self._answer = _min_clock(answers)  # of this rank's own shard alone
+            self._answer = _min_clock(answers)  # only this rank's shard was involved
             return
         outcome: Promise[int | Exception] = self._team.host.promise()
 
@@ -126,14 +127,14 @@ class ParameterServer:
         self._team.host.spawn(receive, what=f"{kind} at the server")
 
     def take(self, *, wait: bool = False) -> int | None:
-        """Take the answer of the last request, if it has arrived. ``vector`` then holds its values.
+        """Take the answer of the last request, if it has arrived. Its values are in ``vector``.
 
         Args:
-            wait: Block until it has arrived.
+            wait: True blocks until the answer has arrived.
 
         Returns:
-            The minimum clock of the workers at the answer (0 after a "push"). None: there is no
-            answer, or it was taken before.
+            The minimum clock of the workers at the answer (0 after a "push"). None if there is no
+            answer that was not taken.
         """
         if self._in_flight is not None and (wait or self._in_flight.fulfilled):
             self.settle()
@@ -144,7 +145,7 @@ class ParameterServer:
         """Wait until no request is in flight. The answer can still be taken.
 
         Args:
-            release: Ask for the answer at once, whatever clock the request waits for.
+            release: True if the shards shall answer at once, without waiting for a clock.
         """
         if self._in_flight is None:
             return
@@ -156,16 +157,16 @@ class ParameterServer:
         self._in_flight, self._answer = None, outcome
 
     def read(self) -> Tensor:
-        """The vector, pulled into a new tensor. No request may be in flight. Blocks.
+        """Pull the vector into a new tensor. No request may be in flight. Blocks.
 
-        Leaves ``vector`` and ``pulled_bytes`` as they are.
+        ``vector`` and ``pulled_bytes`` do not change.
         """
         assert self._in_flight is None, "a request is in flight"
         values = torch.empty_like(self.vector)
         _min_clock(self._send_to_all(Request("pull", self._team.rank), values))
         return values
 
-    # -- clocks, barriers, the end ---------------------------------------------------------------
+    # -- clocks, barriers, shutdown --------------------------------------------------------------
 
     def wait_for_clock(self, clock: int) -> None:
         """Wait until the minimum clock of the workers is at least ``clock``.
@@ -180,8 +181,8 @@ class ParameterServer:
     def barrier(self) -> int:
         """Wait until all workers have reached the barrier.
 
-        Until then no request waits for the clock of this worker. Its request in flight is answered
-        without waiting for a clock, and the answer can be taken afterwards.
+        Meanwhile no request waits for the clock of this worker. The shards answer this worker's
+        request in flight without waiting for a clock, and its answer can be taken afterwards.
 
         The time-out starts again with each request of another worker, because a worker that still
         trains may need longer than the time-out to reach the barrier.
@@ -196,12 +197,12 @@ class ParameterServer:
                 handle = self._send(Request("wait", self._team.rank), server)
             clocks.append(answer.clock)
         self.settle()
-        if self._answer is not None:  # it did not count the workers at the barrier
+        if self._answer is not None:  # its minimum clock left out the workers at the barrier
             self._answer = min(self._answer, *clocks)
         return min(clocks)
 
     def leave(self) -> None:
-        """Stop using the server, and wait until the other workers have left this rank's shard."""
+        """Stop using the server. Wait until all other workers have left this rank's shard."""
         if not self._left:
             self._left = True
             self._send_to_all(Request("leave", self._team.rank), self.vector[:0])
@@ -212,16 +213,19 @@ class ParameterServer:
     # -- checkpoints -----------------------------------------------------------------------------
 
     def reset(self, vector: Tensor) -> None:
-        """Replace the vector, here and in this rank's shard. No request may be in flight.
+        """Replace ``vector`` and the values of this rank's shard. No request may be in flight.
 
-        All workers must call it with the same values, before any of them goes on.
+        All workers must call it with the same values, and none may send a request before all have.
         """
         self.vector.copy_(vector)
         if self.shard is not None:
             self.shard.reset(vector[self._slices[self._team.rank]])
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of the shard and of an answer that was not taken. No request may be in flight."""
+        """Return copies of the shard and of an answer that was not taken.
+
+        No request may be in flight.
+        """
         return {
             "shard": None if self.shard is None else save(self.shard),
             "answer": self._answer,
@@ -243,13 +247,14 @@ class ParameterServer:
     ) -> list[Handle[Answer]]:
         """Send a request to all shards and start to receive their answers.
 
-        All headers leave before any values, so that each server learns early what will arrive.
+        All headers are sent before any values, so that each server learns early what will arrive.
 
         Args:
             request: The request.
-            values: Values to push, and where the pulled values go. Empty if it does neither.
-            background: True if a background thread waits for the answers. Its waiting does not
-                count as waiting of the training, but its bytes count.
+            values: Values to push, and the tensor that receives pulled values. Empty for other
+                kinds of requests.
+            background: True if a background thread waits for the answers. Telemetry counts its
+                bytes, but not its waiting time.
         """
         self._wait_for_sent()
         for server in self._slices:
@@ -305,5 +310,5 @@ class ParameterServer:
 
 
 def _min_clock(answers: Sequence[Handle[Answer]]) -> int:
-    """Wait for all answers. Returns the minimum of their clocks."""
+    """Wait for all answers, and return the minimum of their clocks."""
     return min([answer.wait().clock for answer in answers])

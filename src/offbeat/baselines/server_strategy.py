@@ -1,4 +1,4 @@
-"""The common part of the strategies with a parameter server: setting, flow and state."""
+"""Base classes of the strategies with a parameter server: settings, flow and state."""
 
 import logging
 import math
@@ -12,9 +12,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from offbeat.arguments import require_integer
+from offbeat.averaging.buckets import as_real, pack_mixed, staging_dtype, unpack
 from offbeat.averaging.flow import Flow
 from offbeat.averaging.norm import squared_norm
-from offbeat.averaging.replica import as_real, read, staging_dtype, unpack
 from offbeat.averaging.votes import Round
 from offbeat.averaging.worker import AttachedOptimizer, Worker
 from offbeat.baselines.parameter_server import ParameterServer
@@ -27,15 +27,15 @@ logger = logging.getLogger("offbeat")
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ServerStrategy(Strategy):
-    """Each worker pushes to and pulls from a parameter server; there are no rounds in training.
+    """Each worker pushes to and pulls from a parameter server. There are no rounds in training.
 
-    The server's model is the result: ``consensus`` shows it, and ``finish`` leaves it on all
-    workers. A consensus does not contain what a worker has not pushed yet. The server holds the
-    parameters; floating-point buffers stay local and are averaged by ``consensus`` and ``finish``.
+    The server's model is the result. ``consensus`` gives it to all workers temporarily and
+    ``finish`` permanently. A consensus does not contain steps that a worker has not pushed yet.
+    Floating-point buffers are not on the server: ``consensus`` and ``finish`` average them.
 
     Args:
-        servers: Ranks that hold a shard of the model each, such as ``(0, 1)``, in the text form
-            ``0/1``. None: all ranks, so that no link carries everything.
+        servers: Ranks that hold a shard of the model each, such as ``(0, 1)``; in the text form
+            ``0/1``. None: all ranks, so that the traffic is spread over all links.
     """
 
     flow: ClassVar[type["ServerFlow"]]
@@ -54,7 +54,7 @@ class ServerStrategy(Strategy):
         for rank in self.servers:
             require_integer("a rank in servers", rank, least=0)
         if not self.servers or len(set(self.servers)) < len(self.servers):
-            raise ValueError(f"servers must be at least one rank, none twice, got {self.servers}")
+            raise ValueError(f"servers must be one or more different ranks, got {self.servers}")
 
     @override
     def averages(self) -> CustomFlow:
@@ -63,11 +63,11 @@ class ServerStrategy(Strategy):
 
 @dataclass
 class ServerState:
-    """The state of a worker that a checkpoint holds; strategies add fields.
+    """State of a ``ServerFlow``. Strategies add fields.
 
     Attributes:
         unpushed: Number of local steps that the server has not received.
-        server: This worker's part of the server at the last save.
+        server: This rank's part of the parameter server at the last save.
     """
 
     unpushed: int = 0
@@ -77,8 +77,8 @@ class ServerState:
 class ServerFlow(Flow):
     """The flow of a strategy with a parameter server.
 
-    A strategy defines ``rule``, ``initial_state``, ``flush`` and ``step_ended``, and overrides the
-    other events it needs.
+    A subclass defines ``rule``, ``initial_state``, ``flush`` and ``step_ended``, and overrides
+    other events if it needs them.
 
     Attributes:
         server: The parameter server.
@@ -95,26 +95,26 @@ class ServerFlow(Flow):
         super().__init__(strategy, worker)
         self._started = self._flushed = self._warned = False
 
-    # -- hooks of the strategies -----------------------------------------------------------------
+    # -- methods of the strategies ---------------------------------------------------------------
 
     @abstractmethod
     def rule(self, shard: Tensor) -> Rule:
-        """Make the update rule of a shard with these initial values."""
+        """Return the update rule of a shard with these initial values."""
 
     @abstractmethod
     def initial_state(self, model: Tensor) -> ServerState:
-        """The state at the start of training, when all workers hold ``model``, a vector."""
+        """Return the initial state. All workers start from ``model``, a vector."""
 
     def clocks(self) -> list[int]:
-        """Initial clock of each worker."""
+        """Return the initial clock of each worker."""
         return [0] * self.worker.size
 
     @abstractmethod
     def flush(self) -> None:
-        """Start to push the steps that the server has not received. Training has ended."""
+        """Start to push the steps that the server has not received, at the end of training."""
 
     def barrier_reached(self, clock: int) -> None:
-        """All workers have reached a barrier; ``clock`` is the minimum of their clocks."""
+        """Handle the end of a barrier. ``clock`` is the minimum clock of all workers."""
 
     # -- start, end and consensus ----------------------------------------------------------------
 
@@ -130,12 +130,12 @@ class ServerFlow(Flow):
         servers = strategy.servers
         if servers is not None and max(servers) >= worker.size:
             raise ValueError(
-                f"servers={servers} needs more workers than the {worker.size} there are: "
-                f"ranks are 0 to {worker.size - 1}"
+                f"servers={servers} contains a rank that does not exist: with {worker.size} "
+                f"workers the ranks are 0 to {worker.size - 1}"
             )
         self.tensors = [p for _, p in worker.replica.parameters]
         model = _model_vector(self.tensors)
-        if self._started:  # again, from a checkpoint of a consensus
+        if self._started:  # a checkpoint of a consensus was loaded
             self.server.reset(model)
             worker.barrier("the start of the parameter server")
         else:
@@ -177,18 +177,18 @@ class ServerFlow(Flow):
 
     @override
     def before_save(self, barrier: Callable[[], object]) -> None:
-        """Copy this worker's part of the server when all pushes have arrived. A collective."""
+        """Copy this rank's part of the server after all pushes have arrived. A collective."""
         self.barrier_reached(self.server.barrier())
         self.state.server = self.server.state_dict()
         self.worker.barrier("the copy of the parameter server")  # no worker pushes before it
 
     @override
     def after_load(self) -> None:
-        """Put the copy back. A collective."""
+        """Load this rank's part of the server. A collective."""
         self.server.load_state_dict(self.state.server)
         self.worker.barrier("the copy of the parameter server")
 
-    # -- rounds: only at a barrier, where no worker steps -----------------------------------------
+    # -- rounds, only at a barrier, where no worker steps ------------------------------------------
 
     @override
     def vote(self, optimizer: int, *, stepping: bool, finishing: bool = False) -> Round:
@@ -204,29 +204,27 @@ class ServerFlow(Flow):
     # -- pushes ----------------------------------------------------------------------------------
 
     def check_push(self, values: Tensor) -> None:
-        """Look for non-finite values in a coming push. Reads ``values`` once.
-
-        The server applies one push after the other, so it cannot exclude a worker from a mean.
+        """Check the values of a coming push for NaN and infinity.
 
         Raises:
-            OffbeatError: there are some, and ``non_finite="raise"``. They are not pushed.
+            OffbeatError: a value is not finite, and ``non_finite="raise"``.
         """
         worker = self.worker
         if worker.size == 1 or math.isfinite(squared_norm([values])):
             return
         worker.details["non_finite"] = worker.details.get("non_finite", 0) + 1
-        found = (
+        message = (
             f"rank {worker.rank} would push NaN or infinity to the parameter server at step "
             f"{worker.step}"
         )
         if worker.guarded:
-            raise OffbeatError(f'{found}; the server has not received it (non_finite="raise")')
+            raise OffbeatError(f'{message}; the server has not received it (non_finite="raise")')
         if not self._warned:
             self._warned = True
-            logger.warning('%s: all workers receive it; non_finite="raise" prevents that', found)
+            logger.warning('%s: all workers receive it; non_finite="raise" prevents that', message)
 
     def report(self) -> None:
-        """Update ``Stats.details``: pulled bytes, and the pushes that this rank's shard applied."""
+        """Update ``Stats.details``: the pulled bytes, and the pushes to this rank's shard."""
         details, shard = self.worker.details, self.server.shard
         details["pulled_bytes"] = self.server.pulled_bytes
         if shard is not None:
@@ -238,9 +236,9 @@ class ServerFlow(Flow):
 
 
 def _model_vector(tensors: Sequence[Tensor]) -> Tensor:
-    """All numbers of ``tensors`` in one vector on the CPU."""
+    """Return the numbers of all ``tensors`` in one vector on the CPU."""
     double = any(staging_dtype(t) == torch.float64 for t in tensors)
     elements = sum(as_real(t.detach()).numel() for t in tensors)
     vector = torch.empty(elements, dtype=torch.float64 if double else torch.float32)
-    read(tensors, vector)
+    pack_mixed(tensors, vector)
     return vector

@@ -1,6 +1,7 @@
 """One shard of a parameter server: values, update rule, clocks and waiting requests.
 
-There is no network here. ``parameter_server`` hands requests to the shard and sends its answers.
+This module does not communicate. ``shard_service`` receives requests of other ranks, calls the
+shard and sends its answers.
 """
 
 import threading
@@ -14,7 +15,7 @@ from torch import Tensor
 from offbeat.errors import OffbeatError
 
 NO_CLOCK = 2**62
-"""Clock of a worker for which no request waits."""
+"""Clock of a worker that no other worker waits for."""
 
 RequestKind = Literal["push", "pull", "push_pull", "clock", "release", "barrier", "wait", "leave"]
 _KINDS: tuple[RequestKind, ...] = get_args(RequestKind)
@@ -25,13 +26,13 @@ class Request:
     """A worker's request to one shard.
 
     Attributes:
-        kind: "push" sends values, "pull" asks for values, "push_pull" does both. "clock" asks for
-            the minimum clock. "release" answers the waiting requests of this worker at once.
-            "barrier" says that the worker has reached the barrier, and "wait" that it still waits
-            there. "leave" is its last request.
+        kind: Kind of the request. "push" sends values, "pull" requests values, "push_pull" does
+            both. "clock" requests the minimum clock. "release" makes the shard answer the waiting
+            requests of this worker at once. "barrier" reports that the worker has reached the
+            barrier, and "wait" that it still waits there. "leave" is the last request.
         source: Rank of the worker.
-        clock: Clock of this worker from now on. −1 leaves it unchanged.
-        min_clock: The answer waits until the minimum clock of the workers is at least this.
+        clock: New clock of this worker. −1 leaves it unchanged.
+        min_clock: Minimum clock of the workers for which the answer waits.
     """
 
     kind: RequestKind
@@ -57,12 +58,12 @@ class Request:
         return self.kind not in ("push", "release", "leave")
 
     def encode(self) -> Tensor:
-        """The request as int64 numbers, without ``source``, which the connection identifies."""
+        """Return the request as int64 numbers. The receiver knows ``source`` by the connection."""
         return torch.tensor([_KINDS.index(self.kind), self.clock, self.min_clock])
 
     @classmethod
     def decode(cls, header: Tensor, source: int) -> "Request":
-        """The request that rank ``source`` has encoded.
+        """Decode a request of rank ``source``.
 
         Raises:
             OffbeatError: the numbers are not a request.
@@ -70,7 +71,7 @@ class Request:
         kind, clock, min_clock = header.tolist()
         if not 0 <= kind < len(_KINDS):
             raise OffbeatError(
-                f"rank {source} sent a message that is no request to a parameter server: "
+                f"rank {source} sent a message that is not a request to a parameter server: "
                 f"{header.tolist()}. Check that all workers run the same version of offbeat"
             )
         return cls(_KINDS[kind], source, clock, min_clock)
@@ -80,8 +81,8 @@ class Answer(NamedTuple):
     """The answer to a request, without its values.
 
     Attributes:
-        clock: Minimum clock of the workers that are not waiting at a barrier; ``NO_CLOCK`` if all
-            are. Of a completed barrier: the minimum clock of all workers.
+        clock: Minimum clock of the workers that are not waiting at a barrier. ``NO_CLOCK`` if all
+            are. In the answer to a completed barrier, the minimum clock of all workers.
         reached: True if all workers have reached the barrier.
     """
 
@@ -91,10 +92,10 @@ class Answer(NamedTuple):
 
 @dataclass(eq=False)
 class Rule:
-    """How a shard applies a push, and what it answers. This rule adds: z ← z + values.
+    """The update rule of a shard, which applies pushes. This base class adds: z ← z + values.
 
-    Rules work on each element alone, because a shard holds only a part of the vector. They are
-    dataclasses: a checkpoint saves their fields. The shard calls them with its lock held.
+    A rule must be element-wise, because a shard holds only a part of the vector. It is a dataclass
+    whose fields a checkpoint saves. The shard calls it with its lock held.
     """
 
     def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
@@ -102,34 +103,34 @@ class Rule:
         shard.add_(values)
 
     def clock_advanced(self, shard: Tensor) -> None:
-        """The minimum clock has risen, or all workers have reached a barrier.
+        """Handle a rise of the minimum clock, or a completed barrier.
 
-        Called before the shard answers the requests that were waiting for it.
+        Called before the shard answers the requests that wait for it.
         """
 
     def answer(self, shard: Tensor, *, source: int) -> Tensor:
-        """The values that answer a "push_pull" of rank ``source``. The caller copies them."""
+        """Return the values that answer a "push_pull". The caller copies them."""
         return shard
 
 
 Deliver = Callable[[Answer, Tensor | None], None]
-"""Receives the answer to a request, and its values if the request pulls."""
+"""Function that receives the answer to a request, and the values if the request pulls."""
 
 
 @dataclass(eq=False)
 class Shard:
     """One part of the vector, and the state of each worker's requests.
 
-    Requests are handled in the order of the calls. After each request the shard answers all waiting
+    The shard handles requests in the order of the calls. After each request it answers all waiting
     requests whose condition holds, the oldest first.
 
     Attributes:
         values: The values, 1-D.
         rule: The update rule.
         clocks: Clock of each worker.
-        pushes: Number of pushes applied.
-        behind: For each worker: number of pushes by others since the worker last pulled.
-        staleness: Number of pushes for each value of ``behind`` at the push.
+        pushes: Number of applied pushes.
+        behind: Staleness of each worker: the number of pushes by other workers since its last pull.
+        staleness: Histogram of the staleness of pushes: number of pushes by staleness.
         reached_clock: Minimum clock after the last request.
     """
 
@@ -145,8 +146,9 @@ class Shard:
         self.behind = [0] * len(self.clocks)
         self._at_barrier = [False] * len(self.clocks)
         self._barrier_clock = 0  # minimum clock at the last completed barrier
-        self._received = 0  # requests, without "wait"
-        self._waiting: list[tuple[Request, int, Deliver]] = []  # with ``_received`` at that time
+        self._received = 0  # number of requests other than "wait"
+        # Requests that were not answered, each with ``_received`` at its arrival.
+        self._waiting: list[tuple[Request, int, Deliver]] = []
         self._lock = threading.Lock()
         self.reached_clock = self._min_clock()
 
@@ -159,8 +161,8 @@ class Shard:
 
         Args:
             request: The request.
-            values: The pushed values, if it pushes. Not kept.
-            deliver: Receives the answer, now or during a later call.
+            values: The pushed values. None if the request does not push. Not kept.
+            deliver: Function that receives the answer, now or during a later call.
         """
         with self._lock:
             source = request.source
@@ -176,7 +178,7 @@ class Shard:
             if clock > self.reached_clock or completed:
                 self.rule.clock_advanced(self.values)
             self.reached_clock = clock
-            # A worker at a barrier would otherwise wait for clocks that are perhaps never reached.
+            # A worker at a barrier does not wait for clocks, which might never be reached.
             released = source if request.kind in ("release", "barrier") else None
             self._waiting = [one for one in self._waiting if not self._answer(*one, released)]
 
@@ -188,7 +190,7 @@ class Shard:
         self.pushes += 1
 
     def _arrive(self, source: int) -> bool:
-        """Note that a worker has reached the barrier. Returns True if it is the last one."""
+        """Record that a worker has reached the barrier. Return True if it is the last one."""
         self._at_barrier[source] = True
         if not all(self._at_barrier):
             return False
@@ -199,13 +201,13 @@ class Shard:
     def _answer(
         self, request: Request, received: int, deliver: Deliver, released: int | None
     ) -> bool:
-        """Answer a waiting request if its condition holds. Returns True if it was answered."""
+        """Answer a waiting request if its condition holds. Return True if it was answered."""
         if request.kind in ("barrier", "wait"):
             if not self._at_barrier[request.source]:
-                # Some workers may have gone on, but all must get the same clock.
+                # The clock at the barrier: some workers may have continued since then.
                 deliver(Answer(self._barrier_clock, reached=True), None)
                 return True
-            if self._received > received:  # shows that others are alive; the worker asks again
+            if self._received > received:  # another worker is alive; this one asks again
                 deliver(Answer(self.reached_clock), None)
                 return True
             return False
@@ -221,6 +223,6 @@ class Shard:
         return True
 
     def reset(self, values: Tensor) -> None:
-        """Replace the values. Clocks and counters stay as they are."""
+        """Replace the values. Clocks and counters do not change."""
         with self._lock:
             self.values.copy_(values)

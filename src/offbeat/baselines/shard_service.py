@@ -1,4 +1,4 @@
-"""The serving side of a parameter server: receives requests for a shard and sends its answers."""
+"""The serving side of a parameter server: receives requests for one shard and sends the answers."""
 
 from collections import deque
 from functools import partial
@@ -18,17 +18,22 @@ of all other answers."""
 
 
 class ShardService:
-    """Hands the requests of all workers to this rank's shard.
+    """Passes the requests of all workers to this rank's shard.
 
-    Each other rank has a background thread, which receives its requests; this rank's own worker
-    calls ``handle_own``. If a thread fails, its error ends the own worker's requests that wait
-    for an answer, because they may wait for a worker that is lost, and its next request raises it.
+    One background thread for each other rank receives its requests. The worker on this rank calls
+    ``handle_own``. If a thread fails, its error ends the waiting requests of this rank's worker,
+    because these may wait for a lost worker. The next request of this rank's worker raises the
+    error.
+
+    Args:
+        team: The workers.
+        shard: The shard of this rank.
     """
 
     def __init__(self, team: Team, shard: Shard) -> None:
         self._team, self._shard = team, shard
         self._failure: Exception | None = None
-        self._unanswered: list[Promise[Answer | Exception]] = []  # requests of the own worker
+        self._unanswered: list[Promise[Answer | Exception]] = []  # requests of this rank's worker
         self._left: dict[int, Promise[None]] = {}
         for rank in team.ranks:
             if rank != team.rank:
@@ -41,7 +46,7 @@ class ShardService:
         """Handle the requests of one other rank until it leaves."""
         try:
             self._handle_requests(rank)
-        except Exception as error:  # the own worker raises it
+        except Exception as error:  # ``raise_failure`` raises it on the training thread
             self._failure = self._failure or error
             self._fail_unanswered()
         self._left[rank].fulfil(None)
@@ -49,10 +54,10 @@ class ShardService:
     def _handle_requests(self, rank: int) -> None:
         communicator = self._team.uncounted
         what = f"a request of rank {rank} to the parameter server"
-        # One buffer is enough for pushed and pulled values: a worker pushes again only after it has
-        # received its last answer.
+        # One buffer is enough for pushed and pulled values, because a worker pushes only after it
+        # has received its last answer.
         buffer = torch.empty_like(self._shard.values)
-        sent: deque[Handle[Tensor]] = deque()  # kept until they have left: gloo may lose them
+        sent: deque[Handle[Tensor]] = deque()  # gloo may lose a message whose handle is deleted
 
         def send(request: Request, answer: Answer, pulled: Tensor | None) -> None:
             messages = {ANSWER if request.pulls else CONTROL: torch.tensor([*map(int, answer)])}
@@ -67,7 +72,7 @@ class ShardService:
             communicator.receive(header, source=rank, tag=REQUEST, what=what, patient=True).wait()
             request = Request.decode(header, rank)
             while sent:
-                sent.popleft().wait()  # the rank receives them now, or has received them
+                sent.popleft().wait()  # does not block for long: the rank receives its answers
             if request.kind == "leave":
                 return
             values = buffer if request.pushes else None
@@ -76,22 +81,22 @@ class ShardService:
                 communicator.receive(buffer, source=rank, tag=PUSHED, what=pushed).wait()
             self._shard.handle(request, values, partial(send, request))
 
-    # -- requests of this rank's own worker ------------------------------------------------------
+    # -- requests of this rank's worker ----------------------------------------------------------
 
     def raise_failure(self) -> None:
-        """Raise the error of a thread that has failed, if one has."""
+        """Raise the error of the first background thread that has failed, if any."""
         if self._failure is not None:
             raise explained(self._failure)
 
     def handle_own(
         self, request: Request, values: Tensor, communicator: Communicator, *, patient: bool
     ) -> Handle[Answer]:
-        """Handle a request of this rank's own worker.
+        """Handle a request of this rank's worker.
 
         Args:
             request: The request.
-            values: The pushed values, which the answer replaces.
-            communicator: Waits for the answer.
+            values: The pushed values. Pulled values replace them.
+            communicator: Communicator that waits for the answer.
             patient: True if the answer has no time-out.
         """
         promise: Promise[Answer | Exception] = self._team.host.promise()
@@ -105,7 +110,7 @@ class ShardService:
 
         def read(outcome: Answer | Exception) -> Answer:
             if isinstance(outcome, Exception):
-                # Only the training thread may ask which worker is lost.
+                # Only the training thread may find out which worker is lost.
                 raise outcome if communicator is self._team.uncounted else explained(outcome)
             return outcome
 
@@ -125,7 +130,7 @@ class ShardService:
                 promise.fulfil(self._failure)
 
     def wait_for_leaves(self) -> None:
-        """Wait until all other ranks have left. Their last requests need this shard."""
+        """Wait until all other ranks have left, because their last requests need this shard."""
         for rank, left in self._left.items():
             what = f"the end of the requests of rank {rank}"
             self._team.communicator.await_promise(left, what=what).wait()

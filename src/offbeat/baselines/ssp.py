@@ -1,4 +1,4 @@
-"""SSP: stale synchronous parallel, a parameter server that bounds how far clocks differ."""
+"""SSP, stale synchronous parallel: a parameter server that bounds the difference of clocks."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.averaging.replica import as_real, read, unpack
+from offbeat.averaging.buckets import as_real, pack_mixed, unpack
 from offbeat.baselines.server_strategy import ServerFlow, ServerState, ServerStrategy
 from offbeat.baselines.shard import Rule
 from offbeat.strategies.base import setting
@@ -15,13 +15,13 @@ from offbeat.strategies.base import setting
 
 @dataclass
 class SSPState(ServerState):
-    """The worker's cache of the server's model, and what is in flight.
+    """State of an ``SSPFlow``.
 
     Attributes:
-        cache: x at the start of the next step.
-        updates: S, sum of the updates that were not sent.
-        clock: c, number of local steps.
-        fresh_clock: The cache contains all updates of clocks below this.
+        cache: The worker's cache x of the server's model, which is its model at the next step.
+        updates: Sum S of the updates that were not sent.
+        clock: Clock c, the number of local steps.
+        fresh_clock: Clock below which the cache contains all updates of all workers.
         pulling: True if the last request pulls the server's model.
     """
 
@@ -50,7 +50,7 @@ class SSPFlow(ServerFlow):
     def step_ended(self) -> bool:
         state, worker = self.state, self.worker
         if worker.size == 1:  # without x + (x̂ − x), which rounds
-            read(self.tensors, self.server.vector)
+            pack_mixed(self.tensors, self.server.vector)
             self.server.reset(self.server.vector)
             return True
         self._add_update()
@@ -80,7 +80,7 @@ class SSPFlow(ServerFlow):
         state.unpushed += 1
 
     def _take(self, *, wait: bool = False) -> bool:
-        """Take the answer of the last request, if it has arrived. True: the cache is refreshed."""
+        """Take the answer of the last request, if it has arrived. Return True if x changed."""
         state, clock = self.state, self.server.take(wait=wait)
         if clock is None or not state.pulling:
             return False
@@ -89,14 +89,14 @@ class SSPFlow(ServerFlow):
         return True
 
     def _send(self) -> None:
-        """Send S if no request is in flight, and pull the server's model if it is wanted."""
+        """Start a request if none is in flight: push S, and pull the model if it is needed."""
         state, ahead = self.state, self.strategy.refresh == "ahead"
-        needed = state.clock - self.strategy.staleness  # the fresh_clock that the next step needs
-        bound = state.fresh_clock < needed
-        if not self.server.idle or not (state.unpushed or bound):
+        needed = state.clock - self.strategy.staleness  # fresh_clock required by the next step
+        too_old = state.fresh_clock < needed
+        if not self.server.idle or not (state.unpushed or too_old):
             return
         self._stage()
-        state.pulling = ahead or bound
+        state.pulling = ahead or too_old
         if state.pulling:
             needed = min(state.clock, needed + ahead)
             self.server.start("push_pull", clock=state.clock, min_clock=needed)
@@ -119,50 +119,50 @@ class SSPFlow(ServerFlow):
 
     @override
     def barrier_reached(self, clock: int) -> None:
-        # Answers did not count the clocks of workers at the barrier, which may be far behind.
+        # The clocks in answers leave out the workers at the barrier, which may be far behind.
         self.state.fresh_clock = min(self.state.fresh_clock, clock)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SSP(ServerStrategy):
-    """Workers push every update to a server and wait only for workers ``staleness`` clocks behind.
+    """Workers push every update to a server, and a worker waits if it is too far ahead of another.
 
-    **Update** at clock c (c steps taken before), z the server's model, N workers, S the sum of the
-    worker's updates that were not sent yet:
+    **Update** at clock c, after c local steps. x is the worker's model, a cache of the server's
+    model z. S is the sum of the worker's updates that were not sent yet, N the number of workers:
 
         x̂ ← T(x, g);  u = (x̂ − x)/N
-        x ← x + u;  S ← S + u;  c ← c + 1         the cache contains the worker's own updates
+        x ← x + u;  S ← S + u;  c ← c + 1
         if the answer to the last request has arrived:
             x ← answer + S
         if no request is in flight:
             send S, c;  S ← 0;  the server: z ← z + S, and it answers with z
-        while the cache may miss updates of clocks ≤ c − s − 1:
+        while x may lack updates of clocks ≤ c − s − 1:
             wait for the answer, as above
 
-    A request travels while the worker computes. Updates made meanwhile add up and leave with the
-    next request. The worker waits only at the bound. ``staleness=0`` is BSP, with plain SGD up to
-    rounding. Updates are divided by N, so a learning rate has the same meaning as under BSP. Any
-    optimizer may produce them.
+    A request is in flight while the worker computes. Updates made meanwhile add up and are sent
+    with the next request. The worker waits only at the bound. ``staleness=0`` with plain SGD is BSP
+    up to rounding. Updates are divided by N, so a learning rate has the same meaning as under BSP.
+    Any optimizer may produce the updates.
 
-    The server delays an answer until the minimum clock of the workers is min(c, c − s + 1), because
-    with an older one this worker could not begin the step after the next.
+    The server delays an answer until the minimum clock of the workers is min(c, c − s + 1). With an
+    older answer this worker could not begin the step after the next.
 
     Args:
         staleness: s, the number of clocks that a worker may be ahead of the slowest (≥ 0).
-        refresh: When the cache is refreshed. "ahead": as above, as often as the network allows.
-            "lazy": only when the bound requires it; requests before that only push. Between two
-            refreshes a worker then sees its own updates alone, divided by N, so a large s diverges
-            where "ahead" converges.
+        refresh: Schedule of the refreshes of x. "ahead": as above, as often as the network allows.
+            "lazy": only when the bound requires it; other requests only push. Between two lazy
+            refreshes x contains only the worker's own updates, divided by N. Training then diverges
+            for a large s with which "ahead" converges.
         servers: See ``ServerStrategy``.
 
     *Communication*: the model to the server and back, one exchange at a time, in each step if the
-    network is fast enough; workers wait only at the bound. "lazy": the model to the server, and
-    back at each refresh; workers wait for the refresh. *Memory*: three flat copies of the model
-    (cache, S, the request), and one for serving if all ranks serve. *State*: cache, S, an answer
-    that was not taken, the clocks, and the shard.
+    network is fast enough; workers wait only at the bound. "lazy": the model to the server in each
+    step, and back at each refresh; workers wait for the refresh. *Memory*: three flat copies of the
+    model (cache, S, the request), and one for serving if all ranks serve. *State*: cache, S, an
+    answer that was not taken, the clocks, and the shard.
 
-    *Differs from the paper*: there the server adds u, here u/N. The cache of the paper refreshes
-    single rows, this one the whole model.
+    *Differs from the paper*: the server adds u/N, in the paper u. x is refreshed as a whole, in the
+    paper in single rows.
 
     Source: Ho et al., "More effective distributed ML via a stale synchronous parallel parameter
     server", NeurIPS 2013, §2-3.

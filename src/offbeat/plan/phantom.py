@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.arguments import require_number
-from offbeat.averaging.replica import as_real, staging_dtype
+from offbeat.averaging.buckets import as_real, staging_dtype
 from offbeat.units import parse_count
 
 _NUMBERS = 2**16  # of the phantom of a given model, about

@@ -1,4 +1,4 @@
-"""When workers synchronize: one algorithm a file."""
+"""Strategies for training, one algorithm per file. ``base`` is their contract."""
 
 from offbeat.strategies.async_averaging import AsyncAveraging
 from offbeat.strategies.base import Strategy

@@ -1,4 +1,4 @@
-"""Asynchronous SGD without gradient delay: workers compute while their models are averaged."""
+"""Asynchronous averaging: workers keep computing while their models are averaged."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -10,41 +10,44 @@ from offbeat.strategies.base import Outer, SharedModel, Strategy, WorkerView, se
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class AsyncAveraging(Strategy):
-    """Workers keep computing while their models are averaged; no worker waits for the network.
+    """Workers keep computing while their models are averaged. The staleness is bounded.
 
     **Update**. P is the last shared model, u the update of a worker since then. A worker launches
     its snapshot s = P + u. When the mean of all snapshots lands, some local steps later:
 
-        P ← Σ w·s / Σ w                       = P + mean(u): the paper's next P (Lemma 3.1)
+        P ← Σ w·s / Σ w                       = P + mean(u), the paper's next P (Lemma 3.1)
         x ← x + (P − s)                       = x + mean(u) − u (Algorithm 2)
 
-    With outer momentum, and over a lossy ``wire``, updates travel instead of snapshots:
+    With outer momentum, and over a lossy ``wire``, workers send updates instead of snapshots:
 
         m = Σ w·(s − P) / Σ w
         v ← μ·v + m;  P ← P + η_o·(m + μ·v)   Nesterov
 
-    ``schedule="cyclic"`` (Algorithm 2): a launch every β = τ/2 local steps. It lands β steps later,
-    just before the next launch, and is waited for if it has not arrived. ``schedule="eager"``
-    (Algorithm 1): a launch as soon as the last one has landed and every worker has a new step; the
-    workers learn this from a small sum that no worker waits for. It lands at the first step
-    boundary after its arrival. A worker whose local steps past P reach τ waits.
+    ``schedule="cyclic"`` (Algorithm 2): the workers launch every β = τ/2 local steps. A launch
+    lands β steps later, just before the next one. The workers wait if it has not arrived by then.
+
+    ``schedule="eager"`` (Algorithm 1): the workers launch as soon as the last launch has landed and
+    every worker has taken a step since. A small sum, for which no worker waits, tells them so. A
+    launch lands at the first step boundary after its arrival. A worker waits when it is τ local
+    steps past P.
 
     Args:
-        staleness: τ, the most local steps past the shared model (cyclic: even, ≥ 2; eager: ≥ 1).
-        schedule: "cyclic" or "eager".
-        outer_lr: η_o > 0.
-        outer_momentum: μ in [0, 1).
+        staleness: τ, the largest number of local steps past the shared model (cyclic: even, ≥ 2;
+            eager: ≥ 1).
+        schedule: Time of the launches: "cyclic" (periodic) or "eager" (as often as possible).
+        outer_lr: Outer learning rate η_o > 0.
+        outer_momentum: Outer momentum μ in [0, 1).
 
-    *Communication*: one mean of the model and seven numbers a launch; overlapped with τ/2 steps.
-    *Memory*: two flat copies (the snapshot and the sum in flight), and a third inside
-    ``consensus``; two more with outer momentum; with a lossy wire P and the quantization errors. P
-    also with ``non_finite="exclude"``, and with "raise" and the eager schedule. *State*: all of
-    these.
+    *Communication*: one mean of the model and seven numbers a launch, overlapped with τ/2 steps.
+    *Memory*: two flat copies of the model (the snapshot and the sum in flight), and a third inside
+    ``consensus``. Outer momentum adds two, P and v. A lossy wire adds P and the quantization
+    errors. ``non_finite="exclude"`` adds P, as does "raise" with the eager schedule. *State*: all
+    of these.
 
-    *Differs from the paper*: models are sent instead of updates where the wire is exact. This is
-    the same in exact arithmetic, needs no copy of x_init, and gives all workers the same P, so that
-    rounding cannot drive them apart. Line 22 of Algorithm 1 would discard progress; it is kept.
-    Outer momentum and the eager schedule without a master are ours.
+    *Differs from the paper*: over an exact wire workers send models instead of updates. This is the
+    same in exact arithmetic, needs no copy of x_init, and gives all workers the same P, so rounding
+    errors cannot drive the workers apart. Line 22 of Algorithm 1 would discard local steps; here
+    they are kept. Outer momentum and the eager schedule without a master are ours.
 
     Source: "Asynchronous SGD without gradient delay for efficient distributed training", ICLR 2019
     submission, Algorithms 1 and 2.
@@ -60,8 +63,8 @@ class AsyncAveraging(Strategy):
         super().__post_init__()
         if self.schedule == "cyclic" and (self.staleness < 2 or self.staleness % 2):
             raise ValueError(
-                "staleness must be even and at least 2 with the cyclic schedule, whose cycles are "
-                f"staleness/2 steps long; got {self.staleness}"
+                "staleness must be even and at least 2 with the cyclic schedule, because a cycle "
+                f"has staleness/2 steps; got {self.staleness}"
             )
 
     @override

@@ -1,16 +1,22 @@
-"""The contract of a strategy: what is averaged, when a round is due, and what the round decides.
+"""The contract of a strategy: what the workers average, and when.
 
-A strategy is a frozen dataclass of hyper-parameters with up to seven methods. It holds no tensor,
-sends no message and never waits. A *flow* (``offbeat.averaging``) calls it on every worker and does
-the rest: rounds, means, landings, consensus, checkpoints, changes of membership.
+A strategy is a frozen dataclass of hyper-parameters with up to seven methods. It holds no tensors
+and sends no messages. On every worker a *flow* (``offbeat.averaging``) calls the strategy and does
+the rest: communication, consensus, checkpoints and changes of membership.
 
-    averages()             what is averaged, and when it takes effect
-    due(worker)            0, or how many parts this worker would launch after the current step
-    state(worker)          a dataclass for whatever the strategy remembers
-    vote(worker)           this worker's numbers, to be summed over all workers
-    decide(worker, tally)  what is launched, from those sums: the same on all workers
-    outer_step(...)        momentum and outer gain of a launch
-    after_step(worker)     measurements at the end of a step
+A *round* is one decision of all workers. Every worker sends a *vote*, and every worker receives the
+sum of the votes, the *tally*. The decision may *launch* parts of the model: the workers start to
+average their updates of these parts. A part is *in flight* until it *lands*, which means that the
+average is applied to the model. A *view* is a period with the same set of workers; a new view
+begins when workers join or leave.
+
+    averages()             describe what is averaged, and when a mean takes effect
+    due(worker)            say if the current step ends with a round
+    state(worker)          create the strategy's mutable state, a dataclass
+    vote(worker)           return this worker's numbers, to be summed over all workers
+    decide(worker, tally)  choose what to launch, the same on all workers
+    outer_step(...)        return momentum and outer gain of one launch
+    after_step(worker)     take measurements at the end of a local step
 
 An ordinary strategy defines ``name``, ``averages`` and ``due``. ``LocalSGD`` is the shortest
 example, and docs/writing-a-strategy.md explains the order of the calls.
@@ -43,21 +49,21 @@ __all__ = [
 ]
 
 
-# -- what is averaged ------------------------------------------------------------------------------
+# -- averages(): the three kinds of strategies -----------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Outer:
-    """A Nesterov step of the shared model P along the mean update D.
+    """A Nesterov step of the shared model P along D, the mean of the workers' updates.
 
         v ← μ·v + D
         P ← P + η·(D + μ·v)
 
     Attributes:
         lr: η > 0.
-        momentum: μ in [0, 1). With 0 no v is kept.
-        dtype: Dtype in which P and v are kept, such as "bfloat16". None: the dtype in which the
-            parameters are summed.
+        momentum: μ in [0, 1). With 0, v is not stored.
+        dtype: Name of the dtype in which P and v are stored, such as "bfloat16". None: the dtype in
+            which the parameters are summed.
     """
 
     lr: float = 1.0
@@ -72,27 +78,27 @@ class Outer:
 
 @dataclass(frozen=True)
 class SharedModel:
-    """The workers average models. P is the shared model, the same bits on all workers.
+    """The workers average models. P is the shared model, bitwise equal on all workers.
 
-    P is cut into parts. A worker *launches* a part: the mean D of the workers' updates of that part
-    starts to travel. It *lands* later: P moves by an outer step along D, and the worker's model
-    moves by the same difference, so the local steps since the launch are kept.
+    P is cut into parts. To *launch* a part, every worker sends its update of that part: its model
+    minus P. When the mean D of the updates *lands*, P moves by an outer step along D. The worker's
+    model moves by the same difference, so it keeps the local steps since the launch.
 
     Attributes:
         parts: Number of parts (≥ 1), or a function that computes it from the bytes of the model.
-            Under ``fully_shard`` the function gets the bytes of the largest shard.
-        lands: When a part lands. 0: before the next step, so workers wait. k > 0: k local steps
-            after the launch, at the latest before the same part is launched again. "arrived": at
-            the first step boundary after its arrival.
-        bound: With "arrived": a worker waits once its last landed launch is this many local steps
-            old.
-        outer: The step of P.
-        error_feedback: The quantization error of an update stays in the local model, as part of
-            x − P, and is sent again with the next launch. Parts are then cut by bytes, through
-            tensors if need be; otherwise they consist of whole tensors. With outer momentum the
-            flow asks ``outer_step`` for μ and the gain of each launch.
-        optimizer_state: Average the optimizers' state whenever the last part lands. Requires
-            ``lands=0``.
+            Under ``fully_shard`` the function receives the bytes of the largest shard.
+        lands: Time of a landing. 0: before the next step, so workers wait. k > 0: k local steps
+            after the launch, or before the next launch of the same part if that is earlier.
+            "arrived": at the first step boundary after the mean has arrived.
+        bound: Staleness bound for "arrived", in local steps. A worker waits when its newest landed
+            launch is this old.
+        outer: The step of P along D.
+        error_feedback: True if the quantization error of an update stays in the local model, as
+            part of x − P, so that the next launch sends it. The parts then have equal bytes and may
+            begin inside a tensor; otherwise they consist of whole tensors. With outer momentum the
+            flow calls ``outer_step`` for each launch.
+        optimizer_state: True if the optimizers' state is averaged whenever the last part lands.
+            Requires ``lands=0``.
     """
 
     parts: int | Callable[[int], int] = 1
@@ -117,18 +123,18 @@ class SharedModel:
 
     @property
     def eager(self) -> bool:
-        """True if parts land when they have arrived, so results depend on the network's timing."""
+        """True if parts land on arrival, so that results depend on the network's timing."""
         return self.lands == "arrived"
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """The workers average gradients before the optimizer's step.
+    """The workers average gradients, before the optimizer's step.
 
     Attributes:
-        every_step: Gradients are averaged in every step. Buckets then leave during backward, and
-            the vote travels in the last one. Otherwise votes are exchanged first, and ``decide``
-            says whether the gradients are averaged.
+        every_step: True if gradients are averaged in every round. Their buckets may then be sent
+            during backward, the last bucket carries the vote, and ``decide`` is never called.
+            False: the workers exchange votes first, and average if ``decide`` launches.
     """
 
     every_step: bool = True
@@ -136,13 +142,13 @@ class Gradients:
 
 @dataclass(frozen=True)
 class CustomFlow:
-    """An algorithm that is neither of the two, such as a parameter server or gossip.
+    """Another algorithm with its own flow, such as a parameter server or gossip.
 
-    It brings a flow of its own, and with it no quantization, nodes, ``fully_shard``, elastic
-    membership or exclusion of non-finite workers; ``attach`` refuses these.
+    ``attach`` refuses these options for it: a lossy ``wire``, nodes, ``fully_shard``, elastic
+    membership and ``non_finite="exclude"``.
 
     Attributes:
-        make: Called with the strategy and the ``offbeat.averaging.Worker``; returns the flow.
+        make: Function that makes the flow from the strategy and the ``offbeat.averaging.Worker``.
     """
 
     make: Callable[[Any, Any], Any]
@@ -152,10 +158,10 @@ class CustomFlow:
 
 
 class Launch(NamedTuple):
-    """What a round has decided.
+    """The decision of a round.
 
     Attributes:
-        parts: Number of parts to launch, the next ones in turn. ``inf``: all parts. 0: none.
+        parts: Number of parts to launch, in cyclic order. ``inf``: all parts. 0: none.
         precision: Precision of these parts. None: the ``wire`` given to ``attach``.
     """
 
@@ -164,14 +170,17 @@ class Launch(NamedTuple):
 
 
 class Tally:
-    """The sums over all workers of a round. Reading an attribute blocks until they have arrived.
+    """The sums of a round over all workers. Reading an attribute blocks until they have arrived.
 
-    A strategy with a fixed schedule never reads them in ``decide``, so that no worker waits.
+    With a fixed schedule ``decide`` reads no attribute, so no worker waits for the sums.
+
+    Args:
+        read: Function that waits for the sums and returns the three attributes.
 
     Attributes:
         stepping: Number of workers that take a step in this round.
-        wanted: Sum of ``due`` over the workers that take a step.
-        votes: Sums of the numbers that the workers voted, in their order.
+        wanted: Sum of ``due`` over these workers.
+        votes: Element-wise sums of the tuples that ``vote`` returned.
     """
 
     def __init__(self, read: Callable[[], tuple[int, float, tuple[float, ...]]]) -> None:
@@ -190,63 +199,64 @@ class Tally:
         return self._read()[2]
 
 
-# -- what a strategy remembers and sees ------------------------------------------------------------
+# -- state of a strategy, and its view of the worker -----------------------------------------------
 
 
 def common(**options: Any) -> Any:
-    """A field of ``state()`` that is equal on all workers.
+    """Declare a field of ``state()`` that is equal on all workers.
 
-    A new view copies it from the most advanced worker. ``options`` are those of
+    In a new view all workers copy it from the most advanced worker. ``options`` are those of
     ``dataclasses.field``.
     """
     return field(metadata={"common": True}, **options)
 
 
 def local(**options: Any) -> Any:
-    """A field of ``state()`` that belongs to one worker, which keeps it in a new view.
+    """Declare a field of ``state()`` that each worker keeps in a new view.
 
-    Fields without a mark are saved in checkpoints and start again in a new view. ``transient()``
-    fields are not saved either.
+    A field without a mark is saved in checkpoints and is initialized again in a new view. A
+    ``transient()`` field is not saved either.
     """
     return field(metadata={"local": True}, **options)
 
 
 @dataclass(kw_only=True)
 class WorkerView:
-    """What a strategy sees of the worker it runs on. The flow keeps it up to date.
+    """The data about its worker that a strategy may read. The flow keeps it up to date.
 
     Values marked *common* are equal on all workers of a view, provided that the workers take
-    equally many steps; ``decide`` must not depend on any other.
+    equally many steps. ``decide`` must not depend on other values.
 
     Attributes:
-        rank: Number of this worker.
+        rank: Rank of this worker.
         size: Number of workers (common).
-        step: Local steps, the current one included.
+        step: Number of local steps, including the current one.
         start_step: Step at which the current view began (common).
-        stepping: True if this worker takes a step in the current round. False once it has run out
-            of data or waits in a consensus.
-        state: The value that ``state()`` returned.
+        stepping: True if this worker takes a step in the current round. False if it has run out of
+            data or waits in a consensus.
+        state: The object that ``state()`` returned.
         count: Number of parts (common).
-        launches: Parts launched in this view.
-        landings: Parts landed in this view.
-        rounds: Rounds decided since the last one that launched something (common).
+        launches: Number of launches in this view. Launching two parts counts as two.
+        landings: Number of landings in this view.
+        rounds: Number of rounds since the last one that launched a part (common). In ``decide`` the
+            current round counts.
         launch_step: Local step of the last launch.
         in_flight_steps: Local step at the launch of each part in flight, the oldest first.
-        ready: True if the next part in turn is not in flight.
-        gradient_norm_squared: ‖g‖² of the current step before clipping, summed over the optimizers
-            that a vote covers. Measured if the strategy sets ``gradient_norm``.
-        sent_squared: ‖u‖² of the updates that landed, exponentially smoothed over five passes of
-            the model. Maintained with error feedback, as is the next.
-        mean_squared: ‖D‖², smoothed alike.
-        clock: Seconds on this worker's clock at the current step boundary; equal inside a node.
-            Maintained for ``lands="arrived"``, as is the next.
-        spent: Seconds spent on each launch and landing since the last step boundary, waiting
-            excluded.
+        ready: True if the part that is launched next is not in flight.
+        gradient_norm_squared: ‖g‖² of the current step before clipping, over all optimizers; with
+            ``Gradients`` over the optimizer that this round belongs to. Requires ``gradient_norm``.
+        sent_squared: Sum of ‖u‖² over this worker's landed updates u, with weights that decay
+            exponentially over five passes of the model. Requires error feedback.
+        mean_squared: The same sum of ‖D‖² over the means D that landed. Requires error feedback.
+        clock: Seconds on this worker's clock at the current step boundary, equal inside a node.
+            Requires ``lands="arrived"``.
+        spent: Seconds spent on each launch and landing since the last step boundary, without
+            waiting. Requires ``lands="arrived"``.
         precision: Precision of the wire (common). None: ``decide`` chooses it for each launch.
-        bits: Bits that each number of an update costs at each precision (common).
+        bits: Bits per number of an update, by precision (common).
         two_stages: Precisions at which a sum takes a second message (common).
-        record: Values for the telemetry record of this step.
-        details: Totals for ``Stats.details``.
+        record: Values that the strategy adds to the telemetry record of this step.
+        details: Totals that the strategy adds to ``Stats.details``.
     """
 
     rank: int = transient(default=0)
@@ -275,12 +285,12 @@ class WorkerView:
 
     @property
     def since_launch(self) -> int:
-        """Local steps since the last launch. Not common."""
+        """Number of local steps since the last launch. Not common."""
         return self.step - self.launch_step
 
     @property
     def ages(self) -> list[int]:
-        """Local steps since the launch of each part in flight, the oldest first."""
+        """Number of local steps since the launch of each part in flight, the oldest first."""
         return [self.step - launched for launched in self.in_flight_steps]
 
 
@@ -289,22 +299,27 @@ class WorkerView:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Strategy(ABC):
-    """When workers synchronize, and whether any worker waits."""
+    """An algorithm that decides when workers synchronize, and how long they wait for each other."""
 
     name: ClassVar[str] = ""
-    """Short name in the text form. Custom strategies are named by module and class."""
+    """Short name in the text form. A custom strategy needs none: its text form has the module and
+    the class instead."""
 
     gradient_norm: ClassVar[bool] = False
-    """Measure ‖g‖² in every step, before gradients are clipped."""
+    """True if ‖g‖² is measured in every step, before gradients are clipped."""
 
     @property
     def default_wire(self) -> Precision:
-        """The ``wire`` of ``attach`` if none is given."""
+        """Default of the ``wire`` argument of ``attach``."""
         return "float32"
 
     @property
     def tally_delay(self) -> int:
-        """With 1, ``decide`` gets the tally of the round before, so that no worker waits for it."""
+        """Number of rounds by which ``decide`` lags behind the votes, 0 or 1.
+
+        With 1, ``decide`` receives the tally of the previous round, so no worker waits for votes
+        in flight. The first round is not decided.
+        """
         return 0
 
     def __post_init__(self) -> None:
@@ -312,69 +327,73 @@ class Strategy(ABC):
 
     @abstractmethod
     def averages(self) -> SharedModel | Gradients | CustomFlow:
-        """What is averaged, and when the mean takes effect. Holds no resources."""
+        """Describe what is averaged, and when the mean takes effect. Allocates nothing."""
 
     def due(self, worker: WorkerView) -> float:
-        """0: no round after this step. Otherwise the number of parts this worker would launch.
+        """Return the number of parts this worker would launch now. 0 requests no round.
 
-        With ``lands="arrived"`` every worker starts a round when it likes, and the round is decided
-        once all have; the next one starts after its parts were launched. Otherwise the workers that
-        step must agree, as a fixed schedule does.
+        With ``lands="arrived"`` every worker may request a round at a step of its own. The round is
+        decided when all workers have requested it, and the next round starts after the launches of
+        this one. In all other cases all workers that step must request a round at the same step, as
+        in a fixed schedule.
         """
         return 1.0
 
     def state(self, worker: WorkerView) -> object | None:
-        """The mutable state: a dataclass whose fields are plain values. None: there is none.
+        """Return the mutable state for a view: a dataclass of plain values, or None.
 
         Called when a view begins. Mark its fields with ``common``, ``local`` or ``transient``.
         """
         return None
 
     def vote(self, worker: WorkerView) -> tuple[float, ...]:
-        """Numbers that are summed over the workers in a round; always equally many.
+        """Return the numbers to be summed over the workers, always equally many.
 
-        Called once a round on every worker, also where ``worker.stepping`` is False.
+        Called once a round on every worker, with ``worker.stepping=False`` on a worker that takes
+        no step. With ``Gradients`` it is also called when a view begins, to count the numbers.
         """
         return ()
 
     def decide(self, worker: WorkerView, tally: Tally) -> Launch:
-        """What the round launches. Must give the same on all workers: depend on common values."""
+        """Return the decision of the round. Called once a round on every worker.
+
+        All workers must return the same, so the decision may depend on the tally and on common
+        values only.
+        """
         return Launch()
 
     def outer_step(self, worker: WorkerView, part: int, tally: Tally) -> tuple[float, float]:
-        """μ and a of the launch of ``part``, for v ← μ·v + D and P ← P + η·(D + a·v).
+        """Return μ and a for the landing of ``part``: v ← μ·v + D, then P ← P + η·(D + a·v).
 
-        Called once for each launch when it is about to land, with the tally of its round. Only with
-        ``error_feedback`` and outer momentum. Must give the same on all workers.
+        Called once for each launch, before it lands, with the tally of its round. Only called with
+        ``error_feedback`` and outer momentum. All workers must return the same.
         """
         raise NotImplementedError
 
     def after_step(self, worker: WorkerView) -> None:  # noqa: B027
-        """A local step has ended, and the parts that were due have landed."""
+        """Take measurements. Called at the end of each local step, after the landings."""
 
     # -- text ------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        """The constructor call with the settings that differ from the defaults."""
-        shown = ", ".join(f"{k}={v!r}" for k, v in self._settings().items())
-        return f"{type(self).__name__}({shown})"
+        """Return the constructor call with the settings that differ from the defaults."""
+        settings = ", ".join(f"{name}={value!r}" for name, value in self._changed_settings())
+        return f"{type(self).__name__}({settings})"
 
     def __str__(self) -> str:
-        """The short text form that ``parse_strategy`` reads, such as ``local:period=8``."""
-        shown = ",".join(f"{k}={_as_text(v)}" for k, v in self._settings().items())
+        """Return the text form that ``parse_strategy`` reads, such as ``local:period=8``."""
+        settings = ",".join(f"{name}={_as_text(value)}" for name, value in self._changed_settings())
         name = self.name or f"{type(self).__module__}:{type(self).__qualname__}"
-        return f"{name}:{shown}" if shown else name
+        return f"{name}:{settings}" if settings else name
 
-    def _settings(self) -> dict[str, Any]:
-        return {
-            one.name: getattr(self, one.name)
-            for one in dataclasses.fields(self)
-            if getattr(self, one.name) != one.default
-        }
+    def _changed_settings(self) -> list[tuple[str, Any]]:
+        """Names and values of the settings that differ from the defaults."""
+        values = [(f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self)]
+        return [(name, value) for name, value, default in values if value != default]
 
 
 def _as_text(value: object) -> str:
-    """A setting as ``parse_strategy`` reads it: a tuple as ``a/b/c``, a tuple of one as ``a/``."""
+    """Return a setting as ``parse_strategy`` reads it: a tuple is ``a/b/c``, or ``a/`` for one."""
     if not isinstance(value, tuple):
         return str(value)
     return "/".join(map(str, value)) + ("/" if len(value) == 1 else "")

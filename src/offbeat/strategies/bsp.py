@@ -17,11 +17,11 @@ class BSP(Strategy):
         g ← mean(g)
         x ← T(x, g)
 
-    *Communication*: one all-reduce of the gradients a step, in buckets that leave while backward
-    still runs (with one optimizer). If gradients change after their bucket has left (accumulation,
-    clipping, unscaling), the bucket is sent again; after three such steps in a row the overlap is
-    switched off. Sparse gradients travel dense, and their mean is sparse again. *Memory*: one copy
-    of the gradients. *State*: none.
+    *Communication*: one all-reduce of the gradients a step, in buckets. With one optimizer the
+    buckets are sent while backward still runs. If a gradient changes after its bucket was sent
+    (accumulation, clipping, unscaling), the workers send the buckets again. After three such steps
+    in a row they stop overlapping. Sparse gradients are sent as dense ones, and their mean is
+    sparse again. *Memory*: one copy of the gradients. *State*: none.
     """
 
     name: ClassVar[str] = "bsp"

@@ -1,4 +1,4 @@
-"""DiLoCo: many local steps, then an outer optimizer's step along their mean change."""
+"""DiLoCo: many local steps, then an outer optimizer's step along the mean update."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -12,7 +12,7 @@ from offbeat.strategies.base import Launch, Outer, SharedModel, Strategy, Tally,
 class DiLoCo(Strategy):
     """Each worker takes ``period`` steps, then an outer Nesterov step moves the shared model.
 
-    **Update**. θ is the shared model, x the model of a worker, which starts from it:
+    **Update**. θ is the shared model, x the model of a worker, initially θ:
 
         x ← T(x, g)                         H times
         Δ = Σ w·(θ − x) / Σ w               w = 1; 0 for a worker without new steps
@@ -22,18 +22,19 @@ class DiLoCo(Strategy):
 
     The inner optimizer keeps its state. ``outer_lr=1, outer_momentum=0`` is local SGD.
 
-    Streaming: with P ``fragments`` the parameters are cut, in name order, into P groups of whole
-    tensors of about equal bytes. Fragment p = 1 … P is launched after the steps
-    t ≡ ⌊p·H/P⌋ (mod H), so each one every H steps. With ``overlap`` k its mean lands k steps later:
+    Streaming DiLoCo: P ``fragments`` divide the parameters, in name order, into P groups of whole
+    tensors with about equal bytes. The workers launch fragment p = 1 … P after each step
+    t ≡ ⌊p·H/P⌋ (mod H), once every H steps. With ``overlap`` k its mean lands k steps later:
 
-        x_p ← θ_p + (x_p(t+k) − x_p(t))     the local steps since the launch are kept
+        x_p ← θ_p + (x_p(t+k) − x_p(t))     keeps the local steps since the launch
 
     Args:
         period: H, steps between two launches of the same fragment (≥ 1).
-        outer_lr: η_o > 0.
-        outer_momentum: μ in [0, 1).
-        fragments: P, from 1 to ``period`` and at most the number of parameter tensors.
-        overlap: k, local steps from launch to landing, from 0 to ``period`` − 1.
+        outer_lr: Outer learning rate η_o > 0.
+        outer_momentum: Outer momentum μ in [0, 1).
+        fragments: Number of fragments P, from 1 to ``period`` and at most the number of parameter
+            tensors.
+        overlap: Local steps k from launch to landing, from 0 to ``period`` − 1.
         outer_dtype: Dtype of θ and v: "float32", "bfloat16" or "float64". None: the dtype in which
             the parameters are summed, which is float32 for the half types.
         optimizer_state: "average" also averages the inner optimizers' state whenever the last
@@ -41,11 +42,11 @@ class DiLoCo(Strategy):
 
     *Communication*: every H steps one sum over the model, in P messages, and one mean of its
     buffers; blocking, or overlapped with k steps. *Memory*: θ, v, and 1/P of the model while a
-    fragment is in flight; with overlap also the sums and a snapshot: four flat copies. *State*: all
-    of these.
+    fragment is in flight. With overlap four flat copies: θ, v, the sums and a snapshot. *State*:
+    all of these.
 
     *Differs from the papers*: Streaming DiLoCo mixes θ with the worker's model in a fixed
-    proportion; here local steps are kept whole. Its fragments are strided layers; here they are
+    proportion; here all local steps are kept. Its fragments are strided layers; here they are
     contiguous. Floating-point buffers are averaged with the last fragment.
 
     Source: Douillard et al., "DiLoCo", arXiv 2311.08105, Algorithm 1; Douillard et al., "Streaming
@@ -65,8 +66,8 @@ class DiLoCo(Strategy):
         super().__post_init__()
         if self.fragments > self.period:
             raise ValueError(
-                "fragments must be at most period, because each fragment is launched after a step "
-                f"of its own: got fragments={self.fragments} and period={self.period}"
+                "fragments must be at most period, because each fragment is launched after a "
+                f"different step: got fragments={self.fragments} and period={self.period}"
             )
         if self.overlap >= self.period:
             raise ValueError(
@@ -90,7 +91,7 @@ class DiLoCo(Strategy):
 
     @override
     def due(self, worker: WorkerView) -> float:
-        """Launch j = 1, 2, … comes after step ⌊j·H/P⌋."""
+        """Return 1 if the next launch j = 1, 2, … is due, after step ⌊j·H/P⌋ of the view."""
         j, parts, period = worker.launches + 1, self.fragments, self.period
         return float(worker.since_launch >= j * period // parts - (j - 1) * period // parts)
 

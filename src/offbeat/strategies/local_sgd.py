@@ -10,23 +10,23 @@ from offbeat.strategies.base import SharedModel, Strategy, WorkerView, setting
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class LocalSGD(Strategy):
-    """Each worker takes ``period`` steps alone, then all take the mean of the models.
+    """Each worker takes ``period`` local steps, then all workers replace their model by the mean.
 
     **Update**:
 
         x ← T(x, g)
         if steps since the last mean = H:  x ← mean(x)      H = 1 in the first warmup_steps steps
 
-    Post-local SGD is ``warmup_steps > 0`` (Lin et al., 2020). ``period=1`` with SGD equals BSP.
+    Post-local SGD (Lin et al., 2020) is ``warmup_steps > 0``. ``period=1`` with SGD equals BSP.
 
     Args:
         period: H, steps between two means (≥ 1).
-        warmup_steps: Number of steps at the start that are each followed by a mean (≥ 0).
+        warmup_steps: Number of initial steps that are each followed by a mean (≥ 0).
         optimizer_state: "average" also averages the optimizers' state at each mean.
 
     *Communication*: one mean of the model every ``period`` steps; blocking. *Memory*: one flat
-    copy of the model. *State*: the steps since the last mean. ``finish`` averages a partial last
-    period.
+    copy of the model. *State*: the steps since the last mean. ``finish`` takes the mean of a last
+    period that is not complete.
     """
 
     name: ClassVar[str] = "local"

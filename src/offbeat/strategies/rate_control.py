@@ -1,7 +1,12 @@
-"""Rate control of streaming averaging: how many parts a worker sends, and at which precision.
+"""Rate control of streaming averaging: the number of parts in flight, and their precision.
 
-No model of the network is fitted. Parts that land late show that the link is full, and the steps
-that a pass of the whole model takes show whether fewer bits are worth their rounding.
+Each worker controls a *window*, the number of parts that it may have in flight, and a *CPU budget*
+for launching and landing parts. Parts that land late show that the link is full, so the window
+shrinks.
+
+A *pass* is complete when every part has landed once. The workers agree on the mean number of local
+steps in a pass and choose the precision by it: fewer bits if a pass takes too many steps, more bits
+if it is fast.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,17 +16,17 @@ from offbeat.quantization.precision import PrecisionControl
 from offbeat.strategies.base import Precision, common, transient
 
 TARGET_PASS_STEPS = 2.5
-"""Steps in which the whole model should pass. Fewer bits are used if it takes longer. Over a lossy
-wire no network is faster than two step boundaries a part."""
+"""Target for the local steps in a pass. The precision is lowered if a pass takes longer. Over a
+lossy wire a part takes at least two step boundaries, on any network."""
 
-_LEAST_WINDOW = 2  # parts: one is on the link while the arrival of another is noticed
-_LATE_SHARE = 4  # a quarter of the parts may queue for the link; more would only get older there
+_LEAST_WINDOW = 2  # parts: the link sends one while the arrival of another is noticed
+_LATE_SHARE = 4  # a quarter of the parts may queue for the link; more would only age in the queue
 _MOST_CPU_SHARE = 0.05
 """Largest share of a worker's time for launching and landing. The network threads and the second
-stage take about as much again, which slows a fully used processor. Twice as much lets the model
-pass twice as often; measured, that gained about as much as it cost."""
+stage take about as much again, which slows down a fully used processor. Twice the share doubles the
+number of passes; in measurements its benefit was about its cost."""
 _MOST_COST_RATIO = 4  # largest cost of one part relative to the average, against measurement noise
-_SMOOTHING = 0.1
+_SMOOTHING = 0.1  # weight of a new value in an exponential average
 _LEAST_STEPS = 8  # local steps before a count of passes is used
 
 
@@ -32,16 +37,17 @@ class RateControl:
     Attributes:
         control: Chooses the precision, the same on all workers.
         window: Number of parts that may be in flight.
-        probing: True until the link has been full once; the window then grows slowly.
-        start_step: Local step at which the current count of passes began.
-        landed: Parts landed since then; negative while parts of the previous precision land.
-        crowded: True if too many parts were late since then.
-        step_seconds: Duration of a local step, smoothed.
-        part_seconds: Time to launch and land a part without waiting, smoothed.
+        probing: True until the link has been full once. The window grows fast while it is set.
+        start_step: Local step at which the current count of landings began.
+        landed: Number of landings since ``start_step``. Negative while parts that were launched at
+            the previous precision land.
+        crowded: True if too many parts were late since ``start_step``.
+        step_seconds: Duration of a local step in seconds, smoothed.
+        part_seconds: Seconds to launch and land a part, without waiting, smoothed.
         budget: Number of parts that may be launched within the CPU share.
-        stepped_at: Time on the worker's clock at the last step boundary.
-        seen_launches: Launches of the flow that were charged to the budget.
-        seen_landings: Landings of the flow that were counted.
+        stepped_at: Seconds on the worker's clock at the last step boundary.
+        seen_launches: Number of launches that were charged to the budget.
+        seen_landings: Number of landings that were counted.
     """
 
     control: PrecisionControl = common(default_factory=lambda: PrecisionControl("int4"))
@@ -63,12 +69,12 @@ class RateControl:
         return self.control.precision
 
     def count(self, launches: int, landings: int, step: int) -> None:
-        """Charge the flow's launches and landings since the last call.
+        """Charge the launches since the last call to the budget, and count the landings.
 
         Args:
-            launches: Number of parts launched so far.
-            landings: Number of parts landed so far.
-            step: Local steps so far.
+            launches: Number of launches so far.
+            landings: Number of landings so far.
+            step: Number of local steps so far.
         """
         for _ in range(landings - self.seen_landings):
             self.landed += 1
@@ -78,7 +84,7 @@ class RateControl:
         self.seen_launches, self.seen_landings = launches, landings
 
     def step(self, now: float, spent: Sequence[float], parts: int) -> None:
-        """Measure a local step that has ended, and add its time to the CPU budget.
+        """Measure a local step that has ended, and add its share of time to the CPU budget.
 
         Args:
             now: Seconds on the worker's clock.
@@ -87,7 +93,7 @@ class RateControl:
         """
         for seconds in spent:
             cost = 2 * seconds  # a launch and a landing
-            if self.part_seconds:  # another process may have held the processor
+            if self.part_seconds:  # a longer time may be that of another process
                 cost = min(cost, _MOST_COST_RATIO * self.part_seconds)
             self.part_seconds = _smooth(self.part_seconds, cost)
         if self.stepped_at is not None:
@@ -99,7 +105,7 @@ class RateControl:
         more = float(parts)
         if self.part_seconds:
             more = min(more, _MOST_CPU_SHARE * self.step_seconds / self.part_seconds)
-        # A part that is asked for now may be launched up to two steps later: keep that budget.
+        # A round may launch its parts two steps after it was requested: keep the budget for these.
         self.budget = min(self.budget + more, 1.0 + 3 * more, 2.0 * parts)
 
     def resize(self, ages: Sequence[int], parts: int, *, prompt_age: int) -> None:
@@ -108,7 +114,7 @@ class RateControl:
         Args:
             ages: Local steps since the launch of each part in flight.
             parts: Number of parts of the model.
-            prompt_age: At this age a part is late: over a free link it would have landed.
+            prompt_age: Age from which a part is late. Over a free link it would have landed.
         """
         late = sum(age >= prompt_age for age in ages)
         if late > parts // _LATE_SHARE:
@@ -118,15 +124,19 @@ class RateControl:
             self.probing = False
         else:
             more = max(1, self.window // 2) if self.probing else 1
-            # Beyond one model, rounds decide which parts follow as soon as they have landed.
+            # More parts than the model has: a queued part is launched as soon as it has landed.
             self.window = min(2 * parts, self.window + more)
 
     def pass_steps(self, step: int, parts: int, *, chooses: bool) -> float | None:
-        """Local steps in which every part lands once; None until that is known.
+        """Return the number of local steps in a pass, or None before enough parts have landed.
 
-        If the rate control also ``chooses`` the precision, a link that is never full although
-        everything is sent counts as 1 step: fewer bits would not help there. A worker whose CPU
-        budget is short gains from fewer bits, because each part arrives sooner.
+        Args:
+            step: Number of local steps so far.
+            parts: Number of parts of the model.
+            chooses: True if the rate control also chooses the precision. A link that is never full
+                although all parts are sent then counts as 1 step, because fewer bits would not
+                help. A worker with a short CPU budget is not such a case: with fewer bits each
+                part arrives sooner.
         """
         widest = self.window == 2 * parts
         free = chooses and widest and self.budget >= parts and not self.crowded
@@ -141,12 +151,12 @@ class RateControl:
         self.start_step, self.landed, self.crowded = step, 0, False
 
     def choose(self, steps: float, step: int, bits: Mapping[str, float], parts: int) -> bool:
-        """Use fewer bits if a pass of the model takes too long; try more bits if it is fast.
+        """Choose fewer bits if a pass takes too long, and try more bits if it is fast.
 
         Args:
-            steps: Local steps of a pass, averaged over the workers.
-            step: Local steps so far.
-            bits: Bits that each number costs at each precision.
+            steps: Mean over the workers of the number of local steps in a pass.
+            step: Number of local steps so far.
+            bits: Bits per number of an update, by precision.
             parts: Number of parts of the model.
 
         Returns:

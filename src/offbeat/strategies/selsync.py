@@ -1,4 +1,4 @@
-"""SelSync: synchronize when the gradient changes, continue locally when it does not."""
+"""SelSync: synchronize in the steps in which the gradient changes much."""
 
 import logging
 import math
@@ -30,8 +30,8 @@ class SelSyncState:
     """The trigger of one worker and the threshold that all workers share.
 
     Attributes:
-        change: Smoothed gradient norm of this worker.
-        controller: Adjusts δ; None with a fixed ``delta``.
+        change: Relative change Δ of this worker's smoothed gradient norm.
+        controller: Adjusts the threshold δ. None with a fixed ``delta``.
         decided: Number of rounds decided so far.
     """
 
@@ -49,38 +49,39 @@ class SelSync(Strategy):
         s = ‖g‖²                                    before clipping, after AMP unscaling
         m_i = (1 − a)·m_{i−1} + a·s,  m_0 = s       a = N/100 unless ``smoothing`` is given
         Δ = |m_i − m_{i−1}| / m_{i−1}               ∞ at the first step, 0/0 = 0
-        flag = Δ ≥ δ                                each worker votes its flag in every step
+        flag = Δ ≥ δ                                the vote of each worker in every step
         aggregate="parameters":  x ← T(x, g);  if any flag: x ← mean(x)
         aggregate="gradients":   if any flag: g ← mean(g);  x ← T(x, g)
 
     Args:
-        delta: A fixed δ ≥ 0. 0 synchronizes every step (BSP), ``inf`` never. Not portable between
-            models, batch sizes, smoothings and numbers of workers.
-        target_lssr: Instead of ``delta``, the wanted share of steps at which no trigger fires, in
-            (0, 1); 0.9 if neither is given. δ starts at the workers' first mean Δ and follows their
-            triggers from there.
-        aggregate: What a synchronization averages. The paper found parameters better; gradients
-            leave the workers' models apart.
+        delta: A fixed δ ≥ 0. 0 synchronizes in every step (BSP), ``inf`` never. A good value
+            depends on the model, the batch size, the smoothing and the number of workers.
+        target_lssr: Wanted share of steps in which no trigger fires, in (0, 1). Excludes ``delta``.
+            0.9 if neither is given. δ starts at the mean of the workers' first Δ and then follows
+            their triggers.
+        aggregate: Values that a synchronization averages: "parameters" or "gradients". The paper
+            found parameters better. With gradients the workers' models stay different.
         smoothing: a in (0, 1]. None: N/100, at most 1.
-        window: Smooth over this many last steps instead of all. The paper uses 25.
-        max_interval: The most steps between two synchronizations (≥ 1).
-        warmup_steps: Number of steps at the start that all synchronize (≥ 0).
-        flags: "blocking" exchanges the flags while the optimizer steps and waits for them.
-            "deferred" acts on the flags of the previous step, which have had a whole step to
-            arrive; the first step never synchronizes.
+        window: Number of last steps over which norms are smoothed (≥ 1); the paper uses 25. None:
+            all steps.
+        max_interval: Largest number of steps between two synchronizations (≥ 1). None: no limit.
+        warmup_steps: Number of initial steps that all synchronize (≥ 0).
+        flags: "blocking" exchanges the flags while the optimizer steps, and waits for them.
+            "deferred" uses the flags of the previous step, which have had a whole step to arrive.
+            The first step then never synchronizes.
         optimizer_state: "average" also averages the optimizers' state at each mean of the
             parameters.
 
-    A non-finite norm sets no flag and leaves m unchanged (see ``RelativeChange``).
-    ``Stats.details`` counts ``norms_not_finite``, and the first one is logged. Synchronizations
-    forced by ``warmup_steps`` and ``max_interval`` come on top of those that ``target_lssr`` aims
-    at.
+    A non-finite norm sets no flag and leaves m unchanged (see ``RelativeChange``). SelSync counts
+    these norms in ``Stats.details["norms_not_finite"]`` and logs the first one. ``target_lssr``
+    does not count the synchronizations that ``warmup_steps`` and ``max_interval`` force.
 
-    *Communication*: nine numbers a step, and the model (or the gradients) if any flag is set;
-    1/(1 − LSSR) times less than BSP. *Memory*: one flat copy of the model. *State*: m, δ, counters.
+    *Communication*: nine numbers a step, and the model (or the gradients) if any flag is set. This
+    is (1 − LSSR) times the communication of BSP, where LSSR is the share of steps without a
+    synchronization. *Memory*: one flat copy of the model. *State*: m, δ, counters.
 
     *Differs from the paper*: ``target_lssr``, ``max_interval``, ``warmup_steps`` and deferred flags
-    are ours. The paper's published code contradicts the paper; here the local update comes first,
+    are ours. The paper's published code contradicts the paper. Here the local update is done first,
     norms are squared and smoothed once, and Δ is measured before clipping.
 
     Source: Tyagi & Swany, arXiv 2307.07950, Algorithm 1 and Equations 1-2.
@@ -108,16 +109,16 @@ class SelSync(Strategy):
             object.__setattr__(self, "target_lssr", _TARGET_LSSR)
         if self.aggregate == "gradients" and self.optimizer_state == "average":
             raise ValueError(
-                'optimizer_state="average" requires aggregate="parameters": a mean of gradients '
-                "comes before the optimizer's step and leaves its state apart"
+                'optimizer_state="average" requires aggregate="parameters": with a mean of '
+                "gradients the optimizers' states stay local"
             )
 
     @classmethod
     def paper(cls, delta: float = 0.3) -> "SelSync":
-        """The setting of the paper: a fixed δ and a = N/100 over a window of 25 steps.
+        """Return the setting of the paper: a fixed δ, and a = N/100 over a window of 25 steps.
 
         Args:
-            delta: δ; the paper has 0.25, 0.3 and 0.5, with 16 workers.
+            delta: δ. The paper uses 0.25, 0.3 and 0.5 with 16 workers.
         """
         return cls(delta=delta, window=_PAPER_WINDOW)
 
@@ -140,7 +141,7 @@ class SelSync(Strategy):
 
     @override
     def vote(self, worker: WorkerView) -> tuple[float, ...]:
-        """This worker's flag and its Δ."""
+        """Return this worker's flag and its Δ; 0 stands for a Δ that is not finite."""
         if not worker.stepping:
             return (0.0, 0.0)
         state: SelSyncState = worker.state
@@ -157,7 +158,7 @@ class SelSync(Strategy):
 
     @override
     def decide(self, worker: WorkerView, tally: Tally) -> Launch:
-        """Synchronize if any flag is set, or if it is forced."""
+        """Synchronize if any flag is set, or in the warm-up, or after ``max_interval`` steps."""
         state: SelSyncState = worker.state
         flags, changes = tally.votes
         if state.controller is not None:
@@ -174,9 +175,8 @@ def _count_not_finite(worker: WorkerView) -> None:
     count = worker.details["norms_not_finite"] = worker.details.get("norms_not_finite", 0) + 1
     if count == 1:
         logger.warning(
-            "rank %d: the gradient is not finite at step %d, so SelSync sets no flag there. "
-            "Stats.details counts such steps; a model that has become NaN stays so until a "
-            "checkpoint is loaded",
+            "rank %d: the gradient is not finite at step %d, so SelSync sets no flag in this step. "
+            "Stats.details counts such steps. If the model has become NaN, load a checkpoint",
             worker.rank,
             worker.step,
         )

@@ -7,7 +7,7 @@ IEEE CLUSTER 2023, arXiv 2307.07950.
 import math
 from dataclasses import dataclass, field
 
-_MOST_OVERFLOWS = 2  # consecutive ones that a GradScaler may cause while it looks for its scale
+_MOST_OVERFLOWS = 2  # largest number in a row while a GradScaler searches for its scale
 
 
 @dataclass
@@ -20,9 +20,9 @@ class RelativeChange:
         m_i = Σ_k (1−a)^k s_{i−k} / Σ_k (1−a)^k,  k < window   (finite window)
         Δ_i = |m_i − m_{i−1}| / m_{i−1}         Δ_0 = ∞, 0/0 = 0
 
-    A non-finite norm gives Δ = 0 and leaves m unchanged, because a GradScaler lets a gradient
-    overflow now and then. After more than two in a row m is out of date, for example because the
-    model diverged and was restored: the next finite norm then counts as step 0.
+    A non-finite norm gives Δ = 0 and leaves m unchanged, because gradients overflow occasionally
+    under a GradScaler. After more than two in a row m is outdated, for example because the model
+    diverged and a checkpoint was loaded. The next finite norm then counts as step 0.
 
     *State*: two floats, or ``window`` floats.
 
@@ -30,7 +30,7 @@ class RelativeChange:
         window: Number of steps in the finite window. None: the recursion.
 
     Attributes:
-        mean: m; None before the first finite norm.
+        mean: Smoothed squared norm m. None before the first finite norm.
         recent: Squared norms in the window, the latest first.
         not_finite: Number of consecutive non-finite norms up to the last step.
     """
@@ -44,8 +44,8 @@ class RelativeChange:
         """Add the squared norm of a step and return Δ (≥ 0, possibly ∞).
 
         Args:
-            squared: s.
-            smoothing: a, in (0, 1].
+            squared: Squared gradient norm s.
+            smoothing: Weight a of the new norm, in (0, 1].
         """
         if not math.isfinite(squared):
             self.not_finite += 1
@@ -85,14 +85,13 @@ class ThresholdController:
     does not need to know their number. Because δ stays bounded, the share of steps without a
     trigger converges to ``target_lssr`` at a rate 1/steps. δ is the same on all workers.
 
-    The controller sees the triggers only, never synchronizations forced by ``warmup_steps`` or
-    ``max_interval``. It would attribute those to δ, raise it each time, and no Δ would reach it for
-    thousands of steps.
+    The controller counts the triggers only, not the synchronizations forced by ``warmup_steps`` or
+    ``max_interval``. Each of those would raise δ, until no Δ would reach it for thousands of steps.
 
     Attributes:
         target_lssr: Wanted share of steps at which no trigger fires, in (0, 1).
-        delta: δ > 0.
-        steps: i; 0 until a finite Δ is known.
+        delta: Threshold δ > 0.
+        steps: Number of steps i since the first finite Δ, that step included.
     """
 
     target_lssr: float
@@ -103,8 +102,8 @@ class ThresholdController:
         """Adjust δ after a step.
 
         Args:
-            fired: True if any trigger fired.
-            change: Mean Δ of the workers; 0 if none is finite.
+            fired: True if the trigger of any worker fired.
+            change: Mean Δ of the workers, in which a Δ that is not finite counts as 0.
         """
         if self.steps == 0:
             if change > 0:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.averaging import AttachedOptimizer
-from offbeat.averaging.replica import Replica, make_buckets
+from offbeat.averaging.buckets import make_buckets
+from offbeat.averaging.replica import Replica
 from offbeat.errors import MismatchError
 from offbeat.strategies.base import Strategy
 from offbeat.transport.communicator import Communicator

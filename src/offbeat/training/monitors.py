@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from offbeat.averaging import AttachedOptimizer, Worker
-from offbeat.averaging.replica import as_real, group_tensors, pack, staging_dtype
+from offbeat.averaging.buckets import as_real, group_tensors, pack, staging_dtype
 from offbeat.errors import CommunicationError
 from offbeat.strategies.trigger import RelativeChange
 from offbeat.transport.communicator import Communicator

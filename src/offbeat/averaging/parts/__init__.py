@@ -1,1 +1,1 @@
-"""The parts of a shared model: launched, in flight, landed."""
+"""Parts of a shared model: how they are cut, launched, sent and landed."""

@@ -1,4 +1,4 @@
-"""Cutting a model into parts of about equal bytes."""
+"""Cut a model into parts of about equal bytes."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -6,74 +6,69 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from offbeat.averaging.replica import as_real, staging_dtype
+from offbeat.averaging.buckets import as_real, staged_bytes, staging_dtype
 
 
 def cut_by_tensors(
     tensors: Sequence[Tensor], parts: int, sizes: Sequence[float] | None = None
 ) -> list[list[Tensor]]:
-    """Contiguous, non-empty parts of whole tensors, of about equal bytes.
+    """Return contiguous, non-empty parts of whole tensors, of about equal bytes.
 
-    The cuts are those nearest to 1/P, 2/P, … of all bytes.
+    Each cut is the possible one nearest to 1/P, 2/P, … of all bytes.
 
     Args:
-        tensors: In order.
-        parts: P, at most the number of tensors.
-        sizes: Bytes of each tensor. None: as it is summed.
+        tensors: The tensors, in order.
+        parts: Number of parts P, at most the number of tensors.
+        sizes: Bytes of each tensor. None: its bytes in a staging tensor.
     """
     if sizes is None:
-        sizes = [summed_bytes(tensor) for tensor in tensors]
-    before: list[float] = [0, *itertools.accumulate(sizes)]
+        sizes = [staged_bytes(tensor) for tensor in tensors]
+    ends: list[float] = [0, *itertools.accumulate(sizes)]
     cuts = [0]
     for part in range(1, parts):
-        target = before[-1] * part / parts
-        places = range(cuts[-1] + 1, len(sizes) - parts + part + 1)
-        cuts.append(min(places, key=lambda place: abs(before[place] - target)))
+        target = ends[-1] * part / parts
+        candidates = range(cuts[-1] + 1, len(sizes) - parts + part + 1)
+        cuts.append(min(candidates, key=lambda cut: abs(ends[cut] - target)))
     return [list(tensors[a:b]) for a, b in itertools.pairwise([*cuts, len(sizes)])]
 
 
 def cut_by_bytes(tensors: Sequence[Tensor], parts: int) -> list[Callable[[], list[Tensor]]]:
-    """Contiguous parts of equal bytes, which may begin and end inside a tensor.
+    """Return contiguous parts of equal bytes, which may begin and end inside a tensor.
 
-    A tensor that is not contiguous in memory is not divided, so parts may differ by its size, and
-    there may be fewer of them.
+    A tensor that is not contiguous in memory is not divided. Parts may then differ by its size, and
+    there may be fewer parts.
 
     Args:
-        tensors: In order; empty ones are left out.
+        tensors: The tensors, in order. Empty tensors are left out.
         parts: Number of parts (≥ 1).
 
     Returns:
-        For each part a function that returns its tensors and views into tensors. It reads the
-        tensors' memory anew, because a module may be moved.
+        A function for each part, which returns the tensors of the part, or views into tensors. It
+        looks up the tensors' memory at each call, because a module may be moved.
     """
-    sizes = [summed_bytes(tensor) for tensor in tensors]
-    whole, done = sum(sizes), 0
-    found: list[list[_Slice]] = [[] for _ in range(parts)]
+    sizes = [staged_bytes(tensor) for tensor in tensors]
+    total, done = sum(sizes), 0
+    slices: list[list[_Slice]] = [[] for _ in range(parts)]
     for tensor, size in zip(tensors, sizes, strict=True):
         numbers = as_real(tensor.detach())
         itemsize = staging_dtype(tensor).itemsize
         start = 0
         while start < numbers.numel():
-            at = done + start * itemsize
-            part = min(parts - 1, at * parts // whole)
-            left = -(-(whole * (part + 1) // parts - at) // itemsize)  # numbers until it is full
+            position = done + start * itemsize
+            part = min(parts - 1, position * parts // total)
+            free = -(-(total * (part + 1) // parts - position) // itemsize)  # numbers, rounded up
             stop = numbers.numel()
             if part < parts - 1 and numbers.is_contiguous():
-                stop = min(stop, start + max(1, left))
-            found[part].append(_Slice(tensor, start, stop))
+                stop = min(stop, start + max(1, free))
+            slices[part].append(_Slice(tensor, start, stop))
             start = stop
         done += size
-    return [_views(slices) for slices in found if slices]
-
-
-def summed_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor as it is summed."""
-    return as_real(tensor.detach()).numel() * staging_dtype(tensor).itemsize
+    return [_views(group) for group in slices if group]
 
 
 @dataclass(frozen=True)
 class _Slice:
-    """The numbers of a tensor from ``start`` up to ``stop``, in the order of memory."""
+    """The numbers of a tensor from ``start`` up to ``stop``, in memory order."""
 
     tensor: Tensor
     start: int

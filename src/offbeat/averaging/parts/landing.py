@@ -1,26 +1,27 @@
-"""All or nothing: sums in flight are written when all have arrived, or none of them is."""
+"""Landings: sums in flight are written when all have arrived, or none of them is written."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from offbeat.averaging.replica import Bucket
+from offbeat.averaging.buckets import Bucket
 from offbeat.transport.handle import Handle
 from offbeat.transport.host import Host
 
-_SLOW_BYTES_PER_SECOND = 400e6  # of arriving sums; a link of about 5 Gbit/s
+_SLOW_BYTES_PER_SECOND = 400e6  # arrival rate of the sums over a link of about 5 Gbit/s
 
 
 @dataclass(eq=False)
 class Landing:
-    """A sum in flight and where its result goes.
+    """A sum in flight, and the function that writes its result.
 
     Attributes:
         handle: The sum.
-        write: Writes the result to its place, once it has arrived.
-        swap: Like ``write``, but keeps what it overwrites. None: this landing cannot be undone.
-        undo: Puts back what ``swap`` has overwritten.
+        write: Function that writes the result, once it has arrived.
+        swap: Function that writes the result and keeps the previous values. None: this landing
+            cannot be undone.
+        undo: Function that restores the values from before ``swap``.
     """
 
     handle: Handle[Tensor]
@@ -30,7 +31,10 @@ class Landing:
 
 
 def bucket_landing(handle: Handle[Tensor], bucket: Bucket, total: float) -> Landing:
-    """Replace the tensors of ``bucket`` by the sum in its staging tensor, divided by ``total``."""
+    """Return a landing that replaces the tensors of ``bucket`` by their sum divided by ``total``.
+
+    The sum arrives in the staging tensor of the bucket.
+    """
     return Landing(
         handle,
         write=lambda: bucket.unpack(total),
@@ -40,20 +44,20 @@ def bucket_landing(handle: Handle[Tensor], bucket: Bucket, total: float) -> Land
 
 
 def land(landings: Sequence[Landing], host: Host) -> None:
-    """Wait for all sums and write them. If one fails, all tensors are as before.
+    """Wait for all sums and write them. If one fails, no tensor changes.
 
-    Writing takes time in which the network is idle, if it begins after the last arrival. Over a
-    slow link, therefore, sums that have arrived are written while others travel, in a way that can
-    be undone. That costs twice the processor time, which is free while the worker waits.
+    Writing after the last arrival would take time in which the network is idle. Over a slow link
+    arrived sums are therefore written while others are in flight, by ``swap``, so that they can be
+    undone. This takes twice the processor time, but the worker would wait during that time anyway.
 
     Args:
-        landings: In the order in which the sums were started.
-        host: Its clock shows whether the link is slow.
+        landings: The landings, in the order in which their sums were started.
+        host: Clock that shows if the link is slow.
 
     Raises:
         CommunicationError: a sum failed.
     """
-    arrived: list[Landing] = []  # and not written
+    arrived: list[Landing] = []  # arrived, not yet written
     written: list[Landing] = []
     slow, before = False, host.now()
     try:
@@ -65,7 +69,7 @@ def land(landings: Sequence[Landing], host: Host) -> None:
                 written.append(early)
             sums = landing.handle.wait()
             now = host.now()
-            # A scaled model takes no time to write (``Host.scale``).
+            # A model scaled by ``Host.scale`` takes no time to write.
             slow = host.scale == 1 and sums.nbytes < (now - before) * _SLOW_BYTES_PER_SECOND
             before = now
             if landing.swap is not None:

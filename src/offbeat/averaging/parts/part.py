@@ -1,7 +1,7 @@
-"""A part of the shared model, from its launch to its landing: what all kinds of parts do.
+"""A part of the shared model, from its launch to its landing: the base class.
 
-``SnapshotPart`` sends a worker's tensors, or their difference to P, and leaves the quantization
-error to the wire. ``UpdatePart`` keeps it in the model.
+There are two kinds. ``SnapshotPart`` sends a worker's tensors, or their difference to P, and the
+wire keeps the quantization error. ``UpdatePart`` keeps the quantization error in the model.
 """
 
 from abc import ABC, abstractmethod
@@ -12,20 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offbeat.averaging.buckets import BUCKET_BYTES, group_tensors, unpack
 from offbeat.averaging.norm import squared_norm
 from offbeat.averaging.parts.landing import Landing, land
 from offbeat.averaging.parts.part_bucket import PartBucket
-from offbeat.averaging.replica import BUCKET_BYTES, group_tensors, make_buckets, unpack
 from offbeat.checkpoint.state import transient
 from offbeat.quantization.wire import Precision, Wire
 from offbeat.strategies.base import Outer
 from offbeat.transport.handle import Completed, Handle
 from offbeat.transport.team import Team
 
-_RIDING_BYTES = 2**20  # buffers of at most this size share a message with parameters
+_SHARED_BYTES = 2**20  # buffers of at most this size share a message with parameters
 
 Tensors = Callable[[], Sequence[Tensor]]
-"""Returns tensors. Asked at each launch, because modules may rebind their buffers or be moved."""
+"""Function that returns tensors. A part calls it at each launch, because modules may replace their
+buffers or be moved."""
 
 
 @dataclass(init=False, eq=False)
@@ -34,30 +35,34 @@ class Part(ABC):
 
     Args:
         team: The workers.
-        wire: Sums the parameters.
-        parameters: Parameters of this part, or views into some.
+        wire: Sums the parameters over the workers.
+        parameters: Function that returns the parameters of this part, or views into parameters.
         name: Name of the part in errors and in the streams of the wire; unique.
-        buffers: Floating-point buffers that travel with this part. They are averaged exactly.
-        outer: The step of P.
-        step: Local steps so far.
+        buffers: Function that returns floating-point buffers to send with this part. They are
+            averaged exactly.
+        outer: The step of P. None: P ← P + D.
+        step: Number of local steps so far.
+        share_bucket: True if small buffers share a bucket, and so a message, with parameters.
 
     Attributes:
-        base: P, one flat tensor for each bucket of parameters; empty where P is not kept.
-        velocity: v, likewise; empty without outer momentum.
-        buffer_base: The buffers at the last landing, one flat tensor for each bucket; empty where P
-            is not kept.
-        sums: The sums, one flat tensor a bucket. Saved in checkpoints.
-        own: What this worker has sent, likewise.
+        base: P, one flat tensor for each bucket of parameters. Empty if P is not stored.
+        velocity: v, one flat tensor for each bucket of parameters. Empty without outer momentum.
+        buffer_base: Buffers at the last landing, one flat tensor for each bucket. Empty if P is not
+            stored.
+        sums: Sums in flight, one flat tensor for each bucket. Saved in checkpoints.
+        own: Values that this worker has sent, one flat tensor for each bucket. Saved in
+            checkpoints.
         in_flight: True from the launch to the landing.
-        weight: Σ w over the workers, once it is known.
+        weight: Σ w over the workers, valid once ``wait`` has returned.
         launched_step: Local step of the last launch.
-        synced_step: Local step up to which the other workers have this worker's steps.
-        launched_seconds: Time of the last launch on this worker's clock.
-        arrived_seconds: Time at which it was seen to have arrived; None before.
-        buckets: Buckets of parameters, then buckets of buffers alone.
-        keeps_base: True if P is kept on this worker, so that ``restore`` is possible.
-        sent_squared: ‖u‖² of the last landing; measured by parts with error feedback.
-        mean_squared: ‖D‖² of the last landing; likewise.
+        synced_step: Local step up to which other workers have received this worker's steps.
+        launched_seconds: Seconds on this worker's clock at the last launch.
+        arrived_seconds: Seconds on this worker's clock at which the arrival was noticed. None
+            before that.
+        buckets: Buckets of parameters, followed by buckets of buffers only.
+        keeps_base: True if this worker stores P, so that ``restore`` is possible.
+        sent_squared: ‖u‖² of the last landing, measured with error feedback.
+        mean_squared: ‖D‖² of the last landing, measured with error feedback.
     """
 
     base: list[Tensor]
@@ -86,14 +91,14 @@ class Part(ABC):
         buffers: Tensors = tuple,
         outer: Outer | None = None,
         step: int = 0,
-        riding: bool = False,
+        share_bucket: bool = False,
     ) -> None:
         self._team, self._wire, self._name = team, wire, name
         self._bucket_bytes = BUCKET_BYTES / team.host.scale
         self._outer = Outer() if outer is None else outer
         self._find_parameters, self._find_buffers = parameters, buffers
-        self._riding: int | None = None  # the bucket of parameters that the buffers share
-        self._make_buckets(may_ride=riding)
+        self._shared: int | None = None  # index of the bucket of parameters that contains buffers
+        self._make_buckets(share_bucket=share_bucket)
         self.base, self.velocity, self.buffer_base = [], [], []
         self.sums, self.own = [], []
         self.keeps_base, self.sent_squared, self.mean_squared = False, 0.0, 0.0
@@ -102,53 +107,56 @@ class Part(ABC):
         self.launched_seconds, self.arrived_seconds = 0.0, None
         self._total: Handle[float] = Completed(0.0)
         self._own_weight = 0.0
-        self._handles: list[Handle[Any]] = []  # of what is in flight
-        self._waited = True  # everything in flight was waited for
+        self._handles: list[Handle[Any]] = []  # operations in flight
+        self._waited = True  # True if no operation is in flight that was not waited for
 
     # -- tensors ---------------------------------------------------------------------------------
 
-    def _make_buckets(self, *, may_ride: bool) -> None:
+    def _groups(self) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+        """Look up the tensors, and return groups of parameters and of buffers, one per bucket."""
+        parameters = (t for t in self._find_parameters() if t.numel())
+        buffers = (t for t in self._find_buffers() if t.numel())
         limit = self._bucket_bytes
-        parameters = [[*b.tensors] for b in make_buckets(self._find_parameters(), limit)]
-        buffers = [[*b.tensors] for b in make_buckets(self._find_buffers(), limit)]
-        if may_ride and len(buffers) == 1:
+        return group_tensors(parameters, limit), group_tensors(buffers, limit)
+
+    def _make_buckets(self, *, share_bucket: bool) -> None:
+        parameters, buffers = self._groups()
+        if share_bucket and len(buffers) == 1:
             first = buffers[0][0]
             alike = [
                 i
                 for i, group in enumerate(parameters)
                 if (group[0].dtype, group[0].device) == (first.dtype, first.device)
             ]
-            if alike and sum(b.nbytes for b in buffers[0]) <= _RIDING_BYTES:
-                self._riding = alike[-1]
-        shared = buffers.pop() if self._riding is not None else []
+            if alike and sum(b.nbytes for b in buffers[0]) <= _SHARED_BYTES:
+                self._shared = alike[-1]
+        shared = buffers.pop() if self._shared is not None else []
         self.parameter_buckets = len(parameters)
         self.buckets = [
-            PartBucket(group, shared if i == self._riding else [])
+            PartBucket(group, shared if i == self._shared else [])
             for i, group in enumerate(parameters)
         ]
         self.buckets += [PartBucket([], group) for group in buffers]
 
     def _refresh_tensors(self) -> None:
-        """Find the tensors again, which may have been rebound or moved."""
-        limit = self._bucket_bytes
-        parameters = group_tensors((t for t in self._find_parameters() if t.numel()), limit)
-        buffers = group_tensors((t for t in self._find_buffers() if t.numel()), limit)
-        shared = buffers.pop() if self._riding is not None else []
+        """Look up the tensors again, because modules may have been moved."""
+        parameters, buffers = self._groups()
+        shared = buffers.pop() if self._shared is not None else []
         for i, (bucket, group) in enumerate(
             zip(self.buckets, [*parameters, *buffers], strict=True)
         ):
             if i < self.parameter_buckets:
-                bucket.find(group, shared if i == self._riding else [])
+                bucket.replace(group, shared if i == self._shared else [])
             else:
-                bucket.find([], group)
+                bucket.replace([], group)
 
     def squared_norm(self) -> float:
-        """‖x‖² of the parameters of this part. Reads them once."""
+        """Return ‖x‖² of the parameters of this part."""
         self._refresh_tensors()
         return squared_norm(p.detach() for b in self.buckets for p in b.parameters)
 
     def weights(self) -> tuple[float, float]:
-        """w of this worker and Σ w, of the last launch. Waits for the latter."""
+        """Return w of this worker and Σ w of the last launch. Waits for Σ w."""
         return self._own_weight, self._total.wait()
 
     # -- launch and landing ----------------------------------------------------------------------
@@ -170,16 +178,18 @@ class Part(ABC):
         Args:
             total: Σ w over the workers.
             weight: w of this worker. 0 sends zeros.
-            step: Local steps so far.
-            what: Names the operations in errors.
-            buffer_weight: w for the buffers. None: ``weight``. They are averaged, so a worker that
-                counts in ``total`` must send them, even if its update is 0.
-            precision: Precision of the parameters. None: that of the wire. Requires error feedback.
-            outer_step: μ and a of this launch. None: ``outer.momentum`` for both. Likewise.
+            step: Number of local steps so far.
+            what: Name of the operations in errors.
+            buffer_weight: w for the buffers. None: ``weight``. A worker that counts in ``total``
+                must send its buffers, even if its update is 0, because buffers are averaged.
+            precision: Precision of the parameters. None: that of the wire. Requires an
+                ``UpdatePart``.
+            outer_step: μ and a of this launch. None: ``outer.momentum`` for both. Requires an
+                ``UpdatePart``.
         """
 
     def _begin(self, total: Handle[float], weight: float, step: int) -> None:
-        # Two launches of the same numbers would each correct the same disagreement.
+        # Two launches in flight would both contain the same local steps.
         assert not self.in_flight, "a part must land before it is launched again"
         self._refresh_tensors()
         self._total, self._own_weight, self._handles, self._waited = total, weight, [], False
@@ -187,10 +197,10 @@ class Part(ABC):
         self.launched_seconds, self.arrived_seconds = self._team.host.now(), None
 
     def arrived(self) -> bool:
-        """Whether ``land`` would not wait. Never blocks."""
+        """Return True if ``land`` would not wait. Never blocks."""
         if self.in_flight and self.arrived_seconds is None:
             self._wire.advance()
-            # The last one is asked first: mostly it answers for all.
+            # Operations usually finish in order, so the last one is checked first.
             if all(handle.done() for handle in reversed(self._handles)):
                 self.arrived_seconds = self._team.host.now()
         return self.in_flight and self.arrived_seconds is not None
@@ -200,11 +210,13 @@ class Part(ABC):
         """Wait until everything in flight has arrived. Does not land it."""
 
     def land(self, step: int, *, extra: Sequence[Landing] = ()) -> None:
-        """Move P and the model. Waits; nothing is written before everything has arrived.
+        """Wait for the sums, then move P and the model.
+
+        If a sum fails, P and the model do not change.
 
         Args:
-            step: Local steps so far.
-            extra: Further sums that land together with this part.
+            step: Number of local steps so far.
+            extra: Further sums to land together with this part.
         """
         assert self.in_flight, "a part that was not launched cannot land"
         self.wait()
@@ -214,13 +226,16 @@ class Part(ABC):
             self._write(moved=step > self.launched_step, show=False)
 
     def discard(self) -> None:
-        """Wait for what is in flight, and leave the model as it is. Only if P is not kept."""
+        """Wait for the sums in flight, and leave the model unchanged. Only if P is not stored."""
         assert not self.keeps_base, "P must move in the same way on all workers"
         self.wait()
         self.in_flight = False
 
     def show(self, step: int) -> None:
-        """Change the model as if the part had landed. P and what is in flight stay as they are."""
+        """Change the model as if the part had landed. P and the sums in flight do not change.
+
+        For a consensus, after which the caller restores the model.
+        """
         if self.in_flight:
             self.wait()
             if self.weight:
@@ -232,19 +247,19 @@ class Part(ABC):
 
         Args:
             moved: True if the worker has taken steps since the launch, which are kept.
-            show: Leave P, v and the sums as they are.
+            show: True if P, v and the sums must not change.
         """
 
     def restore(self, step: int) -> None:
-        """x ← P. The local steps are lost, except those that were sent.
+        """x ← P. Discard the local steps, except those that were sent.
 
-        A launch in flight lands as if the worker had started from there. Buffers become those of
-        the last landing.
+        A launch in flight is corrected, so that the model equals P after its landing, too. Buffers
+        become those of the last landing.
 
         Args:
-            step: Local steps so far.
+            step: Number of local steps so far.
         """
-        assert self.keeps_base, "P is not kept"
+        assert self.keeps_base, "P is not stored"
         self._refresh_tensors()
         for i, base in enumerate(self.base):
             unpack(base, self.buckets[i].parameters)
@@ -255,35 +270,35 @@ class Part(ABC):
         self.synced_step = step
 
     def _restored(self, index: int) -> None:  # noqa: B027
-        """x ← P was done for bucket ``index``."""
+        """Correct the launch in flight after x ← P in bucket ``index``."""
 
     def _restored_buffers(self, index: int) -> None:  # noqa: B027
-        """The buffers of bucket ``index`` were restored."""
+        """Correct the launch in flight after the buffers of bucket ``index`` were restored."""
 
-    def _write_buffers(self, index: int, own: Tensor | None, *, show: bool) -> None:
-        """Replace the buffers of bucket ``index`` by their mean, or shift them by it.
+    def _write_buffers(self, index: int, sent: Tensor | None, *, show: bool) -> None:
+        """Replace the buffers of bucket ``index``; see ``PartBucket.write_buffers``.
 
         Args:
-            index: The bucket.
-            own: What this worker has sent, if it has taken steps since; None if not.
-            show: Leave ``buffer_base`` as it is.
+            index: Index of the bucket.
+            sent: Buffers that this worker has sent, if it has taken steps since. Else None.
+            show: True if ``buffer_base`` must not change.
         """
         bucket = self.buckets[index]
-        bucket.write_buffers(own, self.weight)
+        bucket.write_buffers(sent, self.weight)
         if bucket.buffers and self.buffer_base and not show:
             torch.div(bucket.buffer_values, self.weight, out=self.buffer_base[index])
 
     def before_save(self) -> None:
-        """Wait for what is in flight, and hold it where a checkpoint finds it."""
+        """Wait for the sums in flight, and store them in ``sums`` for a checkpoint."""
         self.wait()
 
     def after_load(self) -> None:  # noqa: B027
-        """The fields were loaded from a checkpoint."""
+        """Continue from the fields that were loaded from a checkpoint."""
 
     def release(self) -> None:
-        """Free the staging memory. Not while in flight, nor where it is the state of the part.
+        """Free the staging tensors, unless they are in use.
 
-        A part that keeps local steps has its sums in the staging memory, which a checkpoint holds.
+        They are in use while the part is in flight, and in a part that stores its ``sums`` there.
         """
         if not self.in_flight and not self.sums:
             for bucket in self.buckets:

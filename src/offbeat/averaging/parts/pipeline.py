@@ -1,12 +1,12 @@
-"""The parts of a shared model on their way: decided, launched, in flight, landed."""
+"""The pipeline of one worker's parts: queued, launched, in flight, landed."""
 
 import math
 from dataclasses import dataclass, field
 
 from offbeat.averaging.finite import NonFiniteCheck
 from offbeat.averaging.parts.landing import Landing
+from offbeat.averaging.parts.make_parts import make_parts
 from offbeat.averaging.parts.part import Part
-from offbeat.averaging.parts.shared_model import make_parts
 from offbeat.averaging.votes import Round
 from offbeat.averaging.worker import Worker
 from offbeat.checkpoint.state import transient
@@ -18,10 +18,10 @@ _SMOOTHED_PASSES = 5  # passes of the model over which ‖u‖² and ‖D‖² a
 
 @dataclass(frozen=True)
 class QueuedLaunch:
-    """A part that a round has decided to launch.
+    """A launch that a round has decided.
 
     Attributes:
-        part: Its index.
+        part: Index of the part.
         round: The round.
         precision: Precision of the part. None: that of the wire.
     """
@@ -33,15 +33,15 @@ class QueuedLaunch:
 
 @dataclass
 class PipelineState:
-    """What a checkpoint holds of the pipeline.
+    """State of a ``Pipeline``.
 
     Attributes:
         parts: The parts of the shared model.
         next_part: Index of the part that is launched next.
         in_flight: Indices of the parts in flight, the oldest first.
         fresh_step: Local step of the newest launch that has landed.
-        flight_seconds: Sum over all landings of the time from launch to arrival.
-        queue: Launches that were decided and wait for their part to land.
+        flight_seconds: Sum over all landings of the seconds from launch to arrival.
+        queue: Decided launches that wait for the previous landing of their part.
         spent: Seconds spent on each launch and landing since the last step boundary.
     """
 
@@ -59,15 +59,15 @@ class Pipeline:
 
     Args:
         worker: This worker.
-        strategy: Is asked for the outer step of each launch.
-        shared: How the model is shared.
-        view: Counters that the strategy sees; the pipeline maintains them.
-        check: Counts what is excluded after a vote.
+        strategy: The strategy, whose ``outer_step`` is called for each launch.
+        shared: Return value of ``strategy.averages()``.
+        view: The strategy's view of this worker. The pipeline updates its counters.
+        check: Policy for non-finite contributions.
 
     Attributes:
-        state: What a checkpoint holds.
-        report_non_finite: True if a part became non-finite after the vote of its launch, so that
-            the next vote must report it.
+        state: State for checkpoints.
+        report_non_finite: True if a part became non-finite after the vote of its launch. The next
+            vote then reports it.
     """
 
     def __init__(
@@ -100,22 +100,19 @@ class Pipeline:
 
     @property
     def unsynced(self) -> bool:
-        """True if this worker's model holds steps that no other worker has received."""
+        """True if this worker's model contains steps that no other worker has received."""
         step = self._worker.step
-        for part in self.state.parts:  # called after each step: any() takes three times as long
-            if step > part.synced_step:
-                return True
-        return self._worker.touched
+        return self._worker.touched or any(step > part.synced_step for part in self.parts)
 
     def step_skipped(self) -> None:
-        """The current local step has changed nothing, so it is not an unsynchronized step."""
+        """Do not count the current step, which has changed nothing, as an unsynchronized step."""
         step = self._worker.step
         for part in self.parts:
             if part.synced_step == step - 1:
                 part.synced_step = step
 
     def arrived(self) -> int:
-        """Number of the oldest parts in flight that have arrived."""
+        """Return how many parts in flight have arrived, up to the oldest one that has not."""
         count = 0
         for index in self.state.in_flight:
             if not self.parts[index].arrived():
@@ -124,14 +121,14 @@ class Pipeline:
         return count
 
     def finite(self, part: Part) -> bool:
-        """Whether all parameters of ``part`` are finite, on all workers of this node."""
+        """Return True if all parameters of ``part`` are finite, on all workers of this node."""
         (squared,) = self._worker.team.over_shards(part.squared_norm())
         return math.isfinite(squared)
 
     # -- launching -------------------------------------------------------------------------------
 
     def add(self, launch: Launch, round: Round) -> None:
-        """Queue what a round has decided to launch: the next parts in turn."""
+        """Queue the launches that a round has decided: the next parts in cyclic order."""
         state, count = self.state, len(self.parts)
         number = count if launch.parts == math.inf else int(launch.parts)
         state.queue += [
@@ -141,11 +138,11 @@ class Pipeline:
         state.next_part = (state.next_part + number) % count
 
     def launch_queued(self, *, wait: bool) -> None:
-        """Launch what is queued, in order.
+        """Launch the queued parts, in order.
 
         Args:
-            wait: Land a part that is still in flight from its last launch. Otherwise the queue
-                waits for it.
+            wait: True if a queued part that is still in flight is landed first. False: the queue
+                stops at such a part until a later call.
         """
         while self.state.queue:
             queued = self.state.queue[0]
@@ -165,7 +162,8 @@ class Pipeline:
         weight = buffer_weight = round.own.weight
         if shared.eager and worker.guarded and worker.size > 1 and not self.finite(part):
             weight = 0.0  # it became non-finite after the vote: send an update of 0
-            buffer_weight = buffer_weight if worker.excludes else 0.0  # else they are not restored
+            # With "exclude" the buffers are restored first, so they can be sent.
+            buffer_weight = buffer_weight if worker.excludes else 0.0
             self._found_non_finite()
         outer_step = None
         if shared.error_feedback and shared.outer.momentum:
@@ -180,12 +178,12 @@ class Pipeline:
             precision=queued.precision,
             outer_step=outer_step,
         )
-        if not shared.blocking:  # else the steps would be lost if a peer dies before the landing
+        if not shared.blocking:  # else ``land`` sets it, so that a lost peer loses no steps
             part.synced_step = worker.step
         self._spend(began)
 
     def _found_non_finite(self) -> None:
-        """A part became non-finite after the vote of its launch."""
+        """Apply the policy to a part that became non-finite after the vote of its launch."""
         if self._worker.excludes:
             self._check.exclude_late(self._worker.step)
             self.restore()
@@ -199,19 +197,19 @@ class Pipeline:
     # -- landing ---------------------------------------------------------------------------------
 
     def land(self, *, take: bool = True) -> None:
-        """Land the part that was launched first. Waits for it.
+        """Land the oldest part in flight. Waits for it.
 
         Args:
-            take: False keeps this worker's own model, even if it has contributed to the mean.
+            take: True if this worker's model takes over the mean. False: it does not change.
         """
         state, view, worker = self.state, self._view, self._worker
-        view.step = worker.step  # ``outer_step`` may be asked now
+        view.step = worker.step  # ``outer_step`` may be called now
         part = self.parts[state.in_flight[0]]
         if not self._shared.blocking:
             part.wait()
         began = worker.team.host.now()
         if take:
-            part.land(worker.moves, extra=self._with(part))
+            part.land(worker.model_version, extra=self._optimizer_state_with(part))
         else:
             part.discard()
         self._spend(began)
@@ -229,15 +227,15 @@ class Pipeline:
             view.sent_squared = keep * view.sent_squared + sent
             view.mean_squared = keep * view.mean_squared + mean
 
-    def _with(self, part: Part) -> list[Landing]:
-        """Sums that land together with ``part``: the optimizers' state lands with the last one."""
+    def _optimizer_state_with(self, part: Part) -> list[Landing]:
+        """Start the mean of the optimizers' state, if it lands with ``part``, the last part."""
         if not self._shared.optimizer_state or part is not self.parts[-1]:
             return []
         own, total = part.weights()
         return self._worker.optimizer_state.launch(own, total) if total else []
 
     def settle(self) -> None:
-        """Launch and land everything, and free the staging memory. Waits."""
+        """Launch and land all queued parts and those in flight, and free the staging tensors."""
         self.launch_queued(wait=True)
         while self.state.in_flight:
             self.land()
@@ -245,24 +243,24 @@ class Pipeline:
             part.release()
 
     def show(self) -> None:
-        """Change the model as if everything in flight had landed. Waits."""
+        """Change the model as if all parts in flight had landed. Waits for them."""
         self._view.step = self._worker.step
         for index in self.state.in_flight:
-            self.parts[index].show(self._worker.moves)
+            self.parts[index].show(self._worker.model_version)
 
     def restore(self) -> None:
-        """x ← P, all of it, if P is kept: other parts may be non-finite, too."""
+        """x ← P in all parts, if P is stored, because other parts may be non-finite, too."""
         if all(part.keeps_base for part in self.parts):
             for part in self.parts:
                 part.restore(self._worker.step)
             self._worker.forget_non_finite()
 
     def average_residuals(self) -> None:
-        """x ← P + mean(x − P), of which the mean travels in int8. Nothing is in flight.
+        """x ← P + mean(x − P), where the mean is sent in int8. No part may be in flight.
 
-        x − P is small against P, so the exact mean of whole models would gain nothing: an entry is
-        off by at most a 254th of the largest residual in its block, and the rounding of the second
-        stage.
+        x − P is small compared to P, so an exact mean of models would not be better. The error of
+        an element is at most 1/254 of the largest residual in its block, plus the quantization
+        error of the second stage.
         """
         worker = self._worker
         for index, part in enumerate(self.parts):
@@ -274,8 +272,8 @@ class Pipeline:
                 precision="int8",
                 outer_step=Completed((1.0, 0.0)),
             )
-        for part in self.parts:  # all of them, before anything is written
-            part.wait()
+        for part in self.parts:
+            part.wait()  # all parts, before anything is written
         for part in self.parts:
             part.land(worker.step)
             part.restore(worker.step)
@@ -283,12 +281,12 @@ class Pipeline:
     # -- checkpoints -----------------------------------------------------------------------------
 
     def before_save(self) -> None:
-        """Let everything in flight arrive."""
+        """Launch the queued parts, and wait for everything in flight."""
         self.launch_queued(wait=True)
         for part in self.parts:
             part.before_save()
 
     def after_load(self) -> None:
-        """``state`` was loaded from a checkpoint."""
+        """Continue from ``state`` after it was loaded from a checkpoint."""
         for part in self.parts:
             part.after_load()

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from offbeat.averaging.buckets import add_to, unpack
 from offbeat.averaging.parts.landing import Landing, bucket_landing, land
 from offbeat.averaging.parts.part import Part, Tensors
-from offbeat.averaging.replica import add_to, unpack
 from offbeat.quantization.wire import Precision, Wire
 from offbeat.strategies.base import Outer
 from offbeat.transport.handle import Handle
@@ -16,31 +16,27 @@ from offbeat.transport.team import Team
 
 
 class SnapshotPart(Part):
-    """A part whose workers send snapshots, or over a lossy wire the difference of these to P.
+    """A part whose workers send snapshots of the model, or if P is stored, their difference to P.
 
     s is the snapshot of a worker at the launch, w its weight:
 
-        P kept:      D = Σ w·(s − P) / Σ w;  v ← μ·v + D;  P ← P + η·(D + μ·v)
-        P not kept:  P = Σ w·s / Σ w         the same for η = 1, μ = 0
+        P stored:    D = Σ w·(s − P) / Σ w;  v ← μ·v + D;  P ← P + η·(D + μ·v)
+        otherwise:   P = Σ w·s / Σ w         the same for η = 1, μ = 0
         landing:     x ← x + (P − s)         keeps the local steps since the launch
-                     x ← P                   if there are none
+                     x ← P                   without local steps since the launch
 
-    Floating-point buffers are averaged. If steps were taken since the launch they are shifted by
-    the same difference, but stay between their own value and the mean, so that a variance stays
-    positive.
+    Floating-point buffers are averaged. With local steps since the launch they are shifted by the
+    mean minus the sent values, but stay between their own value and the mean, so that a variance
+    stays positive.
+
+    P is stored with an outer step or a lossy wire. Quantization errors are relative to the sent
+    values, and the differences to P are small. The arguments are those of ``Part``, and two more.
 
     Args:
-        team: As for ``Part``, like those below.
-        wire: With a lossy one P is kept, because quantization is relative to what is sent.
-        parameters: Tensors of this part.
-        name: Name of the part.
-        anchored: Keep P. Always kept with an outer step or a lossy wire.
+        anchored: True if P is stored in any case.
         keeps_steps: False if the part always lands before the worker's next step.
-        outer: The step of P.
-        buffers: Buffers that travel along.
-        step: Local steps so far.
 
-    *Memory*, in copies of the part: the sums; s with ``keeps_steps``; P, if kept; v.
+    *Memory*, in copies of the part: the sums; s with ``keeps_steps``; P and v, if stored.
     """
 
     def __init__(
@@ -64,7 +60,7 @@ class SnapshotPart(Part):
             buffers=buffers,
             outer=outer,
             step=step,
-            riding=wire.exact,
+            share_bucket=wire.exact,
         )
         self._keeps_steps = keeps_steps
         dtype = None if self._outer.dtype is None else getattr(torch, self._outer.dtype)
@@ -96,14 +92,14 @@ class SnapshotPart(Part):
             "a weighted mean of differences is not defined"
         )
         self._begin(total, weight, step)
-        shared = weight if buffer_weight is None else buffer_weight
+        buffer_weight = weight if buffer_weight is None else buffer_weight
         for i, bucket in enumerate(self.buckets):
-            flat = bucket.pack(weight or shared or 1.0)
+            flat = bucket.pack(weight or buffer_weight or 1.0)
             if self.own:
                 self.own[i].copy_(flat)
             if not weight:
                 bucket.parameter_values.zero_()
-            if not shared:
+            if not buffer_weight:
                 bucket.buffer_values.zero_()
             if i >= self.parameter_buckets:
                 self._handles.append(self._team.communicator.sum(flat, what=what))
@@ -112,7 +108,7 @@ class SnapshotPart(Part):
                 values = bucket.parameter_values
                 torch.sub(values, self.base[i], out=values)
             stream = f"{self._name}, bucket {i}"
-            contribute = weight != 0 or (shared != 0 and bool(bucket.buffers))
+            contribute = weight != 0 or (buffer_weight != 0 and bool(bucket.buffers))
             self._handles.append(
                 self._wire.sum(flat, stream=stream, what=what, contribute=contribute)
             )
@@ -177,17 +173,17 @@ class SnapshotPart(Part):
             add_to(bucket.parameters, (base - own).to(values.dtype), 1.0)
 
     def _moved_base(self, i: int, show: bool) -> Tensor:
-        """P of bucket i after its outer step; with ``show`` P and v stay as they are."""
-        kept, flat = self.base[i], self.buckets[i].parameter_values
-        dtype = torch.promote_types(kept.dtype, flat.dtype)
+        """Return P of bucket i after its outer step. With ``show`` P and v do not change."""
+        old, flat = self.base[i], self.buckets[i].parameter_values
+        dtype = torch.promote_types(old.dtype, flat.dtype)
         mean = flat.to(dtype, copy=True).div_(self.weight)  # D
         if self.velocity:
             velocity = self.velocity[i].to(dtype, copy=True).mul_(self._outer.momentum).add_(mean)
             if not show:
                 self.velocity[i].copy_(velocity)
             mean.add_(velocity, alpha=self._outer.momentum)
-        base = kept.to(dtype, copy=True).add_(mean, alpha=self._outer.lr)
-        return base.to(kept.dtype) if show else kept.copy_(base)
+        base = old.to(dtype, copy=True).add_(mean, alpha=self._outer.lr)
+        return base.to(old.dtype) if show else old.copy_(base)
 
     @override
     def _restored(self, index: int) -> None:

@@ -1,7 +1,8 @@
 """A part that keeps the quantization error in the model: error feedback without memory.
 
-A worker sends u = C(x − P), where C is the quantization. It moves its model by the mean of all u
-minus its own u, so that the part of x − P that C could not represent stays in x − P.
+A worker sends u = C(x − P), where C is the quantization. At the landing it moves its model by the
+mean of all u minus its own u. So the quantization error of x − P stays in x − P, and the next
+launch sends it.
 """
 
 from dataclasses import dataclass
@@ -35,23 +36,16 @@ class UpdatePart(Part):
                   P ← P + Δ
                   x ← x + Δ − u
 
-    μ and a come with each launch. D, u and Δ are never stored as a whole: a landing reads the
-    payloads piece by piece and moves P, v and x while a piece is in the processor's cache.
+    Each launch has its own μ and a. D, u and Δ are never stored as whole tensors: a landing decodes
+    the payloads piece by piece and moves P, v and x while a piece is in the processor's cache.
 
-    Args:
-        team: As for ``Part``, like those below.
-        wire: Sums the updates.
-        parameters: Tensors of this part.
-        name: Name of the part.
-        outer: The step of P. With momentum v is kept.
-        buffers: Buffers that travel along.
-        step: Local steps so far.
+    The arguments are those of ``Part``. With outer momentum v is stored.
 
     Attributes:
         fade: μ of the launch in flight.
         ahead: a of the launch in flight.
 
-    *Memory*, in copies of the part: P, v; in flight u and the sum, as they travel.
+    *Memory*, in copies of the part: P and v; while in flight also the payloads of u and the sum.
     """
 
     fade: float = 0.0
@@ -97,7 +91,7 @@ class UpdatePart(Part):
     ) -> None:
         self._begin(total, weight, step)
         self._outer_step = self._fixed_step if outer_step is None else outer_step
-        self.sums, self.own = [], []  # of a checkpoint
+        self.sums, self.own = [], []  # only used by checkpoints
         self._updates, self._own_buffers = [], []
         for i, bucket in enumerate(self.buckets):
             if i < self.parameter_buckets:
@@ -145,7 +139,11 @@ class UpdatePart(Part):
             self._updates, self._own_buffers = [], []
 
     def _write_bucket(self, i: int, show: bool) -> None:
-        """P ← P + Δ; x ← x + Δ − u, one piece after the other."""
+        """P ← P + Δ; x ← x + Δ − u, in pieces. With ``show`` only x changes.
+
+        A piece is decoded and applied in one pass if the payloads have a packed form and compiled
+        kernels exist for the tensors.
+        """
         update, base = self._updates[i], self.base[i]
         view = FlatView(self.buckets[i].parameters)
         total, step = update.wait(), piece_elements(base.numel(), base.device)
@@ -180,13 +178,13 @@ class UpdatePart(Part):
         i: int,
         start: int,
     ) -> None:
-        """Shift ← Δ − u, from payloads in one pass; P and v move."""
+        """shift ← Δ − u, decoded from packed payloads in one pass. P and v move."""
         piece = slice(start, start + shift.numel())
         base = self.base[i]
-        kept = self.velocity[i][piece] if self.velocity else base[:0]
+        velocity = self.velocity[i][piece] if self.velocity else base[:0]
         loops.land(
             *(total.rows, total.bits, sent.rows[0], sent.bits, total.first, self.weight),
-            *(t.numpy() for t in (shift, base[piece], kept)),
+            *(t.numpy() for t in (shift, base[piece], velocity)),
             *(self.fade, self.ahead, self._outer.lr, squares),
         )
 
@@ -201,44 +199,43 @@ class UpdatePart(Part):
         start: int,
         show: bool,
     ) -> None:
-        """The first row of ``scratch`` ← Δ − u; P and v move, unless it is only shown."""
+        """scratch[0] ← Δ − u, from decoded numbers. P and v move, unless ``show`` is set."""
         shift, sent = scratch
         base = self.base[i][start : start + shift.numel()]
-        kept = self.velocity[i][start : start + shift.numel()] if self.velocity else base[:0]
+        velocity = self.velocity[i][start : start + shift.numel()] if self.velocity else base[:0]
         total.read(shift, start)
         update.read(sent, start)
         shift.div_(self.weight)
         if loops is not None:
             loops.measure(shift.numpy(), squares, 0)
             loops.measure(sent.numpy(), squares, 1)
-            arrays = (t.numpy() for t in (shift, sent, base, kept))
+            arrays = (t.numpy() for t in (shift, sent, base, velocity))
             loops.move(*arrays, self.fade, self.ahead, self._outer.lr)
             return
         if not show:
-            # In one tensor, because each reading waits for a GPU.
-            squares += torch.stack([torch.dot(one, one) for one in (shift, sent)]).tolist()
-        self._outer_shift(shift, kept, show)
+            # In one tensor, because each ``tolist`` waits for a GPU.
+            squares += torch.stack([torch.dot(values, values) for values in scratch]).tolist()
+        self._outer_shift(shift, velocity, show)
         if not show:
             base.add_(shift)
         shift.sub_(sent)
 
-    def _outer_shift(self, shift: Tensor, kept: Tensor, show: bool) -> None:
-        """Shift ← Δ, given D; with ``show`` v stays as it is.
+    def _outer_shift(self, shift: Tensor, velocity: Tensor, show: bool) -> None:
+        """shift ← Δ, given D. v moves, unless ``show`` is set.
 
         Each product is rounded before it is added, as in ``kernels.move``.
         """
-        if kept.numel():
-            velocity = shift + self.fade * kept
+        if velocity.numel():
+            moved = shift + self.fade * velocity
             if not show:
-                kept.copy_(velocity)
-            shift.add_(velocity.mul_(self.ahead))
+                velocity.copy_(moved)
+            shift.add_(moved.mul_(self.ahead))
         if self._outer.lr != 1:
             shift.mul_(self._outer.lr)
 
     @override
     def _restored(self, index: int) -> None:
-        """Add u of the launch in flight, which the landing will subtract."""
-        if self.in_flight:
+        if self.in_flight:  # x ← x + u, because the landing subtracts u
             view = FlatView(self.buckets[index].parameters)
             view.add(self._updates[index].sent.whole(), 0)
             view.write_back()
@@ -262,8 +259,8 @@ class UpdatePart(Part):
     def after_load(self) -> None:
         if self.in_flight:
             sums, own = (
-                [one.to(b.tensors[0].device) for one, b in zip(some, self.buckets, strict=True)]
-                for some in (self.sums, self.own)
+                [t.to(b.tensors[0].device) for t, b in zip(saved, self.buckets, strict=True)]
+                for saved in (self.sums, self.own)
             )
             count = self.parameter_buckets
             numbers = [(Plain(total), Plain(u)) for total, u in zip(sums, own, strict=True)]

@@ -1,0 +1,245 @@
+"""Buckets: tensors of one dtype and device that are staged in one flat tensor.
+
+Communication works on the flat *staging tensor* of a bucket. ``pack`` copies the tensors into it,
+and ``unpack`` copies the result back, in place. The tensors are never replaced, because the
+optimizer holds them. Half-precision tensors are staged, and therefore summed, in float32. Complex
+tensors are staged as pairs of reals.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+BUCKET_BYTES = 8 * 2**20  # default size of a bucket
+_PIECE = 2**16  # elements that ``swap`` exchanges at a time: they stay in the processor's cache
+
+
+# -- tensors and their flat copy -------------------------------------------------------------------
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` itself, or a view of a complex tensor as pairs of reals."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def staging_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype in which ``tensor`` is summed: float32 for half types, uint8 for bool."""
+    if tensor.is_complex():
+        return as_real(tensor).dtype
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        return torch.float32
+    return torch.uint8 if tensor.dtype == torch.bool else tensor.dtype
+
+
+def staged_bytes(tensor: Tensor) -> int:
+    """Return the number of bytes of ``tensor`` in a staging tensor."""
+    return as_real(tensor.detach()).numel() * staging_dtype(tensor).itemsize
+
+
+def pack(tensors: Sequence[Tensor], flat: Tensor, weight: float = 1.0) -> None:
+    """flat ← weight · tensors, concatenated. Weight 0 gives 0 even for NaN.
+
+    The tensors have one dtype and the device of ``flat``.
+    """
+    if weight == 0:
+        flat.zero_()
+        return
+    with torch.no_grad():
+        parts = [as_real(t.detach()).reshape(-1) for t in tensors]
+        if flat.dtype == torch.uint8:
+            parts = [part.to(torch.uint8) for part in parts]
+        torch.cat(parts, out=flat)
+        if weight != 1:
+            flat.mul_(weight)
+
+
+def pack_mixed(tensors: Sequence[Tensor], flat: Tensor) -> None:
+    """flat ← tensors, concatenated. The tensors may have different dtypes and devices."""
+    with torch.no_grad():
+        for tensor, part in _with_parts(tensors, flat):
+            part.copy_(tensor)
+
+
+def unpack(flat: Tensor, tensors: Sequence[Tensor], divisor: float = 1.0) -> None:
+    """tensors ← flat / divisor, in place, each cast to its own dtype."""
+    with torch.no_grad():
+        for tensor, part in _with_parts(tensors, flat):
+            if divisor == 1:
+                tensor.copy_(part)
+            else:
+                torch.div(part, divisor, out=tensor)
+
+
+def add_to(tensors: Sequence[Tensor], flat: Tensor, scale: float) -> None:
+    """tensors ← tensors + scale · flat, in place. Half types are computed in float32."""
+    with torch.no_grad():
+        for tensor, part in _with_parts(tensors, flat):
+            if tensor.dtype == part.dtype:
+                tensor.add_(part, alpha=scale)
+            else:
+                tensor.copy_(tensor.to(part.dtype).add_(part, alpha=scale))
+
+
+def swap(flat: Tensor, tensors: Sequence[Tensor], divisor: float = 1.0) -> None:
+    """tensors ← flat / divisor as in ``unpack``, and flat ← the previous values of the tensors.
+
+    ``unpack(flat, tensors)`` undoes the swap. If the swap is interrupted by Ctrl-C, the tensors
+    keep their previous values and ``flat`` is undefined.
+    """
+    previous: list[tuple[Tensor, Tensor]] = []  # (piece of a tensor, its previous values)
+    with torch.no_grad():
+        scratch = flat.new_empty(min(_PIECE, flat.numel()))
+        try:
+            for target, new in _pieces(flat, tensors):
+                fits = target.numel() <= scratch.numel()
+                copy = (
+                    scratch[: target.numel()].view(target.shape) if fits else torch.empty_like(new)
+                )
+                previous.append((target, copy.copy_(target)))
+                torch.div(new, divisor, out=target)
+                previous[-1] = (target, new.copy_(copy))
+        except BaseException:
+            for target, values in previous:
+                target.copy_(values)
+            raise
+
+
+def add_clamped(tensors: Sequence[Tensor], mean: Tensor, sent: Tensor) -> None:
+    """tensors ← tensors + (mean − sent), limited to the range between the tensors and the mean.
+
+    The limit holds for each element. It keeps a variance positive: a shifted variance could become
+    negative, but a value between two variances cannot.
+
+    Args:
+        tensors: Buffers, changed in place.
+        mean: Mean over the workers of the sent values, 1-D.
+        sent: Values that this worker has sent, 1-D.
+    """
+    with torch.no_grad():
+        current = torch.empty_like(mean)
+        pack(tensors, current)
+        shifted = current + (mean - sent)
+        lower, upper = torch.minimum(current, mean), torch.maximum(current, mean)
+        clamped = torch.minimum(torch.maximum(shifted, lower), upper)
+        # A value that has not changed becomes the mean, because ∞ − ∞ (in a mask) is NaN. A NaN
+        # becomes the mean, too.
+        replaced = (current == sent) | current.isnan() | sent.isnan()
+        unpack(torch.where(replaced, mean, clamped), tensors)
+
+
+def _with_parts(tensors: Sequence[Tensor], flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each tensor, as real numbers, and its part of ``flat`` in the same shape."""
+    offset = 0
+    for tensor in tensors:
+        target = as_real(tensor.detach())
+        yield target, flat[offset : offset + target.numel()].view(target.shape)
+        offset += target.numel()
+
+
+def _pieces(flat: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield pieces of the tensors and the corresponding pieces of ``flat``."""
+    for target, part in _with_parts(tensors, flat):
+        if target.is_contiguous():
+            yield from zip(target.view(-1).split(_PIECE), part.view(-1).split(_PIECE), strict=True)
+        else:
+            yield target, part
+
+
+# -- buckets ---------------------------------------------------------------------------------------
+
+
+class Bucket:
+    """Tensors of one dtype and device, and their staging tensor, which the first use allocates.
+
+    Args:
+        tensors: The tensors, read and written in place.
+        tail: Number of extra elements at the end of the staging tensor, for numbers that are sent
+            in the same message.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], tail: int = 0) -> None:
+        self.tensors = list(tensors)
+        self.elements = sum(as_real(t.detach()).numel() for t in self.tensors)
+        self._tail = tail
+        self._flat: Tensor | None = None
+
+    @property
+    def flat(self) -> Tensor:
+        """The staging tensor, 1-D, with ``elements + tail`` elements."""
+        if self._flat is None:
+            first = self.tensors[0]
+            self._flat = torch.empty(
+                self.elements + self._tail,
+                dtype=staging_dtype(first),
+                device=first.device,
+            )
+        return self._flat
+
+    @property
+    def body(self) -> Tensor:
+        """The part of ``flat`` that holds the tensors."""
+        return self.flat[: self.elements]
+
+    @property
+    def tail(self) -> Tensor:
+        """The extra elements at the end of ``flat``."""
+        return self.flat[self.elements :]
+
+    def pack(self, weight: float = 1.0) -> Tensor:
+        """Stage ``weight`` times the tensors. Returns ``flat``."""
+        pack(self.tensors, self.body, weight)
+        return self.flat
+
+    def unpack(self, divisor: float = 1.0) -> None:
+        """Replace the tensors by the staged values divided by ``divisor``."""
+        unpack(self.body, self.tensors, divisor)
+
+    def swap(self, divisor: float = 1.0) -> None:
+        """Exchange the tensors with the staged values divided by ``divisor``.
+
+        ``unpack()`` then restores the tensors.
+        """
+        swap(self.body, self.tensors, divisor)
+
+    def release(self) -> None:
+        """Free the staging tensor. The next use allocates it again."""
+        self._flat = None
+
+
+def group_tensors(
+    tensors: Iterable[Tensor],
+    bucket_bytes: float = BUCKET_BYTES,
+    first_bucket_bytes: float = 0,
+) -> list[list[Tensor]]:
+    """Group tensors by dtype and device into lists of at most ``bucket_bytes``, in order.
+
+    A tensor larger than ``bucket_bytes`` forms a list alone.
+
+    Args:
+        tensors: The tensors.
+        bucket_bytes: Largest size of a list, as staged.
+        first_bucket_bytes: If not 0, the first list ends with the tensor with which it reaches this
+            size.
+    """
+    groups: list[list[Tensor]] = []
+    open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
+    for tensor in tensors:
+        key = (tensor.dtype, tensor.device)
+        size = staged_bytes(tensor)
+        group, filled = open_groups.get(key, (None, 0))
+        if first_bucket_bytes and group is not None and group is groups[0]:
+            full = filled >= first_bucket_bytes
+        else:
+            full = filled + size > bucket_bytes
+        if group is None or full:
+            group, filled = [], 0
+            groups.append(group)
+        group.append(tensor)
+        open_groups[key] = (group, filled + size)
+    return groups
+
+
+def make_buckets(tensors: Iterable[Tensor], bucket_bytes: float = BUCKET_BYTES) -> list[Bucket]:
+    """Make buckets of ``tensors`` in order, without the empty ones."""
+    return [Bucket(g) for g in group_tensors((t for t in tensors if t.numel()), bucket_bytes)]

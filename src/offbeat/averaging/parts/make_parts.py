@@ -1,0 +1,110 @@
+"""Make the parts of a shared model."""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from offbeat.averaging.buckets import staged_bytes
+from offbeat.averaging.parts.cuts import cut_by_bytes, cut_by_tensors
+from offbeat.averaging.parts.part import Part
+from offbeat.averaging.parts.snapshot_part import SnapshotPart
+from offbeat.averaging.parts.update_part import UpdatePart
+from offbeat.averaging.worker import Worker
+from offbeat.strategies.base import Outer, SharedModel
+
+
+def make_parts(worker: Worker, shared: SharedModel) -> list[Part]:
+    """Make the parts of a model that is equal on all workers.
+
+    In a node whose workers hold shards, each worker cuts its own shards. Its counterparts in the
+    other nodes hold the same shards. All workers of the node have the same number of parts; a
+    worker with fewer adds empty ones. Parts of whole tensors are those of the whole model, so they
+    contain the same parameters as without shards. Parts of equal bytes are cut from each worker's
+    shards, so that all workers of the node send equally much.
+
+    Raises:
+        ValueError: there are more parts than parameter tensors, and tensors are not divided.
+    """
+    tensors, team = [p for _, p in worker.replica.parameters], worker.team
+    size = round(team.host.scale * sum(t.nbytes for t in tensors))
+    if team.sharded:
+        size = round(team.agree(size)[0])
+    number = shared.parts(size) if callable(shared.parts) else shared.parts
+    groups: list[Callable[[], Sequence[Tensor]]]
+    if shared.error_feedback:
+        groups = list(cut_by_bytes([t for t in tensors if t.numel()], number))
+        count = int(*team.agree(len(groups))) if team.sharded else len(groups)
+        groups += [_constant([])] * (max(1, count) - len(groups))
+    else:
+        groups = _whole_tensors(tensors, team.over_shards(*map(staged_bytes, tensors)), number)
+    parts = []
+    for index, group in enumerate(groups):
+        parts.append(_make_part(worker, shared, group, index, last=index == len(groups) - 1))
+        if len(groups) > 1:  # several parts use their staging tensors one at a time
+            parts[-1].release()
+    return parts
+
+
+def _whole_tensors(
+    tensors: Sequence[Tensor], sizes: Sequence[float], parts: int
+) -> list[Callable[[], Sequence[Tensor]]]:
+    """Return parts of whole tensors.
+
+    Args:
+        tensors: Parameters in order. A shard may be empty.
+        sizes: Bytes of each whole tensor.
+        parts: Number of parts.
+    """
+    present = [(tensor, size) for tensor, size in zip(tensors, sizes, strict=True) if size]
+    if not present:
+        return [_constant([])]
+    if parts > len(present):
+        raise ValueError(
+            f"the number of parts must be at most {len(present)}, the number of parameter tensors "
+            f"of this model, because a tensor is not divided; got {parts}"
+        )
+    groups = cut_by_tensors([t for t, _ in present], parts, [size for _, size in present])
+    return [_constant(group) for group in groups]
+
+
+def _constant(tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
+    return lambda: tensors
+
+
+def _make_part(
+    worker: Worker,
+    shared: SharedModel,
+    tensors: Callable[[], Sequence[Tensor]],
+    index: int,
+    *,
+    last: bool,
+) -> Part:
+    name = f"part {index}"
+    # There are few buffers: the last part sends all of them.
+    buffers = worker.replica.float_buffers if last else tuple
+    if shared.error_feedback:
+        outer = shared.outer if worker.size > 1 else Outer()
+        return UpdatePart(
+            worker.team,
+            worker.wire,
+            tensors,
+            name=name,
+            outer=outer,
+            buffers=buffers,
+            step=worker.step,
+        )
+    return SnapshotPart(
+        worker.team,
+        worker.wire,
+        tensors,
+        name=name,
+        # A worker that is excluded, or that has nothing finite to send, continues from P. A worker
+        # without peers needs no P; without it, it computes the same bits as ordinary training.
+        anchored=worker.size > 1
+        and not shared.blocking
+        and (worker.excludes or (worker.guarded and shared.eager)),
+        keeps_steps=not shared.blocking,
+        outer=shared.outer,
+        buffers=buffers,
+        step=worker.step,
+    )

@@ -1,0 +1,362 @@
+"""Buckets and in-place updates of tensors, on random shapes and dtypes."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from loops import bits
+from offbeat.averaging import buckets
+from offbeat.averaging.buckets import (
+    BUCKET_BYTES,
+    Bucket,
+    add_clamped,
+    add_to,
+    as_real,
+    group_tensors,
+    make_buckets,
+    pack,
+    staging_dtype,
+    swap,
+    unpack,
+)
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+DTYPES = [*FLOATS, torch.complex64, torch.complex128, torch.int64, torch.uint8, torch.bool]
+
+few = settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+
+
+def tensor_of(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3
+    if dtype.is_complex:
+        return torch.complex(values, values.flip(0) if values.ndim else -values).to(dtype)
+    return values > 0 if dtype == torch.bool else values.abs().to(dtype)
+
+
+@st.composite
+def tensor_lists(draw: Any, dtypes: list[torch.dtype]) -> list[Tensor]:
+    """Up to 12 tensors; some are transposed, so that they are not contiguous."""
+    tensors = []
+    for shape, dtype, turned in draw(
+        st.lists(st.tuples(shapes, st.sampled_from(dtypes), st.booleans()), max_size=12)
+    ):
+        tensor = tensor_of(shape, dtype, seed=len(tensors))
+        tensors.append(tensor.mT.contiguous().mT if turned and tensor.ndim > 1 else tensor)
+    return tensors
+
+
+def flat_values(tensor: Tensor) -> list[float]:
+    """Elements in row-major order, a complex one as two reals, by plain indexing."""
+    values: list[float] = []
+    for value in tensor.flatten().tolist():
+        values += [value.real, value.imag] if isinstance(value, complex) else [float(value)]
+    return values
+
+
+# -- buckets --------------------------------------------------------------------------------------
+
+
+@few
+@given(tensor_lists(DTYPES), st.sampled_from([8, 64, 300, BUCKET_BYTES]))
+def test_every_tensor_is_in_one_bucket_of_its_dtype_in_order(
+    tensors: list[Tensor], size: int
+) -> None:
+    """Buckets never mix dtypes, keep the order, and hold each tensor once."""
+    buckets = make_buckets(tensors, size)
+    expected = [t for t in tensors if t.numel()]
+    assert sorted(id(t) for b in buckets for t in b.tensors) == sorted(id(t) for t in expected)
+    place = {id(t): i for i, t in enumerate(tensors)}
+    for dtype in DTYPES:
+        mine = [t for b in buckets for t in b.tensors if t.dtype == dtype]
+        assert [place[id(t)] for t in mine] == sorted(place[id(t)] for t in mine)
+    for bucket in buckets:
+        assert len({t.dtype for t in bucket.tensors}) == 1
+        assert bucket.flat.nbytes <= size or len(bucket.tensors) == 1
+        assert bucket.flat.numel() == sum(len(flat_values(t)) for t in bucket.tensors)
+    # no two neighbours of one dtype would have fitted into one bucket
+    for dtype in DTYPES:
+        same = [b for b in buckets if b.tensors[0].dtype == dtype]
+        for one, following in itertools.pairwise(same):
+            first = Bucket(following.tensors[:1]).flat.nbytes
+            assert one.flat.nbytes + first > size
+
+
+@few
+@given(tensor_lists(DTYPES))
+def test_pack_and_unpack_are_inverse(tensors: list[Tensor]) -> None:
+    """All buckets come back, bit for bit, into the same storage and strides."""
+    originals = [t.clone() for t in tensors]
+    layout = [(t.data_ptr(), t.stride()) for t in tensors]
+    buckets = make_buckets(tensors, 64)
+    for bucket in buckets:
+        flat = bucket.pack()
+        assert flat.dtype == staging_dtype(bucket.tensors[0])
+        assert flat.tolist() == [v for t in bucket.tensors for v in flat_values(t)]
+    for tensor in tensors:
+        tensor.zero_()
+    for bucket in buckets:
+        bucket.unpack()
+    for tensor, original in zip(tensors, originals, strict=True):
+        assert torch.equal(tensor, original)
+    assert [(t.data_ptr(), t.stride()) for t in tensors] == layout
+
+
+@few
+@given(tensor_lists(FLOATS), st.sampled_from([2.0, 3.0, 7.0]))
+def test_a_mean_of_equal_models_is_the_model(tensors: list[Tensor], workers: float) -> None:
+    """The sum of N equal half tensors is made in float32 and divided at the end."""
+    originals = [t.clone() for t in tensors]
+    for bucket in make_buckets(tensors, 128):
+        total = bucket.pack().clone()
+        for _ in range(int(workers) - 1):
+            total += bucket.pack()
+        bucket.flat.copy_(total)
+        bucket.unpack(workers)
+    for tensor, original in zip(tensors, originals, strict=True):
+        tolerance = {torch.float32: 1e-6, torch.float64: 1e-14}.get(tensor.dtype, 0.0)
+        torch.testing.assert_close(tensor, original, rtol=tolerance, atol=0)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "_PIECE", 16)
+
+
+def swapped() -> list[Tensor]:
+    """Return tensors of several pieces, of a partial piece, and with strides."""
+    generator = torch.Generator().manual_seed(4)
+    many = 2 * 16 + 5
+    return [
+        torch.randn(many, generator=generator),
+        torch.randn(3, generator=generator)[0],
+        torch.tensor([float("inf"), -0.0, 6e-8, 1e-45]),
+        torch.randn(2 * many, generator=generator)[::2],
+        torch.randn(7, 8, generator=generator).t(),
+        torch.randn(4, 3, 2, 2, generator=generator).to(memory_format=torch.channels_last),
+    ]
+
+
+SWAPPED = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("dtype", SWAPPED, ids=str)
+@pytest.mark.parametrize("divisor", [1.0, 3.0])
+def test_swap_is_unpack_and_unpack_brings_back(dtype: torch.dtype, divisor: float) -> None:
+    """The tensors become flat / divisor in place, and ``unpack`` restores them bit for bit."""
+    tensors = [t.to(dtype) for t in swapped()]
+    strides, addresses = [t.stride() for t in tensors], [t.data_ptr() for t in tensors]
+    before, want = [t.clone() for t in tensors], [t.clone() for t in tensors]
+    sums = torch.cat([2 * as_real(t).reshape(-1).to(staging_dtype(t)) + 1 for t in tensors])
+    unpack(sums, want, divisor)
+    flat = sums.clone()
+    swap(flat, tensors, divisor)
+    for tensor, new in zip(tensors, want, strict=True):
+        assert torch.equal(bits(tensor), bits(new))
+    kept = torch.cat([as_real(t).reshape(-1).to(flat.dtype) for t in before])
+    assert torch.equal(bits(flat), bits(kept))
+    unpack(flat, tensors)
+    for tensor, old in zip(tensors, before, strict=True):
+        assert torch.equal(bits(tensor), bits(old))
+    assert [t.stride() for t in tensors] == strides
+    assert [t.data_ptr() for t in tensors] == addresses
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interrupted_swap_leaves_the_tensors_as_they_were(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Ctrl-C may happen before or after any of the writes."""
+    divide, pieces = torch.div, 3 + 1 + 1 + 1 + 1 + 1
+    count = 0
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count -= 1
+        if count == 0 and when == "before":
+            raise KeyboardInterrupt
+        result = divide(*args, **kwargs)
+        if count == 0:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(torch, "div", interrupted)
+    tensors = swapped()
+    before = [t.clone() for t in tensors]
+    sums = torch.cat([2 * t.reshape(-1) + 1 for t in tensors])
+    for place in range(1, pieces + 1):
+        count = place
+        with pytest.raises(KeyboardInterrupt):
+            swap(sums.clone(), tensors, 3.0)
+        for tensor, old in zip(tensors, before, strict=True):
+            assert torch.equal(bits(tensor), bits(old)), place
+    count = pieces + 1
+    swap(sums.clone(), tensors, 3.0)
+    assert count == 1, "so many pieces there are"
+
+
+def test_three_buckets_and_a_tensor_larger_than_a_bucket() -> None:
+    """All buckets are unpacked after all were packed. A large tensor has a bucket alone."""
+    sizes = [10, 10, 100, 10, 10, 10]  # float32 at 100 bytes a bucket
+    tensors = [torch.full((n,), float(i)) for i, n in enumerate(sizes)]
+    buckets = make_buckets(tensors, 100)
+    assert [[t.numel() for t in b.tensors] for b in buckets] == [[10, 10], [100], [10, 10], [10]]
+    for bucket in buckets:
+        bucket.pack().mul_(3)
+    for bucket in buckets:
+        bucket.unpack(2)
+    for i, tensor in enumerate(tensors):
+        assert tensor.tolist() == [1.5 * i] * sizes[i]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_weight_0_gives_zeros_even_for_nan(dtype: torch.dtype) -> None:
+    """A worker with weight 0 cannot put NaN into the mean."""
+    bucket = Bucket([torch.tensor([float("nan"), float("inf")], dtype=dtype)], tail=2)
+    bucket.tail.fill_(7)
+    assert bucket.pack(0.0).tolist() == [0, 0, 7, 7]
+
+
+def test_weights_scale_the_body_and_leave_the_tail() -> None:
+    """The tail belongs to the caller."""
+    bucket = Bucket([torch.tensor([1.0, 2.0]), torch.tensor([[3.0]])], tail=1)
+    bucket.tail.fill_(9)
+    assert bucket.pack(0.5).tolist() == [0.5, 1.0, 1.5, 9.0]
+    assert bucket.body.tolist() == [0.5, 1.0, 1.5]
+    bucket.unpack(0.25)
+    assert bucket.tensors[0].tolist() == [2.0, 4.0]
+    assert bucket.tensors[1].tolist() == [[6.0]]
+    assert bucket.tail.tolist() == [9.0]
+
+
+def test_the_staging_tensor_is_kept() -> None:
+    """The flat copy is allocated once."""
+    bucket = Bucket([torch.ones(3)])
+    assert bucket.pack().data_ptr() == bucket.pack(2.0).data_ptr() == bucket.flat.data_ptr()
+
+
+def test_staging_is_float32_for_half_types_and_real_for_complex() -> None:
+    """The dtype in which sums are made."""
+    want = {
+        torch.float16: torch.float32,
+        torch.bfloat16: torch.float32,
+        torch.float64: torch.float64,
+        torch.complex64: torch.float32,
+        torch.complex128: torch.float64,
+        torch.int64: torch.int64,
+        torch.bool: torch.uint8,
+    }
+    assert {d: staging_dtype(torch.zeros(1, dtype=d)) for d in want} == want
+    assert as_real(torch.zeros(3, dtype=torch.complex64)).shape == (3, 2)
+
+
+def test_half_results_are_rounded_once() -> None:
+    """30000 + 30000 + 30000 overflows float16, its third does not."""
+    tensor = torch.tensor([30000.0, 6e-8], dtype=torch.float16)
+    bucket = Bucket([tensor])
+    bucket.pack().mul_(3)
+    bucket.unpack(3)
+    assert tensor.tolist() == torch.tensor([30000.0, 6e-8], dtype=torch.float16).tolist()
+
+
+def test_tensors_with_autograd_are_written_in_place() -> None:
+    """A leaf that requires a gradient keeps its storage, and no graph appears."""
+    parameter = nn.Parameter(torch.ones(2, 3).t())
+    address = parameter.data_ptr()
+    flat = torch.empty(6)
+    pack([parameter], flat, 2.0)
+    unpack(flat, [parameter])
+    assert parameter.tolist() == [[2.0, 2.0]] * 3
+    assert (parameter.data_ptr(), parameter.is_leaf, parameter.grad_fn) == (address, True, None)
+    assert not flat.requires_grad
+
+
+def test_devices_and_dtypes_open_groups_of_their_own() -> None:
+    """Interleaved dtypes fill one bucket each. A change of dtype does not close a bucket."""
+    mixed = [torch.zeros(2, dtype=d) for d in (torch.float32, torch.float64) * 3]
+    assert [len(group) for group in group_tensors(mixed)] == [3, 3]
+
+
+# -- in-place updates -----------------------------------------------------------------------------
+
+
+@few
+@given(tensor_lists([*FLOATS, torch.complex64]), st.sampled_from([1.0, -0.5, 1 / 3]))
+def test_add_to_adds_a_scaled_flat_vector(tensors: list[Tensor], scale: float) -> None:
+    """x ← x + scale · flat, rounded once to the tensor's dtype."""
+    for bucket in make_buckets(tensors, 96):
+        before = bucket.pack().clone()
+        shift = torch.arange(len(before), dtype=before.dtype) * 0.37 - 1
+        wide = before.double() + scale * shift.double()
+        add_to(bucket.tensors, shift, scale)
+        half = bucket.tensors[0].dtype in (torch.float16, torch.bfloat16)
+        want = wide.float().to(bucket.tensors[0].dtype).double() if half else wide
+        # a sum made in float32 may sit on the other side of a rounding boundary: one unit
+        unit = {torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float32: 1e-6}
+        rtol = unit.get(bucket.tensors[0].dtype, 1e-6 if before.dtype == torch.float32 else 1e-14)
+        torch.testing.assert_close(bucket.pack().double(), want, rtol=rtol, atol=1e-6)
+
+
+def test_add_to_computes_half_types_in_float32() -> None:
+    """A shift that bfloat16 cannot hold is not rounded before it is added."""
+    tensor = torch.tensor([1.0], dtype=torch.bfloat16)
+    add_to([tensor], torch.tensor([257.0]), 0.5)  # 257 is 256 in bfloat16; 129.5 is halfway
+    assert tensor.tolist() == torch.tensor([129.5]).to(torch.bfloat16).tolist()
+    tensor = torch.tensor([1000.0], dtype=torch.float16)
+    add_to([tensor], torch.tensor([100000.0]), 0.001)  # infinite in float16
+    assert tensor.tolist() == [1100.0]
+
+
+def clamp_reference(now: float, own: float, mean: float) -> float:
+    low, high = min(now, mean), max(now, mean)
+    return min(max(now + (mean - own), low), high)
+
+
+@few
+@given(
+    st.lists(
+        st.tuples(*[st.floats(0, 100, allow_nan=False) for _ in range(3)]), min_size=1, max_size=9
+    )
+)
+def test_add_clamped_stays_between_the_value_and_the_mean(
+    rows: list[tuple[float, float, float]],
+) -> None:
+    """x ← x + (mean − own), never beyond x or the mean: a variance stays non-negative."""
+    now, own, mean = (
+        torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True)
+    )
+    sent = own.clone(), mean.clone()
+    add_clamped([now], mean, own)
+    want = [clamp_reference(*row) for row in rows]
+    torch.testing.assert_close(now, torch.tensor(want, dtype=torch.float64), rtol=0, atol=1e-12)
+    assert (now >= 0).all()
+    assert torch.equal(own, sent[0])
+    assert torch.equal(mean, sent[1])
+
+
+def test_an_infinite_mask_survives_the_shift() -> None:
+    """∞ − ∞ is NaN, so a value that has not changed since the snapshot becomes the mean."""
+    mask = torch.tensor([float("-inf"), 0.0, 2.0])
+    add_clamped([mask], torch.tensor([float("-inf"), 0.0, 3.0]), mask.clone())
+    assert mask.tolist() == [float("-inf"), 0.0, 3.0]
+
+
+def test_nan_becomes_the_mean() -> None:
+    """This holds for a NaN that was sent and for one that appeared later."""
+    nan = float("nan")
+    now = torch.tensor([nan, 1.0, nan])
+    add_clamped([now], torch.tensor([5.0, 6.0, 7.0]), torch.tensor([nan, nan, 2.0]))
+    assert now.tolist() == [5.0, 6.0, 7.0]

@@ -1,0 +1,91 @@
+"""Settings of the baselines: an impossible one is refused, and the error says what is allowed."""
+
+import math
+from typing import Any
+
+import pytest
+
+import offbeat
+from offbeat.baselines import EASGD, SSP, Downpour, FedAvg
+from offbeat.strategies import Strategy
+from problems import OPTIMIZERS, make_model
+from worlds import run
+
+REFUSED: list[tuple[type[Strategy], dict[str, Any], type[Exception], str]] = [
+    (FedAvg, {}, ValueError, "give either period or rounds_per_epoch"),
+    (FedAvg, {"period": 4, "rounds_per_epoch": 1}, ValueError, "give either period or rounds_per"),
+    (FedAvg, {"rounds_per_epoch": 1}, ValueError, "rounds_per_epoch and steps_per_epoch go toget"),
+    (FedAvg, {"period": 4, "steps_per_epoch": 5}, ValueError, "steps_per_epoch go together"),
+    (FedAvg, {"period": 0}, ValueError, "period must be at least 1, got 0"),
+    (FedAvg, {"rounds_per_epoch": 0, "steps_per_epoch": 5}, ValueError, "rounds_per_epoch must be"),
+    (FedAvg, {"rounds_per_epoch": 6, "steps_per_epoch": 5}, ValueError, "most steps_per_epoch=5"),
+    (FedAvg, {"rounds_per_epoch": math.nan, "steps_per_epoch": 5}, ValueError, "rounds_per_epoch"),
+    (FedAvg, {"rounds_per_epoch": "1", "steps_per_epoch": 5}, TypeError, "a number, got '1'"),
+    (FedAvg, {"period": 4, "fraction": 0}, ValueError, r"fraction must be in \(0, 1\], got 0"),
+    (FedAvg, {"period": 4, "fraction": 1.1}, ValueError, r"fraction must be in \(0, 1\]"),
+    (FedAvg, {"period": 4, "unselected": "x"}, ValueError, 'must be "keep" or "restart"'),
+    (FedAvg, {"period": 4, "seed": -1}, ValueError, "seed must be at least 0"),
+    (FedAvg, {"period": 4, "weights": [1, 2]}, TypeError, "weights must be a tuple"),
+    (FedAvg, {"period": 4, "weights": (1, 0)}, ValueError, "weights must be positive and finite"),
+    (FedAvg, {"period": 4, "weights": (1, math.inf)}, ValueError, "weights must be positive and"),
+    (FedAvg, {"period": 4, "weights": ("a",)}, TypeError, "each of weights must be a number, got"),
+    (FedAvg, {"period": 4, "momentum": 0.9}, TypeError, "momentum"),
+    (SSP, {}, TypeError, "staleness"),
+    (SSP, {"staleness": -1}, ValueError, "staleness must be at least 0, got -1"),
+    (SSP, {"staleness": 1.5}, TypeError, "staleness must be an integer of at least 0, got 1.5"),
+    (SSP, {"staleness": 1, "refresh": "never"}, ValueError, 'must be "ahead" or "lazy"'),
+    (Downpour, {"warmup_steps": -1}, ValueError, "warmup_steps must be at least 0, got -1"),
+    (Downpour, {"push_every": 0}, ValueError, "push_every must be at least 1, got 0"),
+    (Downpour, {"fetch_every": 0}, ValueError, "fetch_every must be at least 1, got 0"),
+    (Downpour, {"server_optimizer": "adam"}, ValueError, 'must be "sgd" or "adagrad", got'),
+    (Downpour, {"server_optimizer": "adagrad"}, ValueError, '"adagrad" requires server_lr'),
+    (Downpour, {"server_lr": 0.0}, ValueError, r"server_lr must be positive and finite, got 0\.0"),
+    (Downpour, {"server_lr": math.nan}, ValueError, "server_lr must be positive and finite, got"),
+    (EASGD, {"period": 0}, ValueError, "period must be at least 1, got 0"),
+    (EASGD, {"alpha": 0.0}, ValueError, r"alpha must be between 0 and 1, got 0\.0"),
+    (EASGD, {"alpha": 1}, ValueError, "alpha must be between 0 and 1, got 1"),
+    (EASGD, {"alpha": math.nan}, ValueError, "alpha must be between 0 and 1, got nan"),
+    (EASGD, {"synchronous": 1}, TypeError, "synchronous must be true or false, got 1"),
+    (EASGD, {"difference": "step"}, ValueError, 'must be "before_step" or "after_step", got'),
+    # The setting that all strategies with a parameter server share.
+    (EASGD, {"servers": ()}, ValueError, "servers must be one or more different ranks"),
+    (EASGD, {"servers": (0, 0)}, ValueError, "servers must be one or more different ranks"),
+    (EASGD, {"servers": (-1,)}, ValueError, "a rank in servers must be at least 0"),
+    (EASGD, {"servers": (0.5,)}, TypeError, "a rank in servers must be an integer"),
+    (EASGD, {"servers": [0]}, TypeError, "servers must be a tuple of ranks"),
+    (EASGD, {"servers": True}, TypeError, "servers must be a tuple of ranks"),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings", "error", "text"), REFUSED)
+def test_bad_settings_are_refused(
+    kind: type[Strategy], settings: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        kind(**settings)
+
+
+def test_one_rank_may_be_given_as_a_number() -> None:
+    assert SSP(staleness=3, servers=1) == SSP(staleness=3, servers=(1,))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "text"),
+    [
+        (SSP(staleness=1, servers=(2,)), "servers=(2,) contains a rank that does not exist"),
+        (FedAvg(period=2, weights=(1, 2, 3)), "one number for each of the 2 workers, got 3"),
+    ],
+    ids=str,
+)
+def test_settings_must_fit_the_number_of_workers(strategy: Strategy, text: str) -> None:
+    """``attach`` raises on every worker, and can be called again."""
+
+    def work(rank: int, size: int) -> str:
+        model = make_model(seed=rank)
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        with pytest.raises(ValueError) as caught:
+            offbeat.attach(model, optimizer, strategy, timeout_seconds=20)
+        offbeat.attach(model, optimizer, FedAvg(period=2), timeout_seconds=20).finish()
+        return str(caught.value)
+
+    assert all(text in message for message in run(work, workers=2))
