@@ -41,23 +41,6 @@ def open_communicator(
         AttachError: No process group is initialised, or the communicator has no ``membership``.
         TypeError: The transport did not return a communicator.
     """
-    communicator = _open(group, timeout_seconds, what=what, elastic=elastic)
-    if elastic and membership_of(communicator) is None:
-        communicator.close()
-        raise AttachError(
-            f"{what} with min_workers: a {type(communicator).__name__} has no membership, so the "
-            "workers cannot agree on who continues; leave min_workers out"
-        )
-    return communicator
-
-
-def _open(
-    group: dist.ProcessGroup | Transport | None,
-    timeout_seconds: float,
-    *,
-    what: str,
-    elastic: bool,
-) -> Communicator:
     make = getattr(group, "make_communicator", None)
     if make is None and not (dist.is_available() and dist.is_initialized()):
         raise AttachError(
@@ -70,6 +53,12 @@ def _open(
         made = make(timeout_seconds)
         if not isinstance(made, Communicator):
             raise TypeError(f"make_communicator() must return a Communicator, got {made!r}")
+        if elastic and membership_of(made) is None:
+            made.close()
+            raise AttachError(
+                f"{what} with min_workers: a {type(made).__name__} has no membership, so the "
+                "workers cannot agree on who continues; leave min_workers out"
+            )
         return made
     assert group is None or isinstance(group, dist.ProcessGroup)
     communicator: Communicator
