@@ -222,11 +222,11 @@ def test_all_go_on_from_the_step_before_where_one_file_is_damaged(
         assert step == 3
         assert torch.equal(course, want[:1])
     said = caplog.text
-    assert "training goes on from step 3" in said
+    assert "training continues from step 3" in said
     if name == "gone" and not shared:
-        assert "passed over" not in said  # rank 1 never had it
+        assert "is skipped" not in said  # rank 1 never had it
     else:
-        assert "the checkpoint of step 5 is passed over: rank 1: " in said
+        assert "the checkpoint of step 5 is skipped: rank 1: " in said
     for rank, folder in enumerate(folders):
         own = {path.name for path in folder.iterdir() if f"rank{rank}" in path.name}
         aside = {f"step-5.rank{rank}.pt.damaged"} if (rank == 0 or name != "gone") else set()
@@ -414,7 +414,7 @@ def test_what_cannot_be_honoured_is_refused_by_all_and_changes_nothing(tmp_path:
         "consensus": r"offbeat.load\(\) inside consensus\(\)",
         "finish": r"offbeat.save\(\) after .* detach\(\): call it before, or inside consensus\(\)",
         "load after finish": r"offbeat.load\(\) after finish\(\) or detach\(\)",
-        "later": "good holds a checkpoint of step 2, this is step 1: go on from it with offbeat.lo",
+        "later": "good holds a checkpoint of step 2, this is step 1: continue from it with offbe",
         "strategy": r"the state was saved under LocalSGD\(period=3\), this is BSP\(\)",
     }
     plain = run(two_saves, [tmp_path / "other"] * 2, workers=2)
@@ -613,7 +613,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(
 
     monkeypatch.setattr(os, "fsync", flushed)
     monkeypatch.setattr(Path, "replace", named)
-    files.write(path, {**files.sealed({"a": torch.ones(3)}), "id": "x"})
-    files.give_name(path)
+    files.write(path, {**files.with_digest({"a": torch.ones(3)}), "id": "x"})
+    files.rename(path)
     assert order == [(False, False), ("named", True), (True, True)]
     assert torch.equal(files.read(path)["a"], torch.ones(3))

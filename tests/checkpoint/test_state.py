@@ -83,7 +83,7 @@ SPOILED: dict[str, tuple[Callable[[State], object], str]] = {
     ),
     "total": (lambda s: s["stats"].update(syncs=-1), "stats.syncs must be at least 0, got -1"),
     "missing": (lambda s: s.pop("errors"), "it was saved without errors"),
-    "unknown": (lambda s: s.update(more=1), "with 'more', which there is not"),
+    "unknown": (lambda s: s.update(more=1), "with unknown 'more'"),
     "type": (lambda s: s.update(step=True), "step must be a whole number, got True"),
     "bit": (flip, "its values are not those that were saved, by their digest"),
     "digest": (lambda s: s.update(digest=None), "digest must be a whole number, got None"),
@@ -92,7 +92,7 @@ SPOILED: dict[str, tuple[Callable[[State], object], str]] = {
         lambda s: s.update(format=1),
         "the state was saved in format 1, this version reads 2: resume with the version that",
     ),
-    "older": (lambda s: s.pop("format"), "this is no state that sync.state_dict"),
+    "older": (lambda s: s.pop("format"), "this is not a state of sync.state_dict"),
     "model": (
         lambda s: s["model"].__setitem__(0, "parameter 'other': shape (3,)"),
         r"saved for another model: that one has parameter 'other': shape \(3,\), this one has par",
@@ -141,7 +141,7 @@ def test_a_damaged_state_is_refused_by_all_and_changes_nothing(text: str, wire: 
         assert torch.equal(trace, plain[rank][1])
         expected = {name: pattern for name, (_, pattern) in SPOILED.items()}
         expected["another step"] = "rank 1 was given the state of a worker at step 3, rank 0 that "
-        expected["nothing"] = "this is no state that sync.state_dict"
+        expected["nothing"] = "this is not a state of sync.state_dict"
         assert seen.keys() == expected.keys()
         for name, pattern in expected.items():
             kinds, message = seen[name]
@@ -247,7 +247,7 @@ def test_states_of_other_ranks_and_worlds_are_refused(text: str, wire: str) -> N
             lambda s: s["view"]["state"]["rate"]["control"].update(precision="int3"),
             "state.view.state.rate.control.precision must be one of .*, got 'int3'",
         ),
-        ("bsp", lambda s: s.update(more=1), "state was saved with 'more', which there is not"),
+        ("bsp", lambda s: s.update(more=1), "state was saved with unknown 'more'"),
     ],
 )
 def test_every_field_of_a_strategy_s_state_is_checked(

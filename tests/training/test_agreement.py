@@ -150,7 +150,7 @@ def different_settings(rank: int, size: int) -> Tensor:
 def test_different_settings_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
     """Learning rate, momentum and mode: which, and on which ranks; training goes on."""
     want = (
-        "the workers are not alike, and train all the same: "
+        "the workers differ, but training continues: "
         "lr of optimizer 0, group 1 is 0.1 on rank 0, 2 and 0.2 on rank 1; "
         "momentum of optimizer 0, group 1 is 0 on rank 0 and 0.9 on rank 1 and 1.8 on rank 2; "
         "the mode of module '1' is train() on rank 0, 1 and eval() on rank 2"
@@ -187,7 +187,7 @@ def of_versions(rank: int, size: int) -> str:
 def test_versions_are_compared_and_long_lists_are_cut() -> None:
     """Six differences are four and a number; an error comes first."""
     told, texts = heed(lambda: simulated(of_versions, workers=2))
-    begins = "the workers are not alike, and train all the same: the "
+    begins = "the workers differ, but training continues: the "
     modes = "; the ".join(f"mode of module '{i}' is 0 on rank 0 and 1 on rank 1" for i in range(4))
     assert told == [
         f"{begins}{modes}; and 2 more",

@@ -18,7 +18,7 @@ from offbeat.averaging.gradient_flow import GradientFlow
 from offbeat.averaging.gradients import gradient_buckets
 from offbeat.elastic.connect import open_communicator
 from offbeat.strategies.base import Strategy
-from offbeat.training.backward import Backward
+from offbeat.training.backward_hooks import BackwardHooks
 from offbeat.transport.communicator import Communicator, Wrapper
 from offbeat.transport.host import ThreadHost
 from problems import flat, gradients, loss_of, make_batch, make_model
@@ -54,7 +54,7 @@ class Watched:
         self.passes, self.until = 0, until
         parameters = list(self.layers.parameters())
         self.optimizer = AttachedOptimizer(0, torch.optim.SGD(parameters, lr=0.1), parameters)
-        self.backward = Backward(self.optimizer, self.host, self.ready)
+        self.backward = BackwardHooks(self.optimizer, self.host, self.ready)
         assert [[id(p) for p in b] for b in self.optimizer.buckets] == [
             [id(p)] for p in parameters[::-1]
         ]
@@ -97,7 +97,7 @@ def test_a_bucket_is_told_of_when_it_is_complete(monkeypatch: pytest.MonkeyPatch
         return True
 
     watched.backward.close()
-    watched.backward = Backward(watched.optimizer, watched.host, ready)
+    watched.backward = BackwardHooks(watched.optimizer, watched.host, ready)
     watched.step("0123")
     assert seen == [
         (0, [True, False, False, False]),

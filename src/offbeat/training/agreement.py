@@ -1,6 +1,7 @@
-"""What must be alike on all workers before they train together."""
+"""Comparison of the workers when training begins: model, optimizers, strategy and settings."""
 
 import hashlib
+import itertools
 import json
 import logging
 import warnings
@@ -20,16 +21,16 @@ from offbeat.transport.team import Team
 logger = logging.getLogger("offbeat")
 
 PROTOCOL = 1
-"""Raised by a version of Offbeat whose workers say something else than those of the one before."""
+"""Version of the messages between workers. A release that changes them increases it."""
 
 Settings = Mapping[str, str]
-_SHOWN = 4  # differences in one warning
+_SHOWN = 4  # largest number of differences in one warning
 
 
 def describe(
     strategy: Strategy, replica: Replica, optimizers: Sequence[AttachedOptimizer]
 ) -> list[str]:
-    """What must be equal on all workers: strategy, optimizers and tensors, one line each."""
+    """Return lines that must be equal on all workers: strategy, optimizers, and each tensor."""
     lines = [
         f"optimizer {one.index}: {type(one.optimizer).__name__} with {len(one.parameters)} "
         "parameters"
@@ -39,25 +40,25 @@ def describe(
 
 
 def settings_of(model: nn.Module, optimizers: Sequence[AttachedOptimizer]) -> Settings:
-    """Settings that may differ between workers and rarely should, by name."""
-    found = {"the version of offbeat": _own_version(), "the version of torch": torch.__version__}
+    """Return settings by name that should be equal on all workers, but may differ."""
+    settings = {"the version of offbeat": _own_version(), "the version of torch": torch.__version__}
     for one in optimizers:
         for i, group in enumerate(one.optimizer.param_groups):
             where = f"optimizer {one.index}, group {i}"
-            found[f"the number of parameters of {where}"] = str(len(group["params"]))
+            settings[f"the number of parameters of {where}"] = str(len(group["params"]))
             for name, value in group.items():
                 if name != "params" and _is_plain(value):
-                    found[f"{name} of {where}"] = _shown(value)
+                    settings[f"{name} of {where}"] = _shown(value)
     for name, module in model.named_modules():
-        which = f"module {name!r}" if name else "the model"
-        found[f"the mode of {which}"] = "train()" if module.training else "eval()"
-    return found
+        shown = f"module {name!r}" if name else "the model"
+        settings[f"the mode of {shown}"] = "train()" if module.training else "eval()"
+    return settings
 
 
 def _own_version() -> str:
     try:
         return version("offbeat")
-    except PackageNotFoundError:  # imported from where it was not installed
+    except PackageNotFoundError:  # imported from a source tree
         return "not installed"
 
 
@@ -80,31 +81,37 @@ def _shown(value: object) -> str:
 def require_agreement(
     communicator: Communicator, lines: Sequence[str], settings: Settings | None = None
 ) -> None:
-    """Compare ``lines`` between the workers, first by hash, then line by line.
+    """Compare ``lines`` and ``settings`` between the workers. A collective.
 
-    Different ``settings`` are allowed, but each worker warns of them.
+    The workers exchange hashes first, and the texts only if the hashes differ. Different
+    ``settings`` are allowed; each worker warns about them.
 
     Raises:
-        MismatchError: on every worker, naming the rank that differs from rank 0 and how.
+        MismatchError: on every worker, if a worker's lines differ from those of rank 0. The message
+            names the rank and the first different line.
     """
     what = "comparison of the models"
     settings = settings or {}
     text = "\n".join(versioned(lines)).encode()
-    more = json.dumps(settings).encode()
-    hashes = communicator.gather_bytes(_hash(text) + _hash(more), what=what)
-    if len({one[: len(_hash(text))] for one in hashes}) > 1:
-        others = [one.decode().split("\n") for one in communicator.gather_bytes(text, what=what)]
-        _raise_difference(others)
+    settings_text = json.dumps(settings).encode()
+    hashes = communicator.gather_bytes(_hash(text) + _hash(settings_text), what=what)
+    if len({each[: len(_hash(text))] for each in hashes}) > 1:
+        texts = communicator.gather_bytes(text, what=what)
+        all_lines = [each.decode().split("\n") for each in texts]
+        for rank in range(len(all_lines)):
+            if message := difference(all_lines, rank, 0):
+                raise MismatchError(message)
     if len(set(hashes)) > 1:
-        told = [json.loads(one) for one in communicator.gather_bytes(more, what=what)]
-        message = f"the workers are not alike, and train all the same: {_differences(told)}"
+        texts = communicator.gather_bytes(settings_text, what=what)
+        differences = _differences([json.loads(each) for each in texts])
+        message = f"the workers differ, but training continues: {differences}"
         if communicator.rank == 0:
             logger.warning("%s", message)
-        warnings.warn(message, stacklevel=4)  # in the line that called attach()
+        warnings.warn(message, stacklevel=4)  # points to the line that called attach()
 
 
 def versioned(lines: Sequence[str]) -> list[str]:
-    """The lines after that of the protocol, which must be alike, too."""
+    """Return ``lines`` after a line with the version of the messages, which must be equal, too."""
     return [f"protocol {PROTOCOL}", *lines]
 
 
@@ -112,46 +119,47 @@ def _hash(text: bytes) -> bytes:
     return hashlib.sha256(text).digest()
 
 
-def _raise_difference(others: Sequence[Sequence[str]]) -> None:
-    for rank in range(len(others)):
-        if text := difference(others, rank, 0):
-            raise MismatchError(text)
-
-
 def difference(lines: Sequence[Sequence[str]], rank: int, first: int) -> str:
-    """How the lines of ``rank`` differ from those of rank ``first``; empty if they do not."""
-    other, one = lines[rank], lines[first]
-    for i in range(max(len(other), len(one))):
-        theirs = other[i] if i < len(other) else "nothing more"
-        ours = one[i] if i < len(one) else "nothing more"
-        if theirs != ours:
+    """Describe the first difference between the lines of ``rank`` and those of rank ``first``.
+
+    Args:
+        lines: The ``versioned`` lines of every worker, in rank order.
+        rank: The rank that is compared.
+        first: The rank that it is compared with.
+
+    Returns:
+        The message, empty if the lines are equal.
+    """
+    pairs = itertools.zip_longest(lines[rank], lines[first], fillvalue="nothing more")
+    for i, (other, reference) in enumerate(pairs):
+        if other != reference:
             advice = "; install the same version of offbeat everywhere" if i == 0 else ""
             return (
-                f"rank {rank} differs from rank {first}: rank {rank} has {theirs}; rank {first} "
-                f"has {ours}{advice}"
+                f"rank {rank} differs from rank {first}: rank {rank} has {other}; rank {first} "
+                f"has {reference}{advice}"
             )
     return ""
 
 
-def _differences(told: Sequence[Settings]) -> str:
-    """Which settings differ, with the ranks that have each value."""
-    shown = []
-    for name in dict.fromkeys(name for one in told for name in one):
+def _differences(settings: Sequence[Settings]) -> str:
+    """Describe the settings that differ, with the ranks that have each value."""
+    differences = []
+    for name in dict.fromkeys(name for each in settings for name in each):
         ranks: dict[str, list[str]] = {}
-        for rank, one in enumerate(told):
-            ranks.setdefault(one.get(name, "nothing"), []).append(str(rank))
+        for rank, each in enumerate(settings):
+            ranks.setdefault(each.get(name, "nothing"), []).append(str(rank))
         if len(ranks) > 1:
-            values = (f"{value} on rank {', '.join(of)}" for value, of in ranks.items())
-            shown.append(f"{name} is {' and '.join(values)}")
-    more = f"; and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-    return "; ".join(shown[:_SHOWN]) + more
+            values = (f"{value} on rank {', '.join(where)}" for value, where in ranks.items())
+            differences.append(f"{name} is {' and '.join(values)}")
+    more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+    return "; ".join(differences[:_SHOWN]) + more
 
 
 def copy_rank_0(team: Team, tensors: Iterable[Tensor]) -> None:
-    """All processes start from rank 0's values of ``tensors``, in place."""
+    """Copy rank 0's values of ``tensors`` to all workers, in place. A collective."""
     if team.everyone.size == 1:
         return
     for bucket in make_buckets(tensors):
         bucket.pack()
         team.communicator.broadcast(bucket.flat, what="copy of rank 0's model").wait()
-        bucket.unpack()  # on rank 0 as well, which may be a node of several workers
+        bucket.unpack()  # on rank 0, too: it may be a node of several workers

@@ -1,4 +1,4 @@
-"""What a checkpoint needs of a synchronizer, between two steps of all workers."""
+"""The parts of a synchronizer that ``offbeat.save`` and ``offbeat.load`` use between two steps."""
 
 import json
 from collections.abc import Callable
@@ -14,16 +14,16 @@ from offbeat.averaging import Worker
 
 
 @dataclass(frozen=True)
-class BetweenSteps:
+class StepBoundary:
     """A synchronizer between two steps.
 
     Attributes:
         model: The attached model.
         worker: This worker.
         guard: Context around all communication.
-        state: Returns the state of the synchronizer. A collective.
-        check: Raises CheckpointError unless the synchronizer can load this state.
-        divided: True if this worker holds shards of the model.
+        state: Returns the synchronizer's ``state_dict``. A collective.
+        check: Raises CheckpointError unless the synchronizer can load the given state.
+        sharded: True if this worker holds shards of the model.
     """
 
     model: nn.Module
@@ -31,11 +31,11 @@ class BetweenSteps:
     guard: AbstractContextManager[None]
     state: Callable[[], dict[str, Any]]
     check: Callable[[Any], None]
-    divided: bool
+    sharded: bool
 
     @property
     def rank(self) -> int:
-        """Number of this process."""
+        """Rank of this process."""
         return self.worker.team.everyone.rank
 
     @property
@@ -54,7 +54,7 @@ class BetweenSteps:
         return self.worker.optimizers[0].parameters[0].device
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """The plain value of every process, in rank order. A collective."""
+        """Return the JSON-serializable ``value`` of every process, in rank order. A collective."""
         payload, everyone = json.dumps(value).encode(), self.worker.team.everyone
         with self.guard:
             return [json.loads(one) for one in everyone.gather_bytes(payload, what=what)]
