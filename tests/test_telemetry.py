@@ -267,7 +267,7 @@ def test_a_full_disk_does_not_stop_the_training(caplog: pytest.LogCaptureFixture
         torch.testing.assert_close(model, want)
     assert results[1][1:] == (2, 1, 4, 1)
     told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    goes_on = "is written no more, training goes on: [Errno 28] No space left on device"
+    goes_on = "is no longer written, training continues: [Errno 28] No space left on device"
     assert told == [f"rank 1: the log {where} {goes_on}" for where in ("/dev/full", "runs/it")]
 
 
@@ -286,7 +286,7 @@ def test_a_last_line_that_cannot_be_written_does_not_stop_the_end(
     records.write(1, 3, "sync", 0.5, 0.5, 0, more={})
     records.close()
     assert [sink.closed for sink in sinks] == [1, 1, 1]
-    assert caplog.text.count("lacks what was written last: quota") == 2
+    assert caplog.text.count("lacks the last records: quota") == 2
 
 
 def stops(rank: int, size: int) -> Any:
