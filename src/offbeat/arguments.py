@@ -22,7 +22,7 @@ _LARGEST_INTEGER = 2**63 - 1
 
 @dataclass(frozen=True)
 class Range:
-    """An interval of numbers. A bound that is None does not limit it. NaN is never inside.
+    """An interval of numbers. A bound of None does not limit it. NaN is never inside.
 
     Attributes:
         least: Lower bound, included.
@@ -133,21 +133,11 @@ def setting(
     hint: str = "",
     metadata: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Return a field of a dataclass of settings, with a range for its number; see ``Range``.
+    """Return a field of a dataclass of settings, with the range of its number; see ``Range``.
 
     ``check_settings`` also checks the annotated type: ``int``, ``float``, ``bool`` or
     ``Literal[…]``, each optionally with ``| None``. It does not check fields of other types.
-
-    Args:
-        default: Default of the field. Without one the field is required.
-        least: Lower bound, included.
-        above: Lower bound, excluded.
-        most: Upper bound, included.
-        below: Upper bound, excluded.
-        finite: True if infinity is not allowed.
-        hint: Text that errors add in parentheses.
-        metadata: Further metadata of the field. ``"label"`` is the name of the setting in errors,
-            in place of the field's name.
+    ``metadata`` is added to that of the field; its ``"label"`` replaces the field's name in errors.
     """
     within = Range(least, above, most, below, finite, hint)
     return field(default=default, metadata={**(metadata or {}), "range": within})

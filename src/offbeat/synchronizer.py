@@ -46,7 +46,6 @@ from offbeat.training.iteration import Iteration
 from offbeat.training.monitors import Distance, GradientChange
 from offbeat.training.optimizers import unwrapped_optimizer
 from offbeat.training.stats_recorder import StatsRecorder
-from offbeat.training.step_boundary import StepBoundary
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.team import Team
 
@@ -79,14 +78,12 @@ class Synchronizer:
         self._strategy, self._team, self._active = strategy, team, True
         self._finished = False
         self._host = team.host
-        self._shards, local_model = shards, model if shards is None else shards
-        self._connect = connect
-        full_replica = Replica(model, [p for p in model.parameters() if p.requires_grad])
-        replica = full_replica
+        self._shards, self._connect = shards, connect
+        full = replica = Replica(model, [p for p in model.parameters() if p.requires_grad])
         if shards is not None:
             replica = Replica(shards, [p for p in shards.parameters() if p.requires_grad])
         lines = [f"wire {wire!r}", f"non_finite {non_finite!r}", f"min_workers {min_workers}"]
-        lines += describe(strategy, full_replica, optimizers)
+        lines += describe(strategy, full, optimizers)
         joining = team.view > 0  # a worker that joins receives the model in _make_elastic
         opened = Wire(team)
         with team.account.paused():
@@ -100,10 +97,7 @@ class Synchronizer:
         node: NodeBuffers | None = None
         if team.node is not None:
             inside = team.node.inside
-            if shards:
-                node = NodeBuffers(inside, local_model)
-            else:
-                node = NodeMean(inside, model, optimizers)
+            node = NodeBuffers(inside, shards) if shards else NodeMean(inside, model, optimizers)
             self._tasks.refuse = "node_group cannot be combined with data injection"
         flow = flow_of(strategy, worker)
         self._iteration = Iteration(flow, worker, self._tasks, self._completed, node)
@@ -118,13 +112,8 @@ class Synchronizer:
         self._clipping = Clipping(self._iteration, worker)
         self._hooks: list[Removable] = [*hooks, self._clipping]
         for one in optimizers:
-            self._hooks += hook_optimizer(
-                one.optimizer,
-                one.index,
-                self._iteration,
-                self._clipping,
-                self._recorder.record_loss,
-            )
+            parts = self._iteration, self._clipping, self._recorder.record_loss
+            self._hooks += hook_optimizer(one.optimizer, one.index, *parts)
         self._scaler = None if scaler is None else ScalerHooks(scaler, self._iteration)
         self._attached_objects: tuple[Any, ...] = (model, *(one.optimizer for one in optimizers))
         attached.update(self._attached_objects)
@@ -136,14 +125,9 @@ class Synchronizer:
         self, wire: Precision, lines: Sequence[str], min_workers: int, *, joining: bool
     ) -> None:
         """Let training continue after a change of membership; join it if ``joining``."""
-        views = self._views = Views(
-            self._strategy,
-            self._worker,
-            wire,
-            lambda: self.stats,
-            lines,
-            min_workers=min_workers,
-        )
+        strategy, worker = self._strategy, self._worker
+        views = Views(strategy, worker, wire, lambda: self.stats, lines, min_workers=min_workers)
+        self._views = views
         views.iteration, views.took = self._iteration, self._recorder.exclude
         self._consensus.change_view = self._iteration.recover = views
         self._iteration.guard.elastic = True
@@ -158,10 +142,7 @@ class Synchronizer:
 
     @property
     def step(self) -> int:
-        """Number of iterations so far. One iteration is one step of every optimizer.
-
-        Steps that a GradScaler skips count.
-        """
+        """Number of iterations so far, including those whose step a GradScaler skipped."""
         return self.stats.steps
 
     @property
@@ -220,8 +201,8 @@ class Synchronizer:
             The total norm before clipping, a 0-dimensional tensor.
 
         Raises:
-            AttachError: ``optimizer`` is not attached; or it is None, and one optimizer has
-                stepped in this iteration while others have not.
+            AttachError: ``optimizer`` is not attached. Or without it, some optimizers have stepped
+                in this iteration and others have not.
         """
         chosen = self._worker.optimizers
         if optimizer is not None:
@@ -471,56 +452,6 @@ class Synchronizer:
             self._views.record()
         self._recorder.restart()
         self._consensus.note_parameters()
-
-
-@contextlib.contextmanager
-def step_boundary(sync: Synchronizer, what: str, *, loads: bool = False) -> Iterator[StepBoundary]:
-    """Return a context between two steps for saving or loading a checkpoint.
-
-    ``stats`` does not count its time and bytes.
-
-    Args:
-        sync: The synchronizer that ``attach`` returned.
-        what: Name of the caller, for errors.
-        loads: True if the caller replaces the local model. Everything in flight lands first.
-
-    Raises:
-        TypeError: ``sync`` is not a synchronizer.
-        AttachError: see ``Synchronizer.state_dict`` and ``load_state_dict``.
-    """
-    require_synchronizer(sync)
-    iteration = sync._iteration
-    sync._require_active(what)
-    if sync._shards is not None:
-        if iteration.shows_consensus:
-            raise AttachError(
-                f"{what} inside consensus() with a model that fully_shard has divided: no worker's "
-                "file would hold all of it; save there with torch.distributed.checkpoint"
-            )
-        sync._shards.reshard()
-    if loads:
-        iteration.require_own_model(what)
-    iteration.require_boundary(what)
-
-    def check(state: Any) -> None:
-        check_state(state, iteration.flow, sync.stats)
-
-    try:
-        with sync._recorder.paused(), sync._team.account.paused():
-            if loads:  # a sum that is still in flight must not land on the loaded model
-                with iteration.guard:
-                    sync._consensus.settle()
-            yield StepBoundary(
-                model=sync._attached_objects[0],
-                worker=sync._worker,
-                guard=iteration.guard,
-                state=sync.state_dict,
-                check=check,
-                sharded=sync._shards is not None,
-            )
-    finally:
-        if loads:
-            sync._recorder.restart()
 
 
 def background_tasks_of(sync: Synchronizer) -> BackgroundTasks:

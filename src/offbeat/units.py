@@ -2,6 +2,9 @@
 
 ``parse_*`` read text. ``to_*`` also accept a number in base units (seconds, bits per second,
 bytes). ``show_*`` write text.
+
+Text of another form or with another unit, and values that are not positive and finite, raise a
+ValueError that shows the correct form. ``to_*`` raise a TypeError for other types.
 """
 
 import math
@@ -121,11 +124,7 @@ _COUNT = _Quantity(
 
 
 def parse_bandwidth(text: str) -> float:
-    """Return bits per second from ``"1Gbit/s"``, ``"200mbit"``, ``"25 Gbps"``.
-
-    Raises:
-        ValueError: another form or unit (1GB/s and 1GBps are bytes per second), or not positive.
-    """
+    """Return bits per second from ``"1Gbit/s"``, ``"200mbit"``, ``"25 Gbps"``."""
     unit = _unit(text)
     bits = unit if re.search("B[pP/]", unit) else unit.lower()  # GBps is bytes, Gbps is bits
     return _BANDWIDTH.parse(text, bits)
@@ -134,9 +133,7 @@ def parse_bandwidth(text: str) -> float:
 def parse_seconds(text: str, *, allow_zero: bool = False) -> float:
     """Return seconds from ``"100us"`` (or µs), ``"50ms"``, ``"1.5 s"``, ``"2min"``; also ns and h.
 
-    Raises:
-        ValueError: another form or unit (units are case-sensitive: Ms is not ms), or not positive.
-            Zero is accepted with ``allow_zero``.
+    Units are case-sensitive: Ms is not ms. Zero is accepted with ``allow_zero``.
     """
     return _DURATION.parse(text, _unit(text), allow_zero=allow_zero)
 
@@ -144,52 +141,30 @@ def parse_seconds(text: str, *, allow_zero: bool = False) -> float:
 def parse_bytes(text: str) -> float:
     """Return bytes from ``"25MB"``, ``"1.5 GB"`` (decimal) or ``"64 KiB"`` (binary).
 
-    Raises:
-        ValueError: another form or unit (units are case-sensitive: Mb would be bits), or not
-            positive.
+    Units are case-sensitive: Mb would be bits.
     """
     return _SIZE.parse(text, _unit(text))
 
 
 def parse_count(text: str) -> float:
-    """Return a number of parameters from ``"25M"``, ``"1.2B"`` (billions), ``"7e6"``.
-
-    Raises:
-        ValueError: another form, or not positive.
-    """
+    """Return a number of parameters from ``"25M"``, ``"1.2B"`` (billions), ``"7e6"``."""
     return _COUNT.parse(text, _unit(text).lower())
 
 
 def to_bandwidth(value: str | float) -> float:
-    """Return bits per second from text (see ``parse_bandwidth``) or from a number.
-
-    Raises:
-        TypeError: neither text nor a number.
-        ValueError: text of another form, or a number that is not positive and finite.
-    """
+    """Return bits per second from text (see ``parse_bandwidth``) or from a number."""
     return parse_bandwidth(value) if isinstance(value, str) else _BANDWIDTH.convert(value)
 
 
 def to_seconds(value: str | float, *, allow_zero: bool = False) -> float:
-    """Return seconds from text (see ``parse_seconds``) or from a number.
-
-    Raises:
-        TypeError: neither text nor a number.
-        ValueError: text of another form, or a number that is not positive and finite. Zero is
-            accepted with ``allow_zero``.
-    """
+    """Return seconds from text (see ``parse_seconds``) or from a number."""
     if isinstance(value, str):
         return parse_seconds(value, allow_zero=allow_zero)
     return _DURATION.convert(value, allow_zero=allow_zero)
 
 
 def to_bytes(value: str | float) -> float:
-    """Return bytes from text (see ``parse_bytes``) or from a number.
-
-    Raises:
-        TypeError: neither text nor a number.
-        ValueError: text of another form, or a number that is not positive and finite.
-    """
+    """Return bytes from text (see ``parse_bytes``) or from a number."""
     return parse_bytes(value) if isinstance(value, str) else _SIZE.convert(value)
 
 

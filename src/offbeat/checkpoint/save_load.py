@@ -38,10 +38,10 @@ from offbeat.checkpoint.files import (
     with_digest,
     write,
 )
+from offbeat.checkpoint.step_boundary import StepBoundary, step_boundary
 from offbeat.errors import CheckpointError
 from offbeat.nodes.shards import local_parts, model_state, optimizer_state
-from offbeat.synchronizer import Synchronizer, step_boundary
-from offbeat.training.step_boundary import StepBoundary
+from offbeat.synchronizer import Synchronizer
 
 logger = logging.getLogger("offbeat")
 

@@ -107,7 +107,7 @@ def require_agreement(
         message = f"the workers differ, but training continues: {differences}"
         if communicator.rank == 0:
             logger.warning("%s", message)
-        warnings.warn(message, stacklevel=4)  # points to the line that called attach()
+        warnings.warn(message, stacklevel=5)  # points to the line that called attach()
 
 
 def versioned(lines: Sequence[str]) -> list[str]:

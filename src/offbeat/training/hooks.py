@@ -33,19 +33,15 @@ def hook_optimizer(
 ) -> list[Removable]:
     """Call ``clipping.step`` before and ``iteration.complete`` after every optimizer step.
 
+    The hooks raise an AttachError if the optimizer calls its closure twice, or if an optimizer
+    inside it steps outside of ``optimizer.step``.
+
     Args:
         optimizer: The optimizer.
-        index: Its index among the attached optimizers.
+        index: Index of the optimizer.
         iteration: The iterations of this worker.
-        clipping: The clipping of this worker, which prepares the iteration.
+        clipping: The clipping of this worker.
         record_loss: Called with the return value of a closure.
-
-    Returns:
-        The installed hooks.
-
-    Raises:
-        AttachError: raised inside a step, if a closure is called twice, or if an inner optimizer
-            steps outside of ``optimizer.step``.
     """
     in_step = False
 
