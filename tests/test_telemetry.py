@@ -157,7 +157,7 @@ def write(rank: int, size: int, folder: str) -> Any:
 
 
 def test_one_line_per_step_with_the_decision(tmp_path: Path) -> None:
-    """step, rank, decision, seconds, bytes; SelSync's change, threshold, flag; record()'s values."""
+    """step, rank, decision, seconds, bytes; SelSync's change, threshold, flag; record()'s."""
     results = run(write, str(tmp_path), workers=2)
     assert sorted(p.name for p in tmp_path.rglob("*.json*")) == [
         "log.json",

@@ -22,13 +22,13 @@ from offbeat.strategies.base import SharedModel, Strategy
 from offbeat.strategies.streaming import StreamingAveraging
 from offbeat.synchronizer import Synchronizer, attached
 from offbeat.training.compatibility import (
+    rejects_moved_arguments,
     require_abilities,
     require_distinct_memory,
     require_timeout,
     require_usable,
 )
 from offbeat.training.ddp import DDPSuppressor, require_no_engine, unwrapped
-from offbeat.training.moved_arguments import rejects_moved_arguments
 from offbeat.training.optimizers import require_own_state, unwrapped_optimizer
 from offbeat.transport.communicator import Transport
 from offbeat.transport.team import Team

@@ -53,8 +53,13 @@ def twice(model: nn.Module, sync: Any) -> None:
 WAYS = [by_sync, by_torch, by_a_name, twice]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_dropped_models() -> None:
+    """Free models that other tests have dropped without detaching them."""
+    gc.collect()
+
+
 def torchs_functions() -> Any:
-    gc.collect()  # models that other tests have dropped without detaching them
     return nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_
 
 
@@ -249,5 +254,6 @@ def test_a_dropped_model_is_freed() -> None:
 
     before = torchs_functions()
     dropped = simulated(lambda rank, size: train(), workers=1)[0]
+    gc.collect()
     assert torchs_functions() == before
     assert dropped() is None
