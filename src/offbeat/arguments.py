@@ -164,9 +164,9 @@ def check_settings(settings: Any) -> None:
     """
     kind: type = type(settings)
     hints = types_of(kind)
-    for one in dataclasses.fields(settings):
-        label = one.metadata.get("label", one.name)
-        _check(label, getattr(settings, one.name), hints[one.name], range_of(one))
+    for each in dataclasses.fields(settings):
+        label = each.metadata.get("label", each.name)
+        _check(label, getattr(settings, each.name), hints[each.name], range_of(each))
 
 
 def _check(name: str, value: object, kind: Any, within: Range) -> None:

@@ -111,11 +111,11 @@ class Synchronizer:
         self._iteration.watch_backward()
         self._clipping = Clipping(self._iteration, worker)
         self._hooks: list[Removable] = [*hooks, self._clipping]
-        for one in optimizers:
+        for each in optimizers:
             parts = self._iteration, self._clipping, self._recorder.record_loss
-            self._hooks += hook_optimizer(one.optimizer, one.index, *parts)
+            self._hooks += hook_optimizer(each.optimizer, each.index, *parts)
         self._scaler = None if scaler is None else ScalerHooks(scaler, self._iteration)
-        self._attached_objects: tuple[Any, ...] = (model, *(one.optimizer for one in optimizers))
+        self._attached_objects: tuple[Any, ...] = (model, *(each.optimizer for each in optimizers))
         attached.update(self._attached_objects)
         self._host.watch(lambda: self.stats)
         self._recorder.restart()

@@ -116,11 +116,11 @@ def require_recordable(name: str, value: object) -> None:
         TypeError: the value is something else. The message contains ``name``.
     """
     if isinstance(value, list | tuple):
-        for one in value:
-            require_recordable(name, one)
+        for each in value:
+            require_recordable(name, each)
     elif isinstance(value, dict):
-        for key, one in value.items():
-            require_recordable(f"{name}[{key!r}]", one)
+        for key, each in value.items():
+            require_recordable(f"{name}[{key!r}]", each)
             if not isinstance(key, str):
                 raise TypeError(f"record({name}=…): keys must be text, got {key!r}")
     elif hasattr(value, "item"):
@@ -177,9 +177,9 @@ def _json(value: Any) -> Any:
     """Return ``value`` with all values inside as JSON types."""
     value = _number(value)
     if isinstance(value, dict):
-        return {key: _json(one) for key, one in value.items()}
+        return {key: _json(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_json(one) for one in value]
+        return [_json(each) for each in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else str(value)
     return value if value is None or isinstance(value, str | int | float) else float(value)
@@ -281,7 +281,7 @@ def open_sinks(log: object, *, rank: int) -> list[Sink]:
             path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
         return [JsonLines(path, rank=rank)]
     if isinstance(log, Sequence):
-        return [sink for one in log for sink in open_sinks(one, rank=rank)]
+        return [sink for each in log for sink in open_sinks(each, rank=rank)]
     if callable(getattr(log, "write", None)) and callable(getattr(log, "close", None)):
         return [log]  # type: ignore[list-item]
     raise TypeError(

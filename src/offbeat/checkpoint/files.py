@@ -16,7 +16,7 @@ disk for each worker.
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from offbeat.errors import CheckpointError
 
 FORMAT = 1
 _NAME = re.compile(r"step-(\d+)(?:-(\d+))?\.rank(\d+)\.pt")
-_PARTIAL = re.compile(rf"\.({_NAME.pattern})\.partial")
+_PARTIAL = re.compile(rf"\.{_NAME.pattern}\.partial")
 CheckpointKey = tuple[int, int]
 """Step of a checkpoint, and the number of earlier checkpoints of the same step."""
 
@@ -38,30 +38,29 @@ def path_of(folder: Path, key: CheckpointKey, rank: int) -> Path:
     return folder / f"step-{step}{f'-{repetition}' if repetition else ''}.rank{rank}.pt"
 
 
-def files_of(folder: Path, rank: int) -> dict[CheckpointKey, Path]:
-    """Return the renamed files of ``rank``."""
-    return {key: path for key, owner, path in all_files(folder) if owner == rank}
-
-
 def all_files(folder: Path) -> list[tuple[CheckpointKey, int, Path]]:
     """Return key, rank and path of each renamed file."""
-    files = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if parts := _NAME.fullmatch(path.name):
-            step, repetition, rank = parts.groups()
-            files.append(((int(step), int(repetition or 0)), int(rank), path))
-    return files
+    return list(_matching(folder, _NAME))
+
+
+def files_of(folder: Path, rank: int) -> dict[CheckpointKey, Path]:
+    """Return the renamed files of ``rank``."""
+    return {key: path for key, owner, path in _matching(folder, _NAME) if owner == rank}
 
 
 def partial_files_of(folder: Path, rank: int) -> dict[CheckpointKey, Path]:
     """Return the final paths of the files of ``rank`` that still have their temporary name."""
-    files = {}
+    partial = _matching(folder, _PARTIAL)
+    return {key: path_of(folder, key, rank) for key, owner, _ in partial if owner == rank}
+
+
+def _matching(
+    folder: Path, pattern: "re.Pattern[str]"
+) -> Iterator[tuple[CheckpointKey, int, Path]]:
     for path in folder.iterdir() if folder.is_dir() else ():
-        if parts := _PARTIAL.fullmatch(path.name):
-            name, step, repetition, owner = parts.groups()
-            if int(owner) == rank:
-                files[int(step), int(repetition or 0)] = path.with_name(name)
-    return files
+        if parts := pattern.fullmatch(path.name):
+            step, repetition, rank = parts.groups()
+            yield (int(step), int(repetition or 0)), int(rank), path
 
 
 def common_keys(lists: Iterable[Sequence[Sequence[int]]]) -> set[CheckpointKey]:

@@ -110,7 +110,7 @@ def save(
     """
     require_integer("keep", keep, least=1)
     with step_boundary(sync, "offbeat.save()") as boundary:
-        state, folder, rank = boundary.state(), Path(directory), boundary.rank
+        state, folder, rank = sync.state_dict(), Path(directory), boundary.rank
         refused, contents = None, {}
         local: Callable[[Any], Any] = local_parts if boundary.sharded else lambda values: values
         optimizers = boundary.optimizers if optimizer is None else optimizer
@@ -167,8 +167,8 @@ def load(
     """Continue from the newest checkpoint in ``directory`` that is complete on every worker.
 
     A collective, called after ``attach``. A checkpoint that is missing or damaged on one worker is
-    skipped by all, with a warning, and its files are renamed to ``….damaged``. The log names the
-    step from which training continues.
+    skipped by all, and its files are renamed to ``….damaged``. Damage is logged as a warning. The
+    log names the step from which training continues.
 
     Args:
         directory: Directory of the checkpoints, as given to ``save``.

@@ -5,66 +5,57 @@ A checkpoint belongs to the synchronizer, so this module may use its private att
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from offbeat.averaging import Worker
 from offbeat.checkpoint.synchronizer_state import check_state
 from offbeat.errors import AttachError
 from offbeat.synchronizer import Synchronizer, require_synchronizer
 
 
-@dataclass(frozen=True)
 class StepBoundary:
     """A synchronizer between two steps.
 
     Attributes:
         model: The attached model.
-        worker: This worker.
-        guard: Context around all communication.
-        state: Returns the synchronizer's ``state_dict``. A collective.
-        check: Raises CheckpointError unless the synchronizer can load the given state.
+        optimizers: The attached optimizers.
+        device: Device of the model.
         sharded: True if this worker holds shards of the model.
     """
 
-    model: nn.Module
-    worker: Worker
-    guard: AbstractContextManager[None]
-    state: Callable[[], dict[str, Any]]
-    check: Callable[[Any], None]
-    sharded: bool
+    def __init__(self, sync: Synchronizer) -> None:
+        self._sync = sync
+        optimizers = sync._worker.optimizers
+        self.model: nn.Module = sync._attached_objects[0]
+        self.optimizers: list[Optimizer] = [attached.optimizer for attached in optimizers]
+        self.device: torch.device = optimizers[0].parameters[0].device
+        self.sharded = sync._shards is not None
+
+    # Properties, because state_dict() may change the membership of an elastic training.
 
     @property
     def rank(self) -> int:
         """Rank of this process."""
-        return self.worker.team.everyone.rank
+        return self._sync.rank
 
     @property
     def size(self) -> int:
         """Number of processes."""
-        return self.worker.team.everyone.size
+        return self._sync.size
 
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The attached optimizers."""
-        return [one.optimizer for one in self.worker.optimizers]
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the model."""
-        return self.worker.optimizers[0].parameters[0].device
+    def check(self, state: Any) -> None:
+        """Raise CheckpointError unless the synchronizer can load ``state``."""
+        check_state(state, self._sync._iteration.flow, self._sync.stats)
 
     def gather(self, value: Any, what: str) -> list[Any]:
         """Return the JSON-serializable ``value`` of every process, in rank order. A collective."""
-        payload, everyone = json.dumps(value).encode(), self.worker.team.everyone
-        with self.guard:
-            return [json.loads(one) for one in everyone.gather_bytes(payload, what=what)]
+        payload, everyone = json.dumps(value).encode(), self._sync._team.everyone
+        with self._sync._iteration.guard:
+            return [json.loads(each) for each in everyone.gather_bytes(payload, what=what)]
 
 
 @contextlib.contextmanager
@@ -95,23 +86,12 @@ def step_boundary(sync: Synchronizer, what: str, *, loads: bool = False) -> Iter
     if loads:
         iteration.require_own_model(what)
     iteration.require_boundary(what)
-
-    def check(state: Any) -> None:
-        check_state(state, iteration.flow, sync.stats)
-
     try:
         with sync._recorder.paused(), sync._team.account.paused():
             if loads:  # a sum that is still in flight must not land on the loaded model
                 with iteration.guard:
                     sync._consensus.settle()
-            yield StepBoundary(
-                model=sync._attached_objects[0],
-                worker=sync._worker,
-                guard=iteration.guard,
-                state=sync.state_dict,
-                check=check,
-                sharded=sync._shards is not None,
-            )
+            yield StepBoundary(sync)
     finally:
         if loads:
             sync._recorder.restart()

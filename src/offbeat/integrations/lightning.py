@@ -143,7 +143,7 @@ def _gathered(content: bytes, device: torch.device) -> list[Tensor]:
     dist.all_gather(sizes, torch.tensor([own.numel()], device=device))
     padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8, device=device)
     padded[: own.numel()] = own
-    everyone = [torch.empty_like(padded) for _ in sizes] if dist.get_rank() == 0 else None
-    dist.gather(padded, everyone)
-    files = zip(everyone or [], sizes, strict=False)
+    gathered = [torch.empty_like(padded) for _ in sizes] if dist.get_rank() == 0 else None
+    dist.gather(padded, gathered)
+    files = zip(gathered or [], sizes, strict=False)
     return [file[: int(size)].cpu().clone() for file, size in files]

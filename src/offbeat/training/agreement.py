@@ -32,9 +32,9 @@ def describe(
 ) -> list[str]:
     """Return lines that must be equal on all workers: strategy, optimizers, and each tensor."""
     lines = [
-        f"optimizer {one.index}: {type(one.optimizer).__name__} with {len(one.parameters)} "
+        f"optimizer {each.index}: {type(each.optimizer).__name__} with {len(each.parameters)} "
         "parameters"
-        for one in optimizers
+        for each in optimizers
     ]
     return [f"strategy {strategy!r}", *lines, *replica.describe()]
 
@@ -42,9 +42,9 @@ def describe(
 def settings_of(model: nn.Module, optimizers: Sequence[AttachedOptimizer]) -> Settings:
     """Return settings by name that should be equal on all workers, but may differ."""
     settings = {"the version of offbeat": _own_version(), "the version of torch": torch.__version__}
-    for one in optimizers:
-        for i, group in enumerate(one.optimizer.param_groups):
-            where = f"optimizer {one.index}, group {i}"
+    for each in optimizers:
+        for i, group in enumerate(each.optimizer.param_groups):
+            where = f"optimizer {each.index}, group {i}"
             settings[f"the number of parameters of {where}"] = str(len(group["params"]))
             for name, value in group.items():
                 if name != "params" and _is_plain(value):

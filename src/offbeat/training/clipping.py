@@ -60,9 +60,9 @@ class Clipping:
             return
         me = weakref.ref(self)  # a model that is dropped without detach() must be freed
         owners = {
-            id(p.whole if isinstance(p, Shard) else p): (me, one.index)
-            for one in self._worker.optimizers
-            for p in one.parameters
+            id(p.whole if isinstance(p, Shard) else p): (me, each.index)
+            for each in self._worker.optimizers
+            for p in each.parameters
         }
         _watch(owners)
         finalizer = weakref.finalize(self, _stop_watching, me, tuple(owners))
@@ -98,19 +98,19 @@ class Clipping:
 
     def clip(self, optimizers: Sequence[AttachedOptimizer], max_norm: float) -> Tensor:
         """Clip the gradients of ``optimizers`` by their total norm. Returns the norm before."""
-        for one in optimizers:
-            self.prepare(one.index)
+        for each in optimizers:
+            self.prepare(each.index)
         worker = self._worker
         squared = worker.norm_squared
         if squared is None or len(optimizers) < len(worker.optimizers):
-            squared = worker.squared_norm(g for one in optimizers for g in one.gradients())
-        parameters = [p for one in optimizers for p in one.parameters if p.grad is not None]
+            squared = worker.squared_norm(g for each in optimizers for g in each.gradients())
+        parameters = [p for each in optimizers for p in each.parameters if p.grad is not None]
         double = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
         norm = torch.tensor(squared, dtype=torch.float64).sqrt()
         norm = norm if double else norm.float()
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        for one in optimizers:
-            self.clipped(one.index)
+        for each in optimizers:
+            self.clipped(each.index)
         return norm
 
     def clipped(self, index: int) -> None:

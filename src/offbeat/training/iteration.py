@@ -97,8 +97,8 @@ class Iteration:
         self._synced = False
         self._skipped = True  # a GradScaler has skipped all steps of this iteration so far
         self._order: list[int] = []  # optimizers in the order of their gradients
-        self._last_order = [one.index for one in worker.optimizers]
-        self._groups = [_parameters_of(one.optimizer) for one in worker.optimizers]
+        self._last_order = [each.index for each in worker.optimizers]
+        self._groups = [_parameters_of(each.optimizer) for each in worker.optimizers]
         parameters = [p for groups in self._groups for group in groups for p in group]
         self._frozen = [p for p in parameters if not p.requires_grad]
         self._forbidden = ""  # name of the context in which the model may not change
@@ -153,7 +153,7 @@ class Iteration:
     def index_of(self, optimizer: object) -> int | None:
         """Return the index of an attached optimizer, or None for any other object."""
         attached = self._worker.optimizers
-        return next((one.index for one in attached if one.optimizer is optimizer), None)
+        return next((each.index for each in attached if each.optimizer is optimizer), None)
 
     def is_prepared(self, index: int) -> bool:
         """Return True if optimizer ``index`` was prepared and has not stepped since."""

@@ -150,4 +150,4 @@ def may_nest_steps(optimizer: Optimizer) -> bool:
 @cache  # called in every step
 def _count_steps(kind: Any) -> int:
     """Return how many classes in the inheritance of ``kind`` define ``step``."""
-    return sum("step" in vars(one) for one in kind.__mro__ if one is not Optimizer)
+    return sum("step" in vars(each) for each in kind.__mro__ if each is not Optimizer)
