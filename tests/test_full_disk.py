@@ -64,8 +64,8 @@ def test_a_log_that_does_not_fit_ends_and_training_continues(
     """Each worker warns once and names the file."""
     with small_disk(tmp_path / "disk") as disk:
         assert simulated(log_on, disk, workers=2) == [40, 40]
-    told = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(told) == 2
-    for one in told:
+    messages = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(messages) == 2
+    for one in messages:
         assert "log.rank" in one
         assert "No space left on device" in one

@@ -269,9 +269,9 @@ def test_a_full_disk_does_not_stop_the_training(caplog: pytest.LogCaptureFixture
     for model, *_ in results:
         torch.testing.assert_close(model, want)
     assert results[1][1:] == (2, 1, 4, 1)
-    told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     goes_on = "is no longer written, training continues: [Errno 28] No space left on device"
-    assert told == [f"rank 1: the log {where} {goes_on}" for where in ("/dev/full", "runs/it")]
+    assert warnings == [f"rank 1: the log {where} {goes_on}" for where in ("/dev/full", "runs/it")]
 
 
 def test_a_last_line_that_cannot_be_written_does_not_stop_the_end(
@@ -470,17 +470,17 @@ class Run:
     name = "eager-otter-7"
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.calls: list[Any] = []
 
     def define_metric(self, name: str, step_metric: str | None = None) -> None:
-        self.told.append((name, step_metric))
+        self.calls.append((name, step_metric))
 
     def log(self, values: dict[str, Any]) -> None:
         assert all(type(value) is float for value in values.values())
-        self.told.append(values)
+        self.calls.append(values)
 
     def finish(self) -> None:
-        self.told.append("finished")
+        self.calls.append("finished")
 
 
 DEFINED = [("offbeat/step", None), ("offbeat/*", "offbeat/step")]
@@ -502,7 +502,7 @@ def test_wandb_gets_one_curve_per_number(monkeypatch: pytest.MonkeyPatch) -> Non
     for record in RECORDS:
         sink.write(record)
     sink.close()
-    assert run.told == [*DEFINED, *LOGGED, "finished"]
+    assert run.calls == [*DEFINED, *LOGGED, "finished"]
     assert str(sink) == "wandb run eager-otter-7"
 
 
@@ -514,7 +514,7 @@ def test_a_run_that_was_given_to_wandb_stays_open(monkeypatch: pytest.MonkeyPatc
     records.write(1, 0, "sync", 0.5, 0.25, 8, more={})
     records.close()
     each = {"step": 1, "rank": 0, "decision": 1, "compute_seconds": 0.5, "wait_seconds": 0.25}
-    assert run.told == [
+    assert run.calls == [
         *DEFINED,
         {f"offbeat/{name}": value for name, value in {**each, "payload_bytes": 8}.items()},
     ]

@@ -125,7 +125,7 @@ def test_workers_must_agree_on_the_wire() -> None:
     assert run(disagree, workers=3) == [want] * 3
 
 
-def heed(attempt: Callable[[], Any]) -> tuple[list[str], Any]:
+def warnings_of(attempt: Callable[[], Any]) -> tuple[list[str], Any]:
     """Return the warnings that ``attempt`` gives, and its result. Threads share one list."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -155,8 +155,8 @@ def test_different_settings_are_warned_about(caplog: pytest.LogCaptureFixture) -
         "momentum of optimizer 0, group 1 is 0 on rank 0 and 0.9 on rank 1 and 1.8 on rank 2; "
         "the mode of module '1' is train() on rank 0, 1 and eval() on rank 2"
     )
-    told, models = heed(lambda: simulated(different_settings, workers=3))
-    assert told == [want]
+    warned, models = warnings_of(lambda: simulated(different_settings, workers=3))
+    assert warned == [want]
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [want]
     assert not torch.equal(models[0], models[1]), "one learning rate is the double of the other"
 
@@ -169,7 +169,7 @@ def alike(rank: int, size: int) -> None:
 
 def test_equal_settings_give_no_warning() -> None:
     """Tensors and tuples are compared by value."""
-    assert heed(lambda: simulated(alike, workers=3)) == ([], [None] * 3)
+    assert warnings_of(lambda: simulated(alike, workers=3)) == ([], [None] * 3)
 
 
 def of_versions(rank: int, size: int) -> str:
@@ -186,10 +186,10 @@ def of_versions(rank: int, size: int) -> str:
 
 def test_versions_are_compared_and_long_lists_are_cut() -> None:
     """Of six differences the warning shows four and a number. An error comes before a warning."""
-    told, texts = heed(lambda: simulated(of_versions, workers=2))
+    warned, texts = warnings_of(lambda: simulated(of_versions, workers=2))
     begins = "the workers differ, but training continues: the "
     modes = "; the ".join(f"mode of module '{i}' is 0 on rank 0 and 1 on rank 1" for i in range(4))
-    assert told == [
+    assert warned == [
         f"{begins}{modes}; and 2 more",
         f"{begins}version of torch is 2.0 on rank 0 and 2.1 on rank 1",
     ]

@@ -275,7 +275,7 @@ class Broken:
 @pytest.mark.parametrize("operation", [0, 1, 2, 3, 4])
 def test_a_failed_measurement_ends_only_the_measuring(text: str, operation: int) -> None:
     """Every worker warns, at the latest at the next barrier. Training continues unchanged."""
-    told: list[str] = []
+    messages: list[str] = []
 
     def worker(rank: int, size: int, every: int | None) -> Any:
         model = make_model(seed=rank)
@@ -291,16 +291,16 @@ def test_a_failed_measurement_ends_only_the_measuring(text: str, operation: int)
         return flat(model)
 
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("offbeat")
     logger.addHandler(handler)
     try:
         ends = simulated(worker, 3, workers=2)
     finally:
         logger.removeHandler(handler)
-    told = [line for line in told if "is no longer measured" in line]
-    assert len(told) == 2
-    assert any(line.startswith("rank 1: ") and "failed on purpose" in line for line in told)
+    messages = [line for line in messages if "is no longer measured" in line]
+    assert len(messages) == 2
+    assert any(line.startswith("rank 1: ") and "failed on purpose" in line for line in messages)
     assert torch.equal(ends[0], ends[1])
     if text.startswith("local"):
         assert torch.equal(ends[0], simulated(worker, None, workers=2)[0])

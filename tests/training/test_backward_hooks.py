@@ -27,7 +27,7 @@ from worlds import run
 small_buckets = partial(gradient_buckets, bucket_bytes=64)
 
 
-class Told(ThreadHost):
+class RecordingHost(ThreadHost):
     """A host that records the reported progress."""
 
     def __init__(self) -> None:
@@ -42,15 +42,15 @@ class Watched:
     """A model whose layers are used in any order, and the reports of its buckets.
 
     Attributes:
-        told: Index of each reported bucket, and the backward pass in which it was reported.
+        reported: Index of each reported bucket, and the backward pass in which it was reported.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, until: int = 1000) -> None:
         monkeypatch.setattr(worker, "gradient_buckets", small_buckets)
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(5, 5, bias=False) for _ in range(4))
-        self.host = Told()
-        self.told: list[tuple[int, int]] = []
+        self.host = RecordingHost()
+        self.reported: list[tuple[int, int]] = []
         self.passes, self.until = 0, until
         parameters = list(self.layers.parameters())
         self.optimizer = AttachedOptimizer(0, torch.optim.SGD(parameters, lr=0.1), parameters)
@@ -60,13 +60,13 @@ class Watched:
         ]
 
     def ready(self, bucket: int) -> bool:
-        # What it is told of is complete: backward adds to these gradients no more in this pass.
-        self.told.append((bucket, self.passes))
-        return len(self.told) < self.until
+        # A reported bucket is complete: backward adds no more to its gradients in this pass.
+        self.reported.append((bucket, self.passes))
+        return len(self.reported) < self.until
 
     def step(self, *orders: str) -> list[tuple[int, int]]:
         """Run backward through the layers in the given orders. Returns the reports."""
-        self.told.clear()
+        self.reported.clear()
         for p in self.optimizer.parameters:
             p.grad = None
         for self.passes, order in enumerate(orders, start=1):
@@ -75,7 +75,7 @@ class Watched:
                 x = self.layers[int(layer)](x)
             x.sum().backward()
         self.backward.end_step()
-        return list(self.told)
+        return list(self.reported)
 
 
 def test_buckets_are_reported_in_order_except_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def test_progress_follows_the_completed_elements(
 # -- in training ----------------------------------------------------------------------------------
 
 
-class Telling:
+class RecordingTransport:
     """The world's communicator, with a host that records the reported progress."""
 
     def __init__(self) -> None:
@@ -162,11 +162,11 @@ class Telling:
         inner = open_communicator(None, timeout_seconds, what="a test")
         computed = inner.host.computed
 
-        def told(progress: float) -> None:
+        def reported(progress: float) -> None:
             self.progress.append(progress)
             computed(progress)
 
-        inner.host.computed = told  # type: ignore[method-assign]
+        inner.host.computed = reported  # type: ignore[method-assign]
         return Wrapper(inner)
 
 
@@ -174,7 +174,7 @@ def progress_of(rank: int, size: int, strategy: Strategy, passes: list[int]) -> 
     """Return the progress that was reported in each step."""
     model = make_model(seed=rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    transport = Telling()
+    transport = RecordingTransport()
     seen = []
     with attach(model, optimizer, strategy, group=transport):
         for step, count in enumerate(passes):
@@ -192,9 +192,9 @@ def test_progress_rises_to_1_in_every_step(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(worker, "gradient_buckets", small_buckets)
     passes = [1, 3, 3, 1, 1, 2]
     for seen in run(progress_of, offbeat.BSP(), passes, workers=2):
-        for told in seen:
-            assert told[-1] == 1
-            assert all(0 < a < b for a, b in itertools.pairwise(told)), told
+        for reported in seen:
+            assert reported[-1] == 1
+            assert all(0 < a < b for a, b in itertools.pairwise(reported)), reported
         assert len(seen[0]) > 2  # the end, and at least two buckets before it
     for seen in run(progress_of, offbeat.LocalSGD(period=2), passes, workers=2):
         assert seen == [[1.0]] * len(passes)
@@ -204,7 +204,7 @@ def two_optimizers(rank: int, size: int) -> Any:
     """One backward fills the gradients of both optimizers."""
     model = make_model(seed=rank)
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.05) for part in (model[0], model[2:])]
-    transport = Telling()
+    transport = RecordingTransport()
     with attach(model, optimizers, offbeat.BSP(), group=transport):
         loss_of(model, make_batch(rank, 0)).backward()
         for optimizer in optimizers:
@@ -239,7 +239,7 @@ def test_buckets_are_sent_while_backward_runs_in_virtual_time(
     def timeline(overlap: bool) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(worker, "gradient_buckets", small_buckets)
-            if not overlap:  # nobody is told
+            if not overlap:  # no bucket is reported
                 patch.setattr(GradientFlow, "bucket_ready", Flow.bucket_ready)
             return simulate(train, workers=2, network=network, compute=Compute(seconds))
 
