@@ -36,11 +36,11 @@ from offbeat.nodes.shards import Shards
 from offbeat.quantization.wire import Precision, Wire
 from offbeat.strategies.base import Strategy
 from offbeat.telemetry import Stats
-from offbeat.training.agreement import copy_rank_0, describe, require_agreement, settings_of
 from offbeat.training.background import BackgroundTasks
 from offbeat.training.clipping import Clipping
 from offbeat.training.compatibility import repeatable
 from offbeat.training.consensus import Consensus
+from offbeat.training.consistency import copy_rank_0, describe, require_consistency, settings_of
 from offbeat.training.hooks import Removable, ScalerHooks, hook_optimizer
 from offbeat.training.iteration import Iteration
 from offbeat.training.monitors import Distance, GradientChange
@@ -88,7 +88,7 @@ class Synchronizer:
         opened = Wire(team)
         with team.account.paused():
             if not joining:
-                require_agreement(team.everyone, lines, settings_of(model, optimizers))
+                require_consistency(team.everyone, lines, settings_of(model, optimizers))
                 copy_rank_0(team, replica.everything())
                 opened = open_wire(team, strategy, wire)
         worker = self._worker = Worker(team, replica, optimizers, opened, non_finite)
@@ -187,9 +187,9 @@ class Synchronizer:
         """Scale the gradients so that their total L2 norm is at most ``max_norm``.
 
         The strategy receives the gradients before they are clipped: BSP averages them first,
-        SelSync measures them for its trigger. ``torch.nn.utils.clip_grad_norm_`` gives the same
-        result on an attached model; this method saves one pass over the gradients if the strategy
-        has measured their norm. With a GradScaler, call ``scaler.unscale_(optimizer)`` first.
+        SelSync measures them for its trigger. ``torch.nn.utils.clip_grad_norm_`` on the parameters
+        of one optimizer gives the same result. This method saves one pass over the gradients if the
+        strategy has measured their norm. With a GradScaler, call ``scaler.unscale_`` first.
 
         Args:
             max_norm: Largest norm that is left unchanged.

@@ -30,7 +30,7 @@ class Stats:
             server, after quantization. In a node of several workers, its share of the bytes that
             go to other nodes. ``attach`` and ``consensus`` do not count.
         wait_seconds: Time blocked in communication.
-        compute_seconds: All other time in the steps, except ``consensus``.
+        compute_seconds: All other time up to the last step, except ``consensus`` and checkpoints.
         details: Totals that are specific to the strategy; its documentation explains them.
     """
 

@@ -52,7 +52,7 @@ class Loaded:
 
     Attributes:
         step: Step at which the checkpoint was saved.
-        path: File of this worker.
+        path: File that this worker has loaded.
         extra: The ``extra`` argument that this worker gave to ``save``.
     """
 

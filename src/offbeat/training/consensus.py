@@ -9,8 +9,8 @@ from offbeat.averaging import Worker
 from offbeat.averaging.votes import Round
 from offbeat.errors import AttachError, CommunicationError
 from offbeat.nodes.shards import Shards
-from offbeat.training.agreement import copy_rank_0
 from offbeat.training.background import BackgroundTasks
+from offbeat.training.consistency import copy_rank_0
 from offbeat.training.follower_modules import FollowerModules
 from offbeat.training.iteration import Iteration
 from offbeat.training.monitors import Distance

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from offbeat.averaging import Replica
 from offbeat.averaging.exact_mean import ExactMean
 from offbeat.errors import AttachError
-from offbeat.training.agreement import copy_rank_0, require_agreement
 from offbeat.training.compatibility import require_usable
+from offbeat.training.consistency import copy_rank_0, require_consistency
 from offbeat.transport.team import Team
 
 
@@ -64,7 +64,7 @@ class FollowerModules:
         """
         together = nn.ModuleList(modules)
         new = Replica(together, together.parameters())
-        require_agreement(self._team.everyone, [f"follower {line}" for line in new.describe()])
+        require_consistency(self._team.everyone, [f"follower {line}" for line in new.describe()])
         copy_rank_0(self._team, new.everything())
         self._use([*self._modules, *modules])
 

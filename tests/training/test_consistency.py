@@ -13,8 +13,8 @@ import offbeat
 from loops import attach, error_of, everything, sgd
 from offbeat.elastic.connect import open_communicator
 from offbeat.strategies.base import Strategy
-from offbeat.training import agreement
-from offbeat.training.agreement import require_agreement
+from offbeat.training import consistency
+from offbeat.training.consistency import require_consistency
 from problems import flat, make_batch, make_model, train_step
 from worlds import real, run, simulated
 
@@ -175,10 +175,10 @@ def test_equal_settings_give_no_warning() -> None:
 def of_versions(rank: int, size: int) -> str:
     communicator = open_communicator(None, 20, what="a test")
     try:
-        require_agreement(communicator, ["strategy"], {"the version of torch": f"2.{rank}"})
+        require_consistency(communicator, ["strategy"], {"the version of torch": f"2.{rank}"})
         many = {f"the mode of module '{i}'": str(rank) for i in range(6)}
-        require_agreement(communicator, ["strategy"], many)
-        text = error_of(lambda: require_agreement(communicator, [f"wire {rank}"], many))[1]
+        require_consistency(communicator, ["strategy"], many)
+        text = error_of(lambda: require_consistency(communicator, [f"wire {rank}"], many))[1]
     finally:
         communicator.close()
     return text
@@ -198,11 +198,11 @@ def test_versions_are_compared_and_long_lists_are_cut() -> None:
 
 def another_protocol(rank: int, size: int, protocols: list[int]) -> tuple[list[str], str]:
     communicator = open_communicator(None, 20, what="a test")
-    old, agreement.PROTOCOL = agreement.PROTOCOL, protocols[rank]
+    old, consistency.PROTOCOL = consistency.PROTOCOL, protocols[rank]
     try:
-        return error_of(lambda: require_agreement(communicator, ["the same"]))
+        return error_of(lambda: require_consistency(communicator, ["the same"]))
     finally:
-        agreement.PROTOCOL = old
+        consistency.PROTOCOL = old
         communicator.close()
 
 

@@ -1,4 +1,4 @@
-"""Comparison of the workers when training begins: model, optimizers, strategy and settings."""
+"""Consistency checks between the workers at ``attach``: model, optimizers, strategy, settings."""
 
 import hashlib
 import itertools
@@ -78,7 +78,7 @@ def _shown(value: object) -> str:
     return f"{value:.8g}" if isinstance(value, float) else str(value)
 
 
-def require_agreement(
+def require_consistency(
     communicator: Communicator, lines: Sequence[str], settings: Settings | None = None
 ) -> None:
     """Compare ``lines`` and ``settings`` between the workers. A collective.
