@@ -120,7 +120,7 @@ def _check(present: Any, saved: Any, hint: Any, where: str) -> None:
     if dataclasses.is_dataclass(present):
         check(present, saved, where)
     elif isinstance(present, Tensor):
-        check_tensors([present], [saved], where)
+        _check_tensor(present, saved, where)
     elif isinstance(present, list) and present and dataclasses.is_dataclass(present[0]):
         _require(isinstance(saved, list) and len(saved) == len(present), where, "a list", saved)
         for i, (target, source) in enumerate(zip(present, saved, strict=True)):
@@ -129,23 +129,17 @@ def _check(present: Any, saved: Any, hint: Any, where: str) -> None:
         check_value(saved, hint, where)
         # An empty list fits: values in flight exist in only one of the two, perhaps.
         if isinstance(present, list) and present and saved and isinstance(present[0], Tensor):
-            check_tensors(present, saved, where)
+            _require(isinstance(saved, list), where, f"a list of {len(present)} tensors", saved)
+            if len(saved) != len(present):
+                raise CheckpointError(f"{where} must be {len(present)} tensors, got {len(saved)}")
+            for target, source in zip(present, saved, strict=True):
+                _check_tensor(target, source, where)
 
 
-def check_tensors(present: typing.Sequence[Tensor], saved: Any, where: str) -> None:
-    """Raise unless ``saved`` is a list of tensors with the shapes and dtypes of ``present``.
-
-    Raises:
-        CheckpointError: a tensor differs, or their number.
-    """
-    _require(isinstance(saved, list), where, f"a list of {len(present)} tensors", saved)
-    if len(saved) != len(present):
-        raise CheckpointError(f"{where} must be {len(present)} tensors, got {len(saved)}")
-    for target, source in zip(present, saved, strict=True):
-        required = f"a tensor of shape {tuple(target.shape)}, {target.dtype}"
-        _require(isinstance(source, Tensor), where, required, source)
-        same = (source.shape, source.dtype) == (target.shape, target.dtype)
-        _require(same, where, required, source)
+def _check_tensor(present: Tensor, saved: Any, where: str) -> None:
+    required = f"a tensor of shape {tuple(present.shape)}, {present.dtype}"
+    _require(isinstance(saved, Tensor), where, required, saved)
+    _require((saved.shape, saved.dtype) == (present.shape, present.dtype), where, required, saved)
 
 
 def check_value(value: Any, hint: Any, where: str) -> None:

@@ -8,9 +8,10 @@ The state of a *consensus* belongs to a model that all workers hold. It fits any
 number of workers: they start from that model, and only the totals continue.
 """
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -84,19 +85,21 @@ def check_state(state: Any, flow: Flow, stats: Stats) -> None:
             f"the state was saved in format {state['format']}, this version reads {FORMAT}: "
             "resume with the version that saved it"
         )
-    _require_intact(_check_keys, state)
+    with _reported_as_damage():
+        _check_keys(state)
     if state["of"] == "consensus":
         _require_beginning(flow, stats)
     else:
         _require_identity(state, flow)
     _require_model(state["model"], flow.worker.replica.describe())
-    _require_intact(_check_values, state, flow)
+    with _reported_as_damage():
+        _check_values(state, flow)
 
 
-def _require_intact(check_part: Callable[..., None], state: dict[str, Any], *args: Any) -> None:
-    """Call ``check_part``; if it raises, raise that the state is damaged."""
+@contextlib.contextmanager
+def _reported_as_damage() -> Iterator[None]:
     try:
-        check_part(state, *args)
+        yield
     except CheckpointError as error:
         raise CheckpointError(
             f"the state is damaged: {error}; load another checkpoint of this training"
@@ -154,29 +157,21 @@ def _require_model(saved: Sequence[str], present: Sequence[str]) -> None:
 
 
 def _check_values(state: dict[str, Any], flow: Flow) -> None:
-    _check_stats(state["stats"])
+    check(Stats(), state["stats"], "stats")
+    counts = {f"stats.{k}": value for k, value in state["stats"].items() if k != "details"}
     if state["of"] == "worker":
-        _check_count(state["step"], "step")
+        check_value(state["step"], int, "step")
+        counts["step"] = state["step"]
         check(flow.state, state["state"], "state")
         check_value(state["errors"], dict[str, dict[str, Tensor]], "errors")
         for stream, errors in state["errors"].items():
             require_keys(errors, ("sent", "summed"), f"errors[{stream!r}]")
+    for name, value in counts.items():
+        if value < 0:
+            raise CheckpointError(f"{name} must be at least 0, got {value}")
     check_value(state["digest"], int, "digest")
     if digest({k: value for k, value in state.items() if k != "digest"}) != state["digest"]:
         raise CheckpointError("its values are not those that were saved, by their digest")
-
-
-def _check_stats(saved: Any) -> None:
-    check(Stats(), saved, "stats")
-    for name in (each.name for each in dataclasses.fields(Stats)):
-        if name != "details" and saved[name] < 0:
-            raise CheckpointError(f"stats.{name} must be at least 0, got {saved[name]}")
-
-
-def _check_count(value: Any, where: str) -> None:
-    check_value(value, int, where)
-    if value < 0:
-        raise CheckpointError(f"{where} must be at least 0, got {value}")
 
 
 # -- agreement and loading -------------------------------------------------------------------------
