@@ -112,8 +112,8 @@ class Synchronizer:
         self._clipping = Clipping(self._iteration, worker)
         self._hooks: list[Removable] = [*hooks, self._clipping]
         for each in optimizers:
-            parts = self._iteration, self._clipping, self._recorder.record_loss
-            self._hooks += hook_optimizer(each.optimizer, each.index, *parts)
+            record_loss = self._recorder.record_loss
+            self._hooks += hook_optimizer(each, self._iteration, self._clipping, record_loss)
         self._scaler = None if scaler is None else ScalerHooks(scaler, self._iteration)
         self._attached_objects: tuple[Any, ...] = (model, *(each.optimizer for each in optimizers))
         attached.update(self._attached_objects)

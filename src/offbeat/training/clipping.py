@@ -91,7 +91,7 @@ class Clipping:
                 )
         self._iteration.prepare(index)
 
-    def step(self, index: int) -> None:
+    def before_step(self, index: int) -> None:
         """Pass the gradients to the strategy: optimizer ``index`` is about to step."""
         self.prepare(index)
         self._clipped.pop(index, None)

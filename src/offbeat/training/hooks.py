@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
+from offbeat.averaging import AttachedOptimizer
 from offbeat.errors import AttachError
 from offbeat.training.clipping import Clipping
 from offbeat.training.iteration import Iteration
@@ -25,24 +26,23 @@ class Removable(Protocol):
 
 
 def hook_optimizer(
-    optimizer: Optimizer,
-    index: int,
+    attached: AttachedOptimizer,
     iteration: Iteration,
     clipping: Clipping,
     record_loss: Callable[[Any], None],
 ) -> list[Removable]:
-    """Call ``clipping.step`` before and ``iteration.complete`` after every optimizer step.
+    """Call ``clipping.before_step`` before and ``iteration.complete`` after every optimizer step.
 
     The hooks raise an AttachError if the optimizer calls its closure twice, or if an optimizer
     inside it steps outside of ``optimizer.step``.
 
     Args:
-        optimizer: The optimizer.
-        index: Index of the optimizer.
+        attached: The optimizer.
         iteration: The iterations of this worker.
         clipping: The clipping of this worker.
         record_loss: Called with the return value of a closure.
     """
+    optimizer, index = attached.optimizer, attached.index
     in_step = False
 
     def before(_: Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]] | None:
@@ -50,7 +50,7 @@ def hook_optimizer(
         in_step = True
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            clipping.step(index)
+            clipping.before_step(index)
             return None
         called = False
 
@@ -64,7 +64,7 @@ def hook_optimizer(
             called = True
             loss = closure()
             record_loss(loss)
-            clipping.step(index)
+            clipping.before_step(index)
             return loss
 
         if len(args) > 1:
