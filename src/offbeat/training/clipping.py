@@ -60,9 +60,9 @@ class Clipping:
             return
         me = weakref.ref(self)  # a model that is dropped without detach() must be freed
         owners = {
-            id(p.whole if isinstance(p, Shard) else p): (me, each.index)
-            for each in self._worker.optimizers
-            for p in each.parameters
+            id(p.whole if isinstance(p, Shard) else p): (me, one.index)
+            for one in self._worker.optimizers
+            for p in one.parameters
         }
         _watch(owners)
         finalizer = weakref.finalize(self, _stop_watching, me, tuple(owners))
