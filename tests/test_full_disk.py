@@ -1,4 +1,4 @@
-"""A disk is really full: a checkpoint is refused on all workers, a log ends, training goes on."""
+"""A full disk: a checkpoint is refused on all workers, a log ends, and training continues."""
 
 import logging
 from pathlib import Path
@@ -36,7 +36,7 @@ def save_twice(rank: int, size: int, disk: Path) -> Any:
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_by_all(tmp_path: Path) -> None:
-    """The one before stays, nothing half written does, and training goes on."""
+    """The checkpoint before remains, no partial file does, and training continues."""
     with small_disk(tmp_path / "disk") as disk:
         results = simulated(save_twice, disk, workers=2)
     for kind, text, left, steps, found, same in results:
@@ -58,14 +58,14 @@ def log_on(rank: int, size: int, disk: Path) -> int:
     return int(sync.step)
 
 
-def test_a_log_that_does_not_fit_ends_and_training_goes_on(
+def test_a_log_that_does_not_fit_ends_and_training_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is told, once on each worker, with the file."""
+    """Each worker warns once and names the file."""
     with small_disk(tmp_path / "disk") as disk:
         assert simulated(log_on, disk, workers=2) == [40, 40]
-    told = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(told) == 2
-    for one in told:
+    messages = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(messages) == 2
+    for one in messages:
         assert "log.rank" in one
         assert "No space left on device" in one

@@ -1,4 +1,4 @@
-"""What Offbeat survives and what it does not: the list behind docs/survival.md."""
+"""Failures that Offbeat survives, and others that it does not: the list of docs/survival.md."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ TESTS = Path(__file__).parent
 
 
 class Row(NamedTuple):
-    """One line of the table, and the test that holds it."""
+    """One row of the table, and the test that proves it."""
 
     what: str
     noticed: str
@@ -147,7 +147,7 @@ ROWS = [
         "at once; a warning names the file",
         "nothing",
         "training goes on",
-        "test_full_disk.py::test_a_log_that_does_not_fit_ends_and_training_goes_on",
+        "test_full_disk.py::test_a_log_that_does_not_fit_ends_and_training_continues",
     ),
     Row(
         "the same: `offbeat compare --output`",
@@ -209,14 +209,14 @@ ROWS = [
 
 
 def table() -> str:
-    """The rows as they stand on the page."""
+    """Return the rows as they appear on the page."""
     lines = ["| what happens | noticed | what the others see | what is left |", "|---|---|---|---|"]
     lines += [f"| {r.what} | {r.noticed} | {r.others} | {r.left} |" for r in ROWS]
     return "\n".join(lines) + "\n"
 
 
 def test_the_page_has_the_table_of_this_list() -> None:
-    """Of nothing more and nothing less."""
+    """It has these rows and no others."""
     page = (DOCS / "survival.md").read_text(encoding="utf-8")
     assert table() in page
     first = re.search(r"\n\n\| what happens.*?\n\n", page, re.DOTALL)
@@ -225,6 +225,6 @@ def test_the_page_has_the_table_of_this_list() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.test.rpartition("::")[2])
-def test_every_row_names_a_test_that_there_is(row: Row) -> None:
+def test_every_row_names_an_existing_test(row: Row) -> None:
     path, _, name = row.test.partition("::")
     assert f"\ndef {name}(" in (TESTS / path).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Totals, records and sinks: what a user reads about a run."""
+"""Totals, records and sinks of a run."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ def refuse(name: str) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All lines, each of which must be an object in strict JSON."""
+    """Return all lines, each of which must be an object in strict JSON."""
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
@@ -67,8 +67,8 @@ def test_stats_arithmetic() -> None:
     assert Stats(wait_seconds=2.0).idle == 1.0
 
 
-def test_stats_of_nothing_are_0() -> None:
-    """Before the first step no ratio divides by zero."""
+def test_stats_are_0_before_the_first_step() -> None:
+    """No ratio divides by zero."""
     stats = Stats()
     assert (stats.local_steps, stats.lssr, stats.idle) == (0, 0.0, 0.0)
     assert stats.details == {}
@@ -110,7 +110,7 @@ def count(rank: int, size: int, steps: int) -> Any:
 
 @pytest.mark.parametrize(("steps", "rest"), [(7, 1), (6, 0)])
 def test_payload_bytes_of_local_sgd_are_exact(steps: int, rest: int) -> None:
-    """A mean is 7 float64 of the vote and the model; attach and consensus do not count."""
+    """A mean sends 7 float64 of the vote and the model. attach and consensus do not count."""
     mean = 8 * 7 + 8 * 40
     assert PARAMETERS == 40
     for start, each, running, stats, closed in run(count, steps, workers=2):
@@ -156,8 +156,8 @@ def write(rank: int, size: int, folder: str) -> Any:
     return norms, losses, (payload, waited, computed), sync.stats, sink.records
 
 
-def test_one_line_a_step_with_what_was_decided(tmp_path: Path) -> None:
-    """step, rank, decision, seconds, bytes; SelSync's change, threshold and flag; record()'s."""
+def test_one_line_per_step_with_the_decision(tmp_path: Path) -> None:
+    """step, rank, decision, seconds, bytes; SelSync's change, threshold, flag; record()'s."""
     results = run(write, str(tmp_path), workers=2)
     assert sorted(p.name for p in tmp_path.rglob("*.json*")) == [
         "log.json",
@@ -222,7 +222,10 @@ def closes(rank: int, size: int) -> Any:
 
 
 def test_sinks_are_closed_once_and_closures_record_their_loss() -> None:
-    """After finish, detach or an exception nothing is written; a closure's loss is recorded."""
+    """After finish, detach or an exception nothing is written.
+
+    The loss of a closure is recorded.
+    """
     ((first, second, third),) = run(closes, workers=1)
     for closed, records, loss in (first, second, third):
         assert (closed, records) == (1, 1)
@@ -230,7 +233,7 @@ def test_sinks_are_closed_once_and_closures_record_their_loss() -> None:
 
 
 class Fails(Kept):
-    """Its disk is full from the second record on, or something else is wrong with it."""
+    """A sink whose disk is full from the second record on, or that raises another error."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -260,15 +263,15 @@ def full_disk(rank: int, size: int) -> Any:
 
 
 def test_a_full_disk_does_not_stop_the_training(caplog: pytest.LogCaptureFixture) -> None:
-    """It is told of once, with path and reason; the other sinks and the training go on."""
+    """One warning names path and reason. The other sinks and the training continue."""
     results = simulated(full_disk, workers=2)
     want = bsp_reference(2, "sgd", steps=4)[-1]
     for model, *_ in results:
         torch.testing.assert_close(model, want)
     assert results[1][1:] == (2, 1, 4, 1)
-    told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    goes_on = "is written no more, training goes on: [Errno 28] No space left on device"
-    assert told == [f"rank 1: the log {where} {goes_on}" for where in ("/dev/full", "runs/it")]
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    goes_on = "is no longer written, training continues: [Errno 28] No space left on device"
+    assert warnings == [f"rank 1: the log {where} {goes_on}" for where in ("/dev/full", "runs/it")]
 
 
 def test_a_last_line_that_cannot_be_written_does_not_stop_the_end(
@@ -286,7 +289,7 @@ def test_a_last_line_that_cannot_be_written_does_not_stop_the_end(
     records.write(1, 3, "sync", 0.5, 0.5, 0, more={})
     records.close()
     assert [sink.closed for sink in sinks] == [1, 1, 1]
-    assert caplog.text.count("lacks what was written last: quota") == 2
+    assert caplog.text.count("lacks the last records: quota") == 2
 
 
 def stops(rank: int, size: int) -> Any:
@@ -305,8 +308,8 @@ def stops(rank: int, size: int) -> Any:
     return caught, sync.stats.steps
 
 
-def test_any_other_exception_of_a_sink_is_its_own_way_to_stop() -> None:
-    """It leaves optimizer.step() when the iteration is complete, so the next one is a whole one."""
+def test_any_other_exception_of_a_sink_ends_training() -> None:
+    """It leaves optimizer.step() after the iteration is complete."""
     assert run(stops, workers=1) == [(["'my own end'"] * 2, 3)]
 
 
@@ -325,10 +328,10 @@ def test_any_other_exception_of_a_sink_is_its_own_way_to_stop() -> None:
         ({"a": 1, "rank": 7}, ValueError, "'rank' is Offbeat's own"),
     ],
 )
-def test_what_is_no_number_is_refused_at_once(
+def test_other_types_than_numbers_are_refused_at_once(
     values: dict[str, Any], error: type[Exception], match: str
 ) -> None:
-    """By name, before the step; and nothing of it is taken."""
+    """The error names the value before the step, and no value is added."""
     sink = Kept()
     records = Records([sink], rank=0)
     with pytest.raises(error, match=match):
@@ -340,7 +343,7 @@ def test_what_is_no_number_is_refused_at_once(
 
 
 def test_nested_numbers_are_valid_json(tmp_path: Path) -> None:
-    """NaN, infinity, tensors and fractions inside of lists and dictionaries, too."""
+    """NaN, infinity, tensors and fractions inside lists and dictionaries."""
     with JsonLines(tmp_path / "log") as sink:
         sink.write({"a": [math.nan, (math.inf, torch.tensor(math.nan))], "b": {"c": -math.inf}})
         sink.write({"a": Fraction(1, 4), "b": [True, None, "x", np.float32(2)]})
@@ -362,7 +365,7 @@ def closure_of_anything(rank: int, size: int) -> list[dict[str, Any]]:
 
 
 def test_a_closure_may_return_anything() -> None:
-    """What is no number is not recorded."""
+    """Other types than numbers are not recorded."""
     assert run(closure_of_anything, workers=1) == [[{}, {}, {"loss": 2.5}]]
 
 
@@ -402,8 +405,8 @@ def test_json_lines_overwrites(tmp_path: Path) -> None:
         ("of-{rank}/log.jsonl", "of-2/log.jsonl"),
     ],
 )
-def test_a_path_becomes_one_file_a_rank(log: str, want: str, tmp_path: Path) -> None:
-    """.rankN goes before the suffix unless the path says {rank}."""
+def test_a_path_becomes_one_file_per_rank(log: str, want: str, tmp_path: Path) -> None:
+    """.rankN goes before the suffix unless the path contains {rank}."""
     for given in (str(tmp_path / log), tmp_path / log):
         for sink in open_sinks(given, rank=2):
             sink.write({})
@@ -412,7 +415,7 @@ def test_a_path_becomes_one_file_a_rank(log: str, want: str, tmp_path: Path) -> 
 
 
 def test_log_takes_none_sinks_and_lists() -> None:
-    """Nothing, one sink, or a nested list of them."""
+    """No sink, one sink, or a nested list of them."""
     first, second = Kept(), Kept()
     assert open_sinks(None, rank=0) == []
     assert open_sinks(first, rank=0) == [first]
@@ -420,8 +423,8 @@ def test_log_takes_none_sinks_and_lists() -> None:
 
 
 @pytest.mark.parametrize("log", [3, object(), [3.5], b"bytes"])
-def test_log_refuses_what_is_no_sink(log: object) -> None:
-    """The error says what is allowed and what was given."""
+def test_log_refuses_other_types(log: object) -> None:
+    """The error shows the allowed types and the argument."""
     with pytest.raises(TypeError, match=r"a path, a sink with write\(record\) and close\(\)"):
         open_sinks(log, rank=0)
 
@@ -440,8 +443,8 @@ def curves(rank: int, size: int, folder: str) -> Any:
     }
 
 
-def test_tensorboard_gets_one_curve_a_number(tmp_path: Path) -> None:
-    """Numbers become scalars under offbeat/, a decision 0 or 1, all else is left out."""
+def test_tensorboard_gets_one_curve_per_number(tmp_path: Path) -> None:
+    """Numbers become scalars under offbeat/, a decision 0 or 1. Other values are skipped."""
     pytest.importorskip("tensorboard")
     (seen,) = run(curves, str(tmp_path), workers=1)  # in a worker: the writer starts a thread
     assert seen == {
@@ -462,22 +465,22 @@ def test_tensorboard_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Run:
-    """Stands in for wandb's run: what it was told, in order."""
+    """A stand-in for wandb's run, which records the calls in order."""
 
     name = "eager-otter-7"
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.calls: list[Any] = []
 
     def define_metric(self, name: str, step_metric: str | None = None) -> None:
-        self.told.append((name, step_metric))
+        self.calls.append((name, step_metric))
 
     def log(self, values: dict[str, Any]) -> None:
         assert all(type(value) is float for value in values.values())
-        self.told.append(values)
+        self.calls.append(values)
 
     def finish(self) -> None:
-        self.told.append("finished")
+        self.calls.append("finished")
 
 
 DEFINED = [("offbeat/step", None), ("offbeat/*", "offbeat/step")]
@@ -491,34 +494,34 @@ LOGGED = [
 ]
 
 
-def test_wandb_gets_one_curve_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over a step of their own; a run that the sink has begun is finished with it."""
+def test_wandb_gets_one_curve_per_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The curves have their own step. A run that the sink has started is finished with it."""
     run = Run()
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda: run))
     sink = offbeat.WandB()
     for record in RECORDS:
         sink.write(record)
     sink.close()
-    assert run.told == [*DEFINED, *LOGGED, "finished"]
+    assert run.calls == [*DEFINED, *LOGGED, "finished"]
     assert str(sink) == "wandb run eager-otter-7"
 
 
 def test_a_run_that_was_given_to_wandb_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who has begun it finishes it. Nothing is imported for it."""
+    """Its owner finishes it. Nothing is imported for it."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     run = Run()
     records = Records(open_sinks(offbeat.WandB(run), rank=0), rank=0)
     records.write(1, 0, "sync", 0.5, 0.25, 8, more={})
     records.close()
     each = {"step": 1, "rank": 0, "decision": 1, "compute_seconds": 0.5, "wait_seconds": 0.25}
-    assert run.told == [
+    assert run.calls == [
         *DEFINED,
         {f"offbeat/{name}": value for name, value in {**each, "payload_bytes": 8}.items()},
     ]
 
 
 def test_wandb_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without wandb the error names the extra; what is no run is refused."""
+    """Without wandb the error names the extra. Another argument than a run is refused."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ImportError, match=r"pip install 'offbeat\[wandb\]'"):
         offbeat.WandB()

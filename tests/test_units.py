@@ -1,4 +1,4 @@
-"""Quantities with units as people write them."""
+"""Quantities with units."""
 
 import math
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def test_bandwidth_is_read(text: str, value: float) -> None:
     ],
 )
 def test_other_bandwidths_are_refused(text: str) -> None:
-    """The error shows the right form, and that bytes a second are not meant."""
+    """The error shows the correct form, and that bytes per second are not meant."""
     form = r"write a number and a unit, like 1Gbit/s or 200Mbit/s \(bits, not bytes\)"
     with pytest.raises(ValueError, match=form):
         parse_bandwidth(text)
@@ -76,7 +76,7 @@ def test_other_bandwidths_are_refused(text: str) -> None:
     ],
 )
 def test_seconds_are_read(text: str, value: float) -> None:
-    """To the last bit: both the micro sign and the Greek letter, no 9.999999999999999e-05."""
+    """To the last bit, with the micro sign and the Greek letter; no 9.999999999999999e-05."""
     assert parse_seconds(text) == value
 
 
@@ -84,13 +84,13 @@ def test_seconds_are_read(text: str, value: float) -> None:
     "text", ["", "1", "1 minute", "5MS", "-1s", "0s", "1:30", "1..5s", "nan s"]
 )
 def test_other_durations_are_refused(text: str) -> None:
-    """The error shows the right form; a megasecond is not a millisecond."""
+    """The error shows the correct form. A megasecond is not a millisecond."""
     with pytest.raises(ValueError, match="write a number and a unit, like 100us, 50ms"):
         parse_seconds(text)
 
 
 def test_zero_seconds_are_read_where_allowed() -> None:
-    """A latency may be nothing, a step may not."""
+    """A latency may be 0, the duration of a step may not."""
     assert parse_seconds("0us", allow_zero=True) == 0
     assert to_seconds("0s", allow_zero=True) == to_seconds(0, allow_zero=True) == 0
     with pytest.raises(ValueError, match="at least 0"):
@@ -117,7 +117,7 @@ def test_bytes_are_read(text: str, value: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "25", "25Mb", "25mb", "25Mbit", "25M", "0B", "-1MB"])
 def test_other_sizes_are_refused(text: str) -> None:
-    """The error shows the right form; Mb would be bits."""
+    """The error shows the correct form. Mb would be bits."""
     with pytest.raises(ValueError, match="write a number and a unit, like 25MB or 64KiB"):
         parse_bytes(text)
 
@@ -132,14 +132,16 @@ def test_counts_are_read(text: str, value: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "many", "25MB", "0", "-5M", "1e999"])
 def test_other_counts_are_refused(text: str) -> None:
-    """The error shows the right form."""
+    """The error shows the correct form."""
     with pytest.raises(ValueError, match="write a number with k, M, B, T or nothing behind it"):
         parse_count(text)
 
 
 @pytest.mark.parametrize(("read", "text", "value"), READERS)
-def test_text_and_numbers_are_taken(read: Callable[[Any], float], text: str, value: float) -> None:
-    """A number is in base units already; numpy's are numbers too."""
+def test_text_and_numbers_are_accepted(
+    read: Callable[[Any], float], text: str, value: float
+) -> None:
+    """A number is in base units. Numbers of numpy are accepted, too."""
     assert read(text) == read(value) == read(np.float64(value)) == value
     assert read(7) == read(np.int64(7)) == 7
     assert type(read(np.float32(1))) is float
@@ -150,7 +152,7 @@ def test_text_and_numbers_are_taken(read: Callable[[Any], float], text: str, val
 def test_other_numbers_are_refused(
     read: Callable[[Any], float], text: str, _: float, number: float
 ) -> None:
-    """Positive and finite; the error shows the right form."""
+    """Numbers must be positive and finite. The error shows the correct form."""
     with pytest.raises(ValueError, match=f"finite and positive.*{text}"):
         read(number)
 
@@ -160,7 +162,7 @@ def test_other_numbers_are_refused(
 def test_other_types_are_refused(
     read: Callable[[Any], float], text: str, _: float, value: object
 ) -> None:
-    """Neither text nor a real number is a TypeError that shows the right form."""
+    """Neither text nor a real number: a TypeError shows the correct form."""
     with pytest.raises(TypeError, match=text):
         read(value)
 
@@ -194,5 +196,5 @@ def test_seconds_are_shown(seconds: float, text: str) -> None:
 @settings(deadline=None, max_examples=100, derandomize=True, database=None)
 @given(st.floats(1e-12, 1e9))
 def test_shown_seconds_are_read(seconds: float) -> None:
-    """What is shown can be typed; it has four digits."""
+    """Shown seconds can be parsed. They have four digits."""
     assert parse_seconds(show_seconds(seconds)) == pytest.approx(seconds, rel=5.01e-4)

@@ -97,14 +97,17 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keeps ``attach``, ``plan`` and ``simulate`` functions: modules have these names, too."""
+    """A module whose ``attach``, ``plan`` and ``simulate`` stay functions.
+
+    Modules have these names, too, and importing one would set the attribute to the module.
+    """
 
     def __setattr__(self, name: str, value: object) -> None:
         if name not in ("attach", "plan", "simulate") or not isinstance(value, ModuleType):
             super().__setattr__(name, value)
 
     def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:
-        """By its name, as other modules are when a function that uses them is sent to a process."""
+        """Pickle the package by name, for functions that are sent to other processes."""
         return import_module, (self.__name__,)
 
 

@@ -1,7 +1,7 @@
-"""What arguments may be: each requirement written once, so that every error reads alike.
+"""Checks of arguments, with uniform error messages.
 
-A function checks with ``require_…``; a dataclass of settings declares them with ``setting`` and is
-checked by ``check_settings``, so that a command line can print the ranges, too.
+Functions call ``require_…``. Dataclasses of settings declare the range of each field with
+``setting`` and call ``check_settings``; the command line prints the same ranges.
 """
 
 import dataclasses
@@ -14,23 +14,23 @@ from functools import cache
 from typing import Any, Literal
 
 Precision = Literal["float32", "bfloat16", "int8", "int4", "int2", "auto"]
-"""How numbers travel; ``offbeat.quantization.wire`` is where they do."""
+"""Precision of the numbers that workers send; see ``offbeat.quantization.wire``."""
 
-_LARGEST = 3.4e38  # of float32
+_LARGEST = 3.4e38  # largest float32
 _LARGEST_INTEGER = 2**63 - 1
 
 
 @dataclass(frozen=True)
 class Range:
-    """An interval of numbers; a bound that is None is no bound.
+    """An interval of numbers. A bound of None does not limit it. NaN is never inside.
 
     Attributes:
-        least: ≥ this.
-        above: > this.
-        most: ≤ this.
-        below: < this.
-        finite: Whether infinity is out of it, and what is infinite in float32. NaN always is.
-        hint: What the message adds in parentheses.
+        least: Lower bound, included.
+        above: Lower bound, excluded.
+        most: Upper bound, included.
+        below: Upper bound, excluded.
+        finite: True if infinity, and numbers that are infinite in float32, are outside.
+        hint: Text that errors add in parentheses.
     """
 
     least: float | None = None
@@ -50,7 +50,7 @@ class Range:
         )
 
     def __str__(self) -> str:
-        """As in ``≥ 1``, ``> 0``, ``(0, 1]``."""
+        """Return for example ``≥ 1``, ``> 0``, ``(0, 1]``."""
         low = self.above if self.least is None else self.least
         high = self.below if self.most is None else self.most
         if low is None or high is None:
@@ -59,7 +59,7 @@ class Range:
         return f"{opening}{low:g}, {high:g}{')' if self.most is None else ']'}"
 
     def requirement(self) -> str:
-        """What a value must be, as a sentence goes on after "must be"."""
+        """Return the requirement as it continues a sentence after "must be"."""
         hint = f" ({self.hint})" if self.hint else ""
         if (self.above, self.below) == (0, 1):
             return f"between 0 and 1{hint}"
@@ -80,8 +80,8 @@ def require_integer(name: str, value: object, *, least: int | None) -> None:
     """Raise unless ``value`` is an int ≥ ``least``.
 
     Raises:
-        TypeError: it is not an int.
-        ValueError: it is smaller.
+        TypeError: ``value`` is not an int.
+        ValueError: ``value`` is smaller than ``least``, or does not fit in 64 bits.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         at_least = "" if least is None else f" of at least {least}"
@@ -93,11 +93,11 @@ def require_integer(name: str, value: object, *, least: int | None) -> None:
 
 
 def require_number(name: str, value: object, within: Range | None = None) -> None:
-    """Raise unless ``value`` is a real number, and in the range ``within`` if that is given.
+    """Raise unless ``value`` is a real number in the range ``within``. None: any number.
 
     Raises:
-        TypeError: it is no number.
-        ValueError: it is out of the range.
+        TypeError: ``value`` is not a number.
+        ValueError: ``value`` is out of the range.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {value!r}")
@@ -109,7 +109,7 @@ POSITIVE = Range(above=0)
 
 
 def require_mapping(name: str, value: object) -> None:
-    """Raise TypeError unless ``value`` is a mapping, from ranks to something."""
+    """Raise TypeError unless ``value`` is a mapping. Its keys are meant to be ranks."""
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} must be a dictionary by rank, got {value!r}")
 
@@ -133,40 +133,40 @@ def setting(
     hint: str = "",
     metadata: Mapping[str, Any] | None = None,
 ) -> Any:
-    """A field of a dataclass of settings with the range of its number; see ``Range``.
+    """Return a field of a dataclass of settings, with the range of its number; see ``Range``.
 
-    The annotation says the rest: ``int``, ``float``, ``bool``, ``Literal[…]``, each perhaps with
-    ``| None``. Settings of other types are their owner's to check. ``metadata`` is added to that of
-    the field; its ``"label"`` is what errors call the setting, instead of the field's name.
+    ``check_settings`` also checks the annotated type: ``int``, ``float``, ``bool`` or
+    ``Literal[…]``, each optionally with ``| None``. It does not check fields of other types.
+    ``metadata`` is added to that of the field; its ``"label"`` replaces the field's name in errors.
     """
     within = Range(least, above, most, below, finite, hint)
     return field(default=default, metadata={**(metadata or {}), "range": within})
 
 
-def range_of(one: "dataclasses.Field[Any]") -> Range:
-    """The declared range of a setting; one without bounds if none was declared."""
-    found: Range = one.metadata.get("range", Range(finite=False))
-    return found
+def range_of(setting: "dataclasses.Field[Any]") -> Range:
+    """Return the declared range of a setting, or a range without bounds."""
+    declared: Range = setting.metadata.get("range", Range(finite=False))
+    return declared
 
 
 @cache
 def types_of(kind: type) -> dict[str, Any]:
-    """The annotated type of every field of a dataclass."""
+    """Return the annotated type of every field of a dataclass."""
     return typing.get_type_hints(kind)
 
 
 def check_settings(settings: Any) -> None:
-    """Raise unless every field of a dataclass of settings has its type and is in its range.
+    """Raise unless every field of a dataclass of settings has its annotated type and its range.
 
     Raises:
-        TypeError: a value of another type.
-        ValueError: a value out of its range, or none of the choices.
+        TypeError: a value has another type.
+        ValueError: a value is out of its range, or is not one of the choices.
     """
     kind: type = type(settings)
     hints = types_of(kind)
-    for one in dataclasses.fields(settings):
-        label = one.metadata.get("label", one.name)
-        _check(label, getattr(settings, one.name), hints[one.name], range_of(one))
+    for each in dataclasses.fields(settings):
+        label = each.metadata.get("label", each.name)
+        _check(label, getattr(settings, each.name), hints[each.name], range_of(each))
 
 
 def _check(name: str, value: object, kind: Any, within: Range) -> None:
@@ -178,7 +178,7 @@ def _check(name: str, value: object, kind: Any, within: Range) -> None:
         optional = (None,) if type(None) in kinds else ()
         others = [k for k in kinds if k is not type(None)]
         words = [k for k in others if typing.get_origin(k) is typing.Literal]
-        if len(words) < len(others) and words and isinstance(value, str):  # a word or a number
+        if len(words) < len(others) and words and isinstance(value, str):  # a choice or a number
             require_choice(name, value, typing.get_args(words[0]))
             return
         others = [k for k in others if k not in words] or words

@@ -1,18 +1,18 @@
 """Run-time errors of Offbeat.
 
-Wrong arguments raise ``ValueError`` or ``TypeError``. What can only go wrong while running raises:
+Wrong arguments raise ``ValueError`` or ``TypeError``. Other failures raise:
 
     OffbeatError
-    ├── AttachError              the model, optimizer or process group cannot be used as given
-    │   └── MismatchError        the workers were not started alike
-    ├── CheckpointError          a saved state is damaged, or belongs elsewhere; nothing was loaded
-    └── CommunicationError       an operation between workers failed; nothing was averaged by halves
-        └── CommunicationTimeout it did not end within ``timeout_seconds``
+    ├── AttachError              the model, optimizer or process group cannot be used
+    │   └── MismatchError        workers have different models, optimizers or settings
+    ├── CheckpointError          a saved state is damaged or belongs to another training
+    └── CommunicationError       an operation between workers failed
+        └── CommunicationTimeout an operation took longer than ``timeout_seconds``
 """
 
 
 class OffbeatError(RuntimeError):
-    """Base class of the errors Offbeat raises at run time."""
+    """Base class of all errors that Offbeat raises at run time."""
 
 
 class AttachError(OffbeatError):
@@ -24,9 +24,9 @@ class MismatchError(AttachError):
 
 
 class CheckpointError(OffbeatError, ValueError):
-    """A saved state is damaged or was saved elsewhere, or it cannot be written.
+    """A state is damaged, belongs to another training, or cannot be written.
 
-    Nothing was changed by the attempt.
+    The failed attempt has changed nothing.
     """
 
 
@@ -34,5 +34,5 @@ class CommunicationError(OffbeatError):
     """An operation between workers failed, for example because one of them died."""
 
 
-class CommunicationTimeout(CommunicationError, TimeoutError):  # noqa: N818 - as TimeoutError
+class CommunicationTimeout(CommunicationError, TimeoutError):  # noqa: N818 - like TimeoutError
     """An operation between workers did not end within ``timeout_seconds``."""

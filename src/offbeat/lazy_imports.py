@@ -1,6 +1,6 @@
-"""Public names whose modules are imported when the first of them is used.
+"""Lazy imports: a package imports its modules when one of its public names is first used.
 
-The command line shows its help without waiting for torch.
+The command line can then show its help without importing torch.
 """
 
 import importlib
@@ -9,23 +9,25 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
-def import_lazily(package: str, names: Sequence[str], homes: Sequence[str]) -> Callable[[str], Any]:
-    """A ``__getattr__`` for ``package``; see PEP 562.
+def import_lazily(
+    package: str, names: Sequence[str], modules: Sequence[str]
+) -> Callable[[str], Any]:
+    """Return a ``__getattr__`` for ``package``; see PEP 562.
 
     Args:
-        package: Its full name.
-        names: What it shows: things of its ``homes``, or modules of its own.
-        homes: Modules inside of it, all imported at the first use of one of the ``names``.
+        package: Full name of the package.
+        names: Public names of the package. They are defined in ``modules``, or are modules.
+        modules: Modules of the package. The first use of any of the ``names`` imports them all.
     """
 
     def find(name: str) -> Any:
-        shown = vars(sys.modules[package])
+        namespace = vars(sys.modules[package])
         if name in names:
-            for home in homes:
-                found = vars(importlib.import_module(f"{package}.{home}"))
-                shown.update({one: found[one] for one in names if one in found})
-            if name in shown:
-                return shown[name]
+            for module in modules:
+                defined = vars(importlib.import_module(f"{package}.{module}"))
+                namespace.update({each: defined[each] for each in names if each in defined})
+            if name in namespace:
+                return namespace[name]
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return find

@@ -29,54 +29,55 @@ STRATEGIES: dict[str, type[Strategy]] = {
         EASGD,
     )
 }
-"""By the name in the text form; strategies to train with first, then baselines."""
+"""Strategy classes by name: strategies to train with, then baselines."""
 
 _CONSTANTS: dict[str, bool | None] = {"none": None, "true": True, "false": False}
 
 
 def parse_strategy(text: str) -> Strategy:
-    """A strategy from its short text form, ``name`` or ``name:setting=value,setting=value``.
+    """Return the strategy for its text form: ``name`` or ``name:setting=value,setting=value``.
 
-    Names and settings are those of the classes: ``parse_strategy("local:period=8")`` is
-    ``LocalSGD(period=8)``. Numbers with slashes are a tuple: ``fedavg:period=8,weights=600/300``
-    is ``FedAvg(period=8, weights=(600, 300))``; ``600/`` is a tuple of one.
+    The settings are the arguments of the class: ``parse_strategy("local:period=8")`` returns
+    ``LocalSGD(period=8)``. Numbers separated by slashes are a tuple:
+    ``fedavg:period=8,weights=600/300`` is ``FedAvg(period=8, weights=(600, 300))``, and ``600/`` is
+    a tuple of one number.
 
-    A strategy of your own is named by the module and the class:
+    A custom strategy is named by its module and class:
     ``parse_strategy("growing_period:GrowingPeriod:most=8")``.
 
     Raises:
-        ValueError: unknown name or setting, a missing or an impossible value; the message lists
-            what is allowed.
-        TypeError: a value of the wrong type.
+        ValueError: a name or setting is unknown, or a value is missing or impossible. The message
+            lists the allowed ones.
+        TypeError: a value has the wrong type.
     """
     name, _, settings = text.strip().partition(":")
     if name in STRATEGIES:
         kind = STRATEGIES[name]
     else:
-        of_class, _, settings = settings.partition(":")
-        if not of_class.isidentifier():
+        class_name, _, settings = settings.partition(":")
+        if not class_name.isidentifier():
             raise ValueError(
                 f"unknown strategy {name!r}; there are {', '.join(sorted(STRATEGIES))}, and your "
                 "own as package.module:Class or package.module:Class:setting=value"
             )
-        kind, name = _find(name, of_class), f"{name}:{of_class}"
+        kind, name = _find(name, class_name), f"{name}:{class_name}"
     return kind(**read_settings(kind, name, settings, text))
 
 
 def read_settings(
     kind: type, name: str, settings: str, text: str, *, separator: str = ":"
 ) -> dict[str, object]:
-    """The arguments of a dataclass of settings from ``setting=value,setting=value``.
+    """Return the arguments of a dataclass of settings from ``setting=value,setting=value``.
 
     Args:
         kind: The dataclass.
-        name: What errors call it.
-        settings: The settings.
-        text: What they are part of, for errors.
-        separator: What stands between name and settings there.
+        name: Name of the dataclass in errors.
+        settings: The text of the settings.
+        text: The whole text that contains ``settings``, for errors.
+        separator: Separator between name and settings in ``text``.
 
     Raises:
-        ValueError: an unknown setting, or a missing one.
+        ValueError: a setting is unknown or missing.
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}
     values: dict[str, object] = {}
@@ -97,23 +98,23 @@ def read_settings(
 
 
 def _find(module: str, name: str) -> type[Strategy]:
-    """The strategy class ``name`` of an importable module."""
+    """Return the strategy class ``name`` of an importable module."""
     shown = " ".join(f"{module}:{name}".split())
     try:
-        found = getattr(importlib.import_module(module), name, None)
+        strategy = getattr(importlib.import_module(module), name, None)
     except ImportError as error:
         raise ValueError(
             f"cannot import {module!r} for the strategy {shown}: {error}; it must lie in "
             "the current directory or be installed"
         ) from None
-    except (Exception, SystemExit) as error:  # of the module's own code
+    except (Exception, SystemExit) as error:  # raised by the module's code
         text = " ".join(str(error).split())
         raise ValueError(
             f"importing {module!r} for the strategy {shown} failed: {type(error).__name__}: {text}"
         ) from error
-    if not (isinstance(found, type) and issubclass(found, Strategy)):
-        raise ValueError(f"{module} has no strategy class {name!r}; got {found!r}")
-    return found
+    if not (isinstance(strategy, type) and issubclass(strategy, Strategy)):
+        raise ValueError(f"{module} has no strategy class {name!r}; got {strategy!r}")
+    return strategy
 
 
 def _value(text: str) -> object:

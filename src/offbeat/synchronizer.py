@@ -1,8 +1,12 @@
-"""The synchronizer: what ``attach`` returns and a training loop holds.
+"""The synchronizer: the object that ``attach`` returns.
 
-Long because of its many short methods with descriptions. The work is done elsewhere: steps in
-``training.iteration``, totals in ``training.ledger``, consensus in ``training.consensus``,
-checkpoints in ``training.state``.
+This module holds the public methods and connects the parts that do the work:
+
+- ``training.hooks`` calls ``training.iteration`` around every optimizer step.
+- ``training.iteration`` passes the step to the strategy's flow (``averaging``).
+- ``training.consensus`` replaces the model by the mean over all workers.
+- ``training.stats_recorder`` keeps the totals and writes the telemetry records.
+- ``checkpoint.synchronizer_state`` saves and loads the state.
 """
 
 import contextlib
@@ -32,25 +36,28 @@ from offbeat.nodes.shards import Shards
 from offbeat.quantization.wire import Precision, Wire
 from offbeat.strategies.base import Strategy
 from offbeat.telemetry import Stats
-from offbeat.training.agreement import copy_rank_0, describe, require_agreement, settings_of
 from offbeat.training.background import BackgroundTasks
-from offbeat.training.between_steps import BetweenSteps
 from offbeat.training.clipping import Clipping
 from offbeat.training.compatibility import repeatable
 from offbeat.training.consensus import Consensus
+from offbeat.training.consistency import copy_rank_0, describe, require_consistency, settings_of
 from offbeat.training.hooks import Removable, ScalerHooks, hook_optimizer
 from offbeat.training.iteration import Iteration
-from offbeat.training.ledger import Ledger
 from offbeat.training.monitors import Distance, GradientChange
 from offbeat.training.optimizers import unwrapped_optimizer
+from offbeat.training.stats_recorder import StatsRecorder
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.team import Team
 
-attached: "weakref.WeakSet[Any]" = weakref.WeakSet()  # models and optimizers in use
+attached: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""Models and optimizers that are attached in this process."""
 
 
 class Synchronizer:
-    """Drives a strategy on one worker. Made by ``attach``."""
+    """One worker of a training under a strategy. ``attach`` makes it.
+
+    A context manager: a clean exit calls ``finish``, an exception calls ``detach``.
+    """
 
     def __init__(
         self,
@@ -71,19 +78,17 @@ class Synchronizer:
         self._strategy, self._team, self._active = strategy, team, True
         self._finished = False
         self._host = team.host
-        self._shards, held = shards, model if shards is None else shards
-        self._connect = connect
-        whole = Replica(model, [p for p in model.parameters() if p.requires_grad])
-        replica = whole
+        self._shards, self._connect = shards, connect
+        full = replica = Replica(model, [p for p in model.parameters() if p.requires_grad])
         if shards is not None:
             replica = Replica(shards, [p for p in shards.parameters() if p.requires_grad])
         lines = [f"wire {wire!r}", f"non_finite {non_finite!r}", f"min_workers {min_workers}"]
-        lines += describe(strategy, whole, optimizers)
-        began = team.view == 0
+        lines += describe(strategy, full, optimizers)
+        joining = team.view > 0  # a worker that joins receives the model in _make_elastic
         opened = Wire(team)
         with team.account.paused():
-            if began:
-                require_agreement(team.everyone, lines, settings_of(model, optimizers))
+            if not joining:
+                require_consistency(team.everyone, lines, settings_of(model, optimizers))
                 copy_rank_0(team, replica.everything())
                 opened = open_wire(team, strategy, wire)
         worker = self._worker = Worker(team, replica, optimizers, opened, non_finite)
@@ -92,68 +97,62 @@ class Synchronizer:
         node: NodeBuffers | None = None
         if team.node is not None:
             inside = team.node.inside
-            node = NodeBuffers(inside, held) if shards else NodeMean(inside, model, optimizers)
+            node = NodeBuffers(inside, shards) if shards else NodeMean(inside, model, optimizers)
             self._tasks.refuse = "node_group cannot be combined with data injection"
         flow = flow_of(strategy, worker)
         self._iteration = Iteration(flow, worker, self._tasks, self._completed, node)
-        self._ledger = Ledger(worker, log)
+        self._recorder = StatsRecorder(worker, log)
         self._consensus = Consensus(worker, self._iteration, self._tasks, shards)
         self._views: Views | None = None
-        if began:
+        if not joining:
             flow.start()
         if min_workers is not None:
-            self._make_elastic(wire, lines, min_workers, began=began)
+            self._make_elastic(wire, lines, min_workers, joining=joining)
         self._iteration.watch_backward()
         self._clipping = Clipping(self._iteration, worker)
         self._hooks: list[Removable] = [*hooks, self._clipping]
-        for one in optimizers:
-            self._hooks += hook_optimizer(
-                one.optimizer, one.index, self._iteration, self._clipping, self._ledger.record_loss
-            )
+        for each in optimizers:
+            record_loss = self._recorder.record_loss
+            self._hooks += hook_optimizer(each, self._iteration, self._clipping, record_loss)
         self._scaler = None if scaler is None else ScalerHooks(scaler, self._iteration)
-        self._things: tuple[Any, ...] = (model, *(one.optimizer for one in optimizers))
-        attached.update(self._things)
+        self._attached_objects: tuple[Any, ...] = (model, *(each.optimizer for each in optimizers))
+        attached.update(self._attached_objects)
         self._host.watch(lambda: self.stats)
-        self._ledger.restart()
+        self._recorder.restart()
         self._consensus.note_parameters()
 
     def _make_elastic(
-        self, wire: Precision, lines: Sequence[str], min_workers: int, *, began: bool
+        self, wire: Precision, lines: Sequence[str], min_workers: int, *, joining: bool
     ) -> None:
-        """Continue after the loss of a worker. A worker that joins begins where the others are."""
-        views = self._views = Views(
-            self._strategy,
-            self._worker,
-            wire,
-            lambda: self.stats,
-            lines,
-            min_workers=min_workers,
-        )
-        views.iteration, views.report_seconds = self._iteration, self._ledger.passed
+        """Let training continue after a change of membership; join it if ``joining``."""
+        strategy, worker = self._strategy, self._worker
+        views = Views(strategy, worker, wire, lambda: self.stats, lines, min_workers=min_workers)
+        self._views = views
+        views.iteration, views.report_seconds = self._iteration, self._recorder.exclude
         self._consensus.change_view = self._iteration.recover = views
         self._iteration.guard.elastic = True
         self._tasks.refuse = "min_workers cannot be combined with data injection"
-        if began:
-            views.record()
-        else:
+        if joining:
             with self._team.account.paused():
                 views.join()
+        else:
+            views.record()
 
-    # -- figures -----------------------------------------------------------------------------
+    # -- progress ----------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
-        """Number of iterations: steps of all optimizers, including those a GradScaler skipped."""
+        """Number of iterations so far, including those whose step a GradScaler skipped."""
         return self.stats.steps
 
     @property
     def stats(self) -> Stats:
-        """Totals since ``attach``, up to the last completed step."""
-        return self._ledger.stats
+        """Totals of this worker since ``attach``, up to the last completed step."""
+        return self._recorder.stats
 
     @property
     def rank(self) -> int:
-        """Number of this worker."""
+        """Rank of this worker, from 0."""
         return self._team.everyone.rank
 
     @property
@@ -163,23 +162,23 @@ class Synchronizer:
 
     def _repr_html_(self) -> str:
         state = "active" if self._active else "finished" if self._finished else "detached"
-        who = f"worker {self.rank} of {self.size}, {state}: {self._strategy}"
-        return self.stats.table(who).html()
+        caption = f"worker {self.rank} of {self.size}, {state}: {self._strategy}"
+        return self.stats.table(caption).html()
 
     def record(self, **values: object) -> None:
-        """Add ``values`` (``loss=loss``, say) to the telemetry record of the coming step.
+        """Add ``values``, for example ``loss=loss``, to the telemetry record of the next step.
 
         Tensors are read only when the record is written, and only if there is a sink.
 
         Raises:
-            TypeError: a value is not a number, a text, or a list of them. No value is then added.
-            ValueError: a name that every record has, such as ``step``.
+            TypeError: a value is not a number, a text, or a list of them. No value is added.
+            ValueError: a name is reserved for a field of every record, such as ``step``.
         """
-        self._ledger.record(values)
+        self._recorder.record(values)
 
     def _completed(self, synced: bool) -> None:
-        """An iteration has ended."""
-        self._ledger.completed(synced=synced)
+        """Count a completed iteration. The iteration calls it."""
+        self._recorder.completed(synced=synced)
         self._consensus.step_ended()
 
     # -- every step --------------------------------------------------------------------------
@@ -187,21 +186,23 @@ class Synchronizer:
     def clip_grad_norm_(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
         """Scale the gradients so that their total L2 norm is at most ``max_norm``.
 
-        ``torch.nn.utils.clip_grad_norm_`` does the same on an attached model: the strategy sees the
-        gradients before they are clipped (SelSync's trigger), or averages them first (BSP). This
-        method measures the norm once for both. With a GradScaler call
-        ``scaler.unscale_(optimizer)`` before, as always.
+        The strategy receives the gradients before they are clipped: BSP averages them first,
+        SelSync measures them for its trigger. ``torch.nn.utils.clip_grad_norm_`` on the parameters
+        of one optimizer gives the same result. This method saves one pass over the gradients if the
+        strategy has measured their norm. With a GradScaler, call ``scaler.unscale_`` first.
 
         Args:
             max_norm: Largest norm that is left unchanged.
-            optimizer: Clip the gradients of this optimizer alone, by their own norm. Needed if
-                optimizers step in turn, each after its own backward pass, as in a GAN.
+            optimizer: Optimizer whose gradients are clipped, by their own norm. None: the gradients
+                of all optimizers are clipped together. Required if the optimizers step in turn,
+                each after its own backward pass, as in a GAN.
 
         Returns:
             The total norm before clipping, a 0-dimensional tensor.
 
         Raises:
-            AttachError: without ``optimizer``, if one has stepped and others have not yet.
+            AttachError: ``optimizer`` is not attached. Or without it, some optimizers have stepped
+                in this iteration and others have not.
         """
         chosen = self._worker.optimizers
         if optimizer is not None:
@@ -216,28 +217,31 @@ class Synchronizer:
             )
         return self._clipping.clip(chosen, max_norm)
 
-    # -- additions ---------------------------------------------------------------------------
+    # -- additional measurements and modules ------------------------------------------------
 
     def monitor(self, *, distance_every: int | None = None, gradient_change: bool = False) -> None:
-        """Measure more of the training, in the telemetry records.
+        """Add measurements to the telemetry records.
 
         Call it before the first step. A collective if ``distance_every`` is given.
 
         Args:
-            distance_every: Measure how far apart the workers' models are every so many local steps
-                (≥ 1), in the background: ``distance``, ``distance_largest`` and ``distance_step``
-                in the records and in ``Stats.details``. Sends the model once, which is not counted,
-                and takes two copies of the parameters; see ``offbeat.training.monitors.Distance``.
-            gradient_change: Measure SelSync's Δ of this worker's gradient in each step:
-                ``relative_change`` in the records. Reads the gradients once and sends nothing.
+            distance_every: Number of local steps (≥ 1) between two measurements of the distance
+                between the workers' models. They run in the background and appear as ``distance``,
+                ``distance_largest`` and ``distance_step`` in the records and in
+                ``Stats.details``. Each one sends the model once, which ``stats`` does not count,
+                and needs memory for two copies of the parameters. None: no measurement. See
+                ``offbeat.training.monitors.Distance``.
+            gradient_change: True to measure SelSync's Δ, the relative change of this worker's
+                gradient, in each step: ``relative_change`` in the records. Reads the gradients once
+                and sends nothing.
 
         Raises:
-            AttachError: after the first step, ``finish`` or ``detach``; ``distance_every`` with
-                ``node_group`` or ``min_workers``, or a second time.
+            AttachError: after ``finish`` or ``detach``; or ``distance_every`` was given after the
+                first step, a second time, or together with ``node_group`` or ``min_workers``.
         """
         self._require_active("monitor()")
         if gradient_change:
-            self._iteration.watches_gradients.append(GradientChange(self._worker))
+            self._iteration.gradient_monitors.append(GradientChange(self._worker))
             self._clipping.watch()
         if distance_every is None:
             return
@@ -256,22 +260,23 @@ class Synchronizer:
         self._consensus.distance = distance
 
         def measure() -> None:
-            with self._ledger.paused():  # its time does not belong to the training
+            with self._recorder.paused():
                 distance.step_ended()
 
-        self._iteration.measures.append(measure)
+        self._iteration.model_monitors.append(measure)
 
     def follow(self, *modules: nn.Module) -> None:
-        """Average further modules together with the model, such as an average of its weights.
+        """Add follower modules: modules that are averaged only in a consensus, such as an EMA.
 
-        All workers get rank 0's now. Each then has its own, and in ``consensus`` and after
-        ``finish`` they are the mean over all workers. ``save`` does not hold them: give their
-        ``state_dict()`` as ``extra``. A collective.
+        All workers receive rank 0's values of the modules now, and each worker then changes its
+        own. In ``consensus`` and after ``finish`` the modules hold the mean over all workers.
+        ``offbeat.save`` does not save them: pass their ``state_dict()`` as ``extra``. A collective.
 
         Raises:
-            AttachError: after ``finish`` or ``detach``; with ``min_workers`` or a model that
-                ``fully_shard`` has divided; a module that shares tensors with the model.
+            AttachError: after ``finish`` or ``detach``; with ``min_workers``; with a model that
+                ``fully_shard`` has divided; or a module shares tensors with the model.
             MismatchError: another worker gave other modules.
+            TypeError: an argument is not a module.
         """
         self._require_active("follow()")
         if self._views is not None or self._shards is not None:
@@ -279,33 +284,35 @@ class Synchronizer:
                 "follow() with min_workers, or with a model that fully_shard has divided: a worker "
                 "that joins would not get the modules, and no worker holds them whole"
             )
-        self._consensus.followers.check(self._things[0], modules)
+        self._consensus.followers.check(self._attached_objects[0], modules)
         with self._iteration.guard, self._team.account.paused():
             self._consensus.followers.add(modules)
 
-    # -- all workers together ----------------------------------------------------------------
+    # -- consensus and the end of training ---------------------------------------------------
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
-        """Inside, the model holds the mean of all workers; afterwards this worker's own again.
+        """Replace the model by the mean over all workers inside the context, for evaluation.
 
-        A collective: every worker enters it, each after any number of steps. Evaluate and save
-        inside. Floating-point and complex buffers are averaged, too; signed integers take the
-        maximum; all others (masks, bytes) are those of rank 0. Its time and bytes do not count in
-        ``stats``. Needs one model copy of memory.
+        The local model returns when the context ends. A collective: every worker enters the
+        context, each after any number of steps. ``stats`` does not count its time and bytes. It
+        needs memory for one model copy.
 
-        Collectives of your own, such as ``dist.barrier()``, belong here: all workers are present.
-        A worker that calls one between two steps takes part in no round until it returns, and
-        another worker may wait for that round.
+        Parameters, floating-point buffers and complex buffers become the mean. Signed integer
+        buffers become their maximum. All other buffers (masks, bytes) become those of rank 0.
+
+        Call other collectives, such as ``dist.barrier()``, inside this context only. A worker that
+        calls one between two steps takes part in no round until it returns, and a worker that waits
+        for that round never reaches the collective.
 
         Raises:
-            AttachError: after ``finish`` or ``detach``, inside another ``consensus``, or if a
+            AttachError: after ``finish`` or ``detach``; inside another ``consensus``; or a
                 parameter of the model was replaced by another one.
         """
         self._require_active("consensus()")
         self._iteration.require_own_model("consensus()")
         self._consensus.check_parameters()
-        with self._ledger.paused():
+        with self._recorder.paused():
             with self._iteration.guard, self._team.account.paused():
                 own = self._consensus.show()
             try:
@@ -315,11 +322,12 @@ class Synchronizer:
                 self._consensus.restore(own)
 
     def finish(self) -> None:
-        """End training: all workers get the same parameters and buffers, and hooks are removed.
+        """End training: give all workers the mean model and remove the hooks.
 
-        ``consensus`` says how buffers are combined. A collective: every worker calls it, each after
-        any number of steps. An early worker votes with weight 0 until all have called it. Calling
-        it again does nothing.
+        Parameters and buffers are combined as in ``consensus``. A collective: every worker calls
+        it, each after any number of steps. A worker that calls it early takes no more steps, but
+        keeps voting in the rounds of the others until all have called it. A second call does
+        nothing.
         """
         if not self._active:
             return
@@ -327,15 +335,15 @@ class Synchronizer:
         self._consensus.check_parameters()
         with self._iteration.guard:
             self._consensus.finish()
-        self._ledger.finished()
+        self._recorder.finished()
         self._finished = True
         self._end(together=True)
 
     def detach(self) -> None:
-        """Remove all hooks and leave this worker's model as it is. Not a collective.
+        """Leave training without an average: remove all hooks and keep the local model.
 
-        Connections, threads and descriptors are released. Workers that wait for this one fail at
-        once.
+        Not a collective. It releases connections, threads and file descriptors. Workers that wait
+        for this one fail at once.
         """
         if self._active:
             self._end(together=False)
@@ -351,10 +359,10 @@ class Synchronizer:
         self._hooks.clear()
         if self._scaler is not None:
             self._scaler.remove()
-        for thing in self._things:
+        for thing in self._attached_objects:
             attached.discard(thing)
         try:
-            self._ledger.close()
+            self._recorder.close()
         finally:
             if self._team.membership is not None and self._views is not None:
                 self._team.membership.leave(ended=together)
@@ -363,7 +371,7 @@ class Synchronizer:
     def _require_active(self, what: str) -> None:
         if not self._active:
             advice = "attach again first"
-            if what == "offbeat.save()":  # of a model attached anew it would save too little
+            if what == "offbeat.save()":  # after another attach(), save() would lack the progress
                 advice = "call it before, or inside consensus()"
             raise AttachError(f"{what} after finish() or detach(): {advice}")
 
@@ -376,7 +384,7 @@ class Synchronizer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # The other workers do not know of an exception here: a collective would hang them.
+        # An exception may concern this worker alone: a collective would wait for the others.
         if kind is None:
             self.finish()
         else:
@@ -385,17 +393,19 @@ class Synchronizer:
     # -- checkpoints -------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, totals and the strategy's state, as plain values for ``torch.save``.
+        """Return counters, totals and the strategy's state as plain values for ``torch.save``.
 
-        Every worker saves its own, between two steps, all at the same step. The model and the
-        optimizer are saved by their own ``state_dict``; ``offbeat.save`` does all of it. The state
-        names its owner and holds a digest, which takes about half a millisecond a megabyte.
+        Every worker saves its own state, between two steps, and all workers save at the same step.
+        The model and the optimizer have their own ``state_dict``; ``offbeat.save`` saves
+        everything. The state names the worker it belongs to and contains a digest, which takes
+        about half a millisecond per megabyte.
 
-        Inside ``consensus`` and after ``finish`` it is the state of the consensus, which belongs to
-        the model that all workers then hold, and fits any strategy, wire and number of workers.
+        Inside ``consensus`` and after ``finish`` it returns the state of the consensus. That state
+        belongs to the model that all workers then hold, and can be loaded with any strategy, wire
+        and number of workers.
 
         Raises:
-            AttachError: after ``detach``, or in the middle of an iteration.
+            AttachError: after ``detach``; or in the middle of an iteration.
         """
         flow = self._iteration.flow
         if self._finished or (self._active and self._iteration.shows_consensus):
@@ -407,16 +417,16 @@ class Synchronizer:
         return state_of(self._iteration.flow, self.stats)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict()``. Load the model's and the optimizer's state before.
+        """Continue from a ``state_dict()``. Load the states of model and optimizer before.
 
-        A collective: all workers load, or none does, and then they continue as before. A state of
-        the consensus is loaded before the first step: the workers start from the model that rank 0
-        holds now, and only the totals of ``stats`` continue.
+        A collective. Either all workers load their state, or none does and training continues
+        unchanged. The state of a consensus must be loaded before the first step: all workers then
+        start from rank 0's present model, and only the totals of ``stats`` continue.
 
         Raises:
-            CheckpointError: on every worker, if one was given a state of another strategy, wire,
-                number of workers, rank, model or step, or a damaged one. It says what differs.
-            AttachError: after ``finish`` or ``detach``, inside ``consensus``, or in the middle of
+            CheckpointError: one worker's state is damaged, or belongs to another strategy, wire,
+                number of workers, rank, model or step. Raised on every worker.
+            AttachError: after ``finish`` or ``detach``; inside ``consensus``; or in the middle of
                 an iteration.
         """
         self._require_active("load_state_dict()")
@@ -428,7 +438,7 @@ class Synchronizer:
         except CheckpointError as error:
             refused = error
         with self._iteration.guard, self._team.account.paused():
-            # Nothing of the old state may arrive after it was replaced.
+            # A sum that is still in flight must not land on the loaded model.
             self._consensus.settle()
             answers = self._team.everyone.gather_bytes(
                 answer_of(state, refused), what="load_state_dict()"
@@ -437,57 +447,15 @@ class Synchronizer:
             raise refused
         require_all(answers)
         with self._iteration.guard, self._team.account.paused():
-            self._ledger.stats = load_state(state, flow)
+            self._recorder.stats = load_state(state, flow)
         if self._views is not None:
             self._views.record()
-        self._ledger.restart()
+        self._recorder.restart()
         self._consensus.note_parameters()
 
 
-@contextlib.contextmanager
-def between_steps(sync: Synchronizer, what: str, *, loads: bool = False) -> Iterator[BetweenSteps]:
-    """Context between two steps, whose time and bytes do not count in ``stats``.
-
-    Args:
-        sync: What ``attach`` returned.
-        what: Name of the caller, for errors.
-        loads: True if the model must be this worker's own.
-
-    Raises:
-        TypeError: ``sync`` is not a synchronizer.
-        AttachError: see ``Synchronizer.state_dict`` and ``load_state_dict``.
-    """
-    require_synchronizer(sync)
-    sync._require_active(what)
-    if sync._shards is not None:
-        if sync._iteration.shows_consensus:
-            raise AttachError(
-                f"{what} inside consensus() with a model that fully_shard has divided: no worker's "
-                "file would hold all of it; save there with torch.distributed.checkpoint"
-            )
-        sync._shards.reshard()
-    if loads:
-        sync._iteration.require_own_model(what)
-    sync._iteration.require_boundary(what)
-    worker = sync._worker
-
-    def check(state: Any) -> None:
-        check_state(state, sync._iteration.flow, sync.stats)
-
-    try:
-        with sync._ledger.paused(), sync._team.account.paused():
-            if loads:  # what is in flight could arrive after what is loaded
-                with sync._iteration.guard:
-                    sync._consensus.settle()
-            guard, divided = sync._iteration.guard, sync._shards is not None
-            yield BetweenSteps(sync._things[0], worker, guard, sync.state_dict, check, divided)
-    finally:
-        if loads:
-            sync._ledger.restart()
-
-
 def background_tasks_of(sync: Synchronizer) -> BackgroundTasks:
-    """The background tasks of ``sync``, to which a component can add itself.
+    """Return the background tasks of ``sync``, to which a component can add its own.
 
     Raises:
         TypeError: ``sync`` is not a synchronizer.
@@ -497,6 +465,6 @@ def background_tasks_of(sync: Synchronizer) -> BackgroundTasks:
 
 
 def require_synchronizer(sync: object) -> None:
-    """Raise TypeError unless ``sync`` is what ``attach`` returned."""
+    """Raise TypeError unless ``sync`` is a synchronizer, as ``attach`` returns it."""
     if not isinstance(sync, Synchronizer):
         raise TypeError(f"sync must be what offbeat.attach() returned, got {sync!r}")

@@ -1,4 +1,4 @@
-"""What a worker did: running totals, one record a step, and the sinks that records go to."""
+"""Telemetry: running totals of a worker, one record per step, and the sinks for records."""
 
 import contextlib
 import json
@@ -24,14 +24,14 @@ class Stats:
     """Totals of one worker since ``attach``.
 
     Attributes:
-        steps: Iterations.
-        syncs: Iterations in which models or gradients were averaged.
-        payload_bytes: Bytes of the tensors this worker handed to collectives and pushes, after
-            compression; in nodes of several workers its part of what goes to other nodes. Set-up
-            and evaluation (``attach``, ``consensus``) do not count.
+        steps: Number of iterations.
+        syncs: Number of iterations in which models or gradients were averaged.
+        payload_bytes: Bytes of the tensors that this worker gave to collectives or pushed to a
+            server, after quantization. In a node of several workers, its share of the bytes that
+            go to other nodes. ``attach`` and ``consensus`` do not count.
         wait_seconds: Time blocked in communication.
-        compute_seconds: All other time between the first and the last step, without ``consensus``.
-        details: Totals that only this strategy has; its documentation explains them.
+        compute_seconds: All other time up to the last step, except ``consensus`` and checkpoints.
+        details: Totals that are specific to the strategy; its documentation explains them.
     """
 
     steps: int = 0
@@ -43,32 +43,32 @@ class Stats:
 
     @property
     def local_steps(self) -> int:
-        """Iterations without a synchronization."""
+        """Number of iterations without a synchronization."""
         return self.steps - self.syncs
 
     @property
     def flags(self) -> int:
-        """How often this worker's own trigger has fired (SelSync)."""
+        """Number of steps in which this worker's own trigger fired (SelSync)."""
         return int(self.details.get("flags", 0))
 
     @property
     def lssr(self) -> float:
-        """Local steps / all steps, the local-to-synchronous step ratio; 0 before the first step."""
+        """Local-to-synchronous step ratio: local steps / all steps; 0 before the first step."""
         return self.local_steps / self.steps if self.steps else 0.0
 
     @property
     def idle(self) -> float:
-        """Waiting / (waiting + computing), in [0, 1]."""
+        """Waiting time / (waiting time + computing time), in [0, 1]."""
         total = self.wait_seconds + self.compute_seconds
         return self.wait_seconds / total if total else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers, the derived ones too."""
+        """Return all totals, including the derived ones."""
         names = ("flags", "local_steps", "lssr", "idle")
         return {**asdict(self), **{name: getattr(self, name) for name in names}}
 
     def table(self, caption: str = "") -> Table:
-        """What a person wants to read of it, ``details`` included."""
+        """Return the totals as a table for people, including ``details``."""
         rows = {
             "steps": str(self.steps),
             "syncs": str(self.syncs),
@@ -86,41 +86,41 @@ class Stats:
 
 
 def _brief(value: object) -> str:
-    """A total in at most so many characters that a table keeps its shape."""
+    """Return a total as text of at most 80 characters."""
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return text if len(text) <= 80 else f"{text[:79]}…"
 
 
 class Sink(Protocol):
-    """Where records go. ``write`` is called after each step, ``close`` at the end."""
+    """A destination of records."""
 
     def write(self, record: Record) -> None:
-        """Take one step's record."""
+        """Write the record of one step. Called after each step."""
 
     def close(self) -> None:
-        """Flush and release what the sink holds."""
+        """Flush and release all resources. Called once, at the end."""
 
 
 def _number(value: Any) -> Any:
-    """A plain value for JSON: tensors and numpy scalars become Python numbers."""
+    """Return tensors and numpy scalars as Python numbers, and any other value unchanged."""
     return value.item() if hasattr(value, "item") else value
 
 
 def require_recordable(name: str, value: object) -> None:
-    """Raise unless ``value`` can stand in a record: a number, a text, None, or a list of such.
+    """Raise unless a record can contain ``value``.
 
-    Tensors and numpy arrays of one real number are numbers. They are not read. Lists, tuples, and
-    dictionaries whose keys are text, may hold all of these.
+    Allowed are real numbers, text, None, and lists, tuples and dictionaries (with text as keys) of
+    them. Tensors and numpy arrays with one real number count as numbers; they are not read.
 
     Raises:
-        TypeError: something else, naming ``name``.
+        TypeError: the value is something else. The message contains ``name``.
     """
     if isinstance(value, list | tuple):
-        for one in value:
-            require_recordable(name, one)
+        for each in value:
+            require_recordable(name, each)
     elif isinstance(value, dict):
-        for key, one in value.items():
-            require_recordable(f"{name}[{key!r}]", one)
+        for key, each in value.items():
+            require_recordable(f"{name}[{key!r}]", each)
             if not isinstance(key, str):
                 raise TypeError(f"record({name}=…): keys must be text, got {key!r}")
     elif hasattr(value, "item"):
@@ -135,14 +135,14 @@ def require_recordable(name: str, value: object) -> None:
 
 
 class JsonLines:
-    """One JSON object a line and step.
+    """A file with one JSON object per line and step.
 
-    Infinite numbers are written as the strings "inf" and "-inf", NaN as null, so that every line
-    is valid JSON.
+    Infinite numbers are written as the strings "inf" and "-inf", and NaN as null, so that every
+    line is valid JSON.
 
     Args:
-        path: The file, overwritten. ``{rank}`` in it becomes the worker's rank.
-        rank: This worker's rank.
+        path: Path of the file, which is overwritten. ``{rank}`` is replaced by the rank.
+        rank: Rank of this worker.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, rank: int = 0) -> None:
@@ -174,22 +174,22 @@ class JsonLines:
 
 
 def _json(value: Any) -> Any:
-    """``value``, or what is in it, as JSON knows it."""
+    """Return ``value`` with all values inside as JSON types."""
     value = _number(value)
     if isinstance(value, dict):
-        return {key: _json(one) for key, one in value.items()}
+        return {key: _json(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_json(one) for one in value]
+        return [_json(each) for each in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else str(value)
     return value if value is None or isinstance(value, str | int | float) else float(value)
 
 
 class TensorBoard:
-    """Curves for TensorBoard, one scalar per number in a record (needs ``offbeat[tensorboard]``).
+    """Curves for TensorBoard, one per number in a record. Needs ``offbeat[tensorboard]``.
 
     Args:
-        directory: Log directory; use one per rank, or write on rank 0 only.
+        directory: Log directory. Use one per rank, or write on rank 0 only.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -218,13 +218,13 @@ class TensorBoard:
 
 
 class WandB:
-    """Curves for Weights & Biases, one per number in a record (needs ``offbeat[wandb]``).
+    """Curves for Weights & Biases, one per number in a record. Needs ``offbeat[wandb]``.
 
-    They are drawn over ``offbeat/step``, whatever else is logged to the same run.
+    Their x-axis is ``offbeat/step``, independent of other values that are logged to the same run.
 
     Args:
-        run: What ``wandb.init()`` has returned; it is left open. None begins a run of its own, as
-            wandb's environment variables say, and finishes it at the end.
+        run: Run that ``wandb.init()`` returned; ``close`` does not finish it. None: a new run from
+            ``wandb.init()``, which ``close`` finishes.
     """
 
     def __init__(self, run: Any = None) -> None:
@@ -251,13 +251,13 @@ class WandB:
         self._run.log({f"offbeat/{name}": number for name, number in _numbers(record).items()})
 
     def close(self) -> None:
-        """Finish the run, unless it was given."""
+        """Finish the run if this sink has started it."""
         if self._own:
             self._run.finish()
 
 
 def _numbers(record: Record) -> dict[str, float]:
-    """What of a record can be drawn; the decision is 1 at a synchronization."""
+    """Return the numbers of a record. The decision is 1 at a synchronization, otherwise 0."""
     values = {name: _number(value) for name, value in record.items()}
     if "decision" in values:
         values["decision"] = values["decision"] == "sync"
@@ -265,13 +265,13 @@ def _numbers(record: Record) -> dict[str, float]:
 
 
 def open_sinks(log: object, *, rank: int) -> list[Sink]:
-    """The sinks meant by the ``log`` option of ``attach``.
+    """Return the sinks for the ``log`` argument of ``attach``.
 
-    A path becomes ``JsonLines``; a path without ``{rank}`` gets ``.rankN`` before its suffix, so
-    that workers never write into one file.
+    A path becomes a ``JsonLines`` sink. If the path does not contain ``{rank}``, ``.rankN`` is
+    inserted before its suffix, so that two workers never write to the same file.
 
     Raises:
-        TypeError: something that is neither a path nor a sink.
+        TypeError: ``log`` contains something that is neither a path nor a sink.
     """
     if log is None:
         return []
@@ -281,7 +281,7 @@ def open_sinks(log: object, *, rank: int) -> list[Sink]:
             path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
         return [JsonLines(path, rank=rank)]
     if isinstance(log, Sequence):
-        return [sink for one in log for sink in open_sinks(one, rank=rank)]
+        return [sink for each in log for sink in open_sinks(each, rank=rank)]
     if callable(getattr(log, "write", None)) and callable(getattr(log, "close", None)):
         return [log]  # type: ignore[list-item]
     raise TypeError(
@@ -290,32 +290,32 @@ def open_sinks(log: object, *, rank: int) -> list[Sink]:
 
 
 class Records:
-    """What one worker writes, step by step, to its sinks.
+    """Builds the record of each step and writes it to the sinks.
 
-    A sink that fails for want of a disk (``OSError``) is told of once and left out from then on:
-    training goes on. Other exceptions of a sink are its own way to end the training.
+    If a sink raises ``OSError``, for example because the disk is full, a warning is logged, the
+    sink is removed, and training continues. All other exceptions of a sink end training.
 
     Args:
-        sinks: Where records go.
-        rank: This worker's rank.
+        sinks: The sinks.
+        rank: Rank of this worker.
     """
 
     KEYS = (
         *("step", "rank", "decision"),
         *("compute_seconds", "wait_seconds", "payload_bytes"),
     )
-    """What stands in every record."""
+    """Names of the values that every record contains."""
 
     def __init__(self, sinks: Sequence[Sink], *, rank: int) -> None:
         self._sinks, self._rank = list(sinks), rank
         self._extra: Record = {}
 
     def add(self, values: Record) -> None:
-        """Put ``values`` into the coming record, all or none of them.
+        """Add ``values`` to the next record: all of them, or after an error none.
 
         Raises:
-            TypeError: a value that is no number.
-            ValueError: a name that has a meaning of its own.
+            TypeError: a record cannot contain a value; see ``require_recordable``.
+            ValueError: a name is one of ``KEYS``.
         """
         for name, value in values.items():
             if name in self.KEYS:
@@ -327,7 +327,12 @@ class Records:
         self._extra.update(values)
 
     def write(self, *values: Any, more: Record) -> None:
-        """The record of a step: of ``KEYS``, of the strategy (``more``), and what was added."""
+        """Write the record of a step.
+
+        Args:
+            values: Values of ``KEYS``, in their order.
+            more: Values from the strategy.
+        """
         extra, self._extra = self._extra, {}
         if not self._sinks:
             return
@@ -337,12 +342,12 @@ class Records:
                 sink.write(record)
             except OSError as error:
                 self._sinks.remove(sink)
-                with contextlib.suppress(OSError):  # what it still holds cannot be written
+                with contextlib.suppress(OSError):  # closing tries to write buffered records
                     sink.close()
-                self._tell(sink, f"is written no more, training goes on: {error}")
+                self._warn(sink, f"is no longer written, training continues: {error}")
 
     def close(self) -> None:
-        """Close all sinks, also if one of them fails."""
+        """Close all sinks, even if one of them fails."""
         with contextlib.ExitStack() as stack:
             while self._sinks:
                 stack.callback(self._close, self._sinks.pop())
@@ -351,7 +356,7 @@ class Records:
         try:
             sink.close()
         except OSError as error:
-            self._tell(sink, f"lacks what was written last: {error}")
+            self._warn(sink, f"lacks the last records: {error}")
 
-    def _tell(self, sink: Sink, what: str) -> None:
+    def _warn(self, sink: Sink, what: str) -> None:
         logger.warning("rank %d: the log %s %s", self._rank, sink, what)

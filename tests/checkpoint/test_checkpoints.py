@@ -1,4 +1,4 @@
-"""``offbeat.save`` and ``offbeat.load``: the same run, whatever crashed, or an error on all."""
+"""``offbeat.save`` and ``offbeat.load``: the same run after any crash, or an error on all."""
 
 import logging
 import os
@@ -41,7 +41,7 @@ def flat(model: nn.Module) -> Tensor:
 
 
 class Training:
-    """A worker with all that has a state: dropout, a schedule, a scaler, draws of its own."""
+    """A worker with everything that has a state: dropout, a schedule, a scaler, random numbers."""
 
     def __init__(self, rank: int, text: str = "local:period=3", wire: str = "float32") -> None:
         for seed in (torch.manual_seed, np.random.seed, random.seed):
@@ -140,8 +140,8 @@ def resuming(rank: int, size: int, text: str, wire: str, folder: Path) -> Any:
         for i, row in enumerate(ROWS)
     ],
 )
-def test_a_loaded_training_goes_on_bit_for_bit(text: str, wire: str, tmp_path: Path) -> None:
-    """Model, optimizer, schedule, scaler, random states, totals; and saving changes nothing."""
+def test_a_loaded_training_continues_bit_for_bit(text: str, wire: str, tmp_path: Path) -> None:
+    """Model, optimizer, schedule, scaler, random states and totals. Saving changes nothing."""
     plain = run(whole, text, wire, workers=3)
     # SSP's server adds up what comes in the order in which it comes; and who waits at a server asks
     # again as often as others do something there, which counts in the last row.
@@ -161,7 +161,7 @@ def test_a_loaded_training_goes_on_bit_for_bit(text: str, wire: str, tmp_path: P
 
 
 def two_saves(rank: int, size: int, folders: list[Path], keep: int = 2) -> Tensor:
-    """Of steps 3 and 5; the course of the training after step 3."""
+    """Save at steps 3 and 5. Returns the models after step 3."""
     training = Training(rank)
     for number in (3, 2):
         training.steps(number)
@@ -170,8 +170,8 @@ def two_saves(rank: int, size: int, folders: list[Path], keep: int = 2) -> Tenso
     return torch.stack(training.trace[3:])
 
 
-def go_on(rank: int, size: int, folders: list[Path]) -> Any:
-    """From whatever is found: the step, and the course; and what a save at the next step leaves."""
+def continue_from(rank: int, size: int, folders: list[Path]) -> Any:
+    """Load, take a step and save. Returns the loaded step and the models."""
     training = Training(rank)
     found = training.load(folders[rank])
     training.step()
@@ -187,7 +187,7 @@ def cut(path: Path, share: float) -> None:
 
 
 def flip(path: Path) -> None:
-    """A bit of a parameter, which torch.load does not notice."""
+    """Flip a bit of a parameter, which torch.load does not notice."""
     data = bytearray(path.read_bytes())
     value = torch.load(path, weights_only=True)["model"]["0.0.weight"].numpy().tobytes()
     data[bytes(data).index(value)] ^= 1
@@ -209,24 +209,27 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.sampled
 @pytest.mark.parametrize("shared", [True, False], ids=["one directory", "one each"])
 @pytest.mark.parametrize("name", DAMAGES)
-def test_all_go_on_from_the_step_before_where_one_file_is_damaged(
+def test_all_continue_from_the_checkpoint_before_if_one_file_is_damaged(
     name: str, shared: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Rank 1's newest file: rank 0 leaves its own, too; it is said; and saving goes on."""
+    """Rank 1's newest file is damaged.
+
+    Rank 0 skips its own, too, a warning is logged, and saving works.
+    """
     folders = [tmp_path / ("both" if shared else str(rank)) for rank in range(2)]
     courses = run(two_saves, folders, workers=2)
     DAMAGES[name](folders[1] / "step-5.rank1.pt")
     with caplog.at_level(logging.INFO, "offbeat"):
-        results = run(go_on, folders, workers=2)
+        results = run(continue_from, folders, workers=2)
     for (step, course), want in zip(results, courses, strict=True):
         assert step == 3
         assert torch.equal(course, want[:1])
     said = caplog.text
-    assert "training goes on from step 3" in said
+    assert "training continues from step 3" in said
     if name == "gone" and not shared:
-        assert "passed over" not in said  # rank 1 never had it
+        assert "is skipped" not in said  # rank 1 never had it
     else:
-        assert "the checkpoint of step 5 is passed over: rank 1: " in said
+        assert "the checkpoint of step 5 is skipped: rank 1: " in said
     for rank, folder in enumerate(folders):
         own = {path.name for path in folder.iterdir() if f"rank{rank}" in path.name}
         aside = {f"step-5.rank{rank}.pt.damaged"} if (rank == 0 or name != "gone") else set()
@@ -234,12 +237,12 @@ def test_all_go_on_from_the_step_before_where_one_file_is_damaged(
 
 
 def test_files_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
-    """The same names, from disks of two runs: they were not saved together."""
+    """Files with the same names from two runs were not saved together."""
     (one, other), folders = (tmp_path / "one", tmp_path / "other"), [tmp_path / "one"] * 2
     run(two_saves, folders, workers=2)
     run(two_saves, [other] * 2, workers=2)
     shutil.copy(other / "step-5.rank1.pt", one / "step-5.rank1.pt")
-    assert [step for step, _ in run(go_on, folders, workers=2)] == [3, 3]
+    assert [step for step, _ in run(continue_from, folders, workers=2)] == [3, 3]
 
 
 def nothing_whole(rank: int, size: int, folder: Path) -> Any:
@@ -251,8 +254,8 @@ def nothing_whole(rank: int, size: int, folder: Path) -> Any:
     return error, training.end()
 
 
-def test_where_nothing_is_whole_nothing_is_loaded(tmp_path: Path) -> None:
-    """Beginning anew in silence would lose the run."""
+def test_without_a_complete_checkpoint_nothing_is_loaded(tmp_path: Path) -> None:
+    """A silent start from scratch would lose the run."""
     run(two_saves, [tmp_path] * 2, 1, workers=2)
     cut(tmp_path / "step-5.rank0.pt", 0.7)
     results = run(nothing_whole, tmp_path, workers=2)
@@ -308,7 +311,7 @@ def found_after(rank: int, size: int, folder: Path) -> int:
 def test_a_killed_writer_leaves_this_checkpoint_or_the_one_before(
     moment: str, step: int, tmp_path: Path
 ) -> None:
-    """Even where one alone is kept: it goes only when the new one is on the disks of all."""
+    """With keep=1 the old one is deleted only when the new one is on the disks of all workers."""
     (error, _) = workers.run(killed, tmp_path, moment, workers=2, may_die=(1,))
     assert (error == "CommunicationError") == (step == 0)
     assert run(found_after, tmp_path, workers=2) == [step, step]
@@ -341,8 +344,8 @@ def none_yet(rank: int, size: int, folder: Path) -> bool:
     return found is None
 
 
-def test_a_first_checkpoint_that_was_not_written_by_all_is_none(tmp_path: Path) -> None:
-    """A restart begins anew: the others' files of it are no checkpoint that was lost."""
+def test_a_first_checkpoint_that_was_not_written_by_all_is_ignored(tmp_path: Path) -> None:
+    """A restart starts from scratch: no checkpoint was lost."""
     first, _, last = workers.run(killed_at_first, tmp_path, workers=3, may_die=(1,))
     assert (first[0], last[0]) == ("CommunicationError", "CommunicationError")
     assert run(none_yet, tmp_path, workers=3) == [True] * 3
@@ -353,7 +356,7 @@ def test_a_first_checkpoint_that_was_not_written_by_all_is_none(tmp_path: Path) 
 
 
 def refused(rank: int, size: int, folder: Path) -> Any:
-    """Saving and loading in ways that cannot be honoured; the training goes on between them."""
+    """Save and load with wrong arguments; training continues in between."""
     training, seen = Training(rank), {}
     training.steps(2)
     training.save(folder / "good")
@@ -396,7 +399,7 @@ def refused(rank: int, size: int, folder: Path) -> Any:
     return seen, result, sorted(path.name for path in good.iterdir())
 
 
-def test_what_cannot_be_honoured_is_refused_by_all_and_changes_nothing(tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused_by_all_and_change_nothing(tmp_path: Path) -> None:
     expected = {
         "extra": (
             r"rank 1 cannot save, so no worker does: the checkpoint\['extra'\]\[0\] is a function, "
@@ -414,7 +417,7 @@ def test_what_cannot_be_honoured_is_refused_by_all_and_changes_nothing(tmp_path:
         "consensus": r"offbeat.load\(\) inside consensus\(\)",
         "finish": r"offbeat.save\(\) after .* detach\(\): call it before, or inside consensus\(\)",
         "load after finish": r"offbeat.load\(\) after finish\(\) or detach\(\)",
-        "later": "good holds a checkpoint of step 2, this is step 1: go on from it with offbeat.lo",
+        "later": "good holds a checkpoint of step 2, this is step 1: continue from it with offbe",
         "strategy": r"the state was saved under LocalSGD\(period=3\), this is BSP\(\)",
     }
     plain = run(two_saves, [tmp_path / "other"] * 2, workers=2)
@@ -462,7 +465,7 @@ def save_consensus(rank: int, size: int, folder: Path) -> Any:
 
 
 def from_consensus(rank: int, size: int, text: str, folder: Path, model: Any) -> Any:
-    """From the file; or from the model, loaded before ``attach``, and rank 0's optimizer."""
+    """Start from the file, or from its model loaded before ``attach`` and rank 0's optimizer."""
     torch.manual_seed(0)
     net = nn.Sequential(make_wide(rank, norm=True), nn.Dropout(0.0), nn.Linear(1, 1))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
@@ -494,7 +497,7 @@ def from_consensus(rank: int, size: int, text: str, folder: Path, model: Any) ->
 def test_a_consensus_is_loaded_by_any_number_of_workers(
     text: str, size: int, tmp_path: Path
 ) -> None:
-    """As if they had been attached to its model; new workers take rank 0's optimizer."""
+    """The result equals attaching to its model. New workers take rank 0's optimizer."""
     model, *_ = run(save_consensus, tmp_path, workers=3)
     assert {path.name for path in tmp_path.iterdir()} == {f"step-4.rank{i}.pt" for i in range(3)}
     want = run(from_consensus, text, tmp_path, model, workers=size)
@@ -554,8 +557,8 @@ def scheduled(rank: int, size: int, schedule: str, kind: str, folder: Path, resu
     ("schedule", "kind"),
     [(name, [*KINDS][i % len(KINDS)]) for i, name in enumerate(SCHEDULES)],
 )
-def test_schedules_and_optimizers_go_along(schedule: str, kind: str, tmp_path: Path) -> None:
-    """Of several kinds, and several of them; torch.load reads their states without pickles."""
+def test_schedules_and_optimizers_are_saved(schedule: str, kind: str, tmp_path: Path) -> None:
+    """Several kinds, and several objects. torch.load reads their states without pickles."""
     plain = run(scheduled, schedule, kind, tmp_path, False, workers=2)
     resumed = run(scheduled, schedule, kind, tmp_path, True, workers=2)
     for got, want in zip(resumed, plain, strict=True):
@@ -563,7 +566,7 @@ def test_schedules_and_optimizers_go_along(schedule: str, kind: str, tmp_path: P
 
 
 def over_and_again(rank: int, size: int, text: str, folder: Path) -> Any:
-    """Save at step 4, go two steps further, and back to it."""
+    """Save at step 4, train two more steps, and load step 4."""
     model = make_wide(rank, norm=True)
     sync = attach(model, optimizer := sgd(model), text, wire=None)
     seen = []
@@ -588,7 +591,7 @@ def over_and_again(rank: int, size: int, text: str, folder: Path) -> Any:
 
 @pytest.mark.parametrize("text", ["streaming", "async:schedule=eager", "downpour"])
 def test_processes_save_and_load_while_training(text: str, tmp_path: Path) -> None:
-    """Real ones, with whatever is on its way between them at that moment."""
+    """On real processes, with everything that is in flight at that moment."""
     results = workers.run(over_and_again, text, tmp_path, workers=2)
     for found, step, (saved, loaded), end in results:
         assert (found, step) == (4, 7)
@@ -596,10 +599,10 @@ def test_processes_save_and_load_while_training(text: str, tmp_path: Path) -> No
         assert torch.equal(end, results[0][3])
 
 
-def test_a_file_is_on_the_disk_before_it_has_its_name(
+def test_a_file_is_on_the_disk_before_it_is_renamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the name thereafter: a machine that loses its power leaves no empty file of that name."""
+    """The directory is flushed afterwards: a power failure leaves no empty file of that name."""
     order, path = [], tmp_path / "step-1.rank0.pt"
     sync, replace = os.fsync, Path.replace
 
@@ -613,7 +616,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(
 
     monkeypatch.setattr(os, "fsync", flushed)
     monkeypatch.setattr(Path, "replace", named)
-    files.write(path, {**files.sealed({"a": torch.ones(3)}), "id": "x"})
-    files.give_name(path)
+    files.write(path, {**files.with_digest({"a": torch.ones(3)}), "id": "x"})
+    files.rename(path)
     assert order == [(False, False), ("named", True), (True, True)]
     assert torch.equal(files.read(path)["a"], torch.ones(3))

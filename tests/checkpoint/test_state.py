@@ -1,4 +1,4 @@
-"""A state that is damaged or belongs elsewhere is refused by all, and nothing has changed then."""
+"""``state_dict`` and ``load_state_dict``: a wrong or damaged state is refused by all workers."""
 
 import copy
 import re
@@ -66,7 +66,7 @@ def tensors(values: Any) -> Iterator[Tensor]:
 
 
 def flip(values: State) -> None:
-    """One bit of the last byte of the last tensor; of a number, if there is no tensor."""
+    """Flip one bit of the last byte of the last tensor; of a number if there is no tensor."""
     found = [one for one in tensors([values["state"], values["errors"]]) if one.numel()]
     if found:
         found[-1].reshape(-1)[-1:].view(torch.uint8)[-1] ^= 1
@@ -83,7 +83,7 @@ SPOILED: dict[str, tuple[Callable[[State], object], str]] = {
     ),
     "total": (lambda s: s["stats"].update(syncs=-1), "stats.syncs must be at least 0, got -1"),
     "missing": (lambda s: s.pop("errors"), "it was saved without errors"),
-    "unknown": (lambda s: s.update(more=1), "with 'more', which there is not"),
+    "unknown": (lambda s: s.update(more=1), "with unknown 'more'"),
     "type": (lambda s: s.update(step=True), "step must be a whole number, got True"),
     "bit": (flip, "its values are not those that were saved, by their digest"),
     "digest": (lambda s: s.update(digest=None), "digest must be a whole number, got None"),
@@ -92,7 +92,7 @@ SPOILED: dict[str, tuple[Callable[[State], object], str]] = {
         lambda s: s.update(format=1),
         "the state was saved in format 1, this version reads 2: resume with the version that",
     ),
-    "older": (lambda s: s.pop("format"), "this is no state that sync.state_dict"),
+    "older": (lambda s: s.pop("format"), "this is not a state of sync.state_dict"),
     "model": (
         lambda s: s["model"].__setitem__(0, "parameter 'other': shape (3,)"),
         r"saved for another model: that one has parameter 'other': shape \(3,\), this one has par",
@@ -110,7 +110,7 @@ SPOILED: dict[str, tuple[Callable[[State], object], str]] = {
 
 
 def load_spoiled(rank: int, size: int, text: str, wire: str, spoil: bool) -> Any:
-    """Train, and half-way be given states of all the wrong kinds on rank 1; the model's course."""
+    """Train, and load wrong states on rank 1 half-way. Returns the errors and the models."""
     model, optimizer, sync = start(rank, text, wire)
     seen, trace = {}, []
     for step in range(STEPS):
@@ -135,13 +135,13 @@ def load_spoiled(rank: int, size: int, text: str, wire: str, spoil: bool) -> Any
 @pytest.mark.sampled
 @every_row
 def test_a_damaged_state_is_refused_by_all_and_changes_nothing(text: str, wire: str) -> None:
-    """Whatever is wrong on rank 1: it says so, rank 0 says so of it, both train on as before."""
+    """Rank 1 names the damage, rank 0 names rank 1, and both continue training as before."""
     plain = run(load_spoiled, text, wire, False, workers=2)
     for rank, (seen, trace) in enumerate(run(load_spoiled, text, wire, True, workers=2)):
         assert torch.equal(trace, plain[rank][1])
         expected = {name: pattern for name, (_, pattern) in SPOILED.items()}
         expected["another step"] = "rank 1 was given the state of a worker at step 3, rank 0 that "
-        expected["nothing"] = "this is no state that sync.state_dict"
+        expected["nothing"] = "this is not a state of sync.state_dict"
         assert seen.keys() == expected.keys()
         for name, pattern in expected.items():
             kinds, message = seen[name]
@@ -155,7 +155,7 @@ def test_a_damaged_state_is_refused_by_all_and_changes_nothing(text: str, wire: 
 
 
 def states(rank: int, size: int, text: str, wire: str) -> State:
-    """Of each worker after some steps."""
+    """Return the state of each worker after some steps."""
     model, optimizer, sync = start(rank, text, wire)
     for step in range(SAVE_AT):
         train(model, optimizer, rank, step)
@@ -247,13 +247,13 @@ def test_states_of_other_ranks_and_worlds_are_refused(text: str, wire: str) -> N
             lambda s: s["view"]["state"]["rate"]["control"].update(precision="int3"),
             "state.view.state.rate.control.precision must be one of .*, got 'int3'",
         ),
-        ("bsp", lambda s: s.update(more=1), "state was saved with 'more', which there is not"),
+        ("bsp", lambda s: s.update(more=1), "state was saved with unknown 'more'"),
     ],
 )
 def test_every_field_of_a_strategy_s_state_is_checked(
     text: str, spoil: Callable[[State], object], message: str
 ) -> None:
-    """Its name is in the error, with what was required and what was there."""
+    """The error has the field's name, the requirement and the value."""
 
     def load(rank: int, size: int) -> Any:
         model, optimizer, sync = start(rank, text, "float32")
@@ -273,7 +273,7 @@ def test_every_field_of_a_strategy_s_state_is_checked(
 
 
 def consensus_states(rank: int, size: int, text: str, wire: str) -> Any:
-    """Model and state, in the middle and after the end; and in a consensus."""
+    """Return model and state in a consensus half-way, and after the end."""
     model, optimizer, sync = start(rank, text, wire)
     found = []
     for step in range(SAVE_AT):
@@ -286,10 +286,10 @@ def consensus_states(rank: int, size: int, text: str, wire: str) -> Any:
     return found
 
 
-def go_on(
+def start_from(
     rank: int, size: int, text: str, wire: str, saved: tuple[State, State], before: bool
 ) -> Any:
-    """From a consensus: the model loaded before ``attach``, or all of it loaded afterwards."""
+    """Start from a consensus: its model loaded before ``attach``, or model and state afterwards."""
     model = make_wide(rank + 5, norm=True)
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     if before:
@@ -309,19 +309,17 @@ def go_on(
 
 @pytest.mark.sampled
 @every_row
-def test_training_starts_again_from_a_consensus_with_any_number_of_workers(
-    text: str, wire: str
-) -> None:
-    """Loaded after ``attach`` it is as if ``attach`` had found that model; the steps go on.
+def test_training_starts_from_a_consensus_with_any_number_of_workers(text: str, wire: str) -> None:
+    """Loading after ``attach`` equals attaching to that model, except that the steps continue.
 
-    Whatever the flow keeps of the model: the last mean, P, the server's shards.
+    This includes all that the flow derives from the model: the last mean, P, the server's shards.
     """
     (_, last), *_ = found = run(consensus_states, "async:staleness=4", "float32", workers=3)
     assert all(torch.equal(found[2][1][0][name], value) for name, value in last[0].items())
     for size, at in ((2, 0), (3, 1), (1, 1)):
         saved = found[0][at]
-        want = run(go_on, text, wire, saved, True, workers=size)
-        got = run(go_on, text, wire, saved, False, workers=size)
+        want = run(start_from, text, wire, saved, True, workers=size)
+        got = run(start_from, text, wire, saved, False, workers=size)
         for (fresh, taken, expected), (steps, same, trace) in zip(want, got, strict=True):
             assert (fresh, steps) == (0, SAVE_AT + at)
             assert taken == same == STEPS
@@ -330,7 +328,7 @@ def test_training_starts_again_from_a_consensus_with_any_number_of_workers(
 
 @every_row
 def test_every_strategy_gives_the_state_of_its_consensus_at_once(text: str, wire: str) -> None:
-    """Inside consensus() and after finish(), where nobody answers any more; and without a wait."""
+    """Inside consensus() and after finish(), without communication."""
     for own in run(consensus_states, text, wire, workers=2):
         for (_, state), steps in zip(own, (SAVE_AT, SAVE_AT + 1), strict=True):
             assert (state["of"], state["stats"]["steps"]) == ("consensus", steps)
@@ -346,8 +344,8 @@ def load_late(rank: int, size: int, saved: State, own: State) -> Any:
     return mixed[1], late[1]
 
 
-def test_a_consensus_is_loaded_first_of_all_and_by_all() -> None:
-    """After a step training would not start again; on one worker alone it would be another's."""
+def test_a_consensus_is_loaded_before_the_first_step_and_by_all() -> None:
+    """Not after a step, and not on one worker alone."""
     ((_, saved), _), _ = run(consensus_states, "bsp", "float32", workers=2)
     for mixed, late in run(load_late, saved, {}, workers=2):
         assert mixed == (
@@ -402,7 +400,7 @@ def test_states_at_the_wrong_moment_are_refused_at_once(text: str, wire: str) ->
 
 
 def gone_back(rank: int, size: int, text: str, wire: str, at: int) -> Tensor:
-    """Train, and go back once from two steps after ``at`` to the state of ``at``."""
+    """Train, and at step ``at`` + 2 load the state of step ``at`` once."""
     model, optimizer, sync = start(rank, text, wire)
     trace, step, back = [], 0, at > 0
     while step < STEPS:
@@ -423,8 +421,8 @@ def gone_back(rank: int, size: int, text: str, wire: str, at: int) -> Tensor:
 
 @pytest.mark.sampled
 @every_row
-def test_a_training_goes_back_to_a_state_of_its_own(text: str, wire: str) -> None:
-    """With whatever was in flight then, and nothing of what is in flight when it is loaded."""
+def test_a_training_can_return_to_an_earlier_state(text: str, wire: str) -> None:
+    """With everything that was in flight then, and nothing that is in flight when it is loaded."""
     size = 1 if text.startswith("ssp") else 2  # a server adds in the order of arrival
     whole = run(gone_back, text, wire, 0, workers=size)
     for at in (1, 3):
@@ -452,8 +450,8 @@ def test_every_flipped_bit_changes_the_digest(dtype: torch.dtype) -> None:
     assert checkpoint.digest(values) == whole
 
 
-def test_the_digest_tells_shapes_types_and_names() -> None:
-    """A view has that of its values; what differs in any other way has another."""
+def test_the_digest_depends_on_shapes_types_and_names() -> None:
+    """A view has the digest of its values. Any other difference changes the digest."""
     values = torch.arange(6.0)
     assert checkpoint.digest(values.view(2, 3).t()) == checkpoint.digest(
         values.view(2, 3).t().contiguous()
@@ -467,7 +465,7 @@ def test_the_digest_tells_shapes_types_and_names() -> None:
     assert len(set(digests)) == len(digests)
 
 
-def test_what_cannot_be_read_back_has_no_digest() -> None:
+def test_other_types_have_no_digest() -> None:
     with pytest.raises(offbeat.CheckpointError, match=r"it\['a'\]\[1\] is a function, and a check"):
         checkpoint.digest({"a": [1, flat]})
 

@@ -1,6 +1,6 @@
-"""One GPU that two processes share over gloo: the values of the CPU. Skipped where there is none.
+"""Two processes that share one GPU over gloo give the values of the CPU. Skipped without a GPU.
 
-``OFFBEAT_TEST_DEVICE=cpu`` runs them without one, to see that the tests themselves work.
+``OFFBEAT_TEST_DEVICE=cpu`` runs them on the CPU, which checks the tests themselves.
 """
 
 import os
@@ -27,7 +27,7 @@ pytestmark = [
 
 
 def train(rank: int, size: int, device: str, strategy: str, wire: Any) -> Tensor:
-    """Eight steps; what all workers then hold."""
+    """Take eight steps. Returns the model that all workers then hold."""
     model = make_wide(rank).to(device, torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     sync = attach(model, optimizer, strategy, wire=wire)
@@ -51,7 +51,7 @@ def train(rank: int, size: int, device: str, strategy: str, wire: Any) -> Tensor
     ],
 )
 def test_values_are_those_of_the_cpu(strategy: str, wire: str) -> None:
-    """Up to the order of additions, and to a step of the rounding where it falls on an edge."""
+    """Up to the order of additions, and one quantization step where a value lies on an edge."""
     there = run(train, DEVICE, strategy, wire, workers=2, seconds=120)
     here = run(train, "cpu", strategy, wire, workers=2)
     assert torch.equal(there[0], there[1]), "all workers end with the same bits"
@@ -61,7 +61,7 @@ def test_values_are_those_of_the_cpu(strategy: str, wire: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["streaming", "async:schedule=eager,staleness=4"])
 def test_eager_schedules_end_alike(strategy: str) -> None:
-    """Whatever is on its way when."""
+    """Workers end with the same model, whatever was in flight at any time."""
     there = run(train, DEVICE, strategy, None, workers=2, seconds=120)
     assert there[0].isfinite().all()
     assert torch.equal(there[0], there[1])
@@ -69,7 +69,10 @@ def test_eager_schedules_end_alike(strategy: str) -> None:
 
 @pytest.mark.parametrize("precision", ["bfloat16", "int8", "int4", "int2"])
 def test_payloads_are_decoded_as_by_the_cpu(precision: str) -> None:
-    """Bit for bit: workers with and without a GPU may meet. What is rounded there may differ."""
+    """Bit for bit, because a worker with a GPU may train with one without.
+
+    Encoded values may differ.
+    """
     codec, size = CODECS[precision](), 3 * BLOCK + 7
     numbers = torch.zeros(4 * BLOCK)
     numbers[:size] = torch.randn(size, generator=torch.Generator().manual_seed(0))

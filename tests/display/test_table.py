@@ -1,4 +1,4 @@
-"""A table as Markdown and HTML, and the door to matplotlib."""
+"""Tables as Markdown and HTML, and figures of matplotlib."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ from offbeat.display.table import Table
 
 
 def test_markdown() -> None:
-    """Caption, headings, and a line a row whose first cell is code."""
+    """Caption, headings, and a line per row whose first cell is code."""
     table = Table(("name", "cost"), (("bsp", "1 s"), ("local:period=8", "2 s")), "what it is")
     assert table.markdown() == (
         "what it is\n\n| name | cost |\n|---|---|\n| `bsp` | 1 s |\n| `local:period=8` | 2 s |\n"
@@ -20,7 +20,7 @@ def test_markdown() -> None:
 
 
 def test_html_escapes_all_text() -> None:
-    """What a cell, a heading or the caption holds is shown as it is, and is never markup."""
+    """The text of cells, headings and caption is never interpreted as markup."""
     table = Table(("<th>", "b"), (("<script>", 'a & "b"'), ("x", "</td>")), "1 < 2")
     page = ElementTree.fromstring(table.html())
     assert [one.text for one in page.iter("caption")] == ["1 < 2"]
@@ -32,7 +32,7 @@ def test_html_escapes_all_text() -> None:
 
 
 def test_a_figure_leaves_the_backend_alone(tmp_path: Path) -> None:
-    """No pyplot: a notebook keeps its backend, and nothing stays open."""
+    """It does not use pyplot: a notebook keeps its backend, and no figure stays open."""
     pytest.importorskip("matplotlib")
     pyplot = sys.modules.pop("matplotlib.pyplot", None)
     try:

@@ -1,4 +1,4 @@
-"""What the tests with the real packages have in common: an environment, data, a reference."""
+"""Shared parts of the tests with real packages: environment, data, reference."""
 
 import os
 from typing import Any
@@ -17,7 +17,7 @@ SAMPLES = 4  # in a batch
 
 
 def environment(rank: int, size: int) -> None:
-    """As torchrun sets it; the process group is there already."""
+    """Set the environment as torchrun does. The process group exists already."""
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ.update({name: str(value) for name, value in ranks.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", TORCHELASTIC_RUN_ID="a test")
@@ -25,7 +25,7 @@ def environment(rank: int, size: int) -> None:
 
 
 def run(function: Any, *args: Any) -> list[Any]:
-    """Of two processes, in such an environment."""
+    """Run two processes in such an environment."""
     return workers.run(_in_environment, function, args, workers=2, seconds=110)
 
 
@@ -35,11 +35,11 @@ def _in_environment(rank: int, size: int, function: Any, args: tuple[Any, ...]) 
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
-    """In such an order that rank r gets ``make_batch(r, s)`` at step s.
+    """Samples in an order in which rank r receives ``make_batch(r, s)`` at step s.
 
     Args:
-        turns: What two workers take in turns: "batches" (Accelerate), "samples" (torch's sampler).
-        dtype: Of the samples.
+        turns: Unit that two workers take in turns: "batches" (Accelerate), "samples" (torch).
+        dtype: Dtype of the samples.
     """
 
     def __init__(self, turns: str, dtype: torch.dtype = torch.float64) -> None:
@@ -60,7 +60,7 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
 
 
 def ddp(rank: int, *, lr: float = 0.05, max_norm: float | None = None) -> dict[str, Tensor]:
-    """The model after training under torch's DDP: the reference for all of them."""
+    """Return the model after training under torch's DDP, the reference for all tests."""
     model = make_model(0)
     wrapper = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)

@@ -1,4 +1,4 @@
-"""Accelerate: its prepared model is inside DDP, its prepared optimizer inside a wrapper."""
+"""Accelerate: its prepared model is inside DDP, and its prepared optimizer inside a wrapper."""
 
 import warnings
 from typing import Any
@@ -62,7 +62,7 @@ def everything(rank: int, size: int) -> Any:
 
 
 def test_prepared_loops_train_as_bare_ones() -> None:
-    """LocalSGD(1) and BSP are DDP, a clip is that of the mean, and no byte is sent unseen."""
+    """LocalSGD(1) and BSP equal DDP, the mean is clipped, and all bytes are counted."""
     for plain, ways, pairs, clipped in run(everything):
         for model, _ in ways:
             same(model, plain[0], 1e-12)

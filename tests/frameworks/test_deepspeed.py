@@ -1,4 +1,4 @@
-"""DeepSpeed's engine is refused, whatever it divides."""
+"""DeepSpeed's engine is refused in every configuration."""
 
 import importlib.util
 import warnings

@@ -87,7 +87,7 @@ def values(rank: int, size: int, folder: str) -> Any:
 
 
 def test_local_sgd_of_one_step_is_ddp(tmp_path: Path) -> None:
-    """And a clip is that of the mean, and the trigger sees what was not clipped."""
+    """The mean is clipped, and the trigger sees the unclipped gradient."""
     for plain, clipped, local, bsp, records in run(values, str(tmp_path)):
         same(local[0], plain, 1e-12)
         same(bsp[0], clipped, 1e-12)
@@ -97,7 +97,7 @@ def test_local_sgd_of_one_step_is_ddp(tmp_path: Path) -> None:
 
 
 class Light(ModelCheckpoint):  # type: ignore[misc]
-    """Lightning wants one of each class."""
+    """Lightning needs one module of each class."""
 
 
 def checkpoints(rank: int, size: int, folder: str) -> Any:

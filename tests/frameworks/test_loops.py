@@ -1,4 +1,4 @@
-"""Engines with a training loop of their own, of pytorch-ignite and of skorch."""
+"""Engines with a training loop: pytorch-ignite and skorch."""
 
 import importlib.util
 import warnings
@@ -94,7 +94,7 @@ def test_ignite_trains_as_ddp() -> None:
 
 
 def test_skorch_trains_as_ddp() -> None:
-    """It calls ``step`` with a closure, and clips inside of that: the mean is clipped."""
+    """skorch calls ``step`` with a closure and clips inside it: the mean is clipped."""
     if importlib.util.find_spec("skorch") is None:
         pytest.skip("no skorch")
     results = run(by_skorch)

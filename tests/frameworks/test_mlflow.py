@@ -1,4 +1,4 @@
-"""The sink for MLflow that the page shows, with MLflow itself and a store in a file."""
+"""The sink for MLflow that the page shows, with MLflow and a store in a file."""
 
 import importlib.util
 from pathlib import Path

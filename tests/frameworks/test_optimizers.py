@@ -1,4 +1,4 @@
-"""Optimizers of other packages: schedule-free, sharpness-aware, and with 8 bits of state."""
+"""Optimizers of other packages: schedule-free, sharpness-aware, and with 8-bit state."""
 
 import importlib.util
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def need(package: str) -> None:
 
 
 def train(rank: int, make: Make, text: str | None, *, looks: bool = False) -> Any:
-    """A schedule-free loop; with ``looks`` it evaluates the consensus after each step."""
+    """Train a schedule-free loop. With ``looks`` it evaluates the consensus after each step."""
     model = make_model(rank)
     called: nn.Module = DistributedDataParallel(model) if text is None else model
     optimizer = make(model)
@@ -69,7 +69,7 @@ def schedule_free(rank: int, size: int) -> Any:
 
 
 def test_schedule_free_trains_as_under_ddp() -> None:
-    """In ``eval()`` when the mean is taken: it is that of what each worker would evaluate."""
+    """The mean is taken in ``eval()``, over the models that the workers would evaluate."""
     need("schedulefree")
     results = run(schedule_free)
     for linear, adaptive, (looking, plain), streaming in results:
@@ -194,7 +194,7 @@ def sharp(rank: int, size: int) -> Any:
 
 
 def test_sharpness_aware_steps_are_synchronized_once() -> None:
-    """Whole, or by halves with the optimizer inside attached; with SGD a mean of either is one."""
+    """As a whole, or by halves with the inner optimizer attached. With SGD both means are equal."""
     need("pytorch_optimizer")
     results = run(sharp)
     for found, (kinds, message) in results:

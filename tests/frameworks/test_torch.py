@@ -1,4 +1,4 @@
-"""What torch itself offers around a training loop: the values are those under DDP with the same."""
+"""Tools of torch around a training loop give the values of DDP with the same tools."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +41,7 @@ def loss(called: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
 
 
 def checkpointed(model: nn.Module, called: nn.Module) -> Any:
-    """Activations are computed again during backward."""
+    """Activations are recomputed during backward."""
 
     def backward(x: Tensor, y: Tensor) -> None:
         loss(lambda z: checkpoint(called, z, use_reentrant=False), x, y).backward()
@@ -82,7 +82,7 @@ def closure(model: nn.Module, called: nn.Module) -> Any:
 
 
 def muon(model: nn.Module, called: nn.Module) -> Any:
-    """Matrices by Muon, all else by AdamW."""
+    """Matrices are trained by Muon, all other parameters by AdamW."""
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim != 2]
     optimizers = [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
@@ -90,7 +90,7 @@ def muon(model: nn.Module, called: nn.Module) -> Any:
 
 
 def compiled(model: nn.Module, called: nn.Module) -> Any:
-    """The model by inductor, and the step of the optimizer, whose hooks stay outside of that."""
+    """Inductor compiles the model and the step of the optimizer, except its hooks."""
     fast: Any = torch.compile(called)
     optimizers = sgd(model)
 
@@ -112,7 +112,7 @@ def compiled_in_place(model: nn.Module, called: nn.Module) -> Any:
 
 
 def train(rank: int, way: Way, text: str | None, dtype: torch.dtype) -> Any:
-    """Under ``text``; None: under DDP."""
+    """Train under the strategy ``text``. None: under DDP."""
     model = make_model(rank, dtype)
     called = DistributedDataParallel(model) if text is None else model
     step, optimizers = way(model, called)
@@ -132,7 +132,10 @@ def every(rank: int, size: int, ways: list[Way], dtype: torch.dtype) -> Any:
 
 
 def check(ways: list[Way], dtype: torch.dtype, *, linear: bool = True, seconds: int = 60) -> None:
-    """BSP is DDP, and so is LocalSGD of one step with a ``linear`` optimizer; all end alike."""
+    """BSP equals DDP, and so does LocalSGD of one step with a ``linear`` optimizer.
+
+    All workers end alike.
+    """
     results = run(every, ways, dtype, workers=2, seconds=seconds)
     for index, way in enumerate(ways):
         for of_rank in results:
@@ -153,12 +156,12 @@ def test_tools_of_torch_train_as_under_ddp() -> None:
 
 @pytest.mark.nightly
 def test_reduced_precision_trains_as_under_ddp() -> None:
-    """The mean of two gradients is exact, so BSP has the same bits; LocalSGD rounds elsewhere."""
+    """The mean of two gradients is exact, so BSP has the same bits. LocalSGD rounds elsewhere."""
     check([autocast, muon], torch.float32, linear=False)
 
 
 def in_backward(rank: int, size: int) -> Any:
-    """Each parameter's own optimizer steps, and frees the gradient, as soon as that is there."""
+    """Each parameter's own optimizer steps and frees the gradient as soon as it exists."""
     found = []
     for text in ("bsp", "local:period=1"):
         model = make_model(rank)

@@ -1,4 +1,4 @@
-"""Trainers made of Hugging Face's: of sentence-transformers, and of TRL."""
+"""Trainers derived from Hugging Face's: sentence-transformers and TRL."""
 
 import importlib.util
 import os
@@ -37,7 +37,7 @@ def tokens(row: int) -> list[int]:
 
 
 def embedded(rank: int, folder: str, callbacks: list[Any]) -> nn.Module:
-    """sentence-transformers, with a bag of embeddings for a model."""
+    """sentence-transformers, with a bag of embeddings as model."""
     import datasets
     import sentence_transformers as st
     from sentence_transformers.sentence_transformer import losses, modules

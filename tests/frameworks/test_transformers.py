@@ -24,7 +24,7 @@ MAX_NORM = 0.3
 
 
 class Model(nn.Module):
-    """As the Trainer wants it: its forward gives a loss."""
+    """A model whose forward returns a loss, as the Trainer requires."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def weights(model: Any) -> dict[str, Tensor]:
 
 
 class Watch(transformers.TrainerCallback):  # type: ignore[misc]
-    """Notes the model that an evaluation has seen."""
+    """Records the model that an evaluation has seen."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, Tensor]] = []
@@ -110,7 +110,7 @@ def values(rank: int, size: int, folder: str) -> Any:
 
 
 def test_local_sgd_of_one_step_is_ddp(tmp_path: Path) -> None:
-    """And a clip is that of the mean, and the trigger sees what was not clipped."""
+    """The mean is clipped, and the trigger sees the unclipped gradient."""
     for plain, clipped, local, bsp, records in run(values, str(tmp_path)):
         same(local[0], plain, 1e-12)
         same(bsp[0], clipped, 1e-12)

@@ -1,4 +1,4 @@
-"""The sink for Weights & Biases, with wandb itself, off line."""
+"""The sink for Weights & Biases, with wandb itself, offline."""
 
 import time
 from pathlib import Path
@@ -14,7 +14,7 @@ wandb = pytest.importorskip("wandb")
 def test_a_run_ends_with_the_last_point_of_each_curve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the user logs to the same run keeps steps of its own, and the run stays open."""
+    """Values that the user logs to the same run keep their own steps, and the run stays open."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_SILENT", "true")
     run = wandb.init(project="offbeat", dir=str(tmp_path), mode="offline")
@@ -30,8 +30,8 @@ def test_a_run_ends_with_the_last_point_of_each_curve(
     assert last == {"mine": 2.0, **{f"offbeat/{name}": value for name, value in offbeats.items()}}
 
 
-def test_a_run_of_its_own_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It begins as wandb's environment variables say."""
+def test_a_new_run_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It starts as wandb's environment variables say."""
     monkeypatch.chdir(tmp_path)
     for name, value in (("SILENT", "true"), ("MODE", "offline"), ("DIR", str(tmp_path))):
         monkeypatch.setenv(f"WANDB_{name}", value)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 
 def mean_after_each_step(optimizers: Callable[[nn.Module], Any]) -> dict[str, torch.Tensor]:
-    """Two workers in one process, whose models become their mean after every step."""
+    """Train two workers in one process, whose models become their mean after every step."""
     models = [make_model(0), make_model(0)]
     stepping = [optimizers(model) for model in models]
     for step in range(STEPS):
@@ -37,7 +37,7 @@ def mean_after_each_step(optimizers: Callable[[nn.Module], Any]) -> dict[str, to
 
 
 def lookahead_of(model: nn.Module) -> Any:
-    """From its file: importing timm needs torchvision, which needs the right torch."""
+    """Load Lookahead from its file, because importing timm needs a matching torchvision."""
     spec = importlib.util.find_spec("timm")
     assert spec is not None
     assert spec.submodule_search_locations is not None
@@ -107,7 +107,7 @@ def private(rank: int, size: int) -> Any:
 
 
 def test_private_steps_are_synchronized() -> None:
-    """Each worker clips and adds its noise by itself; an optimizer that also reduces is refused."""
+    """Each worker clips and adds noise by itself. An optimizer that also reduces is refused."""
     pytest.importorskip("opacus")
     results = run(private)
     for model, steps, syncs, error in results:
@@ -138,8 +138,8 @@ def adapters(rank: int, size: int) -> Any:
     return sent, state(model)
 
 
-def test_only_adapters_travel() -> None:
-    """The bytes of a step are in proportion to what is trained."""
+def test_only_adapters_are_sent() -> None:
+    """The bytes of a step are proportional to the trainable parameters."""
     pytest.importorskip("peft")
     for sent, _ in run(adapters):
         (few, trainable), (all_of_it, whole) = sent

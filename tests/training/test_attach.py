@@ -1,4 +1,4 @@
-"""What attach() refuses, before anything is sent."""
+"""Arguments that attach() refuses before anything is sent."""
 
 import importlib
 import inspect
@@ -26,7 +26,7 @@ def test_attach_needs_a_process_group() -> None:
 
 
 def test_attach_needs_an_optimizer_with_this_models_parameters() -> None:
-    """An optimizer of another model, or none at all, is refused."""
+    """An optimizer of another model, or an empty list, is refused."""
     model = make_model()
     with pytest.raises(AttachError, match="SGD holds no parameter of this model"):
         offbeat.attach(model, sgd(make_model()), offbeat.BSP())
@@ -37,7 +37,7 @@ def test_attach_needs_an_optimizer_with_this_models_parameters() -> None:
 
 
 def test_attach_refuses_foreign_parameters() -> None:
-    """An optimizer that moves other tensors as well would leave those unsynchronized."""
+    """Other tensors that the optimizer moves would stay unsynchronized."""
     model = make_model()
     both = [*model.parameters(), *nn.Linear(2, 2).parameters()]
     with pytest.raises(AttachError, match=r"also moves 2 tensor\(s\) that are not"):
@@ -65,15 +65,15 @@ def test_attach_refuses_a_strategy_given_as_text() -> None:
         offbeat.attach(model, sgd(model), "bsp")  # type: ignore[arg-type]
 
 
-def test_attach_refuses_what_is_no_optimizer() -> None:
-    """A scheduler, say, is a TypeError that shows what was given."""
+def test_attach_refuses_other_types_as_optimizer() -> None:
+    """A TypeError shows the argument, for example a scheduler."""
     model = make_model()
     with pytest.raises(TypeError, match="must be a torch"):
         offbeat.attach(model, [object()], offbeat.BSP())  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan")])
-def test_attach_refuses_no_time_out(seconds: float) -> None:
+def test_attach_refuses_a_time_out_of_0(seconds: float) -> None:
     """Pitfall 19: the time-out is positive."""
     model = make_model()
     with pytest.raises(ValueError, match="timeout_seconds must be positive"):
@@ -88,7 +88,7 @@ def test_attach_refuses_an_unknown_argument() -> None:
 
 
 class Holds(nn.Module):
-    """An ordinary layer, and a parameter or buffer that was given."""
+    """A linear layer with an additional parameter or buffer."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__()
@@ -121,7 +121,10 @@ def of_inference() -> torch.Tensor:
     ],
 )
 def test_tensors_that_cannot_be_written_are_refused(tensor: torch.Tensor, why: str) -> None:
-    """By name, with the reason and what to do; frozen ones, too, for they are copied at first."""
+    """The error has the name, the reason and the remedy.
+
+    Frozen tensors count: they are copied at first.
+    """
     model = Holds(tensor)
     with pytest.raises(AttachError, match=why):
         offbeat.attach(model, sgd(model.layer), offbeat.BSP())
@@ -141,14 +144,14 @@ def test_tensors_that_cannot_be_written_are_refused(tensor: torch.Tensor, why: s
         torch.ones(20).as_strided((3, 4), (2, 5)),  # interleaved: no place is met twice
     ],
 )
-def test_other_strides_are_no_reason_to_refuse(tensor: torch.Tensor) -> None:
-    """Transposed, strided, channels-last, empty, interleaved tensors can be written in place."""
+def test_other_strides_are_accepted(tensor: torch.Tensor) -> None:
+    """Transposed, strided, channels-last, empty and interleaved tensors can be written in place."""
     require_usable(Holds(tensor))
     require_usable(Holds(nn.Parameter(tensor)))
 
 
-def test_attach_inside_of_inference_mode_is_refused() -> None:
-    """Everything that attach makes there could never be written again."""
+def test_attach_inside_inference_mode_is_refused() -> None:
+    """Tensors made there can never be written again."""
     model = make_model()
     inside = pytest.raises(AttachError, match=r"inside torch\.inference_mode")
     with inside, torch.inference_mode():
@@ -157,7 +160,7 @@ def test_attach_inside_of_inference_mode_is_refused() -> None:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Gossip(Strategy):
-    """A strategy with a flow of its own, like the baselines'."""
+    """A strategy with a custom flow, as baselines have."""
 
     def averages(self) -> CustomFlow:
         return CustomFlow(lambda strategy, worker: pytest.fail("it must not be made"))
@@ -196,10 +199,10 @@ ABILITIES: list[tuple[str, dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("text", "options", "error", "why"), ABILITIES)
-def test_what_cannot_be_combined_is_refused(
+def test_excluded_combinations_are_refused(
     text: str, options: dict[str, Any], error: type[Exception], why: str
 ) -> None:
-    """Before anything is sent: there is no process group here."""
+    """They are refused before anything is sent: this test has no process group."""
     strategy = Gossip() if text == "gossip" else offbeat.parse_strategy(text)
     model = make_model()
     with pytest.raises(error, match=why):
@@ -249,8 +252,8 @@ def test_the_earlier_name_of_excluding_is_named() -> None:
 @pytest.mark.parametrize(
     ("text", "refused"), [("streaming", True), ("async", True), ("bsp", False)]
 )
-def test_parameters_that_share_memory_are_not_moved_twice(text: str, refused: bool) -> None:
-    """Tied by ``.data``, they are two Parameters and one memory."""
+def test_parameters_that_share_memory_are_refused(text: str, refused: bool) -> None:
+    """Parameters tied by ``.data`` would receive an update twice."""
 
     def work() -> None:
         model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
@@ -279,7 +282,7 @@ def sharded(rank: int, size: int) -> Any:
 
 
 def test_a_sharded_model_is_refused() -> None:
-    """A worker that holds a part of each parameter has nothing that could be averaged."""
+    """A worker with parts of the parameters has no tensor that could be averaged."""
     for text in workers.run(sharded, workers=2):
         assert "FSDP" in text
         assert "every worker must hold the whole model" in text

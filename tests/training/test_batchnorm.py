@@ -1,4 +1,4 @@
-"""BatchNorm: statistics measured anew, and what becomes of them when workers meet."""
+"""BatchNorm: recalibrated statistics, and statistics in a consensus."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from workers import run
 
 
 class Net(nn.Module):
-    """Every kind of BatchNorm, one without statistics, Dropout, and a frozen module."""
+    """A model with every kind of BatchNorm, one without statistics, Dropout, and a frozen one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def batches(count: int, samples: int = 6) -> list[tuple[Tensor, Tensor]]:
 
 
 def test_statistics_are_means_over_the_batches() -> None:
-    """1/K Σ mean and 1/K Σ var, from the inputs; the affine part is the identity here."""
+    """1/K Σ mean and 1/K Σ var of the inputs. The affine part is the identity here."""
     model = Net()
     model.eval()
     model.lazy(torch.zeros(2, 3))
@@ -75,7 +75,7 @@ def test_statistics_are_means_over_the_batches() -> None:
 
 
 def test_a_short_loader_is_used_up_and_forward_may_be_given() -> None:
-    """Batches of another form; the model is called as training does."""
+    """With ``forward``, batches may have another form. The model is called as in training."""
     model = nn.Sequential(nn.BatchNorm1d(3))
     data = [{"x": x} for x, _ in batches(2)]
     offbeat.recalibrate_batchnorm(model, data, 9, forward=lambda m, batch: m(batch["x"]))
@@ -86,7 +86,7 @@ def test_a_short_loader_is_used_up_and_forward_may_be_given() -> None:
 
 
 def test_a_model_without_batchnorm_costs_nothing() -> None:
-    """The loader is not even asked."""
+    """The loader is not read."""
 
     class Never:
         def __iter__(self) -> Any:
@@ -105,8 +105,8 @@ def test_a_model_without_batchnorm_costs_nothing() -> None:
         ([], 1.5, TypeError, "batches must be an integer"),
     ],
 )
-def test_after_an_error_all_is_as_before(loader: Any, count: Any, error: Any, words: str) -> None:
-    """Statistics, modes and momentum."""
+def test_an_error_restores_everything(loader: Any, count: Any, error: Any, words: str) -> None:
+    """Statistics, modes and momenta are restored."""
     model = nn.Sequential(nn.BatchNorm1d(3, momentum=0.2), nn.Dropout())
     model(torch.arange(12.0).reshape(4, 3))
     model[1].eval()
@@ -158,7 +158,10 @@ def meet(rank: int, size: int, strategy: offbeat.Strategy, steps: list[int]) -> 
     ids=str,
 )
 def test_statistics_at_consensus_and_finish(strategy: offbeat.Strategy) -> None:
-    """Float statistics: the mean; counts: the maximum; and the own ones again afterwards."""
+    """Float statistics become the mean and counts the maximum.
+
+    Local ones return after the consensus.
+    """
     merged = isinstance(strategy, offbeat.AsyncAveraging) and strategy.schedule == "eager"
     # Under BSP those who stopped early take over the model of the others, statistics too.
     steps = [5, 5, 5] if merged or isinstance(strategy, offbeat.BSP) else [5, 7, 6]

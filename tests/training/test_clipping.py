@@ -1,4 +1,4 @@
-"""Gradients are clipped after the strategy has had them, whoever clips them."""
+"""Gradients are clipped after the strategy has received them, by any function."""
 
 import gc
 import warnings
@@ -41,7 +41,7 @@ def by_torch(model: nn.Module, sync: Any) -> None:
 
 
 def by_a_name(model: nn.Module, sync: Any) -> None:
-    """A script's own, imported before anything was attached."""
+    """Clip with a function that a script has imported before anything was attached."""
     clip_grad_norm_(list(model.parameters()), max_norm=MAX_NORM)
 
 
@@ -53,8 +53,13 @@ def twice(model: nn.Module, sync: Any) -> None:
 WAYS = [by_sync, by_torch, by_a_name, twice]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_dropped_models() -> None:
+    """Free models that other tests have dropped without detaching them."""
+    gc.collect()
+
+
 def torchs_functions() -> Any:
-    gc.collect()  # models that other tests have dropped without detaching them
     return nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_
 
 
@@ -84,7 +89,7 @@ def trained(rank: int, size: int, clip: Callable[..., None], text: str, scaled: 
 @pytest.mark.parametrize("clip", some(WAYS, 0, 1))
 @pytest.mark.parametrize("scaled", [False, True])
 def test_under_bsp_the_mean_is_clipped(clip: Callable[..., None], scaled: bool) -> None:
-    """As by DDP, which has averaged before anyone clips."""
+    """As under DDP, which averages before the clip."""
     expected = bsp_reference(2, "momentum", STEPS, MAX_NORM)[-1]
     originals = torchs_functions()
     for model, _ in run(trained, clip, "bsp", scaled, workers=2):
@@ -93,8 +98,8 @@ def test_under_bsp_the_mean_is_clipped(clip: Callable[..., None], scaled: bool) 
 
 
 @pytest.mark.parametrize("clip", WAYS)
-def test_the_trigger_sees_what_was_not_clipped(clip: Callable[..., None]) -> None:
-    """Δ is that of the loop that does not clip, as long as the models are the same."""
+def test_the_trigger_sees_unclipped_gradients(clip: Callable[..., None]) -> None:
+    """As long as the models are the same, Δ equals that of a loop without clipping."""
     plain = run(trained, lambda model, sync: None, "selsync:delta=0", False, workers=2)
     for (_, changes), (_, expected) in zip(
         run(trained, clip, "selsync:delta=0", False, workers=2), plain, strict=True
@@ -106,7 +111,9 @@ def test_the_trigger_sees_what_was_not_clipped(clip: Callable[..., None]) -> Non
 
 
 @pytest.mark.parametrize("clip", WAYS)
-def test_without_a_mean_of_gradients_each_worker_clips_its_own(clip: Callable[..., None]) -> None:
+def test_without_a_mean_of_gradients_each_worker_clips_local_gradients(
+    clip: Callable[..., None],
+) -> None:
     reference = Simulated.start(2, "momentum")
     for step in range(STEPS):
         for rank, (model, optimizer) in enumerate(
@@ -138,8 +145,8 @@ def skipping(rank: int, size: int, clip: Callable[..., None]) -> Any:
 
 
 @pytest.mark.parametrize("clip", [by_sync, by_torch])
-def test_a_step_may_be_left_out_after_a_clip(clip: Callable[..., None]) -> None:
-    """It counts as one that a scaler has skipped, and the next gradients are averaged, too."""
+def test_a_loop_may_skip_the_step_after_a_clip(clip: Callable[..., None]) -> None:
+    """It counts like a step that a scaler has skipped, and the next gradients are averaged, too."""
     model = make_model(0)
     optimizer = sgd(model)
     for step in range(STEPS):
@@ -166,7 +173,7 @@ def by_value(rank: int, size: int) -> Tensor:
     return flat(model)
 
 
-def test_clipping_by_value_waits_for_the_mean_too() -> None:
+def test_clipping_by_value_clips_the_mean() -> None:
     model = make_model(0)
     optimizer = sgd(model)
     for step in range(STEPS):
@@ -179,7 +186,7 @@ def test_clipping_by_value_waits_for_the_mean_too() -> None:
 
 
 def warned(rank: int, size: int) -> None:
-    """Two optimizers clipped together; a clip in the middle of accumulation."""
+    """Clip two optimizers together, and clip in the middle of accumulation."""
     for several in (True, False):
         model = make_model(rank)
         optimizers = [sgd(model[0]), sgd(model[2:])] if several else [sgd(model)]
@@ -194,8 +201,8 @@ def warned(rank: int, size: int) -> None:
         sync.finish()
 
 
-def test_what_cannot_be_handled_is_named_once() -> None:
-    """By each worker."""
+def test_unsupported_clips_are_warned_about_once() -> None:
+    """Each worker warns once."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         simulated(warned, workers=2)
@@ -228,16 +235,16 @@ def alone(rank: int, size: int) -> Any:
     return replaced, steps
 
 
-def test_torchs_functions_are_replaced_only_where_it_matters() -> None:
-    """And other models are clipped as always."""
+def test_torchs_functions_are_replaced_only_if_needed() -> None:
+    """Other models are clipped as always."""
     originals = torchs_functions()
     for replaced, steps in run(alone, workers=2):
         assert (replaced, steps) == ([False, True, True], 0)
     assert torchs_functions() == originals
 
 
-def test_a_model_that_is_dropped_leaves_nothing_behind() -> None:
-    """Without ``detach``: torch's functions are as before, and the model is gone."""
+def test_a_dropped_model_is_freed() -> None:
+    """Without ``detach``: torch's functions are restored, and the model is freed."""
 
     def train() -> Any:
         model = make_model()
@@ -247,5 +254,6 @@ def test_a_model_that_is_dropped_leaves_nothing_behind() -> None:
 
     before = torchs_functions()
     dropped = simulated(lambda rank, size: train(), workers=1)[0]
+    gc.collect()
     assert torchs_functions() == before
     assert dropped() is None

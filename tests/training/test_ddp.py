@@ -1,4 +1,4 @@
-"""DistributedDataParallel around an attached model: switched off, left to a node, or refused."""
+"""DistributedDataParallel around an attached model: switched off, active in a node, or refused."""
 
 import contextlib
 import sys
@@ -46,7 +46,7 @@ def wrapped_before(model: nn.Module, strategy: Strategy) -> tuple[Any, nn.Module
 
 
 class Own(DistributedDataParallel):
-    """A framework's own subclass."""
+    """A subclass, as frameworks define them."""
 
 
 def wrapped_after(model: nn.Module, strategy: Strategy) -> tuple[Any, nn.Module]:
@@ -55,7 +55,7 @@ def wrapped_after(model: nn.Module, strategy: Strategy) -> tuple[Any, nn.Module]
 
 
 def wrapped_in_part(model: nn.Module, strategy: Strategy) -> tuple[Any, nn.Module]:
-    """As where a model of several networks is wrapped network by network."""
+    """Wrap the networks of a model one by one."""
     assert isinstance(model, nn.Sequential)
     wrapped = nn.Sequential(DistributedDataParallel(model[0], gradient_as_bucket_view=True))
     wrapped.append(DistributedDataParallel(model[1]))
@@ -65,7 +65,10 @@ def wrapped_in_part(model: nn.Module, strategy: Strategy) -> tuple[Any, nn.Modul
 def trained(
     rank: int, prepare: Callable[..., tuple[Any, nn.Module]], strategy: Strategy
 ) -> tuple[list[Tensor], int, list[Tensor]]:
-    """Model and bytes before the end, and the model after it; two passes of three without sync."""
+    """Return the model and bytes before the end, and the final model.
+
+    Two of three passes are in no_sync.
+    """
     model = with_statistics(rank)
     sync, called = prepare(model, strategy)
     quiet = called.no_sync if isinstance(called, DistributedDataParallel) else None
@@ -82,7 +85,7 @@ def trained(
 
 
 def reduces(rank: int, wrapper: nn.Module) -> bool:
-    """Whether the gradients of all workers are the same after one pass."""
+    """Return True if the gradients of all workers are equal after one pass."""
     wrapper.zero_grad()
     loss_of(wrapper, make_batch(rank, 99)).backward()
     mine = torch.cat([p.grad.reshape(-1) for p in wrapper.parameters() if p.grad is not None])
@@ -100,7 +103,7 @@ def everywhere(rank: int, size: int) -> Any:
 
 
 def test_a_wrapper_changes_nothing() -> None:
-    """Parameters, statistics and bytes are those of the bare loop, bit for bit, on each worker."""
+    """Parameters, statistics and bytes equal those of the bare loop bit for bit."""
     results = run(everywhere, workers=2)
     for of_rank in results:
         for plain, *wrapped in of_rank:
@@ -113,7 +116,7 @@ def test_a_wrapper_changes_nothing() -> None:
 
 
 def test_an_engine_of_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of this very model, by one worker alone: nothing is sent."""
+    """Only an engine of this model is refused, on one worker alone: nothing is sent."""
 
     class DeepSpeedEngine(nn.Module):
         def __init__(self, module: nn.Module) -> None:
@@ -133,7 +136,7 @@ def test_an_engine_of_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def communicating() -> list[Any]:
-    """What attach says to torch's own optimizers that communicate."""
+    """Return the message of attach for torch's optimizers that communicate."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # importing them is deprecated in part
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -179,7 +182,10 @@ def life(rank: int, size: int) -> Any:
 
 
 def test_a_wrapper_reduces_again_after_the_end() -> None:
-    """And others reduce meanwhile. What cannot be switched off is refused on every worker."""
+    """Wrappers of other models reduce all the time.
+
+    Options that cannot be switched off are refused on every worker.
+    """
     for found, late, errors in run(life, workers=2):
         assert found == [True, False, True, True]
         assert late[0][0] == "AttachError"
@@ -192,7 +198,7 @@ def test_a_wrapper_reduces_again_after_the_end() -> None:
 
 
 def documented(rank: int, size: int) -> Any:
-    """The groups of the page."""
+    """Make the groups that the page shows."""
     names: dict[str, Any] = {"nodes": 2, "gpus": 2, "dist": dist, "offbeat": offbeat}
     names |= {"DistributedDataParallel": DistributedDataParallel, "model": make_model(rank)}
     names["optimizer"] = sgd(names["model"])
@@ -224,7 +230,10 @@ def node_of_two(rank: int, size: int, text: str) -> Any:
 
 
 def node_reference(period: int) -> list[Tensor]:
-    """Two workers that each use the mean gradient of a node; the first worker before the end."""
+    """Train two workers with the mean gradient of a node.
+
+    Returns the first worker before the end.
+    """
     models = [with_statistics(0), with_statistics(0)]
     for step in range(1, STEPS + 1):
         for node, model in enumerate(models):
@@ -250,7 +259,7 @@ def node_reference(period: int) -> list[Tensor]:
 
 
 def test_a_node_shares_one_model_under_a_strategy_across_nodes() -> None:
-    """DDP stays at work inside the node, and both workers of a node hold the same at all times."""
+    """DDP stays active inside the node, and both workers of a node always hold the same model."""
     results = run(node_of_two, "local:period=3", workers=4)
     expected = node_reference(3)
     for rank, (own, final) in enumerate(results):
@@ -278,8 +287,8 @@ def test_the_groups_of_the_page_are_nodes_and_counterparts() -> None:
     ]
 
 
-def test_a_node_is_refused_where_time_decides() -> None:
-    """Both workers of a node would get other models: those strategies raise on all, at once."""
+def test_a_node_is_refused_if_timing_decides() -> None:
+    """The workers of a node would get different models: all workers raise at once."""
     for messages in run(all_texts, workers=4):
         for message in messages:
             assert "the workers of a node would get different models" in message
@@ -291,5 +300,5 @@ def test_a_node_is_refused_where_time_decides() -> None:
     + [("async", True), ("streaming:schedule=cyclic", True)]
     + [(text, False) for text in TEXTS],
 )
-def test_which_strategies_do_not_depend_on_time(text: str, fixed: bool) -> None:
+def test_which_strategies_are_repeatable(text: str, fixed: bool) -> None:
     assert repeatable(offbeat.parse_strategy(text)) is fixed

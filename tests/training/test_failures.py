@@ -1,4 +1,4 @@
-"""What goes wrong in training ends in one clear error on every worker, within seconds."""
+"""Every failure in training ends in one clear error on every worker, within seconds."""
 
 import os
 import re
@@ -54,7 +54,7 @@ def die(rank: int, size: int, strategy: Strategy, folder: str) -> Any:
 def test_a_dead_worker_is_named_by_every_survivor_within_seconds(
     strategy: Strategy, tmp_path: Path
 ) -> None:
-    """Pitfalls 15 and 19: CommunicationError that names the dead rank and the operation."""
+    """Pitfalls 15 and 19: CommunicationError names the dead rank and the operation."""
     results = run(die, strategy, str(tmp_path), workers=3, may_die=(1,))
     assert results[1] is None
     for rank in (0, 2):
@@ -96,7 +96,10 @@ def test_a_dead_worker_is_named_over_a_lossy_wire(text: str, tmp_path: Path) -> 
 
 
 def give_up(rank: int, size: int, folder: str) -> Any:
-    """Rank 1 dies; who has noticed stays alive until all have, as one that saves its work does."""
+    """Rank 1 dies.
+
+    Survivors stay alive until all have noticed, like workers that save their state.
+    """
     model = make_model(seed=rank)
     optimizer = sgd(model)
     sync = attach(model, optimizer, offbeat.LocalSGD(period=1), timeout_seconds=12)
@@ -111,8 +114,8 @@ def give_up(rank: int, size: int, folder: str) -> Any:
     return kinds, text, seconds
 
 
-def test_survivors_that_are_no_neighbours_of_the_dead_learn_soon_too(tmp_path: Path) -> None:
-    """Pitfall 19: a worker that gives up and detaches does not leave others to their time-out."""
+def test_survivors_without_a_link_to_the_dead_worker_notice_soon(tmp_path: Path) -> None:
+    """Pitfall 19: after one worker detaches, the others fail before their time-out."""
     results = run(give_up, str(tmp_path), workers=5, may_die=(1,))
     for rank in (0, 2, 3, 4):
         kinds, text, seconds = results[rank]
@@ -122,7 +125,7 @@ def test_survivors_that_are_no_neighbours_of_the_dead_learn_soon_too(tmp_path: P
 
 
 def go_on(rank: int, size: int, folder: str) -> dict[str, list[tuple[list[str], str]]]:
-    """Rank 0 goes on stepping although rank 1 has left without finish()."""
+    """Rank 0 continues stepping although rank 1 has left without finish()."""
     trainings = []
     for strategy in KINDS:
         model = make_model(seed=rank)
@@ -142,7 +145,7 @@ def go_on(rank: int, size: int, folder: str) -> dict[str, list[tuple[list[str], 
 
 
 def test_no_step_succeeds_after_a_failure(tmp_path: Path) -> None:
-    """Pitfall 15: who catches the error and goes on gets it again, in every later step."""
+    """Pitfall 15: a worker that catches the error gets it again in every later step."""
     seen = run(go_on, str(tmp_path), workers=2)[0]
     for strategy, steps in seen.items():
         failed = ["CommunicationError" in kinds for kinds, _ in steps]
@@ -172,7 +175,7 @@ def get_stuck(rank: int, size: int, strategy: Strategy, folder: str) -> Any:
 
 @pytest.mark.parametrize("strategy", some([KINDS[0], KINDS[3]], 1), ids=str)
 def test_a_stuck_worker_is_named_after_the_time_out(strategy: Strategy, tmp_path: Path) -> None:
-    """Pitfall 19: CommunicationTimeout with operation, rank, seconds and the knob to turn."""
+    """Pitfall 19: CommunicationTimeout names operation, rank, seconds and argument."""
     results = run(get_stuck, strategy, str(tmp_path), workers=3)
     for rank in (0, 2):
         kinds, text = results[rank]
@@ -190,7 +193,7 @@ def test_a_stuck_worker_is_named_after_the_time_out(strategy: Strategy, tmp_path
 
 
 def be_stopped(rank: int, size: int, strategy: Strategy, folder: str) -> Any:
-    """Rank 1 is stopped by the kernel; the last one to notice lets it go on."""
+    """The kernel stops rank 1; the last worker to notice lets it continue."""
     model = make_model(seed=rank)
     optimizer = sgd(model)
     attach(model, optimizer, strategy, timeout_seconds=1.5, group=Quick())
@@ -212,7 +215,7 @@ def be_stopped(rank: int, size: int, strategy: Strategy, folder: str) -> Any:
 
 @pytest.mark.parametrize("strategy", [KINDS[1], *nightly([KINDS[0], KINDS[3]])], ids=str)
 def test_a_stopped_worker_is_named_after_the_time_out(strategy: Strategy, tmp_path: Path) -> None:
-    """SIGSTOP: its connections stay open. It learns it, too, when it is let go on."""
+    """SIGSTOP: its connections stay open. It learns of the failure, too, when it continues."""
     results = run(be_stopped, strategy, str(tmp_path), workers=3)
     for rank in (0, 2):
         (kinds, text), seconds, finite = results[rank]

@@ -1,4 +1,4 @@
-"""Hooks on the user's own objects: schedulers, closures, scalers, and no trace of them later."""
+"""Hooks on the user's objects: schedulers, closures and scalers. No hook remains afterwards."""
 
 import copy
 from typing import Any
@@ -58,8 +58,8 @@ def schedules(rank: int, size: int) -> Any:
     return results, one_cycle(None, rank, True)
 
 
-def test_schedulers_and_the_users_hooks_go_on_working() -> None:
-    """Pitfall 4: OneCycleLR gives the rates of plain training, hooks fire once a step."""
+def test_schedulers_and_the_users_hooks_still_work() -> None:
+    """Pitfall 4: OneCycleLR gives the rates of plain training, and hooks fire once per step."""
     for results, (rates, events, end) in run(schedules, workers=2):
         assert len(set(rates)) == 8
         assert events == ["pre", "post"] * 8
@@ -89,7 +89,7 @@ def closures(rank: int, size: int, keyword: bool) -> Any:
 
 @pytest.mark.parametrize("keyword", [False, True])
 def test_closures_are_synchronized(keyword: bool) -> None:
-    """Pitfall 4: gradients made by a closure are averaged too, and step() returns its loss."""
+    """Pitfall 4: gradients made by a closure are averaged, too, and step() returns its loss."""
     trace = bsp_reference(2, "adamw", 4)
     for rank, (end, losses, steps) in enumerate(run(closures, keyword, workers=2)):
         close(end, trace[-1])
@@ -101,7 +101,7 @@ def test_closures_are_synchronized(keyword: bool) -> None:
 
 
 class TwiceSGD(torch.optim.SGD):
-    """Evaluates its closure twice a step, as line searches do."""
+    """Evaluates its closure twice per step, as line searches do."""
 
     def step(self, closure: Any = None) -> Any:
         closure()
@@ -118,7 +118,7 @@ def closure_twice(rank: int, size: int) -> tuple[list[str], str]:
 
 
 def test_a_closure_that_is_called_twice_is_refused() -> None:
-    """An AttachError with the optimizer's name: line searches cannot be synchronized."""
+    """An AttachError names the optimizer: line searches cannot be synchronized."""
     for kinds, text in run(closure_twice, workers=2):
         assert kinds[0] == "AttachError"
         assert "TwiceSGD calls its closure more than once" in text
@@ -162,7 +162,7 @@ def scaled(rank: int, size: int, unscale: bool) -> Any:
 
 @pytest.mark.parametrize("unscale", [False, True])
 def test_an_overflow_on_one_rank_keeps_iterations_aligned(unscale: bool) -> None:
-    """Pitfall 3: a skipped step counts as an iteration, so ranks average the same ones."""
+    """Pitfall 3: a skipped step counts as an iteration, so all ranks average the same ones."""
     results = run(scaled, unscale, workers=2)
     for index, strategy in enumerate(SCALED):
         models = [make_model(seed=0, dtype=torch.float32) for _ in range(2)]
@@ -204,7 +204,10 @@ DETACHED = [
 
 
 def skipped_last(rank: int, size: int, text: str) -> tuple[Tensor, Tensor, Tensor]:
-    """A mean after the second step; rank 1 overflows in the third. Models before and at the end."""
+    """Average after the second step; rank 1 overflows in the third.
+
+    Returns models before and at the end.
+    """
     model = make_model(seed=rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -222,8 +225,8 @@ def skipped_last(rank: int, size: int, text: str) -> tuple[Tensor, Tensor, Tenso
 
 
 @pytest.mark.parametrize("text", ["local:period=2", "diloco:period=2,outer_momentum=0,outer_lr=1"])
-def test_a_skipped_step_is_no_step_for_the_others_to_receive(text: str) -> None:
-    """The final mean is over the workers with steps that no other has: rank 0 alone."""
+def test_a_skipped_step_adds_no_weight_to_the_final_mean(text: str) -> None:
+    """The final mean is over the workers with unsynchronized steps: rank 0 alone."""
     (shared, first, end), (same, second, other) = run(skipped_last, text, workers=2)
     assert torch.equal(shared, same)
     assert torch.equal(second, shared), "the step was skipped"
@@ -258,7 +261,7 @@ def detach_and_again(rank: int, size: int) -> Any:
 
 
 def test_detach_removes_all_hooks_and_attach_works_again() -> None:
-    """After detach() training is plain, bit for bit, and the next synchronizer starts afresh."""
+    """After detach() training is plain, bit for bit, and a new synchronizer starts from scratch."""
     results = run(detach_and_again, workers=2)
     assert results[0].keys() == {str(strategy) for strategy in DETACHED}
     for name, (alone, unwatched, steps, end) in results[0].items():

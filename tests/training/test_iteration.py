@@ -1,4 +1,4 @@
-"""An iteration is one step of every optimizer, whatever comes before it."""
+"""One iteration is one step of every optimizer, regardless of what precedes it."""
 
 from typing import Any
 
@@ -61,7 +61,7 @@ def train_gan(rank: int, size: int, strategy: Strategy) -> Any:
 
 @pytest.mark.parametrize("strategy", [offbeat.BSP(), offbeat.LocalSGD(period=3)], ids=str)
 def test_optimizers_that_step_in_turn_are_one_iteration(strategy: Strategy) -> None:
-    """Pitfall 5: GAN order; each part is averaged equally often, at the end of the iteration."""
+    """Pitfall 5: GAN order. Each part is averaged equally often, at the end of the iteration."""
     models = [gan(seed=0) for _ in range(3)]
     optimizers = [gan_optimizers(model) for model in models]
     expected = []
@@ -126,7 +126,7 @@ def addresses(rank: int, size: int) -> dict[str, bool]:
     return kept
 
 
-def test_parameters_stay_where_they_are() -> None:
+def test_parameters_are_never_rebound() -> None:
     """Pitfall 9: no tensor is rebound or becomes a view of a larger one."""
     for kept in run(addresses, workers=2):
         assert kept == {str(strategy): True for strategy in FEW}
@@ -187,7 +187,7 @@ def warm_up(rank: int, size: int) -> Any:
 
 
 def test_a_learning_rate_of_0_works() -> None:
-    """Pitfall 11: warm-up from 0 keeps rank 0's model, exactly, and training then starts."""
+    """Pitfall 11: a warm-up from 0 keeps rank 0's model exactly, and training then starts."""
     start = flat(make_model(seed=0))
     results = run(warm_up, workers=2)
     for result in results:
@@ -220,7 +220,7 @@ def alone(rank: int, size: int) -> Any:
 
 
 def test_a_single_worker_trains_as_without_offbeat() -> None:
-    """Group size 1 equals plain training, bit for bit, a consensus included."""
+    """With one worker training equals plain training, bit for bit, including a consensus."""
     (results,) = run(alone, workers=1)
     assert len(results) == 3 * 3
     assert all(results.values()), results

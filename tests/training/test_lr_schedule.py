@@ -13,7 +13,7 @@ def optimizer() -> torch.optim.Optimizer:
 
 
 def test_rate_rises_linearly_to_n_times() -> None:
-    """lr goes from η to n·η in warmup_steps steps and stays there, in every group."""
+    """lr increases from η to n·η in warmup_steps steps and stays there, in every group."""
     one = optimizer()
     warmup = LinearScalingWarmup(one, workers=4, warmup_steps=10)
     for t in range(16):
@@ -55,13 +55,13 @@ def test_it_resumes() -> None:
 
 
 def test_no_warmup_starts_at_n_times() -> None:
-    """warmup_steps=0 is n·η from the start."""
+    """With warmup_steps=0 the rate is n·η from the start."""
     one = optimizer()
     LinearScalingWarmup(one, workers=4, warmup_steps=0)
     assert one.param_groups[0]["lr"] == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize(("workers", "steps"), [(0, 5), (4, -1)])
-def test_bad_settings(workers: int, steps: int) -> None:
+def test_invalid_settings_are_refused(workers: int, steps: int) -> None:
     with pytest.raises(ValueError, match="must be at least"):
         LinearScalingWarmup(optimizer(), workers=workers, warmup_steps=steps)

@@ -53,7 +53,7 @@ FREE = [
 
 
 def apart(models: list[Tensor]) -> tuple[float, float]:
-    """Mean distance to the mean, and the largest of a pair, from the definition."""
+    """Return the mean distance to the mean and the largest distance of a pair, by definition."""
     mean = torch.stack(models).mean(0)
     pairs = [float((a - b).norm()) for a, b in itertools.combinations(models, 2)]
     return sum(float((model - mean).norm()) for model in models) / len(models), max(pairs)
@@ -67,7 +67,7 @@ def train(
     consensus_after: int | None = None,
     every: Any = 3,
 ) -> dict[str, Any]:
-    """Own data, ``counts[rank]`` steps, and a consensus after so many of them."""
+    """Train on local data for ``counts[rank]`` steps, with a consensus after some of them."""
     model, sink, after = make_model(seed=rank), Sink(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     sync = attach(model, optimizer, text, log=sink)
@@ -91,7 +91,7 @@ def train(
 
 
 def local_sgd() -> dict[int, tuple[float, float]]:
-    """Distances of three workers after each step, before the mean that comes every fourth step."""
+    """Return the distances of three workers after each step, before a mean every fourth step."""
     sim, want = Simulated.start(3, "sgd"), {}
     for step in range(40):
         sim.step(step)
@@ -102,7 +102,7 @@ def local_sgd() -> dict[int, tuple[float, float]]:
 
 
 def cyclic_averaging() -> dict[int, tuple[float, float]]:
-    """Likewise with τ = 4: a mean of snapshots is launched and landed every other step."""
+    """The same for τ = 4: a mean of snapshots is launched and landed every other step."""
     sim, want, launched = Simulated.start(3, "sgd"), {}, None
     for step in range(40):
         sim.step(step)
@@ -120,7 +120,7 @@ def cyclic_averaging() -> dict[int, tuple[float, float]]:
     ("text", "reference"), [("local:period=4", local_sgd), ("async:staleness=4", cyclic_averaging)]
 )
 def test_the_distance_is_that_of_the_models_before_the_mean(text: str, reference: Any) -> None:
-    """Of the models after every fifth step, before the strategy synchronizes them."""
+    """The models are those after every fifth step, before the strategy synchronizes them."""
     results = run(train, text, [40] * 3, None, 5, workers=3)
     want = reference()
     # Where no worker waits a measurement may still run when the next one is due.
@@ -142,8 +142,8 @@ def test_the_distance_is_that_of_the_models_before_the_mean(text: str, reference
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("text", IN_STEP)
-def test_measuring_changes_nothing_of_the_training(text: str) -> None:
-    """The same bits at the end, and the same bytes, with and without."""
+def test_measuring_does_not_change_the_training(text: str) -> None:
+    """The final bits and the bytes sent are the same with and without the measurement."""
     measured = run(train, text, [20] * 3, 11, workers=3)
     plain = run(train, text, [20] * 3, 11, None, workers=3)
     for a, b in zip(measured, plain, strict=True):
@@ -160,7 +160,10 @@ def test_measuring_changes_nothing_of_the_training(text: str) -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("text", [*IN_STEP, *FREE])
 def test_workers_may_take_different_numbers_of_steps(text: str) -> None:
-    """Nobody hangs, and all find the same; a triangle bounds the one distance by the other."""
+    """No worker hangs, and all get the same result.
+
+    The triangle inequality relates the two distances.
+    """
     results = run(train, text, [7, 26, 15], 5, workers=3)
     for result in results:
         assert result["own"]["distances_measured"] >= 1
@@ -175,7 +178,7 @@ def test_workers_may_take_different_numbers_of_steps(text: str) -> None:
     "text", ["local:period=50", "async:staleness=8,schedule=eager", "downpour"]
 )
 def test_a_measurement_in_every_step_needs_no_more_than_one_copy(text: str) -> None:
-    """If the one before is under way it is left out: over a slow link, some of 40 steps are."""
+    """A measurement is skipped while the previous one is in flight, as over a slow link."""
 
     def worker(rank: int, size: int) -> Any:
         model = make_wide(rank)
@@ -231,7 +234,10 @@ def mixed(rank: int, size: int) -> Any:
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_every_dtype_and_size_counts(size: int) -> None:
-    """Worker n is n·√(7 + 4·4 + 9) from zero: distances by hand; alone there is none."""
+    """Worker n is n·√(7 + 4·4 + 9) from zero: distances by hand.
+
+    A single worker measures nothing.
+    """
     length = math.sqrt(7 * 1 + 4 * 4 + 9)
     for details in run(mixed, workers=size):
         assert details["distances_measured"] == 1
@@ -240,8 +246,8 @@ def test_every_dtype_and_size_counts(size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["selsync:delta=0.05", "ssp:staleness=2"])
-def test_processes_find_what_the_simulator_finds(text: str) -> None:
-    """Over gloo: the same numbers where they do not depend on time, and no hang where they do."""
+def test_processes_measure_the_same_as_the_simulator(text: str) -> None:
+    """Over gloo: the same numbers where they do not depend on timing, and no hang where they do."""
     found = workers.run(train, text, [14, 20], 9, workers=2)
     simulation = simulated(train, text, [14, 20], 9, workers=2)
     for result in found:
@@ -252,7 +258,7 @@ def test_processes_find_what_the_simulator_finds(text: str) -> None:
 
 
 class Broken:
-    """Communicators of which the second, beside the training, fails on rank 1 at one operation."""
+    """A communicator whose second duplicate, the monitor's, fails on rank 1 at one operation."""
 
     def __init__(self, operation: int) -> None:
         self._operation, self._made = operation, 0
@@ -267,9 +273,9 @@ class Broken:
 @pytest.mark.sampled
 @pytest.mark.parametrize("text", ["local:period=2", "ssp:staleness=1"])
 @pytest.mark.parametrize("operation", [0, 1, 2, 3, 4])
-def test_a_measurement_that_fails_ends_the_measuring_alone(text: str, operation: int) -> None:
-    """A warning on every worker, at the latest when all meet; training goes on as without."""
-    told: list[str] = []
+def test_a_failed_measurement_ends_only_the_measuring(text: str, operation: int) -> None:
+    """Every worker warns, at the latest at the next barrier. Training continues unchanged."""
+    messages: list[str] = []
 
     def worker(rank: int, size: int, every: int | None) -> Any:
         model = make_model(seed=rank)
@@ -285,23 +291,23 @@ def test_a_measurement_that_fails_ends_the_measuring_alone(text: str, operation:
         return flat(model)
 
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("offbeat")
     logger.addHandler(handler)
     try:
         ends = simulated(worker, 3, workers=2)
     finally:
         logger.removeHandler(handler)
-    told = [line for line in told if "is no longer measured" in line]
-    assert len(told) == 2
-    assert any(line.startswith("rank 1: ") and "failed on purpose" in line for line in told)
+    messages = [line for line in messages if "is no longer measured" in line]
+    assert len(messages) == 2
+    assert any(line.startswith("rank 1: ") and "failed on purpose" in line for line in messages)
     assert torch.equal(ends[0], ends[1])
     if text.startswith("local"):
         assert torch.equal(ends[0], simulated(worker, None, workers=2)[0])
 
 
 def test_wrong_monitors_are_refused() -> None:
-    """At the call, and without a trace."""
+    """They are refused at the call, and leave nothing behind."""
 
     def worker(rank: int, size: int) -> Any:
         model = make_model(seed=rank)
@@ -335,7 +341,7 @@ def test_wrong_monitors_are_refused() -> None:
 
 
 def test_records_are_json(tmp_path: Path) -> None:
-    """The numbers are plain ones."""
+    """The measured values are plain numbers."""
 
     def worker(rank: int, size: int) -> None:
         model = make_model(seed=rank)
@@ -359,7 +365,7 @@ def test_records_are_json(tmp_path: Path) -> None:
 def observed(
     rank: int, size: int, text: str, wanted: bool, max_norm: float | None = None
 ) -> dict[str, Any]:
-    """Records, and ‖g‖² of this worker's gradient at the model of each step."""
+    """Return the records, and ‖g‖² of this worker's gradient at the model of each step."""
     model, sink, norms = make_model(seed=rank), Sink(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     sync = attach(model, optimizer, text, log=sink)
@@ -382,7 +388,7 @@ def observed(
     "text", ["bsp", "local:period=3", "selsync:delta=0.05", "async:staleness=4", "ssp:staleness=0"]
 )
 def test_the_change_is_that_of_the_local_gradient(text: str, max_norm: float | None) -> None:
-    """Δ of ‖g‖² before averaging and clipping, from the definition; as SelSync's own."""
+    """Δ of ‖g‖² before averaging and clipping, by definition; the same as SelSync's own."""
     for result in run(observed, text, True, max_norm, workers=3):
         found = [record["relative_change"] for record in result["records"]]
         assert found == pytest.approx(changes(result["norms"], 0.03), rel=1e-8, abs=1e-12)
@@ -391,8 +397,8 @@ def test_the_change_is_that_of_the_local_gradient(text: str, max_norm: float | N
 
 
 @pytest.mark.parametrize("text", ["bsp", "selsync:delta=0.05"])
-def test_measuring_the_change_changes_nothing(text: str) -> None:
-    """The same models and bytes; without being asked there is no such number."""
+def test_measuring_the_change_does_not_change_the_training(text: str) -> None:
+    """The same models and bytes. Without the option the records have no such number."""
     looked, plain = run(observed, text, True, workers=2), run(observed, text, False, workers=2)
     for a, b in zip(looked, plain, strict=True):
         assert torch.equal(a["end"], b["end"])
@@ -416,13 +422,13 @@ def several(rank: int, size: int) -> Any:
 
 
 def test_the_change_is_over_all_optimizers() -> None:
-    """‖g‖² is over all parameters, whichever optimizer moves them."""
+    """‖g‖² covers the parameters of all optimizers."""
     for found, norms in run(several, workers=2):
         assert found == pytest.approx(changes(norms, 0.02), rel=1e-8)
 
 
 def scaled(rank: int, size: int, text: str) -> Any:
-    """A GradScaler whose scale changes on the way."""
+    """Train with a GradScaler whose scale changes."""
     model, sink, norms = make_model(rank, torch.float32), Sink(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
@@ -440,14 +446,14 @@ def scaled(rank: int, size: int, text: str) -> Any:
 
 
 @pytest.mark.parametrize("text", ["bsp", "local:period=2"])
-def test_the_scale_of_a_scaler_is_taken_out(text: str) -> None:
-    """BSP averages scaled gradients; Δ is that of the true ones, also when the scale grows."""
+def test_the_change_is_of_unscaled_gradients(text: str) -> None:
+    """BSP averages scaled gradients. Δ is that of the unscaled ones, also when the scale grows."""
     for found, norms in run(scaled, text, workers=2):
         assert found == pytest.approx(changes(norms, 0.02), rel=1e-4, abs=1e-6)
 
 
 def test_the_change_of_an_overflow_is_0() -> None:
-    """A gradient that is not finite gives Δ = 0, as in SelSync."""
+    """A non-finite gradient gives Δ = 0, as in SelSync."""
 
     def worker(rank: int, size: int) -> list[float]:
         model, sink = make_model(rank), Sink()

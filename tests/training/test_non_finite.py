@@ -1,4 +1,4 @@
-"""A worker with non-finite values: it is named, and stops the training or is excluded.
+"""A worker with non-finite values is named, and stops the training or is excluded.
 
 The worker reads one batch with a NaN in it, so its whole gradient is NaN.
 """
@@ -40,7 +40,7 @@ def batch_of(rank: int, step: int, bad: Sequence[int] = (BAD_RANK,)) -> Batch:
 def train(
     rank: int, size: int, text: str, kind: str, steps: int, bad: tuple[int, ...], options: dict
 ) -> tuple[list[Tensor], Tensor, str, dict[str, Any]]:
-    """The model after each step and after finish, the error, and the totals."""
+    """Return the model after each step and after finish, the error, and the totals."""
     model = make_model(seed=rank)
     optimizer = OPTIMIZERS[kind](model.parameters())
     sync = attach(model, optimizer, text, **options)
@@ -63,7 +63,7 @@ EXCLUDE: dict[str, Any] = {"non_finite": "exclude"}
 
 @pytest.mark.parametrize("kind", ["sgd", "momentum", "adamw"])
 def test_bsp_averages_the_gradients_of_the_others(kind: str) -> None:
-    """On all workers, also on the excluded one."""
+    """The excluded worker receives the same mean."""
     model = make_model(0)
     optimizer = OPTIMIZERS[kind](model.parameters())
     want = []
@@ -96,7 +96,10 @@ def test_bsp_averages_the_gradients_of_the_others(kind: str) -> None:
     ],
 )
 def test_means_of_models_exclude_the_worker(text: str, period: int, kind: str) -> None:
-    """x ← the mean of the others on all workers, and its optimizer starts again."""
+    """x ← the mean of the others on all workers.
+
+    The optimizer of the excluded worker starts from scratch.
+    """
     reference = Simulated.start(3, kind)
     for step in range(9):
         reference.step(step)
@@ -111,7 +114,7 @@ def test_means_of_models_exclude_the_worker(text: str, period: int, kind: str) -
 
 
 def train_alike(rank: int, size: int, text: str, bad: tuple[int, ...]) -> Any:
-    """All workers read the same batches, so every mean is the same, whoever is excluded from it."""
+    """Let all workers read the same batches: every mean is the same regardless of exclusions."""
     model = nn.Sequential(make_model(seed=0), nn.BatchNorm1d(1).double())
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     sync = attach(model, optimizer, text, **EXCLUDE)
@@ -142,7 +145,7 @@ def train_alike(rank: int, size: int, text: str, bad: tuple[int, ...]) -> Any:
     ],
 )
 def test_an_excluded_worker_changes_no_mean(text: str, same: int, back: int) -> None:
-    """The others' models are those of a run without NaN for ``same`` steps, a landing included.
+    """The others' models equal those of a run without NaN for ``same`` steps, including a landing.
 
     The excluded worker has a finite model again after ``back`` steps. Its updates then count again.
     """
@@ -165,7 +168,7 @@ def test_an_excluded_worker_changes_no_mean(text: str, same: int, back: int) -> 
 
 
 def bsp_statistics(rank: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Running statistics before a consensus, in it, and at the end."""
+    """Return running statistics before a consensus, in it, and at the end."""
     model = nn.Sequential(nn.BatchNorm1d(4).double(), *make_model(seed=0))
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     sync = attach(model, optimizer, "bsp", **EXCLUDE)
@@ -183,7 +186,7 @@ def bsp_statistics(rank: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_nan_in_the_statistics_of_a_worker_does_not_reach_the_others() -> None:
-    """BSP averages them in a consensus and at the end only."""
+    """BSP averages statistics only in a consensus and at the end."""
     results = simulated(bsp_statistics, workers=3)
     others = [own for rank, (own, _, _) in enumerate(results) if rank != BAD_RANK]
     assert results[BAD_RANK][0].isnan().any()
@@ -193,7 +196,7 @@ def test_nan_in_the_statistics_of_a_worker_does_not_reach_the_others() -> None:
 
 
 def fail_last(rank: int, size: int, text: str) -> Tensor:
-    """The last step before ``finish`` has the NaN in it."""
+    """Put the NaN into the last step before ``finish``."""
     model = make_model(seed=rank)
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     sync = attach(model, optimizer, text, **EXCLUDE)
@@ -231,7 +234,7 @@ def test_the_final_mean_is_finite(text: str) -> None:
 
 
 def test_a_model_that_has_become_nan_between_two_rounds_is_excluded() -> None:
-    """The last gradient before a round may be finite again: the model is looked at, too."""
+    """The last gradient before a round may be finite again, so the model is checked, too."""
     reference = Simulated.start(3, "sgd")
     for step in range(4):
         reference.step(step)
@@ -258,7 +261,7 @@ def test_a_model_that_has_become_nan_between_two_rounds_is_excluded() -> None:
 
 
 def wide(rank: int, size: int, options: dict) -> list[Tensor]:
-    """Buckets that leave during backward, when the NaN in them is not known yet."""
+    """Send buckets during backward, before the NaN in them is known."""
     with torch.random.fork_rng():
         torch.manual_seed(rank)
         model = nn.Sequential(nn.Linear(4, 150_000), nn.Tanh(), nn.Linear(150_000, 1)).double()
@@ -273,7 +276,7 @@ def wide(rank: int, size: int, options: dict) -> list[Tensor]:
 
 
 def test_buckets_that_left_during_backward_are_sent_again() -> None:
-    """Without the NaN: the step is that of the others' gradients."""
+    """The repeated sum has no NaN: the step uses the gradients of the others."""
     first, *others = simulated(wide, EXCLUDE, workers=3)
     assert all(one.isfinite().all() for one in first)
     for other in others:
@@ -283,7 +286,7 @@ def test_buckets_that_left_during_backward_are_sent_again() -> None:
 
 
 def wide_of_two(rank: int, size: int) -> Tensor:
-    """The third step alone, of ranks 0 and 2, from where the three have come."""
+    """Take the third step with ranks 0 and 2 only, from the models of three workers."""
     rank = 2 * rank
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -314,7 +317,7 @@ def lossy(rank: int, size: int, text: str, wire: str) -> Tensor:
 
 @pytest.mark.parametrize("text", ["bsp", "local:period=3"])
 def test_a_lossy_wire_excludes_the_worker(text: str) -> None:
-    """All hold the same bits, near those of an exact wire: no quantization error is NaN."""
+    """All workers hold the same bits, near those of an exact wire: no quantization error is NaN."""
     exact = simulated(lossy, text, "float32", workers=3)[0]
     start = flat(make_wide(seed=0))
     first, *others = simulated(lossy, text, "int8", workers=3)
@@ -346,7 +349,7 @@ AVERAGING = [
 
 @pytest.mark.parametrize("text", AVERAGING)
 def test_by_default_all_workers_raise_before_the_mean(text: str) -> None:
-    """The models of the others have not received it; the message names rank and step."""
+    """The models of the others have not received the value. The message names rank and step."""
     results = simulated(train, text, "momentum", 12, (BAD_RANK,), {}, workers=3)
     for rank, (_, model, error, details) in enumerate(results):
         assert error.startswith(f"rank {BAD_RANK} would contribute NaN or infinity to the mean at ")
@@ -360,7 +363,7 @@ def test_by_default_all_workers_raise_before_the_mean(text: str) -> None:
 
 @pytest.mark.parametrize("text", some(AVERAGING, 0, 1, 5, 6))
 def test_a_warning_is_logged_once(text: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Each worker names rank and step; all workers receive the mean as it is."""
+    """Each worker names rank and step. All workers receive the non-finite mean."""
     results = simulated(train, text, "sgd", 12, (BAD_RANK,), {"non_finite": "warn"}, workers=3)
     logged = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     logged = [one for one in logged if "SelSync sets no flag" not in one]
@@ -374,7 +377,7 @@ def test_a_warning_is_logged_once(text: str, caplog: pytest.LogCaptureFixture) -
 
 
 def counted(rank: int, size: int, text: str) -> tuple[dict[str, Any], bool]:
-    """Two workers read a NaN, in different steps; one of them twice."""
+    """Let two workers read a NaN in different steps, one of them twice."""
     model = make_model(seed=rank)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     sync = attach(model, optimizer, text, **EXCLUDE)
@@ -389,7 +392,7 @@ def counted(rank: int, size: int, text: str) -> tuple[dict[str, Any], bool]:
 
 @pytest.mark.parametrize("text", ["bsp", "local:period=1", "diloco:period=2", "async:staleness=2"])
 def test_exclusions_are_counted(text: str, caplog: pytest.LogCaptureFixture) -> None:
-    """On all workers; each logs the first one."""
+    """All workers count them; each logs the first one."""
     for rank, (details, finite) in enumerate(simulated(counted, text, workers=3)):
         assert finite
         assert details["non_finite_excluded"] == 3
@@ -418,5 +421,5 @@ def scaled(rank: int, size: int) -> tuple[int, bool]:
 
 
 def test_overflows_under_a_scaler_are_not_reported() -> None:
-    """The scaler skips such a step, and finds another scale."""
+    """The scaler skips such a step and changes its scale."""
     assert run(scaled, workers=2) == [(3, True)] * 2

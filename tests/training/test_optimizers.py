@@ -1,4 +1,4 @@
-"""Wrapped optimizers, and those whose step is a step inside a step."""
+"""Wrapped optimizers, and optimizers with a step inside a step."""
 
 from collections import OrderedDict
 from typing import Any
@@ -16,7 +16,7 @@ from worlds import run
 
 
 class WithoutInit(Optimizer):
-    """As wrappers do that borrow the groups of the optimizer inside: no ``Optimizer.__init__``."""
+    """A wrapper that borrows the groups of its optimizer and never calls ``Optimizer.__init__``."""
 
     def __init__(self, inside: Optimizer, name: str) -> None:
         setattr(self, name, inside)
@@ -31,7 +31,7 @@ class WithoutInit(Optimizer):
 
 
 class Imitation:
-    """As Lightning's: no optimizer, but of a class that says so."""
+    """A wrapper like Lightning's: not an optimizer, but its class claims to be one."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._inside = optimizer
@@ -49,7 +49,7 @@ class Imitation:
 
 
 class Slow(Optimizer):
-    """Lookahead, as timm writes it: hooks of its own, which nobody calls before ``zero_grad``."""
+    """Lookahead as in timm: its own hooks do not fire before ``zero_grad``."""
 
     def __init__(self, inside: Optimizer, every: int) -> None:
         self._optimizer_step_pre_hooks = OrderedDict()
@@ -69,7 +69,7 @@ class Slow(Optimizer):
 
 
 class Decayed(SGD):
-    """A step that begins with its base's: both fire the hooks."""
+    """A step that begins with the step of its base class: both fire the hooks."""
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         loss = super().step(closure)
@@ -106,7 +106,7 @@ def wrapped(rank: int, size: int) -> Any:
 
 
 def test_the_optimizer_inside_a_wrapper_is_attached() -> None:
-    """Every step of the wrapper counts, and the model is that of the plain optimizer."""
+    """Every step of the wrapper counts, and the model equals that of the plain optimizer."""
     for plain, *others in run(wrapped, workers=2):
         assert plain[1:] == (5, 2)
         for model, *counts in others:
@@ -129,7 +129,7 @@ def lookahead(rank: int, size: int, scheduled: bool) -> Any:
 
 
 def lookahead_reference(size: int) -> Tensor:
-    """Each worker steps, slow weights included; then the mean."""
+    """Let each worker step, including slow weights; then average."""
     reference = Simulated.start(size, "sgd")
     optimizers = [Slow(optimizer, every=3) for optimizer in reference.optimizers]
     for step in range(5):
@@ -143,7 +143,7 @@ def lookahead_reference(size: int) -> Tensor:
 
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_hooks_fire_where_the_class_has_none(scheduled: bool) -> None:
-    """From the first step on, around the whole step."""
+    """They fire from the first step on, around the whole step."""
     for model, count, syncs in run(lookahead, scheduled, workers=2):
         assert (count, syncs) == (5, 5)
         close(model, lookahead_reference(2))
@@ -162,7 +162,7 @@ def nested(rank: int, size: int) -> Any:
 
 
 def test_a_step_inside_a_step_is_one_step() -> None:
-    """The mean is that of the models after all of it."""
+    """The mean is that of the models after the outer step."""
     reference = Simulated.start(2, "sgd")
     for step in range(3):
         reference.step(step)
@@ -175,7 +175,7 @@ def test_a_step_inside_a_step_is_one_step() -> None:
 
 
 class Sharp(Optimizer):
-    """Sharpness-aware minimisation (Foret et al. 2020), as a whole or by its halves."""
+    """Sharpness-aware minimization (Foret et al. 2020), in one step or in two halves."""
 
     def __init__(self, inside: Optimizer, radius: float = 0.1) -> None:
         super().__init__(inside.param_groups, {})
@@ -203,7 +203,7 @@ class Sharp(Optimizer):
 
 
 def sharp_step(model: Any, optimizer: Sharp, batch: Any, *, halves: bool = False) -> None:
-    """One step; by its ``halves`` as many loops do."""
+    """Take one step; with ``halves``, by the two halves that many loops call."""
 
     def closure() -> Tensor:
         loss = loss_of(model, batch)
@@ -241,7 +241,7 @@ def sharp(rank: int, size: int, text: str) -> Any:
 
 
 def sharp_reference(size: int, text: str) -> Tensor:
-    """Each worker looks for the worst point by itself; a mean of gradients is of those there."""
+    """Each worker searches the worst point alone; a mean of gradients is of those there."""
     reference = Simulated.start(size, "sgd")
     optimizers = [Sharp(optimizer) for optimizer in reference.optimizers]
     for step in range(4):
@@ -268,7 +268,10 @@ def sharp_reference(size: int, text: str) -> Tensor:
 
 @pytest.mark.parametrize("text", ["local:period=1", "bsp"])
 def test_a_step_of_two_gradients_is_synchronized_once(text: str) -> None:
-    """Whole, or by halves with the optimizer inside attached; else its steps would go unseen."""
+    """As a whole, or by halves with the inner optimizer attached.
+
+    Otherwise the step would be missed.
+    """
     expected = sharp_reference(2, text)
     for found in run(sharp, text, workers=2):
         for model, count, syncs in found:
@@ -289,6 +292,6 @@ def refusing(rank: int, size: int) -> Any:
     return True
 
 
-def test_what_has_no_hooks_is_refused_before_anything_is_sent() -> None:
-    """On one worker of two, which would hang or fail at its first message."""
+def test_optimizers_without_hooks_are_refused_before_anything_is_sent() -> None:
+    """Only one of two workers calls attach(): a message would hang or fail."""
     assert refusing(0, 2)

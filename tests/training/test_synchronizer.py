@@ -1,4 +1,4 @@
-"""What a user does with a synchronizer: clip, show the consensus, finish; and what it refuses."""
+"""The methods of a synchronizer: clipping, consensus, finish, and the errors of misuse."""
 
 import contextlib
 import copy
@@ -67,7 +67,7 @@ def clip(rank: int, size: int) -> Any:
 
 
 def test_clip_grad_norm_is_torchs() -> None:
-    """The same norm, dtype and clipped gradients as torch's, of the mean gradient under BSP."""
+    """The norm, dtype and clipped gradients equal torch's, for the mean gradient under BSP."""
     for results in run(clip, workers=2):
         assert len(results) == 4 * 2 * 3
         for want, got, clipped, now in results:
@@ -125,7 +125,10 @@ def mean_of(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def test_consensus_shows_the_mean_and_leaves_no_trace() -> None:
-    """Inside: the mean at uneven step counts. Outside: own bits and numbers, training goes on."""
+    """Inside: the mean at uneven step counts.
+
+    Afterwards: the local model, and training continues.
+    """
     results = run(shown, workers=3)
     for index in range(len(APART)):
         each = [result[index] for result in results]
@@ -157,7 +160,7 @@ def uneven(rank: int, size: int) -> Any:
 
 
 def test_a_worker_that_ends_early_has_weight_0_and_gets_the_result() -> None:
-    """Uneven step counts end without a hang in one model; finish() again does nothing."""
+    """Uneven step counts end without a hang in one model. A second finish() does nothing."""
     reference = Simulated.start(2, "momentum")
     for step in range(2):
         reference.step(step)
@@ -174,7 +177,7 @@ def test_a_worker_that_ends_early_has_weight_0_and_gets_the_result() -> None:
 
 
 def barrier(rank: int, size: int, inside: bool) -> int:
-    """Rank 1 has ten more steps to take than rank 0, and a part may be two steps old."""
+    """Rank 1 takes ten more steps than rank 0, and a part may be two steps old."""
     model = make_model(seed=rank, dtype=torch.float32)
     sync = attach(model, sgd(model), "streaming:staleness=2,parts=1")
     for step in range([2, 12][rank]):
@@ -187,8 +190,8 @@ def barrier(rank: int, size: int, inside: bool) -> int:
     return sync.stats.steps
 
 
-def test_a_barrier_of_ones_own_belongs_into_a_consensus() -> None:
-    """On real processes: whoever is early answers there. Alone it waits for who waits for it."""
+def test_other_collectives_belong_inside_a_consensus() -> None:
+    """On real processes: an early worker keeps voting there. A bare barrier would deadlock."""
     assert real(barrier, True, workers=2) == [2, 12]
     with pytest.raises(DeadlockError, match=r"dist\.barrier"):
         simulated(barrier, False, workers=2)
@@ -215,7 +218,7 @@ def test_a_clean_exit_finishes() -> None:
 
 
 def misuse(rank: int, size: int) -> dict[str, tuple[list[str], str]]:
-    """Every misuse of a synchronizer, on both workers; the training then goes on."""
+    """Misuse a synchronizer in every way, on both workers; training then continues."""
     seen = {}
     model = make_model(seed=rank)
     optimizer = sgd(model)
@@ -282,7 +285,7 @@ EDITED = [
 
 
 def edited(rank: int, size: int, text: str) -> Any:
-    """The model as it is after an edit, in the consensus, after it, and at the end."""
+    """Return the model after an edit, in the consensus, after it, and at the end."""
     model = make_model(seed=rank)
     optimizer = sgd(model)
     sync = attach(model, optimizer, text, wire="float32")
@@ -302,8 +305,8 @@ def edited(rank: int, size: int, text: str) -> Any:
 
 
 @pytest.mark.parametrize("text", EDITED)
-def test_what_is_changed_between_steps_counts(text: str) -> None:
-    """Right after a synchronization, too: schedule-free optimizers put their result there."""
+def test_changes_between_steps_are_averaged(text: str) -> None:
+    """Also right after a synchronization: schedule-free optimizers write their result then."""
     results = run(edited, text, workers=3)
     for _, seen, _, end in results:
         close(seen, sum(own for own, *_ in results) / 3, 1e-9)
@@ -311,7 +314,7 @@ def test_what_is_changed_between_steps_counts(text: str) -> None:
 
 
 def edited_at_the_end(rank: int, size: int, text: str) -> Tensor:
-    """Rates are 0, so that nothing but the changes moves the models; workers end one by one."""
+    """All rates are 0, so only the edits change the models. Workers end one by one."""
     model = make_model(seed=rank)
     optimizer = sgd(model, lr=0.0)
     with attach(model, optimizer, text, wire="float32"):
@@ -327,14 +330,14 @@ def edited_at_the_end(rank: int, size: int, text: str) -> Tensor:
     "text", ["streaming:outer_gain=1", "async:schedule=eager,staleness=4", "local:period=2"]
 )
 def test_each_change_before_the_end_counts_as_its_share(text: str) -> None:
-    """However many workers are left that train when it is sent."""
+    """The share does not depend on the number of workers that still train."""
     expected = flat(make_model(0)) + (1 + 10 + 100) / 3
     for end in run(edited_at_the_end, text, workers=3):
         close(end, expected, 1e-9)
 
 
 def test_misuse_is_an_attach_error_that_says_what_to_do() -> None:
-    """Attaching twice, looking or stepping at the wrong moment, a changed optimizer: refused."""
+    """Attaching twice, a consensus or step at the wrong moment, a changed optimizer: refused."""
     expected = {
         "model twice": r"this Sequential is attached already: finish\(\) or detach\(\)",
         "optimizer twice": r"this SGD is attached already: finish\(\) or detach\(\)",

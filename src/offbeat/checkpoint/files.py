@@ -1,16 +1,22 @@
-"""Checkpoints in a directory: a file for each rank and step, written whole or not at all.
+"""Checkpoint files in a directory: one file per worker and checkpoint.
 
-There is no list of what is complete, which a crash could leave wrong. A file is written under
-another name, and gets its own when those of all workers are on the disk; only then is anything
-older deleted. So where one worker has a file of a step, every other one has it, too, perhaps under
-that other name; and before a first checkpoint is whole there is none. It is found by asking all
-workers, whether they share the directory or each has one on a disk of its own.
+A crash at any moment must leave a complete checkpoint. There is no index file, because a crash
+could leave it out of date. Instead, saving has two phases:
+
+1. Every worker writes its file under a temporary name and flushes it to the disk.
+2. When the files of all workers are on their disks, every worker renames its own. Only then does it
+   delete older checkpoints.
+
+Therefore, if one worker has a renamed file, every worker has that file on its disk, possibly under
+the temporary name. And if no worker has a renamed file, no checkpoint was ever completed. Loading
+gathers the names of all workers' files, so it works with a shared directory and with a separate
+disk for each worker.
 """
 
 import contextlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,60 +27,62 @@ from offbeat.errors import CheckpointError
 
 FORMAT = 1
 _NAME = re.compile(r"step-(\d+)(?:-(\d+))?\.rank(\d+)\.pt")
-_WRITTEN = re.compile(rf"\.({_NAME.pattern})\.partial")
-Number = tuple[int, int]
-"""Of a checkpoint: the step, and how often that had been saved before."""
+_PARTIAL = re.compile(rf"\.{_NAME.pattern}\.partial")
+CheckpointKey = tuple[int, int]
+"""Step of a checkpoint, and the number of earlier checkpoints of the same step."""
 
 
-def path_of(folder: Path, number: Number, rank: int) -> Path:
-    """Where ``rank`` keeps it."""
-    step, again = number
-    return folder / f"step-{step}{f'-{again}' if again else ''}.rank{rank}.pt"
+def path_of(folder: Path, key: CheckpointKey, rank: int) -> Path:
+    """Return the path of the file of ``rank``."""
+    step, repetition = key
+    return folder / f"step-{step}{f'-{repetition}' if repetition else ''}.rank{rank}.pt"
 
 
-def files_of(folder: Path, rank: int) -> dict[Number, Path]:
-    """The files of one rank."""
-    return {number: path for number, owner, path in all_files(folder) if owner == rank}
+def all_files(folder: Path) -> list[tuple[CheckpointKey, int, Path]]:
+    """Return key, rank and path of each renamed file."""
+    return list(_matching(folder, _NAME))
 
 
-def all_files(folder: Path) -> list[tuple[Number, int, Path]]:
-    """Number and rank of each file that is whole."""
-    found = []
+def files_of(folder: Path, rank: int) -> dict[CheckpointKey, Path]:
+    """Return the renamed files of ``rank``."""
+    return {key: path for key, owner, path in _matching(folder, _NAME) if owner == rank}
+
+
+def partial_files_of(folder: Path, rank: int) -> dict[CheckpointKey, Path]:
+    """Return the final paths of the files of ``rank`` that still have their temporary name."""
+    partial = _matching(folder, _PARTIAL)
+    return {key: path_of(folder, key, rank) for key, owner, _ in partial if owner == rank}
+
+
+def _matching(
+    folder: Path, pattern: "re.Pattern[str]"
+) -> Iterator[tuple[CheckpointKey, int, Path]]:
     for path in folder.iterdir() if folder.is_dir() else ():
-        if parts := _NAME.fullmatch(path.name):
-            step, again, rank = parts.groups()
-            found.append(((int(step), int(again or 0)), int(rank), path))
-    return found
+        if parts := pattern.fullmatch(path.name):
+            step, repetition, rank = parts.groups()
+            yield (int(step), int(repetition or 0)), int(rank), path
 
 
-def unnamed_of(folder: Path, rank: int) -> dict[Number, Path]:
-    """Names that files of this rank would get: written, in full or in part, when a crash came."""
-    found = {}
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if parts := _WRITTEN.fullmatch(path.name):
-            name, step, again, owner = parts.groups()
-            if int(owner) == rank:
-                found[int(step), int(again or 0)] = path.with_name(name)
-    return found
+def common_keys(lists: Iterable[Sequence[Sequence[int]]]) -> set[CheckpointKey]:
+    """Return the keys that are in the list of every worker."""
+    return set.intersection(*({(step, repetition) for step, repetition in keys} for keys in lists))
 
 
-def held_by_all(lists: Sequence[Sequence[Sequence[int]]]) -> set[Number]:
-    """Of the lists of all workers, as they come out of JSON, what is in each."""
-    return set.intersection(*({(step, again) for step, again in one} for one in lists))
-
-
-def sealed(contents: dict[str, Any]) -> dict[str, Any]:
-    """With the format, and the digest of it all.
+def with_digest(contents: dict[str, Any]) -> dict[str, Any]:
+    """Return ``contents`` with the format and the digest of all values.
 
     Raises:
-        CheckpointError: something that could not be read back.
+        CheckpointError: a value cannot be saved.
     """
     return {"format": FORMAT, **contents, "digest": digest(contents, "the checkpoint")}
 
 
 def write(path: Path, contents: dict[str, Any]) -> None:
-    """All of it to the disk, where it waits for its name; or nothing."""
-    partial = _unnamed(path)
+    """Write ``contents`` to the disk under the temporary name of ``path``.
+
+    After an error the temporary file is removed.
+    """
+    partial = _partial(path)
     try:
         with partial.open("wb") as file:
             torch.save(contents, file)
@@ -85,10 +93,10 @@ def write(path: Path, contents: dict[str, Any]) -> None:
         raise
 
 
-def give_name(path: Path) -> None:
-    """Give its name to what was written."""
-    _unnamed(path).replace(path)
-    with contextlib.suppress(OSError):  # where a directory cannot be opened: to the disk, too
+def rename(path: Path) -> None:
+    """Rename the temporary file to ``path``, and flush the directory to the disk."""
+    _partial(path).replace(path)
+    with contextlib.suppress(OSError):  # some systems cannot open directories
         handle = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -97,23 +105,25 @@ def give_name(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Delete what was written and has no name."""
-    _unnamed(path).unlink(missing_ok=True)
+    """Delete the temporary file of ``path``."""
+    _partial(path).unlink(missing_ok=True)
 
 
-def _unnamed(path: Path) -> Path:
+def _partial(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What was written: sealed, and with the ``id`` of all files that were saved together.
+    """Return the contents of a file, with ``format``, ``digest`` and ``id``.
+
+    The files of one checkpoint have the same ``id``.
 
     Raises:
-        CheckpointError: it is damaged, or none of ``save``.
+        CheckpointError: the file is damaged, or was not written by ``save``.
     """
     try:
         contents = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # of many kinds: from the archive, the pickle, the disk
+    except Exception as error:  # archive, pickle and disk raise errors of many types
         reason = str(error).partition("\n")[0]
         raise CheckpointError(f"{path} cannot be read: {reason}") from None
     if not isinstance(contents, dict) or not {"format", "digest", "id"} <= contents.keys():
@@ -122,16 +132,19 @@ def read(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} is in format {contents['format']}, this version reads {FORMAT}"
         )
-    values = {k: one for k, one in contents.items() if k not in ("format", "digest", "id")}
+    values = {k: value for k, value in contents.items() if k not in ("format", "digest", "id")}
     if digest(values) != contents["digest"]:
         raise CheckpointError(f"{path} is damaged: its values are not those that were saved")
     return contents
 
 
-def prune(folder: Path, kept: set[Number], rank: int, size: int) -> None:
-    """Delete what this worker has written before; rank 0 also that of workers there are no more."""
-    for number, owner, path in all_files(folder):
-        if number not in kept and (owner == rank or (rank == 0 and owner >= size)):
+def prune(folder: Path, keep: set[CheckpointKey], rank: int, size: int) -> None:
+    """Delete the files of ``rank`` except those in ``keep``, and its temporary files.
+
+    Rank 0 also deletes the files of ranks ≥ ``size``, left by a run with more workers.
+    """
+    for key, owner, path in all_files(folder):
+        if key not in keep and (owner == rank or (rank == 0 and owner >= size)):
             path.unlink(missing_ok=True)
-    for path in folder.glob(f".step-*.rank{rank}.pt.partial"):  # of a crash
+    for path in folder.glob(f".step-*.rank{rank}.pt.partial"):  # left by a crash
         path.unlink(missing_ok=True)

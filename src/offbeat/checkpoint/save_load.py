@@ -1,59 +1,59 @@
-"""``offbeat.save`` and ``offbeat.load``: what training needs to go on, on all workers or none."""
+"""``offbeat.save`` and ``offbeat.load``: checkpoints of a training run.
+
+All workers save or load, or none does; see ``checkpoint.files`` for what a crash leaves behind.
+"""
 
 import logging
 import os
-import random
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from offbeat.arguments import require_integer
+from offbeat.checkpoint.contents import (
+    Stateful,
+    as_list,
+    random_states,
+    require_same_kinds,
+    require_same_tensors,
+    set_random_states,
+    states_of,
+)
 from offbeat.checkpoint.files import (
-    Number,
+    CheckpointKey,
+    common_keys,
     discard,
     files_of,
-    give_name,
-    held_by_all,
+    partial_files_of,
     path_of,
     prune,
     read,
-    sealed,
-    unnamed_of,
+    rename,
+    with_digest,
     write,
 )
+from offbeat.checkpoint.step_boundary import StepBoundary, step_boundary
 from offbeat.errors import CheckpointError
 from offbeat.nodes.shards import local_parts, model_state, optimizer_state
-from offbeat.synchronizer import Synchronizer, between_steps
-from offbeat.training.between_steps import BetweenSteps
+from offbeat.synchronizer import Synchronizer
 
 logger = logging.getLogger("offbeat")
 
 
-class Stateful(Protocol):
-    """What has a state, such as a schedule of the learning rate."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Its state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Continue from that."""
-
-
 @dataclass(frozen=True)
 class Loaded:
-    """What ``load`` has found.
+    """The result of ``load``.
 
     Attributes:
-        step: The step at which it was saved.
-        path: This worker's file.
-        extra: What this worker gave to ``save`` as ``extra``.
+        step: Step at which the checkpoint was saved.
+        path: File that this worker has loaded.
+        extra: The ``extra`` argument that this worker gave to ``save``.
     """
 
     step: int
@@ -72,81 +72,86 @@ def save(
     extra: Any = None,
     keep: int = 2,
 ) -> Path:
-    """Save all that this training needs to go on, in a file for each worker.
+    """Save a checkpoint from which training continues exactly, in one file per worker.
 
-    A collective: every worker calls it, between two steps, at the same step. Inside
-    ``sync.consensus()`` it saves the model that all workers hold there, which training with any
-    number of workers, and any strategy, can begin from.
+    A collective: every worker calls it between two steps, all at the same step. Inside
+    ``sync.consensus()`` it saves the consensus, from which training can start with any strategy and
+    any number of workers.
 
-    The file is ``step-STEP.rankRANK.pt``. It is written under another name, and gets its own when
-    those of all workers are on the disk; older ones are deleted then. Whatever crashes meanwhile,
-    either this checkpoint or the one before is whole. It holds a digest, and ``torch.load`` reads
-    it with ``weights_only=True``. The random states of torch, numpy and Python are saved, too. The
-    time that all of this takes does not count in ``stats``; a worker that takes longer to write
-    than ``timeout_seconds`` lets the others fail.
+    The file ``step-STEP.rankRANK.pt`` contains the states of the model, the optimizers, the
+    schedulers, the scaler, ``sync`` and the random generators of torch, numpy and Python, and a
+    digest. ``torch.load`` reads it with ``weights_only=True``. Files are written under a temporary
+    name, and renamed when the files of all workers are on their disks; then older checkpoints are
+    deleted. After a crash at any moment, either this checkpoint or the one before is complete.
+
+    ``stats`` does not count the time. If a worker writes for longer than ``timeout_seconds``, the
+    others fail.
 
     Args:
-        directory: Where to; made if it is not there. All workers may share it, or each may have one
-            of that name on its own disk.
-        sync: What ``attach`` returned.
-        model: None is the attached one.
-        optimizer: One or several; None are the attached ones.
-        scheduler: One or several, if there are any.
-        scaler: The GradScaler, if there is one.
-        extra: What else this worker needs, such as the state of its sampler: numbers, text,
-            tensors, and lists and dictionaries of them.
-        keep: How many checkpoints to keep (≥ 1), this one among them.
+        directory: Directory of the checkpoints, created if it does not exist. The workers may share
+            it, or each may have a directory of that name on its own disk.
+        sync: The synchronizer that ``attach`` returned.
+        model: The model. None: the attached model.
+        optimizer: One or several optimizers. None: the attached optimizers.
+        scheduler: One or several learning rate schedules. None: no schedule.
+        scaler: The GradScaler. None: no scaler.
+        extra: Further state of this worker, such as that of its sampler: numbers, text, tensors,
+            and lists and dictionaries of them.
+        keep: Number of checkpoints to keep, including this one (≥ 1).
 
     Returns:
-        This worker's file.
+        The file of this worker.
 
     Raises:
-        CheckpointError: on every worker, if one of them could not write, is at another step, or
-            gave something that cannot be saved, or if the directory holds a later step. What was
-            there before is still there.
-        AttachError: after ``finish`` or ``detach``, or in the middle of an iteration.
+        CheckpointError: a worker could not write its file, is at another step, or gave a value that
+            cannot be saved; or the directory contains a checkpoint of a later step. Raised on every
+            worker. The earlier checkpoints remain.
+        AttachError: after ``finish`` or ``detach``; or in the middle of an iteration.
     """
     require_integer("keep", keep, least=1)
-    with between_steps(sync, "offbeat.save()") as between:
-        state, folder, refused, contents = between.state(), Path(directory), None, {}
-        here = files_of(folder, between.rank)
-        own = local_parts if between.divided else lambda values: values
+    with step_boundary(sync, "offbeat.save()") as boundary:
+        state, folder, rank = sync.state_dict(), Path(directory), boundary.rank
+        refused, contents = None, {}
+        local: Callable[[Any], Any] = local_parts if boundary.sharded else lambda values: values
+        optimizers = boundary.optimizers if optimizer is None else optimizer
         try:
-            contents = sealed(
+            contents = with_digest(
                 {
                     "sync": state,
-                    "model": own(_module(model, between).state_dict()),
-                    "optimizer": own(
-                        _states(between.optimizers if optimizer is None else optimizer)
-                    ),
-                    "scheduler": _states(scheduler),
+                    "model": local(_module(model, boundary).state_dict()),
+                    "optimizer": local(states_of(optimizers)),
+                    "scheduler": states_of(scheduler),
                     "scaler": None if scaler is None else scaler.state_dict(),
-                    "random": _random_states(between.device),
+                    "random": random_states(boundary.device),
                     "extra": extra,
                 }
             )
         except CheckpointError as error:
             refused = str(error)
-        told = [refused, state["of"], state["stats"]["steps"], sorted(here), secrets.token_hex(8)]
-        answers = between.gather(told, "offbeat.save()")
-        _require_all("save", [one[0] for one in answers])
-        common = held_by_all([one[3] for one in answers])
+        keys = sorted(files_of(folder, rank))
+        answer = [refused, state["of"], state["stats"]["steps"], keys, secrets.token_hex(8)]
+        answers = boundary.gather(answer, "offbeat.save()")
+        _require_all("save", [refusal for refusal, *_ in answers])
+        all_keys = [keys for *_, keys, _ in answers]
+        common = common_keys(all_keys)
         step = _common_step(folder, answers, common)
-        times = [number[1] for one in answers for number in one[3] if number[0] == step]
-        number = (step, max(times, default=-1) + 1)
-        path = path_of(folder, number, between.rank)
-        contents["id"] = answers[0][4]  # the same in all files of this checkpoint
+        repetitions = [
+            again for keys in all_keys for saved_step, again in keys if saved_step == step
+        ]
+        key = (step, max(repetitions, default=-1) + 1)
+        path = path_of(folder, key, rank)
+        contents["id"] = answers[0][-1]  # rank 0's token: the same in all files of this checkpoint
         try:
             folder.mkdir(parents=True, exist_ok=True)
             write(path, contents)
         except (OSError, RuntimeError) as error:
             refused = f"{path} could not be written: {error}"
-        answers = between.gather(refused, "offbeat.save()")
-        if any(answers) and refused is None:
+        refusals = boundary.gather(refused, "offbeat.save()")
+        if any(refusals) and refused is None:
             discard(path)
-        _require_all("save", answers)
-        give_name(path)
-        prune(folder, {*sorted({*common, number})[-keep:]}, between.rank, between.size)
+        _require_all("save", refusals)
+        rename(path)
+        prune(folder, {*sorted({*common, key})[-keep:]}, rank, boundary.size)
         return path
 
 
@@ -159,92 +164,104 @@ def load(
     scheduler: Stateful | Sequence[Stateful] | None = None,
     scaler: torch.amp.GradScaler | None = None,
 ) -> Loaded | None:
-    """Go on from the newest checkpoint in ``directory`` that every worker has whole.
+    """Continue from the newest checkpoint in ``directory`` that is complete on every worker.
 
-    A collective, after ``attach``. A step that one worker has not, or damaged, is passed over by
-    all, with a warning, and its files are renamed. The log says from which step training goes on.
+    A collective, called after ``attach``. A checkpoint that is missing or damaged on one worker is
+    skipped by all, and its files are renamed to ``….damaged``. Damage is logged as a warning. The
+    log names the step from which training continues.
 
     Args:
-        directory: See ``save``.
-        sync: What ``attach`` returned.
-        model: None is the attached one.
-        optimizer: As given to ``save``; None are the attached ones.
-        scheduler: As given to ``save``.
-        scaler: As given to ``save``.
+        directory: Directory of the checkpoints, as given to ``save``.
+        sync: The synchronizer that ``attach`` returned.
+        model: The model. None: the attached model.
+        optimizer: The optimizers, as given to ``save``. None: the attached optimizers.
+        scheduler: The learning rate schedules, as given to ``save``.
+        scaler: The GradScaler, as given to ``save``.
 
     Returns:
-        What was found; None if there is no checkpoint yet, on any worker.
+        The loaded checkpoint; None if no worker has a checkpoint yet.
 
     Raises:
-        CheckpointError: on every worker, if no step is whole on all of them, or one does not belong
-            to this training; see ``Synchronizer.load_state_dict``. Nothing was loaded then.
-        AttachError: after ``finish`` or ``detach``, inside ``consensus``, or in the middle of an
+        CheckpointError: no checkpoint is complete on all workers, or the newest one does not belong
+            to this training; see ``Synchronizer.load_state_dict``. Raised on every worker. Nothing
+            was loaded.
+        AttachError: after ``finish`` or ``detach``; inside ``consensus``; or in the middle of an
             iteration.
     """
-    with between_steps(sync, "offbeat.load()", loads=True) as between:
-        folder = Path(directory)
-        here = {
-            **files_of(folder, 0),
-            **files_of(folder, between.rank),
-        }  # of a consensus any will do
-        lists = _meet_on(folder, here, between)
-        if not any(lists):
+    with step_boundary(sync, "offbeat.load()", loads=True) as boundary:
+        folder, rank = Path(directory), boundary.rank
+        # A new worker has no file of its own. Rank 0's file will do if it holds a consensus.
+        paths = {**files_of(folder, 0), **files_of(folder, rank)}
+        all_keys = _exchange_keys(folder, paths, boundary)
+        if not any(all_keys):
             return None
-        number, contents = _newest_whole(folder, here, held_by_all(lists), lists, between)
-        refused = None
+        key, contents = _newest_complete(folder, paths, all_keys, boundary)
+        module = _module(model, boundary)
         targets = {
-            "optimizer": _listed(between.optimizers if optimizer is None else optimizer),
-            "scheduler": _listed(scheduler),
+            "optimizer": as_list(boundary.optimizers if optimizer is None else optimizer),
+            "scheduler": as_list(scheduler),
         }
-        module = _module(model, between)
+        refused = None
         try:
             for name, objects in targets.items():
-                _require_alike(name, contents[name], objects)
+                require_same_kinds(name, contents[name], objects)
             if (contents["scaler"] is None) != (scaler is None):
                 raise CheckpointError(
                     f"it was saved {'without' if contents['scaler'] is None else 'with'} a scaler, "
                     "and load() was called the other way: give the same as to save()"
                 )
             present = module.state_dict()
-            _require_same_tensors(
-                local_parts(present) if between.divided else present, contents["model"]
+            require_same_tensors(
+                local_parts(present) if boundary.sharded else present, contents["model"]
             )
-            between.check(contents["sync"])
+            boundary.check(contents["sync"])
         except CheckpointError as error:
-            refused = f"{here[number]}: {error}"
-        _require_all("load", between.gather(refused, "offbeat.load()"))
-        if between.divided:
+            refused = f"{paths[key]}: {error}"
+        _require_all("load", boundary.gather(refused, "offbeat.load()"))
+        if boundary.sharded:
             contents["model"] = model_state(module, contents["model"])
             pairs = zip(targets["optimizer"], contents["optimizer"], strict=True)
-            contents["optimizer"] = [(kind, optimizer_state(o, one)) for o, (kind, one) in pairs]
+            contents["optimizer"] = [
+                (kind, optimizer_state(o, values)) for o, (kind, values) in pairs
+            ]
         module.load_state_dict(contents["model"])
         for name, objects in targets.items():
-            for one, (_, values) in zip(objects, contents[name], strict=True):
-                one.load_state_dict(values)
+            for each, (_, values) in zip(objects, contents[name], strict=True):
+                each.load_state_dict(values)
         if scaler is not None:
             scaler.load_state_dict(contents["scaler"])
         sync.load_state_dict(contents["sync"])
-        _set_random_states(contents["random"], between.device)
-        for later, path in files_of(folder, between.rank).items():
-            if later > number:  # not whole on all workers: in the way of the next one
+        set_random_states(contents["random"], boundary.device)
+        for later, path in files_of(folder, rank).items():
+            if later > key:  # incomplete, and would block save(), which refuses earlier steps
                 path.rename(path.with_name(f"{path.name}.damaged"))
-        if between.rank == 0:
-            logger.info("training goes on from step %d, saved in %s", number[0], folder)
-        return Loaded(number[0], here[number], contents["extra"])
+        if rank == 0:
+            logger.info("training continues from step %d, saved in %s", key[0], folder)
+        return Loaded(key[0], paths[key], contents["extra"])
+
+
+def _module(model: nn.Module | None, boundary: StepBoundary) -> nn.Module:
+    return boundary.model if model is None else model
 
 
 def _require_all(what: str, refusals: Sequence[str | None]) -> None:
-    """Raise CheckpointError if one of the workers, in rank order, could not."""
+    """Raise CheckpointError if a worker refused.
+
+    Args:
+        what: Name of the operation.
+        refusals: Reason of every worker, in rank order; None if it did not refuse.
+    """
     for rank, refused in enumerate(refusals):
         if refused is not None:
             raise CheckpointError(f"rank {rank} cannot {what}, so no worker does: {refused}")
 
 
-def _common_step(folder: Path, answers: Sequence[Any], common: set[Number]) -> int:
-    """At which all save; of a consensus that of whoever is ahead.
+def _common_step(folder: Path, answers: Sequence[Any], common: set[CheckpointKey]) -> int:
+    """Return the step at which all workers save. For a consensus it is the largest one.
 
     Raises:
-        CheckpointError: they are not at one step, or ``common``, what all have, goes beyond it.
+        CheckpointError: the workers are at different steps, or ``folder`` contains a checkpoint of
+            a later step.
     """
     first = answers[0][1:3]
     for rank, (_, of, step, *_) in enumerate(answers):
@@ -253,140 +270,81 @@ def _common_step(folder: Path, answers: Sequence[Any], common: set[Number]) -> i
                 f"rank {rank} saves the state of a {of} at step {step}, rank 0 that of a "
                 f"{first[0]} at step {first[1]}: all workers save at the same step"
             )
-    reached = max(int(one[2]) for one in answers)
-    later = [number for number in common if number[0] > reached]
+    reached = max(int(step) for _, _, step, *_ in answers)
+    later = [saved_step for saved_step, _ in common if saved_step > reached]
     if later:
         raise CheckpointError(
-            f"{folder} holds a checkpoint of step {max(later)[0]}, this is step {reached}: go on "
+            f"{folder} holds a checkpoint of step {max(later)}, this is step {reached}: continue "
             "from it with offbeat.load(), or save to another directory"
         )
     return reached
 
 
-def _meet_on(folder: Path, here: dict[Number, Path], between: BetweenSteps) -> list[list[Number]]:
-    """What each worker has.
+def _exchange_keys(
+    folder: Path, paths: dict[CheckpointKey, Path], boundary: StepBoundary
+) -> list[list[CheckpointKey]]:
+    """Return the keys of the checkpoints that each worker has.
 
-    What has its name on one worker is on the disks of all: who crashed before it gave its own the
-    name does so now, and adds it to ``here``.
+    If one worker has renamed a file, all workers have written theirs. A worker that crashed in
+    between renames its file now and adds it to ``paths``.
     """
-    unnamed = unnamed_of(folder, between.rank)
-    told = between.gather([sorted(here), sorted(unnamed)], "offbeat.load()")
-    pairs = [[[(step, again) for step, again in one] for one in both] for both in told]
-    named = {number for some, _ in pairs for number in some}
-    for number in named & (unnamed.keys() - files_of(folder, between.rank).keys()):
-        give_name(unnamed[number])
-        here[number] = unnamed[number]
-    return [sorted({*some, *named.intersection(others)}) for some, others in pairs]
+    rank = boundary.rank
+    partial = partial_files_of(folder, rank)
+    answers = boundary.gather([sorted(paths), sorted(partial)], "offbeat.load()")
+    pairs = [[[(step, again) for step, again in keys] for keys in answer] for answer in answers]
+    renamed = {key for keys, _ in pairs for key in keys}
+    for key in renamed & (partial.keys() - files_of(folder, rank).keys()):
+        rename(partial[key])
+        paths[key] = partial[key]
+    return [sorted({*keys, *renamed.intersection(others)}) for keys, others in pairs]
 
 
-def _newest_whole(
+def _newest_complete(
     folder: Path,
-    here: dict[Number, Path],
-    common: set[Number],
-    lists: Sequence[Sequence[Sequence[int]]],
-    between: BetweenSteps,
-) -> tuple[Number, dict[str, Any]]:
-    """The newest that all can read, and what is in this worker's file."""
+    paths: dict[CheckpointKey, Path],
+    all_keys: Sequence[Sequence[CheckpointKey]],
+    boundary: StepBoundary,
+) -> tuple[CheckpointKey, dict[str, Any]]:
+    """Return the newest checkpoint that all workers can read, and the contents of the local file.
+
+    Args:
+        folder: Directory of the checkpoints.
+        paths: Files that this worker can load.
+        all_keys: Keys of the checkpoints that each worker has.
+        boundary: The synchronizer.
+
+    Raises:
+        CheckpointError: no checkpoint is complete on all workers.
+    """
     reasons = [
-        f"rank {rank} has {', '.join(f'step {step}' for step, _ in one) or 'none'}"
-        for rank, one in enumerate(lists)
+        f"rank {rank} has {', '.join(f'step {step}' for step, _ in keys) or 'none'}"
+        for rank, keys in enumerate(all_keys)
     ]
-    for number in sorted(common, reverse=True):
+    common = common_keys(all_keys)
+    for key in sorted(common, reverse=True):
         refused, contents = None, {}
         try:
-            contents = read(here[number])
-            _require_own(
-                contents["sync"], here[number], files_of(folder, between.rank), between.rank
-            )
+            contents = read(paths[key])
+            _require_own_file(contents["sync"], paths[key], folder, boundary.rank)
         except CheckpointError as error:
             refused = str(error)
-        answers = between.gather([refused, contents.get("id")], "offbeat.load()")
-        refusals = [f"rank {rank}: {one[0]}" for rank, one in enumerate(answers) if one[0]]
-        if not refusals and any(one[1] != answers[0][1] for one in answers):
+        answers = boundary.gather([refused, contents.get("id")], "offbeat.load()")
+        refusals = [f"rank {rank}: {reason}" for rank, (reason, _) in enumerate(answers) if reason]
+        if not refusals and any(token != answers[0][1] for _, token in answers):
             refusals = ["the workers' files were not saved together"]
         if not refusals:
-            return number, contents
-        reasons = [f"step {number[0]}: {refusals[0]}", *(reasons if len(common) == 1 else ())]
-        if between.rank == 0:
-            logger.warning("the checkpoint of step %d is passed over: %s", number[0], refusals[0])
+            return key, contents
+        reasons = [f"step {key[0]}: {refusals[0]}", *(reasons if len(common) == 1 else ())]
+        if boundary.rank == 0:
+            logger.warning("the checkpoint of step %d is skipped: %s", key[0], refusals[0])
     raise CheckpointError(
         f"no checkpoint in {folder} is whole on all workers: {'; '.join(reasons)}. Restore the "
-        "files, or begin anew in another directory"
+        "files, or start again in another directory"
     )
 
 
-def _require_own(state: dict[str, Any], path: Path, own: dict[Number, Path], rank: int) -> None:
-    """A worker takes rank 0's file in place of its own only if that is of a consensus."""
-    if path not in own.values() and state["of"] == "worker" and rank < state["size"]:
-        raise CheckpointError(f"there is no file of rank {rank} beside {path}")
-
-
-# -- what is in them -------------------------------------------------------------------------------
-
-
-def _module(model: nn.Module | None, between: BetweenSteps) -> nn.Module:
-    return between.model if model is None else model
-
-
-def _listed(objects: Any) -> list[Any]:
-    if objects is None:
-        return []
-    return list(objects) if isinstance(objects, Sequence) else [objects]
-
-
-def _states(objects: Any) -> list[tuple[str, dict[str, Any]]]:
-    return [(type(one).__name__, one.state_dict()) for one in _listed(objects)]
-
-
-def _require_alike(name: str, saved: Sequence[tuple[str, Any]], objects: Sequence[Any]) -> None:
-    """The same kinds, and of optimizers groups of as many parameters."""
-    theirs, ours = [kind for kind, _ in saved], [type(one).__name__ for one in objects]
-    if theirs != ours:
-        raise CheckpointError(
-            f"it was saved with {name} {', '.join(theirs) or 'none'}, here is "
-            f"{', '.join(ours) or 'none'}: give the same as to save()"
-        )
-    for (kind, values), one in zip(saved, objects, strict=True):
-        if name == "optimizer":
-            groups = [len(group["params"]) for group in values["param_groups"]]
-            present = [len(group["params"]) for group in one.param_groups]
-            if groups != present:
-                raise CheckpointError(
-                    f"the {kind} was saved with groups of {groups} parameters, here they are "
-                    f"{present}: build it as in the saved run"
-                )
-
-
-def _require_same_tensors(here: dict[str, Any], saved: dict[str, Any]) -> None:
-    present = {name: getattr(one, "shape", None) for name, one in here.items()}
-    theirs = {name: getattr(one, "shape", None) for name, one in saved.items()}
-    for name in [*present, *theirs]:
-        if name not in theirs or name not in present or present[name] != theirs[name]:
-            shown = [tuple(one[name] or ()) if name in one else "none" for one in (theirs, present)]
-            raise CheckpointError(
-                f"it was saved for another model: of {name!r} that one has {shown[0]}, this one "
-                f"{shown[1]}; build the model of the saved run"
-            )
-
-
-def _random_states(device: torch.device) -> dict[str, Any]:
-    """Of this process; the accelerator's is that of the model's device."""
-    numpy = np.random.get_state(legacy=False)
-    key = numpy["state"]["key"].tolist()
-    own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": own,
-        "numpy": {**numpy, "state": {**numpy["state"], "key": key}},
-        "python": random.getstate(),
-    }
-
-
-def _set_random_states(states: dict[str, Any], device: torch.device) -> None:
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], device)
-    inner = states["numpy"]["state"]
-    key = np.array(inner["key"], dtype=np.uint32)
-    np.random.set_state({**states["numpy"], "state": {**inner, "key": key}})
-    random.setstate(states["python"])
+def _require_own_file(state: dict[str, Any], path: Path, folder: Path, rank: int) -> None:
+    """Raise if a worker of the saved run would load another worker's file, except a consensus."""
+    own = files_of(folder, rank).values()
+    if path not in own and state["of"] == "worker" and rank < state["size"]:
+        raise CheckpointError(f"there is no file of rank {rank} next to {path}")

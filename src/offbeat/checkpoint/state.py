@@ -1,6 +1,8 @@
-"""A strategy's state as plain values and back: all fields of its dataclass, so none is missed.
+"""States as plain values: conversion of dataclasses, checks before loading, and a digest.
 
-Before anything is put back, ``check`` looks whether it fits, and ``digest`` whether it is whole.
+A strategy declares its state as a dataclass. ``save`` converts all fields that are not transient,
+so that none is forgotten. ``check`` tests whether plain values fit a dataclass, and ``load`` writes
+them into it.
 """
 
 import copy
@@ -21,134 +23,138 @@ from offbeat.errors import CheckpointError
 
 
 def transient(**options: Any) -> Any:
-    """A field of a strategy's state that no checkpoint holds: handles, buffers, hooks."""
+    """Return a dataclass field that no checkpoint contains, such as handles, buffers and hooks.
+
+    Args:
+        options: Further arguments of ``dataclasses.field``.
+    """
     return field(metadata={"transient": True}, **options)
 
 
-def kept(state: Any) -> "list[dataclasses.Field[Any]]":
-    """The fields of a dataclass that a checkpoint holds."""
-    return [one for one in dataclasses.fields(state) if not one.metadata.get("transient")]
+def saved_fields(state: Any) -> "list[dataclasses.Field[Any]]":
+    """Return the fields of a dataclass that a checkpoint contains."""
+    return [each for each in dataclasses.fields(state) if not each.metadata.get("transient")]
 
 
 def save(state: Any) -> Any:
-    """A dataclass as plain values, without its transient fields."""
+    """Return a dataclass as plain values, without its transient fields. Tensors are copied."""
     if dataclasses.is_dataclass(state):
-        return {one.name: save(getattr(state, one.name)) for one in kept(state)}
+        return {each.name: save(getattr(state, each.name)) for each in saved_fields(state)}
     if isinstance(state, list):
-        return [save(one) for one in state]
+        return [save(each) for each in state]
     return state.clone() if isinstance(state, Tensor) else copy.deepcopy(state)
 
 
 def load(state: Any, saved: dict[str, Any] | None) -> None:
-    """Put plain values back into a dataclass of the same shape; tensors in place."""
-    if saved is None:  # of a strategy that keeps nothing
+    """Write plain values into a dataclass of the same shape; tensors are written in place.
+
+    Args:
+        state: The dataclass.
+        saved: Result of ``save``. None: of a strategy without state.
+    """
+    if saved is None:
         return
     for name, value in saved.items():
         present = getattr(state, name)
         if dataclasses.is_dataclass(present):
             load(present, value)
         elif isinstance(present, list) and present and dataclasses.is_dataclass(present[0]):
-            for one, old in zip(present, value, strict=True):
-                load(one, old)
+            for target, source in zip(present, value, strict=True):
+                load(target, source)
         elif isinstance(present, list) and present and value and isinstance(present[0], Tensor):
-            for one, old in zip(present, value, strict=True):
-                one.copy_(old)
+            for target, source in zip(present, value, strict=True):
+                target.copy_(source)
         else:
             setattr(state, name, copy.deepcopy(value))
 
 
-# -- what fits -------------------------------------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------------------
 
 
 def check(state: Any, saved: Any, where: str) -> None:
-    """Raise unless ``load(state, saved)`` would put everything back, and nothing else.
+    """Raise unless ``saved`` has exactly the fields of ``state``, with values that fit.
 
-    Types are those of the dataclass's annotations; numbers must be finite, and tensors of the
-    shape and dtype that they have in ``state``.
+    Values must have the annotated types, numbers must be finite, and tensors must have the shapes
+    and dtypes of those in ``state``.
 
     Args:
-        state: The dataclass; None: of a strategy that keeps nothing.
+        state: The dataclass; None for a strategy without state.
         saved: Plain values.
-        where: Names them in the error.
+        where: Name of the values in the error.
 
     Raises:
-        CheckpointError: naming the first field that does not fit.
+        CheckpointError: a field does not fit. The message names the first one.
     """
     if state is None:
         if saved is not None:
             raise CheckpointError(f"{where} must be None, got {_shown(saved)}")
         return
-    names = [one.name for one in kept(state)]
+    names = [each.name for each in saved_fields(state)]
     require_keys(saved, names, where)
     kind: type = type(state)
     try:
         hints = types_of(kind)
-    except (NameError, TypeError):  # annotations that are there for a type checker alone
+    except (NameError, TypeError):  # annotations that exist for type checkers only
         hints = {}
     for name in names:
         _check(getattr(state, name), saved[name], hints.get(name, Any), f"{where}.{name}")
 
 
 def require_keys(saved: Any, names: typing.Sequence[str], where: str) -> None:
-    """Raise unless ``saved`` is a dictionary with these keys and no others.
+    """Raise unless ``saved`` is a dictionary with exactly the keys ``names``.
 
     Raises:
-        CheckpointError: naming the keys that are missing, or too many.
+        CheckpointError: keys are missing or unknown. The message names them.
     """
     if not isinstance(saved, dict):
         raise CheckpointError(f"{where} must be a dictionary, got {_shown(saved)}")
     missing = [name for name in names if name not in saved]
     unknown = [name for name in saved if name not in names]
     if missing or unknown:
-        told = [f"without {', '.join(missing)}"] * bool(missing)
-        told += [f"with {', '.join(map(repr, unknown))}, which there is not"] * bool(unknown)
-        raise CheckpointError(f"{where} was saved {' and '.join(told)}")
+        problems = [f"without {', '.join(missing)}"] * bool(missing)
+        problems += [f"with unknown {', '.join(map(repr, unknown))}"] * bool(unknown)
+        raise CheckpointError(f"{where} was saved {' and '.join(problems)}")
 
 
 def _check(present: Any, saved: Any, hint: Any, where: str) -> None:
     if dataclasses.is_dataclass(present):
         check(present, saved, where)
     elif isinstance(present, Tensor):
-        check_tensors([present], [saved], where)
+        _check_tensor(present, saved, where)
     elif isinstance(present, list) and present and dataclasses.is_dataclass(present[0]):
         _require(isinstance(saved, list) and len(saved) == len(present), where, "a list", saved)
-        for i, (one, old) in enumerate(zip(present, saved, strict=True)):
-            check(one, old, f"{where}[{i}]")
+        for i, (target, source) in enumerate(zip(present, saved, strict=True)):
+            check(target, source, f"{where}[{i}]")
     else:
         check_value(saved, hint, where)
-        # What is under way is there in one of them only, perhaps.
+        # An empty list fits: values in flight exist in only one of the two, perhaps.
         if isinstance(present, list) and present and saved and isinstance(present[0], Tensor):
-            check_tensors(present, saved, where)
+            _require(isinstance(saved, list), where, f"a list of {len(present)} tensors", saved)
+            if len(saved) != len(present):
+                raise CheckpointError(f"{where} must be {len(present)} tensors, got {len(saved)}")
+            for target, source in zip(present, saved, strict=True):
+                _check_tensor(target, source, where)
 
 
-def check_tensors(present: typing.Sequence[Tensor], saved: Any, where: str) -> None:
-    """Raise unless ``saved`` are tensors of the same shapes and dtypes, one for each.
-
-    Raises:
-        CheckpointError: naming the first that is not.
-    """
-    _require(isinstance(saved, list), where, f"a list of {len(present)} tensors", saved)
-    if len(saved) != len(present):
-        raise CheckpointError(f"{where} must be {len(present)} tensors, got {len(saved)}")
-    for one, old in zip(present, saved, strict=True):
-        like = f"a tensor of shape {tuple(one.shape)}, {one.dtype}"
-        _require(isinstance(old, Tensor), where, like, old)
-        _require((old.shape, old.dtype) == (one.shape, one.dtype), where, like, old)
+def _check_tensor(present: Tensor, saved: Any, where: str) -> None:
+    required = f"a tensor of shape {tuple(present.shape)}, {present.dtype}"
+    _require(isinstance(saved, Tensor), where, required, saved)
+    _require((saved.shape, saved.dtype) == (present.shape, present.dtype), where, required, saved)
 
 
 def check_value(value: Any, hint: Any, where: str) -> None:
-    """Raise unless ``value`` has the annotated type ``hint``; numbers must be finite.
+    """Raise unless ``value`` has the annotated type ``hint``. Numbers must be finite.
 
     Raises:
-        CheckpointError: naming ``where``.
+        CheckpointError: it has not. The message begins with ``where``.
     """
     if hint is Any:
         return
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        for one in inner:
+        for each in inner:
             try:
-                return check_value(value, one, where)
+                return check_value(value, each, where)
             except CheckpointError as error:
                 reason = error
         raise reason
@@ -162,13 +168,13 @@ def check_value(value: Any, hint: Any, where: str) -> None:
         _require(type(value) is kind, where, _NAMES[kind], value)
     elif origin is list:
         _require(isinstance(value, list), where, "a list", value)
-        for i, one in enumerate(value):
-            check_value(one, inner[0], f"{where}[{i}]")
+        for i, each in enumerate(value):
+            check_value(each, inner[0], f"{where}[{i}]")
     elif origin is dict:
         _require(isinstance(value, dict), where, "a dictionary", value)
-        for key, one in value.items():
+        for key, each in value.items():
             check_value(key, inner[0], f"a key of {where}")
-            check_value(one, inner[1], f"{where}[{key!r}]")
+            check_value(each, inner[1], f"{where}[{key!r}]")
     elif isinstance(hint, type):
         _require(isinstance(value, hint), where, f"a {hint.__name__}", value)
 
@@ -176,9 +182,9 @@ def check_value(value: Any, hint: Any, where: str) -> None:
 _NAMES = {int: "a whole number", bool: "true or false", str: "text", type(None): "None"}
 
 
-def _require(holds: bool, where: str, what: str, got: object) -> None:
+def _require(holds: bool, where: str, required: str, value: object) -> None:
     if not holds:
-        raise CheckpointError(f"{where} must be {what}, got {_shown(got)}")
+        raise CheckpointError(f"{where} must be {required}, got {_shown(value)}")
 
 
 def _shown(value: object) -> str:
@@ -188,21 +194,23 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-# -- what is whole ---------------------------------------------------------------------------------
+# -- digest ----------------------------------------------------------------------------------------
 
 
 def digest(values: Any, where: str = "it") -> int:
-    """A CRC-32 of plain values: numbers, text, tensors, and lists and dictionaries of them.
+    """Return a CRC-32 of plain values: numbers, text, tensors, and lists and dictionaries of them.
 
-    The same for equal values wherever their tensors are. It finds what a disk or a link has
-    damaged, and is no protection against anyone. About half a millisecond a megabyte.
+    Equal values have equal digests, whatever the device of their tensors. The digest detects damage
+    by a disk or a link; it does not protect against an attacker. It takes about half a millisecond
+    per megabyte.
 
     Args:
-        values: They.
-        where: Names them in the error.
+        values: The plain values.
+        where: Name of the values in the error.
 
     Raises:
-        CheckpointError: something else, which could not be read back without running its code.
+        CheckpointError: a value has another type, which could not be read back without running its
+            code.
     """
     crc = 0
     for piece in _pieces(values, where):
@@ -211,19 +219,19 @@ def digest(values: Any, where: str = "it") -> int:
 
 
 def _pieces(value: Any, where: str) -> Iterator[Any]:
-    """The bytes that stand for ``value``."""
+    """Yield the bytes that represent ``value``."""
     if isinstance(value, Tensor):
         yield f"tensor {value.dtype} {tuple(value.shape)};".encode()
         yield from _tensor_bytes(value.detach())
     elif isinstance(value, Mapping):
         yield f"dict {len(value)};".encode()
-        for key, one in value.items():
+        for key, each in value.items():
             yield from _pieces(key, f"a key of {where}")
-            yield from _pieces(one, f"{where}[{key!r}]")
+            yield from _pieces(each, f"{where}[{key!r}]")
     elif isinstance(value, list | tuple):
         yield f"list {len(value)};".encode()
-        for i, one in enumerate(value):
-            yield from _pieces(one, f"{where}[{i}]")
+        for i, each in enumerate(value):
+            yield from _pieces(each, f"{where}[{i}]")
     elif isinstance(value, set | frozenset):
         yield f"set {sorted(map(repr, value))};".encode()
     elif isinstance(value, bytes | bytearray):

@@ -1,15 +1,18 @@
-"""The state that ``Synchronizer.state_dict`` returns, and whether it belongs to this worker.
+"""The state that ``Synchronizer.state_dict`` returns: construction, checks, loading.
 
-It says whose it is (format, strategy, wire, rank, number of workers, the model's tensors) and holds
-a digest of all its values. Everything is checked, and all workers agree, before anything is loaded.
+The state of a *worker* names the training it belongs to (format, strategy, wire, rank, number of
+workers, tensors of the model) and contains a digest of all its values. Everything is checked, and
+all workers agree, before anything is loaded.
 
-The state of a *consensus* belongs to a model that all workers hold, so it fits any strategy and any
-number of workers. They start again from that model, and only the totals continue.
+The state of a *consensus* belongs to a model that all workers hold. It fits any strategy and any
+number of workers: they start from that model, and only the totals continue.
 """
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +21,7 @@ from offbeat.averaging import Flow
 from offbeat.checkpoint.state import check, check_value, digest, load, require_keys, save
 from offbeat.errors import CheckpointError
 from offbeat.telemetry import Stats
-from offbeat.training.agreement import copy_rank_0
+from offbeat.training.consistency import copy_rank_0
 
 FORMAT = 2
 _CONSENSUS = ("format", "of", "model", "stats", "digest")
@@ -28,7 +31,7 @@ _WORKER = (*_CONSENSUS, *_IDENTITY, *_POSITION)
 
 
 def state_of(flow: Flow, stats: Stats) -> dict[str, Any]:
-    """The state of one worker. Everything in flight must have arrived."""
+    """Return the state of one worker. Everything in flight must have landed."""
     worker = flow.worker
     return _sealed(
         {
@@ -48,13 +51,13 @@ def state_of(flow: Flow, stats: Stats) -> dict[str, Any]:
 
 
 def consensus_of(flow: Flow, stats: Stats) -> dict[str, Any]:
-    """The state of a consensus: which model it belongs to, and this worker's totals so far."""
+    """Return the state of a consensus: the description of its model and this worker's totals."""
     return _sealed(
         {
             "format": FORMAT,
             "of": "consensus",
             "model": flow.worker.replica.describe(),
-            "stats": dataclasses.asdict(stats) | {"details": {}},  # details belong to the strategy
+            "stats": dataclasses.asdict(stats) | {"details": {}},  # they belong to the strategy
         }
     )
 
@@ -63,37 +66,40 @@ def _sealed(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "digest": digest(values)}
 
 
-# -- whether it belongs here -----------------------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------------------
 
 
 def check_state(state: Any, flow: Flow, stats: Stats) -> None:
-    """Raise unless all of ``state`` can be put back on this worker.
+    """Raise unless this worker can load ``state``.
 
     Raises:
-        CheckpointError: it is another worker's, was saved in another training, or is damaged.
+        CheckpointError: the state is damaged, or belongs to another worker or training.
     """
     if not isinstance(state, dict) or "format" not in state:
         raise CheckpointError(
-            "this is no state that sync.state_dict() gives, or one of a version before format "
-            f"{FORMAT}: give what it returned, or load the model alone and start again"
+            "this is not a state of sync.state_dict(), or one of a version before format "
+            f"{FORMAT}: give the returned state, or load the model alone and start again"
         )
     if state["format"] != FORMAT:
         raise CheckpointError(
             f"the state was saved in format {state['format']}, this version reads {FORMAT}: "
             "resume with the version that saved it"
         )
-    _whole(_check_keys, state)
+    with _reported_as_damage():
+        _check_keys(state)
     if state["of"] == "consensus":
         _require_beginning(flow, stats)
     else:
         _require_identity(state, flow)
     _require_model(state["model"], flow.worker.replica.describe())
-    _whole(_check_values, state, flow)
+    with _reported_as_damage():
+        _check_values(state, flow)
 
 
-def _whole(checks: Any, state: dict[str, Any], *args: Any) -> None:
+@contextlib.contextmanager
+def _reported_as_damage() -> Iterator[None]:
     try:
-        checks(state, *args)
+        yield
     except CheckpointError as error:
         raise CheckpointError(
             f"the state is damaged: {error}; load another checkpoint of this training"
@@ -141,10 +147,8 @@ def _require_beginning(flow: Flow, stats: Stats) -> None:
         )
 
 
-def _require_model(saved: Sequence[str], here: Sequence[str]) -> None:
-    for i in range(max(len(saved), len(here))):
-        theirs = saved[i] if i < len(saved) else "nothing more"
-        ours = here[i] if i < len(here) else "nothing more"
+def _require_model(saved: Sequence[str], present: Sequence[str]) -> None:
+    for theirs, ours in zip_longest(saved, present, fillvalue="nothing more"):
         if theirs != ours:
             raise CheckpointError(
                 f"the state was saved for another model: that one has {theirs}, this one has "
@@ -153,55 +157,55 @@ def _require_model(saved: Sequence[str], here: Sequence[str]) -> None:
 
 
 def _check_values(state: dict[str, Any], flow: Flow) -> None:
-    _check_stats(state["stats"])
+    check(Stats(), state["stats"], "stats")
+    counts = {f"stats.{k}": value for k, value in state["stats"].items() if k != "details"}
     if state["of"] == "worker":
-        _check_count(state["step"], "step")
+        check_value(state["step"], int, "step")
+        counts["step"] = state["step"]
         check(flow.state, state["state"], "state")
         check_value(state["errors"], dict[str, dict[str, Tensor]], "errors")
         for stream, errors in state["errors"].items():
             require_keys(errors, ("sent", "summed"), f"errors[{stream!r}]")
+    for name, value in counts.items():
+        if value < 0:
+            raise CheckpointError(f"{name} must be at least 0, got {value}")
     check_value(state["digest"], int, "digest")
-    if digest({name: one for name, one in state.items() if name != "digest"}) != state["digest"]:
+    if digest({k: value for k, value in state.items() if k != "digest"}) != state["digest"]:
         raise CheckpointError("its values are not those that were saved, by their digest")
 
 
-def _check_stats(saved: Any) -> None:
-    check(Stats(), saved, "stats")
-    for one in dataclasses.fields(Stats):
-        if one.name != "details" and saved[one.name] < 0:
-            raise CheckpointError(f"stats.{one.name} must be at least 0, got {saved[one.name]}")
-
-
-def _check_count(value: Any, where: str) -> None:
-    check_value(value, int, where)
-    if value < 0:
-        raise CheckpointError(f"{where} must be at least 0, got {value}")
+# -- agreement and loading -------------------------------------------------------------------------
 
 
 def answer_of(state: Any, refused: CheckpointError | None) -> bytes:
-    """What this worker tells the others: why it cannot load ``state``, or which one it is."""
-    about = None if refused else [state["of"], state.get("step")]
-    return json.dumps([None if refused is None else str(refused), about]).encode()
+    """Return this worker's message to the others before loading, for ``require_all``.
+
+    Args:
+        state: The state that this worker was given.
+        refused: The error of ``check_state``. None: the state can be loaded.
+    """
+    position = None if refused else [state["of"], state.get("step")]
+    return json.dumps([None if refused is None else str(refused), position]).encode()
 
 
 def require_all(answers: Sequence[bytes]) -> None:
-    """All workers load, states of one step, or none does.
+    """Raise unless all workers can load, and load states of the same step.
 
     Args:
-        answers: Of every worker, in rank order.
+        answers: Message of every worker (``answer_of``), in rank order.
 
     Raises:
-        CheckpointError: one of them cannot load, or they would load states of different steps.
+        CheckpointError: a worker cannot load, or the states are of different steps.
     """
-    everyone = [json.loads(answer) for answer in answers]
-    for rank, (error, _) in enumerate(everyone):
+    decoded = [json.loads(answer) for answer in answers]
+    for rank, (error, _) in enumerate(decoded):
         if error is not None:
             raise CheckpointError(f"rank {rank} cannot load, so no worker does: {error}")
-    for rank, (_, (of, step)) in enumerate(everyone):
-        if [of, step] != everyone[0][1]:
-            first = everyone[0][1]
+    first = decoded[0][1]
+    for rank, (_, position) in enumerate(decoded):
+        if position != first:
             raise CheckpointError(
-                f"rank {rank} was given the state of {_named(of, step)}, rank 0 that of "
+                f"rank {rank} was given the state of {_named(*position)}, rank 0 that of "
                 f"{_named(*first)}: load states that were saved together"
             )
 
@@ -211,7 +215,7 @@ def _named(of: str, step: int | None) -> str:
 
 
 def load_state(state: dict[str, Any], flow: Flow) -> Stats:
-    """Continue from a state that was checked. A collective. Returns the totals."""
+    """Continue from a checked state. A collective. Returns the totals."""
     worker = flow.worker
     totals = dict(state["stats"])
     worker.details.clear()

@@ -1,19 +1,23 @@
-"""The one door to matplotlib, which is an extra."""
+"""Figures. Only this module imports matplotlib, which is an optional dependency."""
 
 import io
 from typing import Any
 
 INK = "#010203"
-"""The colour of text and axes of a figure for a page: ``as_svg`` makes it that of the page."""
+"""Placeholder colour of text and axes: ``as_svg`` replaces it by the text colour of the page."""
 
-
-_TOLD = ("Date", "Creator", "Format", "Type")  # what a file says of itself, addresses among it
+_METADATA = ("Date", "Creator", "Format", "Type")  # left out, so that equal figures are equal text
 
 
 def new_figure(width: float, height: float, *, dpi: int) -> tuple[Any, Any]:
-    """An empty figure of so many inches, and its axes.
+    """Return an empty figure and its axes.
 
-    Made without pyplot: a notebook keeps its backend, and no figure stays open.
+    It does not use pyplot, so a notebook keeps its backend and no figure stays open.
+
+    Args:
+        width: Width in inches.
+        height: Height in inches.
+        dpi: Pixels per inch.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -27,14 +31,15 @@ def new_figure(width: float, height: float, *, dpi: int) -> tuple[Any, Any]:
 
 
 def as_svg(figure: Any) -> str:
-    """A figure as an SVG element for a page: no background, and what is ``INK`` has its colour.
+    """Return a figure as an SVG element for an HTML page.
 
-    Every text is drawn, so it looks alike everywhere. The same figure gives the same text.
+    It has no background, and ``INK`` becomes the text colour of the page. Text is drawn as paths,
+    so it does not depend on fonts. Equal figures give equal text.
     """
     from matplotlib import rc_context
 
-    told = io.StringIO()
+    buffer = io.StringIO()
     with rc_context({"svg.fonttype": "path", "svg.hashsalt": "offbeat"}):
-        figure.savefig(told, format="svg", transparent=True, metadata=dict.fromkeys(_TOLD))
-    text = told.getvalue()
+        figure.savefig(buffer, format="svg", transparent=True, metadata=dict.fromkeys(_METADATA))
+    text = buffer.getvalue()
     return text[text.index("<svg") :].replace(INK, "currentColor").strip()

@@ -1,1 +1,1 @@
-"""Callbacks for frameworks with a training loop of their own, each in a module of its name."""
+"""Callbacks for training frameworks, each in a module named after the framework."""

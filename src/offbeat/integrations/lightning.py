@@ -1,4 +1,4 @@
-"""A strategy under Lightning's ``Trainer``, as one callback."""
+"""A callback that trains under a strategy with Lightning's ``Trainer``."""
 
 import contextlib
 import tempfile
@@ -15,25 +15,25 @@ from typing_extensions import override
 from offbeat import CheckpointError, Strategy, Synchronizer, attach, load, save
 
 KEY = "offbeat"
-"""In a checkpoint: one file of ``offbeat.save`` for each worker, as bytes, by name."""
+"""Key in a checkpoint: the files of ``offbeat.save`` of all workers, as bytes, by file name."""
 
 
 class OffbeatCallback(Callback):
-    """Trains under ``strategy`` while ``Trainer.fit`` runs, and ends with one model everywhere.
+    """Trains under ``strategy`` during ``Trainer.fit``. All workers end with the same model.
 
         trainer = Trainer(strategy="ddp", devices=4, callbacks=[OffbeatCallback(offbeat.SelSync())])
 
-    Validation sees the mean of all workers' models, and so does what a checkpoint holds of the
-    model. Beside that the checkpoint holds every worker's own model, optimizers and state, from
-    which ``Trainer.fit(ckpt_path=...)`` goes on as the unbroken run would: it is so many times
-    larger. The DistributedDataParallel of ``strategy="ddp"`` is switched off.
+    Validation and the model in a checkpoint use the consensus, the mean over all workers. A
+    checkpoint also contains the local model, optimizers and state of every worker, so it is larger
+    by a factor of the number of workers. ``Trainer.fit(ckpt_path=...)`` continues from them exactly
+    as the uninterrupted run. The DistributedDataParallel of ``strategy="ddp"`` is switched off.
 
     Args:
-        strategy: As for ``attach``.
+        strategy: Strategy, as in ``attach``.
         options: Further keyword arguments of ``attach``.
 
     Attributes:
-        sync: The synchronizer, from the beginning of ``Trainer.fit`` on.
+        sync: The synchronizer; None before ``Trainer.fit``.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class OffbeatCallback(Callback):
 
     @override
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach, and go on from what the checkpoint holds of this worker."""
+        """Attach, and continue from this worker's file in the checkpoint, if there is one."""
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._options.setdefault("scaler", scaler)
         self.sync = attach(pl_module, trainer.optimizers, self._strategy, **self._options)
@@ -76,7 +76,7 @@ class OffbeatCallback(Callback):
 
     @override
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Every worker's own state goes along."""
+        """Add the state of every worker to the checkpoint."""
         if not self._training or self.sync is None:
             return
         self._consensus.close()
@@ -89,7 +89,11 @@ class OffbeatCallback(Callback):
         checkpoint[KEY] = dict(zip(names, files, strict=False))
 
     def _watch_saving(self, trainer: Any, pl_module: Any) -> None:
-        """The module's hook, unlike the callbacks', is called with ``save_weights_only``, too."""
+        """Replace the weights in every checkpoint by the consensus.
+
+        This uses the module's hook, because with ``save_weights_only`` Lightning does not call the
+        callbacks' hook.
+        """
         after: Callable[[dict[str, Any]], None] = pl_module.on_save_checkpoint
 
         def on_save_checkpoint(checkpoint: dict[str, Any]) -> None:
@@ -111,7 +115,7 @@ class OffbeatCallback(Callback):
 
     @override
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """All workers get the same model."""
+        """Give all workers the same model."""
         if self.sync is not None and self._training:
             self._training = False
             self._consensus.close()
@@ -120,7 +124,7 @@ class OffbeatCallback(Callback):
 
     @override
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """The others are told at once."""
+        """Detach, so that the other workers fail at once and do not wait."""
         if self.sync is not None and self._training:
             self._training = False
             self.sync.detach()
@@ -128,7 +132,10 @@ class OffbeatCallback(Callback):
 
 
 def _gathered(content: bytes, device: torch.device) -> list[Tensor]:
-    """What each worker gives, in rank order; on rank 0 only, which writes the checkpoint."""
+    """Return the ``content`` of each worker in rank order, on rank 0 only. A collective.
+
+    Rank 0 writes the checkpoint.
+    """
     own = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [own]
@@ -136,7 +143,7 @@ def _gathered(content: bytes, device: torch.device) -> list[Tensor]:
     dist.all_gather(sizes, torch.tensor([own.numel()], device=device))
     padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8, device=device)
     padded[: own.numel()] = own
-    everyone = [torch.empty_like(padded) for _ in sizes] if dist.get_rank() == 0 else None
-    dist.gather(padded, everyone)
-    files = zip(everyone or [], sizes, strict=False)
+    gathered = [torch.empty_like(padded) for _ in sizes] if dist.get_rank() == 0 else None
+    dist.gather(padded, gathered)
+    files = zip(gathered or [], sizes, strict=False)
     return [file[: int(size)].cpu().clone() for file, size in files]

@@ -1,4 +1,4 @@
-"""A strategy under Hugging Face's ``Trainer``, as one callback."""
+"""A callback that trains under a strategy with Hugging Face's ``Trainer``."""
 
 import contextlib
 import copy
@@ -14,27 +14,27 @@ from typing_extensions import override
 from offbeat import CheckpointError, Strategy, Synchronizer, attach, load, save
 
 FOLDER = "offbeat"
-"""Beside the Trainer's files in each of its checkpoints: one file for each worker."""
+"""Folder in each checkpoint of the Trainer: the files of ``offbeat.save`` of all workers."""
 
 
 class OffbeatCallback(TrainerCallback):
-    """Trains under ``strategy`` while ``Trainer.train`` runs, and ends with one model everywhere.
+    """Trains under ``strategy`` during ``Trainer.train``. All workers end with the same model.
 
         trainer = Trainer(model, args, callbacks=[OffbeatCallback(offbeat.SelSync())], ...)
 
-    Evaluation sees the mean of all workers' models, and so does what the Trainer saves of the
-    model. Beside that each worker saves its own model, optimizer and state, in ``FOLDER``, from
-    which ``Trainer.train(resume_from_checkpoint=...)`` goes on as the unbroken run would. The
-    DistributedDataParallel that the Trainer puts around the model is switched off.
+    Evaluation and the model that the Trainer saves use the consensus, the mean over all workers.
+    Each worker also saves its local model, optimizer and state in ``FOLDER``.
+    ``Trainer.train(resume_from_checkpoint=...)`` continues from them exactly as the uninterrupted
+    run. The DistributedDataParallel that the Trainer puts around the model is switched off.
 
     Args:
-        strategy: As for ``attach``.
+        strategy: Strategy, as in ``attach``.
         options: Further keyword arguments of ``attach``.
-        checkpoint: From which to resume, if it is not
-            ``args.output_dir/checkpoint-STEP``; as given to ``Trainer.train``.
+        checkpoint: Path of the checkpoint that ``Trainer.train`` resumes from. None:
+            ``args.output_dir/checkpoint-STEP``.
 
     Attributes:
-        sync: The synchronizer, from the beginning of ``Trainer.train`` on.
+        sync: The synchronizer; None before ``Trainer.train``.
     """
 
     def __init__(
@@ -50,16 +50,16 @@ class OffbeatCallback(TrainerCallback):
 
     @override
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Attach, and go on from the workers' own files."""
+        """Attach, and if the Trainer resumes, continue from this worker's file."""
         if self.sync is not None:
-            self.sync.detach()  # of a training that has failed
+            self.sync.detach()  # an earlier training has failed
         optimizer = kwargs["optimizer"]
         self._options.setdefault("scaler", getattr(optimizer, "scaler", None))
         self.sync = attach(kwargs["model"], optimizer, self._strategy, **self._options)
         if state.global_step:
             path = self._checkpoint or Path(args.output_dir, f"checkpoint-{state.global_step}")
-            found = load(Path(path, FOLDER), self.sync, scaler=self._options["scaler"])
-            if found is None or found.step != state.global_step:
+            loaded = load(Path(path, FOLDER), self.sync, scaler=self._options["scaler"])
+            if loaded is None or loaded.step != state.global_step:
                 self.sync.detach()
                 raise CheckpointError(
                     f"the Trainer resumes at step {state.global_step}, and {Path(path, FOLDER)} "
@@ -67,57 +67,57 @@ class OffbeatCallback(TrainerCallback):
                     "OffbeatCallback(checkpoint=...) the path that Trainer.train was given"
                 )
         if args.eval_on_start:
-            self._enter()
+            self._enter_consensus()
 
-    def _enter(self) -> None:
-        """The model is the consensus until the training goes on."""
+    def _enter_consensus(self) -> None:
+        """Replace the model by the consensus until the next step."""
         assert self.sync is not None
-        self._leave()
+        self._leave_consensus()
         self._consensus.enter_context(self.sync.consensus())
 
-    def _leave(self) -> None:
+    def _leave_consensus(self) -> None:
         self._consensus.close()
 
-    def _look(self, control: Any) -> None:
+    def _enter_if_needed(self, control: Any) -> None:
         if control.should_evaluate or control.should_save:
-            self._enter()
+            self._enter_consensus()
 
     @override
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._leave()
+        self._leave_consensus()
 
     @override
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._leave()
+        self._leave_consensus()
 
     @override
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._look(control)
+        self._enter_if_needed(control)
 
     @override
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._leave()
-        self._look(control)
+        self._leave_consensus()
+        self._enter_if_needed(control)
 
     @override
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The Trainer has saved the consensus; now each worker saves what is its own."""
+        """Save the local state of each worker, after the Trainer has saved the consensus."""
         if self.sync is None:
             return
-        self._leave()
+        self._leave_consensus()
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}", FOLDER)
         save(folder, self.sync, scaler=self._options.get("scaler"))
 
     @override
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """All workers get the same model; or keep the best one, if the Trainer has loaded it."""
+        """Give all workers the same model: the final mean, or the best one if it was loaded."""
         if self.sync is None:
             return
         model: nn.Module = kwargs["model"]
         best = None
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             best = copy.deepcopy(model.state_dict())
-        self._leave()
+        self._leave_consensus()
         self.sync.finish()
         if best is not None:
             with torch.no_grad():

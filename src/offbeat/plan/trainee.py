@@ -17,7 +17,7 @@ from offbeat.strategies import Strategy
 from offbeat.telemetry import Stats
 from offbeat.training.background import BackgroundTasks
 from offbeat.training.iteration import Iteration
-from offbeat.training.ledger import Ledger
+from offbeat.training.stats_recorder import StatsRecorder
 from offbeat.transport.handle import Handle
 from offbeat.transport.team import Team
 
@@ -74,22 +74,22 @@ class Trainee:
         tasks = BackgroundTasks(team, worker.details, lambda: worker.step)
         flow = flow_of(strategy, worker)
         self._iteration = Iteration(flow, worker, tasks, self._completed, node)
-        self._ledger = Ledger(worker, None)
+        self._recorder = StatsRecorder(worker, None)
         flow.start()
         self._iteration.watch_backward()
-        self._ledger.restart()
+        self._recorder.restart()
         self._model, self._account = model, team.account
         self.roots = [worker, flow, self._iteration]
 
     def step(self) -> None:
         """One step of training: gradients, then the optimizer, which does nothing."""
         self._model.differentiate()
-        self._iteration.play_backward()
+        self._iteration.report_buckets()
         self._iteration.prepare(0)
         self._iteration.complete(0)
 
     def _completed(self, synced: bool) -> None:
-        self._ledger.completed(synced=synced)
+        self._recorder.completed(synced=synced)
 
     def before_waiting(self, callback: Callable[[Handle[Any]], None]) -> None:
         """Call ``callback`` each time that the worker is about to wait for a collective."""
@@ -103,4 +103,4 @@ class Trainee:
     @property
     def stats(self) -> Stats:
         """Totals since the start."""
-        return self._ledger.stats
+        return self._recorder.stats

@@ -1,1 +1,1 @@
-"""The front door: ``attach`` puts a strategy on a training loop, and runs it from there."""
+"""Training: hooks on the user's training loop, which run the strategy."""

@@ -1,4 +1,4 @@
-"""Background tasks: components that exchange messages between workers outside of the rounds.
+"""Background tasks: components that exchange messages between workers outside the rounds.
 
 ``DataInjection`` is one. Such a task must know when its worker may block, because a blocked worker
 cannot answer the task's peers (``data/exchange.py`` explains the deadlock that this avoids).
@@ -15,16 +15,16 @@ class BackgroundTask(Protocol):
     """Receives notifications from the synchronizer, on the training thread."""
 
     def set_blocking(self, blocking: bool) -> None:
-        """The strategy may block from now on (True), or it has finished (False)."""
+        """Report that the strategy may block from now on (True), or has returned (False)."""
 
     def pause(self) -> None:
-        """This worker waits at a barrier and takes no step until every worker has reached it."""
+        """Pause at a barrier: this worker takes no step until every worker has reached it."""
 
     def resume(self) -> None:
-        """The barrier has ended. Every worker sees the same number of barriers."""
+        """Resume after a barrier. Every worker sees the same number of barriers."""
 
     def finish(self) -> None:
-        """The final barrier has ended. A collective."""
+        """End after the final barrier. A collective."""
 
     def close(self) -> None:
         """Release resources, possibly on this worker alone and after a failure. Never raises."""
@@ -34,12 +34,12 @@ class BackgroundTasks:
     """The background tasks of one synchronizer.
 
     Args:
-        team: The synchronizer's team; a task takes a ``twin`` of it.
-        details: Totals of ``Stats.details``, to which tasks add their own.
-        step: Returns the number of iterations so far.
+        team: The synchronizer's team. A task opens connections of its own with ``team.twin``.
+        details: The ``Stats.details`` of the synchronizer, to which a task adds its totals.
+        step: Function that returns the number of iterations so far.
 
     Attributes:
-        refuse: Reason why no task can be added; empty if one can.
+        refuse: Reason why no task can be added. Empty: tasks can be added.
         any: True if there is a task. Read several times in each step.
     """
 
@@ -50,10 +50,10 @@ class BackgroundTasks:
         self._closed = False
 
     def add(self, task: BackgroundTask) -> None:
-        """Notify ``task`` from now on.
+        """Add ``task``.
 
         Raises:
-            AttachError: after ``finish`` or ``detach``, or for the reason in ``refuse``.
+            AttachError: after ``finish`` or ``detach``; or with the message ``refuse``.
         """
         if self.refuse:
             raise AttachError(self.refuse)
@@ -63,32 +63,32 @@ class BackgroundTasks:
         self.any = True
 
     def set_blocking(self, blocking: bool) -> None:
-        """Notify all tasks; see ``BackgroundTask``."""
+        """Call ``set_blocking`` of all tasks."""
         for task in self._tasks:
             task.set_blocking(blocking)
 
     def pause(self) -> None:
-        """Notify all tasks; see ``BackgroundTask``."""
+        """Call ``pause`` of all tasks."""
         for task in self._tasks:
             task.pause()
 
     def resume(self) -> None:
-        """Notify all tasks; see ``BackgroundTask``."""
+        """Call ``resume`` of all tasks."""
         for task in self._tasks:
             task.resume()
 
     def finish(self) -> None:
-        """Notify all tasks; see ``BackgroundTask``. No further task can be added."""
+        """Call ``finish`` of all tasks. No further task can be added."""
         self._closed = True
         for task in self._tasks:
             task.finish()
 
     def close(self) -> None:
-        """Close and forget all tasks. Never raises."""
+        """Close and remove all tasks. Never raises."""
         self._closed = True
         for task in self._tasks:
             task.close()
         self._tasks.clear()
         self.any = False
-        taken = self.step()
-        self.step = lambda: taken  # the old function may hold the synchronizer
+        steps = self.step()
+        self.step = lambda: steps  # the old function would keep the synchronizer alive

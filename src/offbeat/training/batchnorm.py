@@ -1,4 +1,4 @@
-"""BatchNorm statistics of a model whose parameters were averaged, measured anew."""
+"""Recalibration of BatchNorm statistics after parameters were averaged."""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -19,37 +19,40 @@ def recalibrate_batchnorm(
     *,
     forward: Callable[[nn.Module, Any], object] | None = None,
 ) -> None:
-    """Replace the running statistics of BatchNorm by those of ``model`` on some batches.
+    """Recompute the running statistics of all BatchNorm layers of ``model`` on some batches.
 
-    The mean of the workers' running statistics is not that of the mean model: each was measured
-    with other parameters. The difference matters when workers were far apart. For each layer with
-    running statistics, over K batches:
+    The mean of the workers' running statistics is not the statistics of the mean model, because
+    each worker measured them with other parameters. The difference matters if the workers' models
+    were far apart. For each layer with running statistics, over K batches:
 
         running_mean = 1/K Σ mean(batch k)
         running_var  = 1/K Σ var(batch k)        unbiased, as in training
 
-    Everything but these layers is in evaluation mode meanwhile (no Dropout), no gradients are
-    computed, and all modes and momenta are as before afterwards. A model without such layers is
-    left alone, and ``loader`` is not read. After an error the statistics are the old ones.
+    All other modules run in evaluation mode (no Dropout), and no gradients are computed. Modes and
+    momenta are restored afterwards. Without BatchNorm layers ``loader`` is not read. After an error
+    the old statistics are restored.
 
-    It is no collective: each worker changes its own model alone. Call it inside ``consensus()`` to
-    evaluate with the new statistics; they are gone with the block. Call it after ``finish()`` to
-    keep them, on all workers with the same batches or on the one that saves the model.
+    Not a collective: each worker changes its own model only. Call it inside ``consensus()`` to
+    evaluate with the new statistics; they are discarded at the end of the context. Call it after
+    ``finish()`` to keep them, either on all workers with the same batches, or only on the worker
+    that saves the model.
 
     Args:
         model: The model.
-        loader: Batches of training data, as the model gets them in training.
-        batches: K ≥ 1, how many to use; all, if there are fewer.
-        forward: Called with the model and a batch, calls the model. None gives it the batch, or its
-            first element if it is a tuple or a list, on the device of the statistics.
+        loader: Batches of training data, as the model receives them in training.
+        batches: Largest number of batches to use, K ≥ 1.
+        forward: Function that calls the model, given the model and a batch. None: the model is
+            called with the batch, or with its first element if the batch is a tuple or list, moved
+            to the device of the statistics.
 
     Raises:
-        TypeError: ``batches`` is not an integer, or a batch is none that ``forward=None`` takes.
+        TypeError: ``batches`` is not an integer; or ``forward`` is None and a batch does not begin
+            with a tensor.
         ValueError: ``batches`` is smaller than 1, or the loader is empty.
     """
     require_integer("batches", batches, least=1)
-    found = (module for module in model.modules() if isinstance(module, _LAYERS))
-    layers = {layer: layer.running_mean for layer in found if layer.running_mean is not None}
+    candidates = (module for module in model.modules() if isinstance(module, _LAYERS))
+    layers = {layer: layer.running_mean for layer in candidates if layer.running_mean is not None}
     if not layers:
         return
     device = next(iter(layers.values())).device
@@ -61,7 +64,7 @@ def recalibrate_batchnorm(
         model.eval()
         for layer in layers:
             layer.reset_running_stats()
-            layer.momentum = None  # torch's sign for the mean over all batches
+            layer.momentum = None  # a cumulative mean over all batches
             layer.train()
         with torch.no_grad():
             for batch in itertools.islice(loader, batches):

@@ -1,9 +1,10 @@
-"""Clipping of gradients, after the strategy has seen them.
+"""Gradient clipping on an attached model.
 
-``torch.nn.utils.clip_grad_norm_``, which training loops and frameworks call, sees the gradients of
-this worker alone. A strategy that averages gradients, or measures them, must have them first: what
-is clipped is then the mean. So torch's functions are replaced while a model is attached, and do the
-same as ``Synchronizer.clip_grad_norm_``.
+A strategy that averages or measures gradients must receive them before they are clipped, so that
+the mean is clipped and not each worker's gradient. Training loops and frameworks clip with
+``torch.nn.utils.clip_grad_norm_``, which sees the local gradients only. While such a model is
+attached, torch's functions are therefore replaced by versions that pass the gradients to the
+strategy first, as ``Synchronizer.clip_grad_norm_`` does.
 """
 
 import sys
@@ -11,7 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +24,22 @@ from offbeat.training.iteration import Iteration
 _NAMES = ("clip_grad_norm_", "clip_grad_value_")
 
 
-class Clipping:
-    """Prepares an iteration before its gradients are clipped, also by torch's functions.
+class _Clipped(NamedTuple):
+    """The smallest gradient of an optimizer as it was after a clip.
 
-    A training loop may skip a step after a clip, because of its norm for example. The next step
-    then finds other gradients, and the iteration counts as skipped.
+    It shows whether the loop has used, replaced or changed the clipped gradients since.
+    """
+
+    parameter: nn.Parameter
+    gradient: Tensor
+    version: int
+
+
+class Clipping:
+    """Passes gradients to the strategy before they are clipped, also by torch's functions.
+
+    A training loop may clip and then skip the step, for example because the norm is too large. The
+    next step then finds other gradients, and the skipped step counts as an iteration.
 
     Args:
         iteration: The iterations of the worker.
@@ -36,15 +48,15 @@ class Clipping:
 
     def __init__(self, iteration: Iteration, worker: Worker) -> None:
         self._iteration, self._worker = iteration, worker
-        self._kept: dict[int, tuple[nn.Parameter, Tensor, int]] = {}  # after a clip, by optimizer
+        self._clipped: dict[int, _Clipped] = {}  # by optimizer, until its step
         self._warned = False
-        self._end: Callable[[], object] | None = None
+        self._unwatch: Callable[[], object] | None = None
         if iteration.flow.uses_gradients or iteration.node is not None:
             self.watch()
 
     def watch(self) -> None:
-        """Also prepare the iteration when torch's functions clip."""
-        if self._end is not None:
+        """Replace torch's functions by versions that prepare the iteration first."""
+        if self._unwatch is not None:
             return
         me = weakref.ref(self)  # a model that is dropped without detach() must be freed
         owners = {
@@ -55,62 +67,67 @@ class Clipping:
         _watch(owners)
         finalizer = weakref.finalize(self, _stop_watching, me, tuple(owners))
         finalizer.atexit = False
-        self._end = finalizer
+        self._unwatch = finalizer
 
     def remove(self) -> None:
         """Restore torch's functions."""
-        if self._end is not None:
-            self._end()
+        if self._unwatch is not None:
+            self._unwatch()
 
     def prepare(self, index: int) -> None:
-        """The gradients of optimizer ``index`` are ready, and about to be clipped or used."""
-        kept = self._kept.get(index)
-        if kept is not None and not self._iteration.awaits_step(index):
-            del self._kept[index]  # a GradScaler has skipped that step
-        elif kept is not None and kept[0].grad is not kept[1]:
-            del self._kept[index]
-            self._iteration.complete(index, skipped=True)
-        elif kept is not None and kept[1]._version != kept[2] and self._end is not None:
-            self._warn(
-                "gradients were changed between a clip and optimizer.step(), after the strategy "
-                "has seen them: clip once, just before the step"
-            )
+        """Pass the gradients of optimizer ``index`` to the strategy, before a clip or a step."""
+        clipped = self._clipped.get(index)
+        if clipped is not None:
+            parameter, gradient, version = clipped
+            if not self._iteration.is_prepared(index):  # a GradScaler has skipped the step
+                del self._clipped[index]
+            elif parameter.grad is not gradient:  # the loop has skipped the step
+                del self._clipped[index]
+                self._iteration.complete(index, skipped=True)
+            elif gradient._version != version and self._unwatch is not None:
+                self._warn(
+                    "gradients were changed between a clip and optimizer.step(), after the "
+                    "strategy has seen them: clip once, just before the step"
+                )
         self._iteration.prepare(index)
 
-    def step(self, index: int) -> None:
-        """Optimizer ``index`` is about to step."""
+    def before_step(self, index: int) -> None:
+        """Pass the gradients to the strategy: optimizer ``index`` is about to step."""
         self.prepare(index)
-        self._kept.pop(index, None)
+        self._clipped.pop(index, None)
 
     def clip(self, optimizers: Sequence[AttachedOptimizer], max_norm: float) -> Tensor:
-        """Scale the gradients of ``optimizers`` together; returns their norm before."""
-        for one in optimizers:
-            self.prepare(one.index)
+        """Clip the gradients of ``optimizers`` by their total norm. Returns the norm before."""
+        for each in optimizers:
+            self.prepare(each.index)
         worker = self._worker
         squared = worker.norm_squared
         if squared is None or len(optimizers) < len(worker.optimizers):
-            squared = worker.squared_norm(g for one in optimizers for g in one.gradients())
-        parameters = [p for one in optimizers for p in one.parameters if p.grad is not None]
+            squared = worker.squared_norm(g for each in optimizers for g in each.gradients())
+        parameters = [p for each in optimizers for p in each.parameters if p.grad is not None]
         double = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
         norm = torch.tensor(squared, dtype=torch.float64).sqrt()
         norm = norm if double else norm.float()
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        for one in optimizers:
-            self.clipped(one.index)
+        for each in optimizers:
+            self.clipped(each.index)
         return norm
 
     def clipped(self, index: int) -> None:
-        """Remember the gradients of optimizer ``index`` as they are now, by the smallest."""
-        self._worker.norm_squared = None  # it was the norm before
-        there = [p for p in self._worker.optimizers[index].parameters if p.grad is not None]
-        if there and self._iteration.awaits_step(index):
-            smallest = min(there, key=lambda p: p.numel())
-            gradient = smallest.grad
-            assert gradient is not None
-            self._kept[index] = (smallest, gradient, gradient._version)
+        """Note that the gradients of optimizer ``index`` were clipped."""
+        self._worker.norm_squared = None  # the norm before the clip
+        with_gradient = [p for p in self._worker.optimizers[index].parameters if p.grad is not None]
+        if with_gradient and self._iteration.is_prepared(index):
+            smallest = min(with_gradient, key=lambda p: p.numel())
+            assert smallest.grad is not None
+            self._clipped[index] = _Clipped(smallest, smallest.grad, smallest.grad._version)
 
-    def by_torch(self, indices: Sequence[int]) -> bool:
-        """Torch is about to clip the gradients of these optimizers. Returns True if prepared."""
+    def before_torch(self, indices: Sequence[int]) -> bool:
+        """Prepare the optimizers ``indices`` before torch's function clips their gradients.
+
+        Returns:
+            True if they were prepared. The caller then reports the clip to ``clipped``.
+        """
         if not self._iteration.active or self._iteration.shows_consensus:
             return False
         if len(indices) > 1:  # the gradients of the others may not be ready
@@ -128,52 +145,59 @@ class Clipping:
             warnings.warn(message, stacklevel=2)
 
 
-# -- torch's functions, replaced while a model is attached -----------------------------------------
+# -- replacement of torch's functions --------------------------------------------------------------
 
-_watched: "dict[int, tuple[weakref.ref[Clipping], int]]" = {}  # by parameter
+# Owner of each parameter of the attached models: its clipping and the index of its optimizer.
+_owners: "dict[int, tuple[weakref.ref[Clipping], int]]" = {}
+# Replaced names: namespace, name, original function, replacement.
 _replaced: list[tuple[dict[str, Any], str, Callable[..., Any], Callable[..., Any]]] = []
 
 
 def _watch(owners: "dict[int, tuple[weakref.ref[Clipping], int]]") -> None:
-    _watched.update(owners)
+    _owners.update(owners)
     if _replaced:
         return
     for name in _NAMES:
         original: Callable[..., Any] = getattr(nn.utils, name)
-        watching = _watching(original)
-        for module in list(sys.modules.values()):  # modules that have imported it by name
+        replacement = _preparing(original)
+        for module in list(sys.modules.values()):  # modules may have imported it by name
             names = getattr(module, "__dict__", {})
             if isinstance(names, dict) and names.get(name) is original:
-                _replaced.append((names, name, original, watching))
-                names[name] = watching
+                _replaced.append((names, name, original, replacement))
+                names[name] = replacement
 
 
 def _stop_watching(clipping: "weakref.ref[Clipping]", parameters: Sequence[int]) -> None:
-    """Called by the garbage collector, so at any time, even inside itself."""
+    """Remove the owner ``clipping``, and restore torch's functions if it was the last.
+
+    The garbage collector may call it at any time, even during another call of it.
+    """
     for key in parameters:
-        watched = _watched.get(key)
-        if watched is not None and watched[0] is clipping:
-            _watched.pop(key, None)
-    if _watched:
+        owner = _owners.get(key)
+        if owner is not None and owner[0] is clipping:
+            _owners.pop(key, None)
+    if _owners:
         return
     while _replaced:
-        names, name, original, watching = _replaced.pop()
-        if names.get(name) is watching:
+        names, name, original, replacement = _replaced.pop()
+        if names.get(name) is replacement:
             names[name] = original
 
 
-def _watching(original: Callable[..., Any]) -> Callable[..., Any]:
+def _preparing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``original`` with a preparation of the attached optimizers before it."""
+
     @wraps(original)
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        owners: dict[int, tuple[Clipping, set[int]]] = {}
+        concerned: dict[int, tuple[Clipping, set[int]]] = {}
         for parameter in given:
-            if id(parameter) in _watched:
-                reference, index = _watched[id(parameter)]
+            if id(parameter) in _owners:
+                reference, index = _owners[id(parameter)]
                 clipping = reference()
                 if clipping is not None:
-                    owners.setdefault(id(clipping), (clipping, set()))[1].add(index)
-        prepared = [(c, i) for c, i in owners.values() if c.by_torch(sorted(i))]
+                    concerned.setdefault(id(clipping), (clipping, set()))[1].add(index)
+        prepared = [(c, i) for c, i in concerned.values() if c.before_torch(sorted(i))]
         result = original(given, *args, **kwargs)
         for clipping, indices in prepared:
             for index in indices:

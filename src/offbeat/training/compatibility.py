@@ -1,11 +1,14 @@
-"""What can be combined: checks of ``attach`` before anything is sent.
+"""Checks of the arguments of ``attach``: supported combinations and usable tensors.
 
-Strategies to train with support every ability. Baselines, whose ``averages()`` is a ``CustomFlow``,
-support none of them; ``require_abilities`` says so in one place.
+They send nothing. A strategy whose ``averages()`` is a ``CustomFlow``, as every baseline's is,
+supports no option beyond exact messages among a fixed number of workers. Other strategies support
+all options; ``require_abilities`` raises for the few combinations that cannot work.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +21,7 @@ from offbeat.nodes.shards import is_sharded
 from offbeat.quantization.wire import Precision, require_precision
 from offbeat.strategies.base import CustomFlow, Gradients, SharedModel, Strategy
 
+T = TypeVar("T")
 _LEAST_SECONDS, _YEAR_SECONDS = 0.001, 31_536_000
 _DIVIDED = (
     "every worker must hold the whole model, or its node with node_group and fully_shard; attach "
@@ -38,20 +42,20 @@ def require_abilities(
     elastic: bool = False,
     optimizers: int = 1,
 ) -> None:
-    """Raise unless ``strategy`` can train with the given options.
+    """Raise unless ``strategy`` supports the given options of ``attach``.
 
     Args:
         strategy: The strategy.
         wire: Precision of the means.
-        non_finite: Policy for non-finite values.
+        non_finite: Handling of non-finite values.
         nodes: True with ``node_group``.
-        sharded: True if ``fully_shard`` has divided the model.
+        sharded: True if ``fully_shard`` has sharded the model.
         elastic: True with ``min_workers``.
         optimizers: Number of optimizers.
 
     Raises:
-        AttachError: an ability that this strategy, or another option, excludes.
-        ValueError: a precision or policy that it cannot use.
+        AttachError: the strategy or another option excludes an option.
+        ValueError: the strategy cannot use this precision or ``non_finite``.
     """
     require_precision(wire)
     require_choice("non_finite", non_finite, ("raise", "warn", "exclude"))
@@ -63,12 +67,13 @@ def require_abilities(
             "node_group": nodes,
             "min_workers": elastic,
         }
-        for option in (name for name, given in used.items() if given):
-            raise AttachError(
-                f"{option} with {strategy}: baselines to compare with, and strategies with a flow "
-                "of their own, train with exact messages, a fixed number of workers and one worker "
-                "per node; leave it out, or use a strategy to train with"
-            )
+        for option, given in used.items():
+            if given:
+                raise AttachError(
+                    f"{option} with {strategy}: baselines to compare with, and strategies with a "
+                    "flow of their own, train with exact messages, a fixed number of workers and "
+                    "one worker per node; leave it out, or use a strategy to train with"
+                )
         return
     _require_wire(strategy, wire, averages, nodes=nodes)
     if elastic and nodes:
@@ -113,13 +118,13 @@ def _require_wire(
 
 
 def chooses_precision(strategy: Strategy) -> bool:
-    """Whether with ``wire="auto"`` the strategy chooses the precision of each launch itself."""
+    """Return True if the strategy chooses the precision of each launch under ``wire="auto"``."""
     averages = strategy.averages()
     return isinstance(averages, SharedModel) and averages.error_feedback and averages.eager
 
 
 def repeatable(strategy: Strategy) -> bool:
-    """Whether equal gradients give equal models, whatever the timing of messages."""
+    """Return True if equal gradients give equal models regardless of the timing of messages."""
     averages = strategy.averages()
     if isinstance(averages, CustomFlow):
         return False
@@ -127,12 +132,13 @@ def repeatable(strategy: Strategy) -> bool:
 
 
 def require_timeout(seconds: float, name: str = "timeout_seconds") -> None:
-    """Raise unless ``seconds`` can be the time-out of an operation.
+    """Raise unless ``seconds`` can be the time-out of an operation: from 1 ms to a year.
+
+    Some backends accept no longer time-out than a year.
 
     Raises:
-        TypeError: it is not a number.
-        ValueError: it is not positive, less than a millisecond, or more than a year, which some
-            backends do not accept.
+        TypeError: ``seconds`` is not a number.
+        ValueError: ``seconds`` is out of the range.
     """
     require_number(name, seconds)
     if _YEAR_SECONDS < seconds < math.inf:
@@ -146,10 +152,10 @@ def require_timeout(seconds: float, name: str = "timeout_seconds") -> None:
 
 
 def require_usable(model: nn.Module) -> None:
-    """Raise unless every parameter and buffer of ``model`` can be read, and written in place.
+    """Raise unless every parameter and buffer of ``model`` can be read and written in place.
 
     Raises:
-        AttachError: naming the first tensor that cannot, the reason and the remedy.
+        AttachError: a tensor cannot; the message has its name, the reason and the remedy.
     """
     if torch.is_inference_mode_enabled():
         raise AttachError("attach() inside torch.inference_mode(): leave it, nothing trains there")
@@ -158,18 +164,18 @@ def require_usable(model: nn.Module) -> None:
             raise AttachError(f"the model is inside {type(module).__name__}: {_DIVIDED}")
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
-            why = _unusable(tensor)
-            if why is not None:
-                raise AttachError(f"{kind} {name!r} cannot be synchronized: {why}")
+            reason = _unusable(tensor)
+            if reason is not None:
+                raise AttachError(f"{kind} {name!r} cannot be synchronized: {reason}")
 
 
 def require_distinct_memory(tensors: Mapping[str, Tensor], strategy: Strategy) -> None:
-    """Raise if two parameters share memory and ``strategy`` would move it twice.
+    """Raise if two parameters share memory and ``strategy`` would update it twice.
 
-    Writing a mean twice gives the mean. Adding an update twice does not.
+    A blocking strategy may write the mean twice, but adding an update twice gives a wrong value.
 
     Raises:
-        AttachError: naming both.
+        AttachError: two parameters share memory.
     """
     averages = strategy.averages()
     if not isinstance(averages, SharedModel) or averages.blocking:
@@ -185,7 +191,7 @@ def require_distinct_memory(tensors: Mapping[str, Tensor], strategy: Strategy) -
 
 
 def _unusable(tensor: Tensor) -> str | None:
-    """Why ``tensor`` cannot be synchronized, and what to do; None if it can."""
+    """Return the reason why ``tensor`` cannot be synchronized and the remedy; None if it can."""
     if is_sharded(tensor):
         return f"it is a DTensor, divided among workers: {_DIVIDED}"
     if is_lazy(tensor):
@@ -214,16 +220,44 @@ def _unusable(tensor: Tensor) -> str | None:
 
 
 def _shares_memory_with_itself(tensor: Tensor) -> bool:
-    """Whether two elements of ``tensor`` lie at the same place."""
+    """Return True if two elements of ``tensor`` have the same address."""
     dims = [(tensor.stride(d), n) for d, n in enumerate(tensor.shape) if n > 1]
-    reach = 0  # of the dimensions so far: offsets from 0 up to this
+    largest = 0  # largest offset within the dimensions so far
     for stride, size in sorted(dims):
-        if tensor.numel() and stride <= reach:
+        if tensor.numel() and stride <= largest:
             break
-        reach += stride * (size - 1)
+        largest += stride * (size - 1)
     else:
         return False
-    places = torch.zeros(1, dtype=torch.int64)  # rarely needed: interleaved views, too
+    # Strides that interleave are rare, and may still give distinct addresses: compare all of them.
+    offsets = torch.zeros(1, dtype=torch.int64)
     for stride, size in dims:
-        places = (places[:, None] + stride * torch.arange(size)).reshape(-1)
-    return len(places.unique()) < tensor.numel()
+        offsets = (offsets[:, None] + stride * torch.arange(size)).reshape(-1)
+    return len(offsets.unique()) < tensor.numel()
+
+
+# -- arguments of earlier versions -----------------------------------------------------------------
+
+_REPLACEMENTS = {
+    "optimizer_state": 'give it to the strategy: LocalSGD(period=8, optimizer_state="average")',
+    "distance_every": "call sync.monitor(distance_every=…) after attach()",
+    "gradient_change": "call sync.monitor(gradient_change=True) after attach()",
+    "max_grad_norm": "call sync.clip_grad_norm_(…) before the step, or torch's function",
+    "companions": "call sync.follow(…) after attach()",
+    "on_failure": "give min_workers=1 to continue after the loss of workers",
+}
+
+
+def rejects_moved_arguments(function: Callable[..., T]) -> Callable[..., T]:
+    """Decorate ``attach``: an argument that has moved raises a TypeError with its replacement."""
+
+    @wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> T:
+        for name in kwargs:
+            if name in _REPLACEMENTS:
+                raise TypeError(f"attach() no longer takes {name}: {_REPLACEMENTS[name]}")
+        if kwargs.get("non_finite") == "leave_out":
+            raise ValueError('non_finite="leave_out" is now called non_finite="exclude"')
+        return function(*args, **kwargs)
+
+    return checked

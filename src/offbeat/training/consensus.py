@@ -9,16 +9,16 @@ from offbeat.averaging import Worker
 from offbeat.averaging.votes import Round
 from offbeat.errors import AttachError, CommunicationError
 from offbeat.nodes.shards import Shards
-from offbeat.training.agreement import copy_rank_0
 from offbeat.training.background import BackgroundTasks
-from offbeat.training.followers import Followers
+from offbeat.training.consistency import copy_rank_0
+from offbeat.training.follower_modules import FollowerModules
 from offbeat.training.iteration import Iteration
 from offbeat.training.monitors import Distance
 from offbeat.transport.membership import EndedError
 
 T = TypeVar("T")
 Snapshot = tuple[list[Tensor], list[Tensor]]
-"""A worker's own model and its own follower modules."""
+"""Values of the local model and of the local follower modules."""
 
 
 class Consensus:
@@ -27,14 +27,14 @@ class Consensus:
     Args:
         worker: This worker.
         iteration: Its iterations.
-        tasks: Background tasks, paused during a consensus.
-        shards: The shards that this worker holds of the model, if ``fully_shard`` has divided it.
+        tasks: Background tasks, which are paused while the workers wait for each other.
+        shards: This worker's shards of the model. None: the model is not sharded.
 
     Attributes:
-        followers: Modules that are averaged together with the model.
-        change_view: Continues training after the loss of a worker. None: a loss ends it.
-        distance: Measures the distance between the models, if it was asked for.
-        ended: True once the model is the final one.
+        followers: Follower modules, which are averaged together with the model.
+        change_view: Begins the next view after a failure. None: a failure ends training.
+        distance: Measures the distance between the models. None: no measurement.
+        ended: True once the model is the final mean.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class Consensus:
     ) -> None:
         self._worker, self._iteration = worker, iteration
         self._tasks, self._shards = tasks, shards
-        self.followers = Followers(worker.team)
+        self.followers = FollowerModules(worker.team)
         self.change_view: Callable[[CommunicationError], object] | None = None
         self.distance: Distance | None = None
         self.ended = False
         self._versions: list[int] = []  # of the parameters after the last step
 
-    def _surely(self, function: Callable[[], T]) -> T:
-        """Call ``function``, and again in the next view if a worker is lost meanwhile."""
+    def _retry(self, function: Callable[[], T]) -> T:
+        """Call ``function``, and repeat it in the next view if a worker is lost."""
         while True:
             try:
                 return function()
@@ -65,21 +65,21 @@ class Consensus:
     # -- changes outside of a step ---------------------------------------------------------------
 
     def step_ended(self) -> None:
-        """A step has ended."""
+        """Note that the model has changed by a step."""
         self.ended = False
         self.note_parameters()
 
     def note_parameters(self) -> None:
-        """Note the versions of the parameters."""
+        """Note the versions of the parameters, for ``check_parameters``."""
         self._worker.touched = False
         self._versions = self._worker.replica.versions()
 
     def check_parameters(self) -> None:
-        """Find out whether something changed the parameters since the last step.
+        """Set ``worker.touched`` if something has changed the parameters since the last step.
 
-        Schedule-free optimizers do so. Such a change must be averaged like a step. The worker then
-        keeps its weight while it waits for the others: all of them may change their models in this
-        way, and each change counts as its share of the mean.
+        Schedule-free optimizers change them in ``eval()`` and ``train()``. Such a change must be
+        averaged like a step. A touched worker therefore keeps its weight while it waits for the
+        others, and its change enters the mean.
 
         Raises:
             AttachError: a parameter of the model was replaced by another one.
@@ -106,59 +106,63 @@ class Consensus:
         return last
 
     def before_save(self) -> None:
-        """Wait for everything in flight, and again in the next view if a worker is lost."""
-        self._surely(self.settle)
+        """Land everything in flight, in the next view if a worker is lost. A collective."""
+        self._retry(self.settle)
 
     def settle(self) -> None:
-        """Wait for everything in flight. Only the strategy takes part."""
+        """Land everything in flight. A collective. Background tasks continue."""
         flow = self._iteration.flow
         flow.before_save(lambda: self._iteration.wait_for_all(finishing=False))
 
     def show(self) -> Snapshot:
-        """Replace the model by the mean; returns what ``restore`` takes. A collective."""
-        return self._surely(lambda: self._show(self._wait_for_all(finishing=False)))
+        """Replace the model by the mean. A collective.
+
+        Returns:
+            The local model, for ``restore``.
+        """
+        return self._retry(lambda: self._show(self._wait_for_all(finishing=False)))
 
     def _show(self, last: Round) -> Snapshot:
-        own = self._worker.replica.snapshot(), self.followers.snapshot()
+        local = self._worker.replica.snapshot(), self.followers.snapshot()
         try:
             self._average(last, final=False)
         except BaseException:
-            self.restore(own)
+            self.restore(local)
             raise
-        return own
+        return local
 
     def _average(self, last: Round, *, final: bool) -> None:
         self._iteration.flow.consensus(last, final=final)
         copy_rank_0(self._worker.team, self._worker.replica.other_buffers())
         self.followers.average(final=final)
 
-    def restore(self, own: Snapshot) -> None:
-        """Put this worker's own model back."""
+    def restore(self, local: Snapshot) -> None:
+        """Replace the mean by the local model again."""
         if self._shards is not None:
             self._shards.reshard()
-        self._worker.replica.restore(own[0])
-        self.followers.restore(own[1])
+        self._worker.replica.restore(local[0])
+        self.followers.restore(local[1])
         self.note_parameters()
 
     def finish(self) -> None:
         """Replace the model by the mean of all workers, permanently. A collective."""
         try:
-            self._surely(self._finish)
+            self._retry(self._finish)
         except EndedError:
-            if not self.ended:  # otherwise the others have seen that all workers reached the end
+            if not self.ended:  # once ended, every worker has the final model and may leave
                 raise
         self._tasks.finish()
 
     def _finish(self) -> None:
         worker, team, self.ended = self._worker, self._worker.team, False
         last = self._wait_for_all(finishing=True)
-        while last.wait().finishing < team.size:  # others are in consensus(): take part, then wait
+        while last.wait().finishing < team.size:
+            # Other workers have entered consensus(): take part in it, then wait again.
             with team.account.paused():
                 self.restore(self._show(last))
             last = self._wait_for_all(finishing=True)
         self._average(last, final=True)
         self.ended = True
-        if (
-            self.change_view is not None
-        ):  # a worker that leaves now is not missed by one that restarts
+        if self.change_view is not None:
+            # No worker may leave before this barrier: a new view may still need it.
             worker.barrier("the end of training")

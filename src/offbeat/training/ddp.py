@@ -1,8 +1,10 @@
-"""DistributedDataParallel around an attached model: it does not average the gradients as well.
+"""DistributedDataParallel and DeepSpeed around an attached model.
 
-Frameworks wrap every model in it. Left at work under a strategy it averages every gradient in every
-step, and the strategy saves nothing. So it is found, whenever it is made, and its communication is
-switched off; or, inside a node whose workers train in different groups, it is left at work.
+Frameworks wrap every model in DistributedDataParallel, which averages every gradient in every step.
+Under a strategy that communication must stop, or the strategy saves nothing. The wrapper is found
+whenever it is made, and its communication is switched off. There is one exception: inside a node
+whose workers train in different groups, the wrapper stays active. DeepSpeed cannot be switched off
+and is refused.
 """
 
 import gc
@@ -29,51 +31,52 @@ _ADVICE = "or let one group hold all workers, without DistributedDataParallel"
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside its DistributedDataParallel, if it has one."""
+    """Return the module inside all DistributedDataParallel wrappers of ``model``."""
     while isinstance(model, DistributedDataParallel):
         model = model.module
     return model
 
 
 def require_no_engine(model: nn.Module) -> None:
-    """Raise if an engine of DeepSpeed holds the model.
+    """Raise if a DeepSpeed engine holds the model.
 
-    It averages gradients or divides them and the optimizer's state among the workers, in calls of
-    its own that cannot be switched off.
+    An engine averages gradients, or shards them and the optimizer's state, in calls of its own that
+    cannot be switched off.
 
     Raises:
-        AttachError: one does.
+        AttachError: an engine holds a parameter of ``model``.
     """
-    module = sys.modules.get("deepspeed.runtime.engine")  # whoever has one has imported it
+    module = sys.modules.get("deepspeed.runtime.engine")  # no engine exists before its import
     if module is None:
         return
-    mine = {id(p) for p in model.parameters()}
-    for engine in living(module.DeepSpeedEngine):
-        if not mine.isdisjoint(map(id, engine.parameters())):
+    own = {id(p) for p in model.parameters()}
+    for engine in _instances(module.DeepSpeedEngine):
+        if not own.isdisjoint(map(id, engine.parameters())):
             raise AttachError(
                 f"the model is inside a {type(engine).__name__} of DeepSpeed, which averages "
                 "gradients, or divides the model, by itself: train without DeepSpeed"
             )
 
 
-class AroundDDP:
-    """Keeps each DistributedDataParallel over parameters of ``model`` from reducing, until removed.
+class DDPSuppressor:
+    """Switches off each DistributedDataParallel over parameters of ``model``, until ``remove``.
 
-    One whose process group has just this worker in common with ``group`` stays as it is: there the
-    workers of a node share one model, and each of them trains it together with its counterparts in
-    other nodes. The mean must then be the same for all of a node, so it may not depend on time.
+    A wrapper whose process group has only this worker in common with ``group`` stays active: the
+    workers of that process group share one model, and each of them trains it with its counterparts
+    in other nodes. All of them must then compute the same mean, so it must not depend on timing;
+    see ``require_repeatable``.
 
     Args:
         model: The attached model.
-        group: As given to ``attach``.
-        strategy: What averages.
-        wire: As given to ``attach``.
+        group: The ``group`` argument of ``attach``.
+        strategy: The strategy.
+        wire: The ``wire`` argument of ``attach``.
 
     Attributes:
-        steps: Gives the iterations so far.
+        steps: Function that returns the number of iterations so far.
 
     Raises:
-        AttachError: one that is there already cannot be switched off, or may not stay.
+        AttachError: an existing wrapper cannot be switched off, or may not stay active.
     """
 
     def __init__(
@@ -84,27 +87,27 @@ class AroundDDP:
         wire: Precision,
     ) -> None:
         self.steps: Callable[[], int] = lambda: 0
-        self._mine = {id(p) for p in model.parameters()}
+        self._parameters = {id(p) for p in model.parameters()}
         self._strategy, self._wire = strategy, wire
         self._hooks: list[RemovableHandle] = []
-        self._quiet: list[DistributedDataParallel] = []
+        self._suppressed: list[DistributedDataParallel] = []
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-        if hasattr(world, "make_communicator"):  # the simulator's: there is no reducing there
+        if hasattr(world, "make_communicator"):  # the simulator's group: DDP does not reduce there
             return
         self._members: list[int] = []
         if world is not None:
             known = group if isinstance(group, dist.ProcessGroup) else world
             self._members = dist.get_process_group_ranks(known)
-            for wrapper in living(DistributedDataParallel):
+            for wrapper in _instances(DistributedDataParallel):
                 if hasattr(wrapper, "reducer") and self._concerns(wrapper):
-                    self._judge(wrapper)
+                    self._handle(wrapper)
         self._hooks.append(register_module_module_registration_hook(self._registered))
 
     def _concerns(self, module: nn.Module) -> bool:
-        return not self._mine.isdisjoint(map(id, module.parameters()))
+        return not self._parameters.isdisjoint(map(id, module.parameters()))
 
     def _registered(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-        """A module was given to another one: perhaps a wrapper is being made."""
+        """Find a new wrapper: torch calls this whenever a module receives a submodule."""
         if not isinstance(module, DistributedDataParallel) or submodule is None:
             return
         if not self._concerns(submodule):
@@ -115,15 +118,15 @@ class AroundDDP:
                 "the training: wrap the model before the first step, or not at all"
             )
 
-        def first(wrapper: DistributedDataParallel, args: object) -> None:
-            hook.remove()  # it is complete by now
-            self._judge(wrapper)
+        def first_forward(wrapper: DistributedDataParallel, args: object) -> None:
+            hook.remove()  # the constructor of the wrapper has ended by now
+            self._handle(wrapper)
 
-        hook = module.register_forward_pre_hook(first, prepend=True)
+        hook = module.register_forward_pre_hook(first_forward, prepend=True)
         self._hooks.append(hook)
 
-    def _judge(self, wrapper: DistributedDataParallel) -> None:
-        """Switch it off, let it be, or raise."""
+    def _handle(self, wrapper: DistributedDataParallel) -> None:
+        """Switch the wrapper off, leave it active, or raise."""
         ranks = dist.get_process_group_ranks(wrapper.process_group)
         common = set(ranks) & set(self._members)
         if len(ranks) == 1:
@@ -137,50 +140,51 @@ class AroundDDP:
                 f"attach() trains it over ranks {_shown(self._members)}: give both the same group, "
                 "or groups that have one worker in common (of a node, and across nodes)"
             )
-        # These reduce by hooks of their own, which the switches below do not reach.
-        odd = {
+        # With these options the reduction runs in hooks that the flags below do not control.
+        unsupported = {
             "static_graph": wrapper.static_graph,
             "mixed_precision": wrapper.mixed_precision is not None,
             "delay_all_reduce_named_params": getattr(wrapper, "_delay_all_reduce_params", None),
         }
-        for name, used in odd.items():
+        for name, used in unsupported.items():
             if used:
                 raise AttachError(
                     f"the model is inside a DistributedDataParallel with {name}, whose reduction "
                     "cannot be switched off: leave that away, or attach without the wrapper"
                 )
         logger.info("DistributedDataParallel around the attached model is switched off")
-        self._quiet.append(wrapper)
-        _silence(wrapper)
-        # In each pass anew: no_sync() and its like in the frameworks put back what was before.
-        self._hooks.append(wrapper.register_forward_pre_hook(_silence, prepend=True))
+        self._suppressed.append(wrapper)
+        _switch_off(wrapper)
+        # Again before each forward pass: no_sync() and similar contexts restore the flags.
+        self._hooks.append(wrapper.register_forward_pre_hook(_switch_off, prepend=True))
 
     def remove(self) -> None:
-        """Let them reduce again, and watch no more."""
+        """Switch the wrappers on again, and look for no more of them."""
         for hook in self._hooks:
             hook.remove()
-        for wrapper in self._quiet:
+        for wrapper in self._suppressed:
             wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = True
-        self._hooks, self._quiet = [], []
+        self._hooks, self._suppressed = [], []
         self.steps = lambda: 0
 
 
-def _silence(wrapper: DistributedDataParallel, args: object = None) -> None:
+def _switch_off(wrapper: DistributedDataParallel, args: object = None) -> None:
     wrapper.require_backward_grad_sync = False
-    wrapper.require_forward_param_sync = False  # that of the buffers before each pass
+    wrapper.require_forward_param_sync = False  # broadcasts the buffers before each forward pass
 
 
 def require_repeatable(strategy: Strategy, wire: Precision) -> None:
-    """Raise unless all workers of a node compute the same, each with its own group.
+    """Raise unless workers with equal gradients compute equal means, each in a group of its own.
 
-    They know nothing of each other, so nothing may depend on when messages arrive.
+    The workers of a node train one model, but their groups do not communicate with each other.
+    Nothing may therefore depend on when messages arrive.
 
     Args:
-        strategy: What averages.
-        wire: As given to ``attach``.
+        strategy: The strategy.
+        wire: The ``wire`` argument of ``attach``.
 
     Raises:
-        AttachError: what they compute depends on when messages arrive.
+        AttachError: the result depends on when messages arrive.
     """
     if not repeatable(strategy):
         raise AttachError(
@@ -195,12 +199,12 @@ def require_repeatable(strategy: Strategy, wire: Precision) -> None:
         )
 
 
-def living(kind: type[_Kind]) -> Iterable[_Kind]:
-    """All objects of ``kind`` and its subclasses in this process, but those of ``gc.freeze``."""
+def _instances(kind: type[_Kind]) -> Iterable[_Kind]:
+    """Return all instances of ``kind`` and its subclasses, except objects under ``gc.freeze``."""
     kinds: list[type[_Kind]] = [kind]
-    for one in kinds:
-        kinds.extend(one.__subclasses__())
-    return [one for one in gc.get_referrers(*kinds) if isinstance(one, kind)]
+    for each in kinds:  # the list grows while it is read
+        kinds.extend(each.__subclasses__())
+    return [each for each in gc.get_referrers(*kinds) if isinstance(each, kind)]
 
 
 def _shown(ranks: Iterable[int]) -> str:

@@ -1,4 +1,4 @@
-"""Hooks on the user's own objects: optimizers, which stay what they are, and a GradScaler."""
+"""Hooks on the user's optimizers and GradScaler."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -6,89 +6,106 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
+from offbeat.averaging import AttachedOptimizer
 from offbeat.errors import AttachError
 from offbeat.training.clipping import Clipping
 from offbeat.training.iteration import Iteration
 from offbeat.training.optimizers import (
-    StepHooked,
-    has_nested_steps,
-    held_by,
-    inside_step_of,
+    StepHooksEnabled,
+    ends_nested_step,
+    inner_optimizers,
+    may_nest_steps,
 )
 
 
 class Removable(Protocol):
-    """What was hooked to something of the user's, until ``remove``."""
+    """A change to an object of the user that can be undone."""
 
     def remove(self) -> None:
-        """Take it off."""
+        """Undo the change."""
 
 
 def hook_optimizer(
-    optimizer: Optimizer,
-    index: int,
+    attached: AttachedOptimizer,
     iteration: Iteration,
     clipping: Clipping,
-    told: Callable[[Any], None],
+    record_loss: Callable[[Any], None],
 ) -> list[Removable]:
-    """Call ``clipping.step`` and ``complete`` around every step; tell a closure's loss."""
-    at_work = False
+    """Call ``clipping.before_step`` before and ``iteration.complete`` after every optimizer step.
+
+    The hooks raise an AttachError if the optimizer calls its closure twice, or if an optimizer
+    inside it steps outside of ``optimizer.step``.
+
+    Args:
+        attached: The optimizer.
+        iteration: The iterations of this worker.
+        clipping: The clipping of this worker.
+        record_loss: Called with the return value of a closure.
+    """
+    optimizer, index = attached.optimizer, attached.index
+    in_step = False
 
     def before(_: Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]] | None:
-        nonlocal at_work
-        at_work = True
+        nonlocal in_step
+        in_step = True
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            clipping.step(index)
+            clipping.before_step(index)
             return None
-        calls: list[bool] = []
+        called = False
 
-        def counted() -> Any:
-            if calls:
+        def once() -> Any:
+            nonlocal called
+            if called:
                 raise AttachError(
                     f"{type(optimizer).__name__} calls its closure more than once a step, "
                     "which cannot be synchronized; call it outside of step()"
                 )
-            calls.append(True)
+            called = True
             loss = closure()
-            told(loss)
-            clipping.step(index)
+            record_loss(loss)
+            clipping.before_step(index)
             return loss
 
         if len(args) > 1:
-            return (args[0], counted, *args[2:]), kwargs
-        return args, {**kwargs, "closure": counted}
+            return (args[0], once, *args[2:]), kwargs
+        return args, {**kwargs, "closure": once}
 
     def after(_: Optimizer, args: Any, kwargs: Any) -> None:
-        nonlocal at_work
-        if not (has_nested_steps(optimizer) and inside_step_of(optimizer)):
-            at_work = False
+        nonlocal in_step
+        if not (may_nest_steps(optimizer) and ends_nested_step(optimizer)):
+            in_step = False
             iteration.complete(index)
 
-    def alone(inside: Optimizer, args: Any, kwargs: Any) -> None:
-        if not at_work:  # as where SAM's two halves are called one by one: no step is seen
+    def before_inner(inner: Optimizer, args: Any, kwargs: Any) -> None:
+        # For example SAM used as first_step() and second_step(): its own step() is never called.
+        if not in_step:
             raise AttachError(
-                f"the {type(inside).__name__} inside this {type(optimizer).__name__} took a step "
+                f"the {type(inner).__name__} inside this {type(optimizer).__name__} took a step "
                 f"outside of {type(optimizer).__name__}.step(), which would not be synchronized: "
                 "attach the optimizer inside"
             )
 
-    # Where a user compiles the step, the compiler would go on into all that communicates.
+    # torch.compile of a training step would otherwise trace into the communication.
     untraced: Callable[[Any], Any] = torch.compiler.disable
     return [
-        StepHooked(optimizer),
+        StepHooksEnabled(optimizer),
         optimizer.register_step_pre_hook(untraced(before)),
         optimizer.register_step_post_hook(untraced(after)),
-        *(inside.register_step_pre_hook(untraced(alone)) for inside in held_by(optimizer)),
+        *(
+            inner.register_step_pre_hook(untraced(before_inner))
+            for inner in inner_optimizers(optimizer)
+        ),
     ]
 
 
 class ScalerHooks:
-    """Watches ``scaler.unscale_`` and ``scaler.step`` of one scaler until ``remove``.
+    """Hooks on ``unscale_`` and ``step`` of a GradScaler.
 
-    Iterations count even where a GradScaler skips a step. It skips ``optimizer.step`` on a worker
-    whose gradients overflowed, and only there: the optimizer's hooks do not fire, and that worker
-    would average its next iteration with the others' current one.
+    They count an iteration even where the scaler skips the step. A scaler skips ``optimizer.step``
+    on a worker whose gradients overflowed, and only there. The optimizer's own hooks do not fire
+    then, and without these hooks that worker's next iteration would be averaged with the current
+    one of the others.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler, iteration: Iteration) -> None:
@@ -96,35 +113,35 @@ class ScalerHooks:
         self._iteration = iteration
         self._unscaled: set[Optimizer] = set()
         self._unscale, self._step = scaler.unscale_, scaler.step
-        scaler.unscale_ = self._watched_unscale  # type: ignore[method-assign]
-        scaler.step = self._watched_step  # type: ignore[method-assign]
+        scaler.unscale_ = self._hooked_unscale  # type: ignore[method-assign]
+        scaler.step = self._hooked_step  # type: ignore[method-assign]
 
     def remove(self) -> None:
-        """Give the scaler its own methods back."""
+        """Restore the scaler's own methods."""
         del self._scaler.unscale_
         del self._scaler.step
 
-    def _watched_unscale(self, optimizer: Optimizer) -> None:
+    def _hooked_unscale(self, optimizer: Optimizer) -> None:
         index = self._iteration.index_of(optimizer)
         if index is not None:
             if not self._iteration.flow.needs_unscaled:
-                # The mean of scaled gradients, so that all workers see the same overflow.
-                watched = self._iteration.watches_gradients
-                scale = self._scaler.get_scale() if watched else 1.0
+                # Average the scaled gradients, so that all workers detect the same overflow.
+                monitored = self._iteration.gradient_monitors
+                scale = self._scaler.get_scale() if monitored else 1.0
                 self._iteration.prepare(index, loss_scale=scale)
-            self._iteration.average_inside(index)
+            self._iteration.average_in_node(index)
             self._unscaled.add(optimizer)
         self._unscale(optimizer)
 
-    def _watched_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+    def _hooked_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         index = self._iteration.index_of(optimizer)
         if index is None or not self._scaler.is_enabled():
             return self._step(optimizer, *args, **kwargs)
-        if optimizer not in self._unscaled:  # fused optimizers would unscale inside of step()
+        if optimizer not in self._unscaled:  # fused optimizers would unscale inside step()
             self._scaler.unscale_(optimizer)
         self._unscaled.discard(optimizer)
         self._iteration.prepare(index)
         result = self._step(optimizer, *args, **kwargs)
-        if self._iteration.awaits_step(index):
+        if self._iteration.is_prepared(index):
             self._iteration.complete(index, skipped=True)
         return result

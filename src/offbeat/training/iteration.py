@@ -1,13 +1,13 @@
-"""One iteration after the other: which optimizers have stepped, and when all of them have.
+"""Iterations of a training loop. One iteration is one step of every optimizer, in any order.
 
-Hooks on the user's objects call ``prepare`` and ``complete``; the flow does the rest. An iteration
-is one step of every optimizer, in any order.
+The hooks on the user's objects call ``prepare`` before an optimizer steps and ``complete`` after
+it. ``Iteration`` finds out when all optimizers have stepped, and passes both events to the flow,
+which runs the strategy.
 """
 
 import contextlib
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import Protocol
 
 from torch import Tensor
@@ -15,94 +15,25 @@ from torch.optim import Optimizer
 
 from offbeat.averaging import AttachedOptimizer, Flow, Worker
 from offbeat.averaging.votes import Round
-from offbeat.errors import AttachError, CommunicationError, OffbeatError
+from offbeat.errors import AttachError, CommunicationError
 from offbeat.nodes.gradients import NodeBuffers
 from offbeat.training.background import BackgroundTasks
-from offbeat.training.backward import Backward
-
-
-class Guard:
-    """Context around all communication. An interruption there leaves the workers out of step.
-
-    Entering it again afterwards raises: the CommunicationError that an operation has raised; or,
-    after another interruption (such as a Ctrl-C that a notebook caught), an OffbeatError, because
-    this worker no longer knows which operation the others start next.
-
-    In an elastic training a failed operation does not end it: all workers begin a new view.
-
-    Attributes:
-        failure: The exception that left the context.
-        elastic: True if training continues after a CommunicationError.
-    """
-
-    def __init__(self) -> None:
-        self.failure: BaseException | None = None
-        self.elastic = False
-
-    def leave(self, error: BaseException | None) -> None:
-        """The context was left with ``error``."""
-        if error is not None and not (self.elastic and isinstance(error, CommunicationError)):
-            self.failure = error
-
-    def refuse(self) -> None:
-        """Raise because of an earlier failure."""
-        failure = self.failure
-        if isinstance(failure, OffbeatError):
-            raise failure
-        raise OffbeatError(
-            f"a synchronization was interrupted by {type(failure).__name__}, so this worker is out "
-            "of step with the others: detach() and attach again, on all workers"
-        ) from failure
-
-    def __enter__(self) -> None:
-        if self.failure is not None:
-            self.refuse()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.leave(error)
+from offbeat.training.backward_hooks import BackwardHooks
+from offbeat.training.guard import Guard, StepGuard
 
 
 class Recovery(Protocol):
-    """Changes of membership in an elastic training."""
+    """Change of membership in elastic training. ``elastic.views.Views`` implements it."""
 
     def require_current_view(self) -> None:
-        """Raise CommunicationError if the workers want another view."""
+        """Raise CommunicationError if another view is due, for example because a worker joins."""
 
     def __call__(self, error: CommunicationError) -> bool:
         """End this view and begin the next one, or raise.
 
         Returns:
-            True if the model is now the one after the current step, which other workers have taken.
+            True if the model now contains the current step, because other workers have taken it.
         """
-
-
-class _GuardedStep:
-    """The guard around a step. It also tells background tasks that the worker may block."""
-
-    def __init__(self, guard: Guard, tasks: BackgroundTasks) -> None:
-        self._guard, self._tasks = guard, tasks
-
-    def __enter__(self) -> None:
-        if self._guard.failure is not None:
-            self._guard.refuse()
-        if self._tasks.any:
-            self._tasks.set_blocking(True)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            self._guard.leave(error)
-        if self._tasks.any:
-            self._tasks.set_blocking(False)
 
 
 def _parameters_of(optimizer: Optimizer) -> list[list[Tensor]]:
@@ -110,7 +41,7 @@ def _parameters_of(optimizer: Optimizer) -> list[list[Tensor]]:
 
 
 def _holds(optimizer: Optimizer, known: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether the parameter groups hold the ``known`` parameters and no others."""
+    """Return True if the parameter groups hold exactly the ``known`` parameters."""
     groups = optimizer.param_groups
     if len(groups) != len(known):
         return False
@@ -122,12 +53,12 @@ def _holds(optimizer: Optimizer, known: Sequence[Sequence[Tensor]]) -> bool:
 
 
 class Iteration:
-    """Where one worker stands in its current iteration.
+    """The current iteration of one worker.
 
     Args:
-        flow: Drives the strategy.
+        flow: Runs the strategy.
         worker: This worker.
-        tasks: Background tasks, told when the worker may block.
+        tasks: Background tasks, which are notified when the worker may block.
         completed: Called after each iteration, with True if it synchronized the workers.
         node: Averages the gradients inside the node. None: the node has one worker.
 
@@ -135,9 +66,11 @@ class Iteration:
         active: False once training has ended; the hooks then do nothing.
         guard: Context around all communication.
         recover: Begins the next view after a failure. None: a failure ends training.
-        watches_gradients: Called with an optimizer and its loss scale when its gradients are ready,
-            before the strategy changes them.
-        measures: Called when all optimizers have stepped, before the strategy synchronizes.
+        gradient_monitors: Functions called with an optimizer, its loss scale, and True for the last
+            optimizer of the step, when its gradients are ready and before the strategy changes
+            them.
+        model_monitors: Functions called after all optimizers have stepped and before the strategy
+            synchronizes.
     """
 
     def __init__(
@@ -152,54 +85,56 @@ class Iteration:
         self._completed = completed
         self.active = True
         self.guard = Guard()
-        self.measures: list[Callable[[], None]] = []
-        self.watches_gradients: list[Callable[[AttachedOptimizer, float, bool], None]] = []
-        self._guarded_step = _GuardedStep(self.guard, tasks)
+        self.model_monitors: list[Callable[[], None]] = []
+        self.gradient_monitors: list[Callable[[AttachedOptimizer, float, bool], None]] = []
+        self._step_guard = StepGuard(self.guard, tasks)
         self._host = worker.team.host
         self.recover: Recovery | None = None
-        self._lost: CommunicationError | None = None  # a failure during backward
+        self._failure: CommunicationError | None = None  # raised during backward
         self._prepared: set[int] = set()  # optimizers that are about to step
         self._stepped: set[int] = set()  # optimizers that have stepped in this iteration
         self._averaged: set[int] = set()  # optimizers whose gradients are the node's mean
         self._synced = False
         self._skipped = True  # a GradScaler has skipped all steps of this iteration so far
         self._order: list[int] = []  # optimizers in the order of their gradients
-        self._last_order = [one.index for one in worker.optimizers]
-        self._groups = [_parameters_of(one.optimizer) for one in worker.optimizers]
-        held = [p for groups in self._groups for group in groups for p in group]
-        self._frozen = [p for p in held if not p.requires_grad]
-        self._forbidden = ""
-        self._backward: Backward | None = None
+        self._last_order = [each.index for each in worker.optimizers]
+        self._groups = [_parameters_of(each.optimizer) for each in worker.optimizers]
+        parameters = [p for groups in self._groups for group in groups for p in group]
+        self._frozen = [p for p in parameters if not p.requires_grad]
+        self._forbidden = ""  # name of the context in which the model may not change
+        self._backward: BackwardHooks | None = None
         self.choose_overlap()
 
     def choose_overlap(self) -> None:
-        """Decide whether gradients may be averaged during backward, before a flow starts.
+        """Set ``worker.overlaps_backward``: whether gradients may be averaged during backward.
 
-        Not inside a node, where the strategy's gradients exist only after backward.
+        Called before a flow starts. In a node of several workers the answer is False, because the
+        gradients that the strategy averages exist only after backward.
         """
         worker, alone = self._worker, self.node is None
         worker.overlaps_backward = worker.size > 1 and len(worker.optimizers) == 1 and alone
 
     def watch_backward(self) -> None:
-        """Report buckets to the flow, or to the node, while backward runs, if either wants them.
+        """Report buckets of gradients to the flow or the node during backward, if one wants them.
 
-        Not with several optimizers: one backward pass may fill the gradients of another optimizer,
-        and the order of the buckets would depend on autograd.
+        Only with a single optimizer: with several, one backward pass may fill gradients of another
+        optimizer, and autograd would determine the order of the buckets.
         """
         wants = self.flow.wants_buckets and self._worker.overlaps_backward
         if self.node is not None:
             wants = self.node.overlap
         optimizer = self._worker.optimizers[0]
         if wants and len(optimizer.buckets) > 1:
-            self._backward = Backward(optimizer, self._host, self._bucket_ready)
+            self._backward = BackwardHooks(optimizer, self._host, self._bucket_ready)
 
-    def play_backward(self) -> None:
-        """Do what the hooks do while backward runs, for a model without one; see ``Backward``."""
+    def report_buckets(self) -> None:
+        """Report the buckets of one backward pass, for a model without autograd."""
         if self._backward is not None:
-            self._backward.play()
+            self._backward.report_all()
 
     def _bucket_ready(self, bucket: int) -> bool:
-        if not self.active or self._lost is not None:
+        """Report a bucket. Returns True if further buckets of this step should be reported."""
+        if not self.active or self._failure is not None:
             return False
         with self.guard:
             if self.node is not None:
@@ -209,46 +144,51 @@ class Iteration:
             except CommunicationError as error:
                 if self.recover is None:
                     raise
-                self._lost = error  # the model must not change while backward runs
+                # Recovery replaces the model, which must not change while backward runs.
+                self._failure = error
                 return False
 
     # -- called by the hooks -----------------------------------------------------------------
 
     def index_of(self, optimizer: object) -> int | None:
-        """Index of an attached optimizer; None for any other."""
+        """Return the index of an attached optimizer, or None for any other object."""
         attached = self._worker.optimizers
-        return next((one.index for one in attached if one.optimizer is optimizer), None)
+        return next((each.index for each in attached if each.optimizer is optimizer), None)
 
-    def awaits_step(self, index: int) -> bool:
-        """Whether optimizer ``index`` was prepared and has not stepped since."""
+    def is_prepared(self, index: int) -> bool:
+        """Return True if optimizer ``index`` was prepared and has not stepped since."""
         return index in self._prepared
 
-    def average_inside(self, index: int) -> None:
-        """Replace the gradients of optimizer ``index`` by the node's mean, once a step.
+    def average_in_node(self, index: int) -> None:
+        """Replace the gradients of optimizer ``index`` by their mean over the node, once per step.
 
-        Called before a GradScaler unscales them, so that the whole node sees the same overflow.
+        Called before a GradScaler unscales them, so that all workers of a node detect the same
+        overflow.
         """
         if self.node is None or not self.active or index in self._averaged:
             return
         self.require_own_model("a training step")
-        with self._guarded_step:
+        with self._step_guard:
             self._count_computing()
             self.node.average(index)
         self._averaged.add(index)
 
     def _count_computing(self) -> None:
-        """Report that this step is computed, when its first gradients are used."""
+        """Let virtual time pass for the computation of this step, at its first gradients."""
         if not self._stepped and not self._prepared and not self._averaged:
             self._host.computed(1.0)
 
     def prepare(self, index: int, *, loss_scale: float = 1.0) -> None:
-        """The gradients of optimizer ``index`` are ready. Acts once a step.
+        """Pass the gradients of optimizer ``index`` to the flow. Further calls do nothing.
 
-        Called by the hooks, and earlier by ``clip_grad_norm_``.
+        The hooks call it before the optimizer steps; ``clip_grad_norm_`` calls it before clipping.
 
         Args:
-            index: Which optimizer.
-            loss_scale: Factor by which a GradScaler still scales the gradients.
+            index: Index of the optimizer.
+            loss_scale: Factor by which a GradScaler has scaled the gradients.
+
+        Raises:
+            AttachError: the optimizer's parameters have changed since ``attach``.
         """
         if not self.active or index in self._prepared:
             return
@@ -265,61 +205,61 @@ class Iteration:
                 "parameters that were frozen at attach() no longer are, and would not be averaged: "
                 "detach() and attach again"
             )
-        self.average_inside(index)
-        with self._guarded_step:
+        self.average_in_node(index)
+        with self._step_guard:
             self._count_computing()
             self._order.append(index)
             count = len(worker.optimizers)
             last = count == 1 or len({*self._stepped, *self._prepared, index}) == count
             if last:
                 worker.step += 1
-            for watch in self.watches_gradients:
-                watch(optimizer, loss_scale, last)
+            for monitor in self.gradient_monitors:
+                monitor(optimizer, loss_scale, last)
             synced = self._gradients_ready(optimizer, last=last)
             self._synced = self._synced or synced
             if self._backward is not None:
                 self._backward.end_step()
-        self._prepared.add(index)  # only now: after a failure the next call must fail, too
+        self._prepared.add(index)  # last, so that a call after a failure fails again
 
     def _gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
         while True:
             try:
-                if self._lost is not None:
-                    raise self._lost
+                if self._failure is not None:
+                    raise self._failure
                 if self.recover is not None:
                     self.recover.require_current_view()
                 return self.flow.gradients_ready(optimizer, last=last)
             except CommunicationError as error:
                 if self.recover is None:
                     raise
-                if self._overtaken(error, optimizer, last=last):
+                if self._recover_before_step(error, optimizer, last=last):
                     return True
 
-    def _overtaken(
+    def _recover_before_step(
         self, error: CommunicationError, optimizer: AttachedOptimizer, *, last: bool
     ) -> bool:
-        """Begin the next view before a step. Returns True if its model contains this step."""
+        """Begin the next view. Returns True if its model already contains the current step."""
         assert self.recover is not None
         worker = self._worker
         worker.step -= last  # the view begins before this step
-        overtaken = self.recover(error)
+        contains_step = self.recover(error)
         worker.step += last
-        if overtaken:
+        if contains_step:
             for parameter in optimizer.parameters:
-                parameter.grad = None  # so that the optimizer does nothing
-        return overtaken
+                parameter.grad = None  # the optimizer then skips the parameter
+        return contains_step
 
     def complete(self, index: int, *, skipped: bool = False) -> None:
-        """Optimizer ``index`` has stepped.
+        """Report a step of optimizer ``index`` to the flow, and the iteration if it was the last.
 
         Args:
-            index: Which optimizer.
-            skipped: True if a GradScaler has skipped the step. It counts as an iteration.
+            index: Index of the optimizer.
+            skipped: True if a GradScaler skipped the step. The step still counts.
         """
         if not self.active:
             return
         worker = self._worker
-        with self._guarded_step:
+        with self._step_guard:
             if not skipped:
                 self._skipped = False
                 self.flow.optimizer_stepped(worker.optimizers[index])
@@ -334,8 +274,8 @@ class Iteration:
             if self._skipped:
                 self.flow.step_skipped()
             self._skipped = True
-            for measure in self.measures:
-                measure()
+            for monitor in self.model_monitors:
+                monitor()
             try:
                 synced = self.flow.step_ended() or self._synced
             except CommunicationError as error:
@@ -349,9 +289,9 @@ class Iteration:
     # -- called by the synchronizer ----------------------------------------------------------
 
     def begin_view(self, flow: Flow) -> None:
-        """The team has another composition, and ``flow`` drives the strategy from now on."""
+        """Use ``flow`` from now on, after a change of membership."""
         self.flow = flow
-        self._lost, self._host = None, self._worker.team.host
+        self._failure, self._host = None, self._worker.team.host
         if self._backward is not None:
             self._backward.close()
             self._backward = None
@@ -359,16 +299,16 @@ class Iteration:
 
     @property
     def begun(self) -> bool:
-        """True if one optimizer has stepped and others have not yet."""
+        """True if some optimizers have stepped in this iteration and others have not."""
         return bool(self._stepped)
 
     @property
     def shows_consensus(self) -> bool:
-        """True while the model is not this worker's own; see ``forbidden``."""
+        """True while the model is the consensus and not the local model; see ``forbidden``."""
         return bool(self._forbidden)
 
     def require_boundary(self, what: str) -> None:
-        """Raise AttachError between the first and the last optimizer step of an iteration."""
+        """Raise AttachError in the middle of an iteration, when some optimizers have stepped."""
         if self._stepped or self._prepared:
             raise AttachError(
                 f"{what} in the middle of an iteration: call it after all optimizers have stepped, "
@@ -376,14 +316,14 @@ class Iteration:
             )
 
     def wait_for_all(self, *, finishing: bool) -> Round:
-        """Vote in the others' rounds until no worker steps any more; see ``Flow.wait_for_all``."""
+        """Vote in the rounds of the others until no worker steps; see ``Flow.wait_for_all``."""
         if self.node is not None:
             self.node.pause(self._last_order[0])
         return self.flow.wait_for_all(self._last_order, finishing=finishing)
 
     @contextlib.contextmanager
     def forbidden(self, where: str) -> Iterator[None]:
-        """Context in which the model is not this worker's own, and nothing may change it."""
+        """Return a context in which the model is the consensus and no step may change it."""
         self._forbidden = where
         try:
             yield
@@ -391,7 +331,7 @@ class Iteration:
             self._forbidden = ""
 
     def require_own_model(self, what: str) -> None:
-        """Raise AttachError inside ``forbidden``."""
+        """Raise AttachError inside ``forbidden``, where the model is not the local one."""
         if self._forbidden:
             raise AttachError(
                 f"{what} inside {self._forbidden}: there the model holds the mean of all workers "
@@ -399,10 +339,10 @@ class Iteration:
             )
 
     def close(self) -> None:
-        """Do nothing from now on, and hold no reference to objects that may hold this one."""
+        """Ignore all further calls, and drop references that would keep the model alive."""
         self.active = False
         if self._backward is not None:
             self._backward.close()
             self._backward = None
-        self.measures, self.watches_gradients = [], []
+        self.model_monitors, self.gradient_monitors = [], []
         self._completed, self.recover = lambda synced: None, None

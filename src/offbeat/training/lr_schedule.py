@@ -1,4 +1,4 @@
-"""Learning rates for many workers."""
+"""Learning rate schedules for data-parallel training."""
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -6,26 +6,26 @@ from torch.optim.lr_scheduler import LRScheduler
 
 
 class LinearScalingWarmup(LRScheduler):
-    """Raise the learning rate linearly from η to n·η, then leave it there.
+    """Increases the learning rate linearly from η to n·η and then keeps it.
 
     **Update**, at scheduler step t:
 
         lr_t = lr_{t−1} · f(t) / f(t−1),   f(t) = 1 + (n − 1)·min(1, t / warmup_steps)
 
-    n workers take n times fewer steps for the same number of samples; with a mean of n gradients
-    (or of n models) the noise is n times smaller, so the step may be n times longer. Use it with a
-    learning rate tuned for one worker, where the paper does: SGD on large data with small batches.
-    Leave it out with Adam (scale by √n at most), with a rate already tuned at n workers, and for
-    short runs, in which the warm-up would take most of the time.
+    n workers take n times fewer steps for the same number of samples. The mean of n gradients (or
+    of n models) has n times smaller variance, so the step may be n times larger. Use this schedule
+    with a learning rate tuned for one worker, in the setting of the paper: SGD on large data with
+    small batches. Do not use it with Adam (scale by √n at most), with a rate tuned for n workers,
+    or in runs so short that the warm-up would take most of the time.
 
-    The form is chainable: put it into ``ChainedScheduler`` with the schedule of the run. Call
-    ``step`` once an iteration.
+    The schedule is chainable: combine it with the schedule of the run by ``ChainedScheduler``. Call
+    ``step`` once per iteration.
 
     Args:
-        optimizer: The optimizer, whose rates are those for one worker.
-        workers: n ≥ 1.
+        optimizer: The optimizer, with the learning rates for one worker.
+        workers: Number of workers, n ≥ 1.
         warmup_steps: Iterations until n·η is reached (≥ 0; the paper uses 50,000).
-        last_epoch: As in every ``LRScheduler``.
+        last_epoch: Index of the last scheduler step; see ``LRScheduler``.
 
     Raises:
         ValueError: ``workers`` < 1 or ``warmup_steps`` < 0.
@@ -49,7 +49,7 @@ class LinearScalingWarmup(LRScheduler):
         return 1 + (self.workers - 1) * done
 
     def get_lr(self) -> list[float | Tensor]:
-        """The rates of step ``last_epoch``, from those of the step before."""
+        """Return the rates of step ``last_epoch``, computed from those of the step before."""
         t = self.last_epoch
         ratio = self._factor(t) / (self._factor(t - 1) if t > 0 else 1.0)
         return [group["lr"] * ratio for group in self.optimizer.param_groups]

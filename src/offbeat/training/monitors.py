@@ -1,7 +1,7 @@
-"""Monitors: measurements of a running training, under any strategy.
+"""Monitors: measurements of a running training under any strategy; see ``Synchronizer.monitor``.
 
-``GradientChange`` measures SelSync's Δ of a worker's gradient, to look at before choosing δ.
-``Distance`` measures how far apart the workers' models are, in the background.
+``GradientChange`` measures SelSync's Δ of the local gradient, which helps to choose δ.
+``Distance`` measures the distance between the workers' models in the background.
 """
 
 import logging
@@ -19,28 +19,29 @@ from offbeat.transport.communicator import Communicator
 from offbeat.transport.handle import Handle
 
 logger = logging.getLogger("offbeat")
-_PIECE = 2**14  # elements of each model that are compared at a time, in float64
+_CHUNK = 2**14  # elements of each model that are compared at a time, in float64
 
 
 class GradientChange:
     """Adds Δ, as ``SelSync`` would measure it, to each record: ``relative_change``.
 
-    Of the gradients before they are averaged or clipped, unscaled, over all optimizers; smoothed
-    with a = N/100 over all steps. Sends nothing.
+    It is the Δ of the unscaled gradients of all optimizers, before they are averaged or clipped,
+    smoothed with a = N/100 over all steps. It sends nothing.
 
-    *State*: m, which starts again with every ``attach``; the first Δ is ∞.
+    *State*: the smoothed value m. It is not part of a checkpoint: every ``attach`` starts again,
+    with Δ = ∞ in the first step.
     """
 
     def __init__(self, worker: Worker) -> None:
         self._worker, self._change, self._squared = worker, RelativeChange(), 0.0
 
     def __call__(self, optimizer: AttachedOptimizer, loss_scale: float, last: bool) -> None:
-        """The gradients of one optimizer are ready.
+        """Measure the gradients of one optimizer.
 
         Args:
             optimizer: The optimizer.
-            loss_scale: Factor by which a GradScaler still scales the gradients.
-            last: True if it is the last optimizer of this step.
+            loss_scale: Factor by which a GradScaler has scaled the gradients.
+            last: True for the last optimizer of the step.
         """
         self._squared += self._worker.squared_norm(optimizer.gradients()) / loss_scale**2
         if last:
@@ -51,12 +52,14 @@ class GradientChange:
 
 @dataclass(eq=False)
 class _Request:
-    """A measurement that this worker has reached.
+    """A measurement that this worker has requested.
 
     Attributes:
-        able: Number of workers that can take part, once all have reached it.
-        models: This worker's model at that step. None: it cannot take part, or copies it later.
-        step: Local steps at that time.
+        able: Handle of the number of workers that can take part. It completes when all workers have
+            requested the measurement.
+        models: Copy of this worker's model at the request. None: the worker cannot take part, or
+            copies its model later.
+        step: Local steps at the request.
     """
 
     able: Handle[Tensor]
@@ -65,59 +68,60 @@ class _Request:
 
 
 class Distance:
-    """Measures how far apart the models are, every n local steps.
+    """Measures the distance between the workers' models every n local steps.
 
-    **Measured**, of the averaged parameters x_n of N workers, after the optimizer has stepped and
+    **Measured** for the averaged parameters x_n of N workers, after the optimizer has stepped and
     before the strategy synchronizes at the end of the step:
 
         distance          Σ_n ‖x_n − x̄‖ / N,  x̄ = Σ_n x_n / N
         distance_largest  max ‖x_a − x_b‖ over all pairs
 
-    No worker waits for it. At every n-th local step a worker sends one number in the background.
-    Once all have, each sends its model, in the background, too.
+    No worker blocks. At every n-th local step a worker requests a measurement: it sends one number
+    in the background. When all workers have requested it, each sends its model in the background.
 
-    - If workers take equally many steps between two rounds, the models are those of the step at
-      which the workers sent their numbers. A measurement is skipped if the previous one still runs.
-    - Otherwise (eager schedules, parameter servers) steps of the same number may lie far apart in
-      time. The models are then those of the moment at which a worker sees that all have sent their
-      numbers, and the next measurement starts at least n steps after this one.
+    - If workers take equally many steps between two rounds, the models are those of the step of the
+      request. A measurement is skipped if the previous one has not completed.
+    - Otherwise (eager schedules, parameter servers) steps with the same number may lie far apart in
+      time. Each worker then copies its model when it sees that all have requested the measurement.
+      It requests the next one when this one is complete, and at least n steps after this request.
 
-    Nothing is measured while a worker has no more steps to take. Local steps are counted from the
-    last ``consensus``. A failure here, such as a worker that is behind by more than the time-out,
-    ends the measuring with a warning and not the training.
+    Nothing is measured while a worker waits at a barrier. Local steps are counted from the last
+    barrier. A failure here, for example a worker that lags behind by more than the time-out, stops
+    the measurements with a warning. Training continues.
 
-    *Communication*: one number, the model once (all to all: worker k gets the k-th part of all
-    models), and a sum of N(N+1)/2 numbers, on connections of its own; not counted in ``Stats``.
+    *Communication*: one number, the model once (all-to-all: worker k receives the k-th part of all
+    models), and a sum of N(N+1)/2 numbers, on separate connections. ``Stats`` does not count them.
     *Memory*: two copies of the parameters during a measurement. *Computing*: N²/2 operations on
     each of 1/N of the parameters.
 
     Args:
         worker: This worker.
-        every: n.
+        every: n, local steps between two measurements.
         in_step: True if workers take equally many steps between two rounds.
         communicator: Connects the same workers and is used by nothing else, because a failure of
-            the training's communicator would end the training.
+            the training's communicator would end training.
     """
 
     def __init__(
         self, worker: Worker, every: int, *, in_step: bool, communicator: Communicator
     ) -> None:
         self._worker, self._every, self._in_step = worker, every, in_step
-        # Two orders of operations: a worker may start again while another still sends its model.
+        # Operations of one communicator run in the same order on all workers. Requests need their
+        # own: a worker may request a measurement while another still sends its model.
         self._requesting, self._sending = communicator, communicator.twin()
         self._active = True
         self._groups = group_tensors(p for _, p in worker.replica.parameters if p.numel())
         self._steps = 0  # local steps since the last barrier
-        self._next = every  # local steps at the next request
+        self._next = every  # value of _steps at the next request
         self._requested = 0
         self._requests: deque[_Request] = deque()
-        self._free = True  # no copy of this worker's model is held
-        self._step = 0  # local steps of the copy
+        self._free = True  # False while a copy of this worker's model exists
+        self._step = 0  # local steps at the copy
         self._parts: list[Handle[Tensor]] | None = None
         self._squares: Handle[Tensor] | None = None
 
     def step_ended(self) -> None:
-        """This worker has taken a step that is not synchronized yet. Never blocks."""
+        """Count a local step, before it is synchronized. Never blocks."""
         if not self._active:
             return
         self._steps += 1
@@ -130,7 +134,7 @@ class Distance:
             self._give_up(str(error))
 
     def pause(self) -> None:
-        """All workers are at a barrier: finish the measurements in progress. Blocks."""
+        """Complete the measurements in progress at a barrier. A collective. Blocks."""
         communicator = self._worker.team.communicator
         with self._worker.team.account.paused():
             numbers = torch.tensor(
@@ -144,14 +148,14 @@ class Distance:
             return
         self._steps, self._next = 0, self._every
         try:
-            while self._requested < requested:  # other workers have reached more of them
+            while self._requested < requested:  # take part in requests of faster workers
                 self._request(able=False)
             self._advance(wait=True)
         except CommunicationError as error:
             self._give_up(str(error))
 
     def close(self, *, together: bool) -> None:
-        """Close the connections; see ``Communicator.close``."""
+        """Stop measuring and close the connections; see ``Communicator.close``."""
         self._active = False
         self._requesting.close(together=together)
 
@@ -174,7 +178,7 @@ class Distance:
         self._requested += 1
 
     def _copy(self) -> list[Tensor]:
-        """This worker's parameters, padded so that every worker gets a part of the same size."""
+        """Return a copy of the parameters, padded to a multiple of the number of workers."""
         self._free, copies = False, []
         for group in self._groups:
             count = sum(as_real(p.detach()).numel() for p in group)
@@ -185,7 +189,7 @@ class Distance:
         return copies
 
     def _advance(self, *, wait: bool = False) -> None:
-        """Continue the measurements in progress; with ``wait`` finish them."""
+        """Advance the measurements in progress as far as possible; complete them if ``wait``."""
         while True:
             if self._squares is not None:
                 if not wait and not self._squares.done():
@@ -207,7 +211,7 @@ class Distance:
                 return
 
     def _answer(self, request: _Request) -> None:
-        """All workers have reached ``request``: send the model if all can take part."""
+        """Send the model for a request that all workers have made, if all can take part."""
         if request.able.wait().item() < self._worker.size:
             self._free = self._free or request.models is not None
             return
@@ -220,27 +224,27 @@ class Distance:
     def _report(self, squares: Tensor) -> None:
         distances = squares.sqrt().tolist()
         size, details = self._worker.size, self._worker.details
-        found = {
+        measured = {
             "distance": sum(distances[:size]) / size,
             "distance_largest": max(distances[size:], default=0.0),
             "distance_step": self._step,
         }
-        self._worker.record.update(found)
-        details.update(found, distances_measured=details.get("distances_measured", 0) + 1)
+        self._worker.record.update(measured)
+        details.update(measured, distances_measured=details.get("distances_measured", 0) + 1)
 
 
 def _squares(parts: list[Tensor], workers: int) -> Tensor:
-    """Of the models' parts: ‖x_n − x̄‖² of every worker, then ‖x_a − x_b‖² of every pair.
+    """Return ‖x_n − x̄‖² of every worker, then ‖x_a − x_b‖² of every pair, for parts of models.
 
     Args:
-        parts: Each with one piece of the same length from each worker.
-        workers: N.
+        parts: Tensors that contain a part of the same length of each worker's model, in rank order.
+        workers: Number of workers, N.
     """
     total = torch.zeros(workers + workers * (workers - 1) // 2, dtype=torch.float64)
     for part in parts:
-        for piece in part.view(workers, -1).split(_PIECE, dim=1):
-            models = piece.double()
-            models = models - models[0]  # so that equal models are exactly at their mean
+        for chunk in part.view(workers, -1).split(_CHUNK, dim=1):
+            models = chunk.double()
+            models = models - models[0]  # equal models then have a distance of exactly 0
             from_mean = (models - models.mean(0)).square().sum(1)
             total += torch.cat([from_mean, torch.pdist(models).square()]).cpu()
     return total

@@ -1,4 +1,7 @@
-"""Wrapped optimizers: the one inside whose hooks fire, or a refusal; nothing was sent by then."""
+"""Wrapped and unusual optimizers: find the one whose step hooks fire, or refuse it.
+
+Nothing here communicates.
+"""
 
 import contextlib
 import sys
@@ -10,27 +13,30 @@ from torch.optim import Optimizer
 
 from offbeat.errors import AttachError
 
-_INSIDE = ("optimizer", "original_optimizer")  # of Accelerate, Lightning and Fabric; of Opacus
-_HOOKS = "_optimizer_step_pre_hooks"  # which torch makes in Optimizer.__init__
-_COMMUNICATE = ("torch.distributed.optim", "opacus.optimizers.ddp", "deepspeed.runtime")
+# Attributes in which wrappers hold their optimizer: Accelerate, Lightning and Fabric; Opacus.
+_WRAPPED = ("optimizer", "original_optimizer")
+_HOOKS = "_optimizer_step_pre_hooks"  # torch creates it in Optimizer.__init__
+_COMMUNICATING = ("torch.distributed.optim", "opacus.optimizers.ddp", "deepspeed.runtime")
 
 
 def unwrapped_optimizer(given: object) -> Optimizer:
-    """The optimizer whose step hooks fire: ``given``, or the one inside.
+    """Return the optimizer whose step hooks fire: ``given``, or the optimizer it wraps.
 
     Raises:
-        TypeError: ``given`` is no optimizer, and has none inside.
-        AttachError: its step hooks do not work; or it communicates by itself.
+        TypeError: ``given`` is not an optimizer, and does not wrap one.
+        AttachError: the step hooks of the optimizer do not work, or it communicates by itself.
     """
     while True:
-        _require_silent(given)
-        inside = next((x for n in _INSIDE if isinstance(x := _own(given, n), Optimizer)), None)
-        if inside is None:
+        _require_no_communication(given)
+        inner = next(
+            (x for name in _WRAPPED if isinstance(x := _attribute(given, name), Optimizer)), None
+        )
+        if inner is None:
             break
         hooks = getattr(given, _HOOKS, None)
-        if hooks is not None and hooks is not getattr(inside, _HOOKS, None):
-            break  # it steps by itself, and the other one is its own affair
-        given = inside
+        if hooks is not None and hooks is not getattr(inner, _HOOKS, None):
+            break  # `given` is an optimizer with hooks of its own, and only uses the inner one
+        given = inner
     if not isinstance(given, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {given!r}")
     if not hasattr(given, _HOOKS):
@@ -41,45 +47,45 @@ def unwrapped_optimizer(given: object) -> Optimizer:
     return given
 
 
-def _own(thing: object, name: str) -> object:
-    with contextlib.suppress(Exception):  # a property that fails
+def _attribute(thing: object, name: str) -> object:
+    with contextlib.suppress(Exception):  # a property may raise anything
         return getattr(thing, name, None)
     return None
 
 
-def _require_silent(given: object) -> None:
+def _require_no_communication(given: object) -> None:
     for kind in type(given).__mro__:
-        if kind.__module__.startswith(_COMMUNICATE):
+        if kind.__module__.startswith(_COMMUNICATING):
             raise AttachError(
                 f"{kind.__name__} communicates in its step by itself, and the strategy would do "
                 "so, too: use the plain optimizer of each worker"
             )
 
 
-class StepHooked:
-    """Lets the step hooks of an optimizer fire that has left out ``Optimizer.__init__``.
+class StepHooksEnabled:
+    """Makes the step hooks of an optimizer fire that does not call ``Optimizer.__init__``.
 
-    timm's Lookahead does; its hooks would begin to fire when another part of torch has taken care
-    of that, after the first step or never.
+    timm's Lookahead is one. ``Optimizer.__init__`` wraps ``step`` of the class once; without that,
+    the hooks start to fire only after something else has wrapped it, or never.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._attributes = vars(optimizer)
         self._before = self._attributes.get("step")
-        self._mine: Any = None
+        self._wrapped: Any = None
         if getattr(type(optimizer).step, "hooked", False):
             return
         step = optimizer.step
 
-        def whole(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        def unhooked_step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
             return step(*args, **kwargs)
 
-        hooked: Any = Optimizer.profile_hook_step(whole)
-        self._mine = self._attributes["step"] = hooked.__get__(optimizer)
+        hooked: Any = Optimizer.profile_hook_step(unhooked_step)
+        self._wrapped = self._attributes["step"] = hooked.__get__(optimizer)
 
     def remove(self) -> None:
-        """Let ``step`` be what it was, unless something else has wrapped it since."""
-        if self._mine is None or self._attributes.get("step") is not self._mine:
+        """Restore ``step``, unless something else has wrapped it since."""
+        if self._wrapped is None or self._attributes.get("step") is not self._wrapped:
             return
         if self._before is None:
             del self._attributes["step"]
@@ -88,43 +94,44 @@ class StepHooked:
 
 
 def require_own_state(optimizers: Iterable[Optimizer]) -> None:
-    """Raise unless averaging ``optimizer.state`` would average what these optimizers remember.
+    """Raise unless ``optimizer.state`` is the complete state of each optimizer.
 
     Raises:
-        AttachError: one holds another optimizer, which remembers it.
+        AttachError: an optimizer contains another one, whose state may be separate.
     """
-    for one in optimizers:
-        if any(isinstance(value, Optimizer) for value in vars(one).values()):
+    for optimizer in optimizers:
+        if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
             raise AttachError(
-                f'optimizer_state="average": the state of this {type(one).__name__} may be that of '
-                "the optimizer inside it; leave it out"
+                f'optimizer_state="average": the state of this {type(optimizer).__name__} may be '
+                "that of the optimizer inside it; leave it out"
             )
 
 
-def held_by(optimizer: Optimizer) -> list[Optimizer]:
-    """Optimizers inside of ``optimizer`` that move the same parameters, and have step hooks."""
-    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers with step hooks inside ``optimizer`` that share parameters with it."""
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return [
         value
         for value in vars(optimizer).values()
         if isinstance(value, Optimizer)
         and hasattr(value, _HOOKS)
-        and any(id(p) in mine for group in value.param_groups for p in group["params"])
+        and any(id(p) in own for group in value.param_groups for p in group["params"])
     ]
 
 
-def _nothing(optimizer: Optimizer) -> None:
+def _no_step(optimizer: Optimizer) -> None:
     pass
 
 
-_WRAPPER: Any = Optimizer.profile_hook_step(_nothing)
+_WRAPPER: Any = Optimizer.profile_hook_step(_no_step)
 
 
-def inside_step_of(optimizer: Optimizer) -> bool:
-    """Whether the step that ends now is part of another step of the same optimizer.
+def ends_nested_step(optimizer: Optimizer) -> bool:
+    """Return True if the step that ends now runs inside another step of the same optimizer.
 
-    A class whose ``step`` calls that of its base fires the hooks of both; or of its own alone, as
-    long as nobody has made an optimizer of the base class.
+    If the ``step`` of a class calls that of its base class, the hooks fire for both. They fire only
+    for the outer one until an optimizer of the base class has been made, because making one wraps
+    the ``step`` of that class. The call stack tells how many wrappers are active.
     """
     frame, steps = sys._getframe(1), 0
     while frame is not None:
@@ -134,13 +141,13 @@ def inside_step_of(optimizer: Optimizer) -> bool:
     return steps > 1
 
 
-def has_nested_steps(optimizer: Optimizer) -> bool:
-    """Whether the hooks may fire for a step inside a step."""
+def may_nest_steps(optimizer: Optimizer) -> bool:
+    """Return True if a step of ``optimizer`` may call another hooked step of it."""
     kind: object = type(optimizer)
-    return _steps_of(kind) + ("step" in vars(optimizer)) > 1
+    return _count_steps(kind) + ("step" in vars(optimizer)) > 1
 
 
-@cache  # asked in every step
-def _steps_of(kind: Any) -> int:
-    """How many classes of this one's line have a ``step`` of their own."""
-    return sum("step" in vars(one) for one in kind.__mro__ if one is not Optimizer)
+@cache  # called in every step
+def _count_steps(kind: Any) -> int:
+    """Return how many classes in the inheritance of ``kind`` define ``step``."""
+    return sum("step" in vars(each) for each in kind.__mro__ if each is not Optimizer)

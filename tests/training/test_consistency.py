@@ -1,4 +1,4 @@
-"""Workers that train together were started alike, and start from the same model."""
+"""Comparison of the workers at ``attach``, and the copy of rank 0's model."""
 
 import re
 import warnings
@@ -13,8 +13,8 @@ import offbeat
 from loops import attach, error_of, everything, sgd
 from offbeat.elastic.connect import open_communicator
 from offbeat.strategies.base import Strategy
-from offbeat.training import agreement
-from offbeat.training.agreement import require_agreement
+from offbeat.training import consistency
+from offbeat.training.consistency import require_consistency
 from problems import flat, make_batch, make_model, train_step
 from worlds import real, run, simulated
 
@@ -51,7 +51,7 @@ def start(rank: int, size: int) -> Any:
 
 
 def test_everyone_starts_from_rank_0_and_frozen_parameters_stay() -> None:
-    """Parameters, frozen ones and all buffers are copied from rank 0; frozen ones never move."""
+    """All parameters and buffers are copied from rank 0; frozen ones never change."""
     want = everything(Mixed(seed=0))
     for rank, (begin, same, payload) in enumerate(run(start, workers=3)):
         for got, expected in zip(begin, want, strict=True):
@@ -64,7 +64,7 @@ def test_everyone_starts_from_rank_0_and_frozen_parameters_stay() -> None:
 
 
 def odd_one_out(rank: int, size: int) -> dict[str, tuple[list[str], str]]:
-    """Rank 1 differs from the others in one thing at a time; at the end all are alike."""
+    """Let rank 1 differ from the others in one thing at a time; finally nothing differs."""
     odd = rank == 1
     seen = {}
 
@@ -94,7 +94,7 @@ def odd_one_out(rank: int, size: int) -> dict[str, tuple[list[str], str]]:
 
 
 def test_unequal_workers_are_refused_everywhere_with_the_first_difference() -> None:
-    """MismatchError on every rank names the rank and the first difference, and leaves no trace."""
+    """MismatchError on every rank names the rank and the first difference. No state remains."""
     expected = {
         "shape": (r"parameter '3.weight': shape \(3, 2\)", r"parameter '3.weight': shape \(1, 2\)"),
         "setting": (r"strategy LocalSGD\(period=3\)", r"strategy LocalSGD\(period=2\)"),
@@ -120,13 +120,13 @@ def disagree(rank: int, size: int) -> str:
 
 
 def test_workers_must_agree_on_the_wire() -> None:
-    """No collective of the lossy wire before that: nobody hangs."""
+    """The comparison comes before any collective of the lossy wire, so no worker hangs."""
     want = "rank 1 differs from rank 0: rank 1 has wire 'int8'; rank 0 has wire 'float32'"
     assert run(disagree, workers=3) == [want] * 3
 
 
-def heed(attempt: Callable[[], Any]) -> tuple[list[str], Any]:
-    """The warnings that ``attempt`` gives, and its result; in threads they have one list."""
+def warnings_of(attempt: Callable[[], Any]) -> tuple[list[str], Any]:
+    """Return the warnings that ``attempt`` gives, and its result. Threads share one list."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = attempt()
@@ -147,16 +147,16 @@ def different_settings(rank: int, size: int) -> Tensor:
     return flat(model)
 
 
-def test_different_settings_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    """Learning rate, momentum and mode: which, and on which ranks; training goes on."""
+def test_different_settings_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    """The warning names learning rate, momentum and mode with their ranks; training continues."""
     want = (
-        "the workers are not alike, and train all the same: "
+        "the workers differ, but training continues: "
         "lr of optimizer 0, group 1 is 0.1 on rank 0, 2 and 0.2 on rank 1; "
         "momentum of optimizer 0, group 1 is 0 on rank 0 and 0.9 on rank 1 and 1.8 on rank 2; "
         "the mode of module '1' is train() on rank 0, 1 and eval() on rank 2"
     )
-    told, models = heed(lambda: simulated(different_settings, workers=3))
-    assert told == [want]
+    warned, models = warnings_of(lambda: simulated(different_settings, workers=3))
+    assert warned == [want]
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [want]
     assert not torch.equal(models[0], models[1]), "one learning rate is the double of the other"
 
@@ -167,29 +167,29 @@ def alike(rank: int, size: int) -> None:
     attach(model, optimizer, offbeat.BSP()).detach()
 
 
-def test_equal_settings_are_not_told_of() -> None:
+def test_equal_settings_give_no_warning() -> None:
     """Tensors and tuples are compared by value."""
-    assert heed(lambda: simulated(alike, workers=3)) == ([], [None] * 3)
+    assert warnings_of(lambda: simulated(alike, workers=3)) == ([], [None] * 3)
 
 
 def of_versions(rank: int, size: int) -> str:
     communicator = open_communicator(None, 20, what="a test")
     try:
-        require_agreement(communicator, ["strategy"], {"the version of torch": f"2.{rank}"})
+        require_consistency(communicator, ["strategy"], {"the version of torch": f"2.{rank}"})
         many = {f"the mode of module '{i}'": str(rank) for i in range(6)}
-        require_agreement(communicator, ["strategy"], many)
-        text = error_of(lambda: require_agreement(communicator, [f"wire {rank}"], many))[1]
+        require_consistency(communicator, ["strategy"], many)
+        text = error_of(lambda: require_consistency(communicator, [f"wire {rank}"], many))[1]
     finally:
         communicator.close()
     return text
 
 
 def test_versions_are_compared_and_long_lists_are_cut() -> None:
-    """Six differences are four and a number; an error comes first."""
-    told, texts = heed(lambda: simulated(of_versions, workers=2))
-    begins = "the workers are not alike, and train all the same: the "
+    """Of six differences the warning shows four and a number. An error comes before a warning."""
+    warned, texts = warnings_of(lambda: simulated(of_versions, workers=2))
+    begins = "the workers differ, but training continues: the "
     modes = "; the ".join(f"mode of module '{i}' is 0 on rank 0 and 1 on rank 1" for i in range(4))
-    assert told == [
+    assert warned == [
         f"{begins}{modes}; and 2 more",
         f"{begins}version of torch is 2.0 on rank 0 and 2.1 on rank 1",
     ]
@@ -198,16 +198,16 @@ def test_versions_are_compared_and_long_lists_are_cut() -> None:
 
 def another_protocol(rank: int, size: int, protocols: list[int]) -> tuple[list[str], str]:
     communicator = open_communicator(None, 20, what="a test")
-    old, agreement.PROTOCOL = agreement.PROTOCOL, protocols[rank]
+    old, consistency.PROTOCOL = consistency.PROTOCOL, protocols[rank]
     try:
-        return error_of(lambda: require_agreement(communicator, ["the same"]))
+        return error_of(lambda: require_consistency(communicator, ["the same"]))
     finally:
-        agreement.PROTOCOL = old
+        consistency.PROTOCOL = old
         communicator.close()
 
 
 def test_workers_of_other_protocols_are_refused() -> None:
-    """Versions of Offbeat that say other things to each other would mix up what they receive."""
+    """Versions of Offbeat with different messages must not train together."""
     for kinds, text in real(another_protocol, [1, 2], workers=2):
         assert "AttachError" in kinds
         assert text == (

@@ -1,4 +1,4 @@
-"""What is averaged: trainable parameters alone, and follower modules in a consensus."""
+"""Averaged tensors: only trainable parameters, and follower modules in a consensus."""
 
 import copy
 from typing import Any
@@ -18,7 +18,7 @@ TEXTS = ["bsp", "local:period=2", "streaming", "easgd:period=2"]
 
 
 def adapted(seed: int) -> nn.Sequential:
-    """A large frozen layer beside small ones, as with LoRA."""
+    """A large frozen layer and small trainable ones, as with LoRA."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         large = nn.Linear(4, 500), nn.Linear(500, 4)
@@ -48,8 +48,8 @@ def frozen(rank: int, size: int) -> Any:
     return found
 
 
-def test_frozen_parameters_do_not_travel_although_the_optimizer_holds_them() -> None:
-    """As many bytes, and the same model, as where it does not; unfreezing later is refused."""
+def test_frozen_parameters_are_not_sent_although_the_optimizer_holds_them() -> None:
+    """Bytes and model equal those without them in the optimizer. Unfreezing later is refused."""
     for of_rank in run(frozen, workers=2):
         for ((bytes_held, model_held), (bytes_plain, model_plain)), late in of_rank:
             assert bytes_held == bytes_plain
@@ -94,7 +94,7 @@ def with_averages(rank: int, size: int, text: str) -> Any:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_followers_are_the_mean_in_a_consensus(text: str) -> None:
-    """In consensus and after finish, and each worker's own in between."""
+    """In consensus and after finish they are the mean, and local in between."""
     results = run(with_averages, text, workers=2)
     owns = [result[1] for result in results]
     for start, own, inside, back, final, statistics in results:
@@ -125,7 +125,7 @@ def local_average(rank: int, size: int) -> tuple[Tensor, Tensor]:
     return flat(ema.module), flat(model)
 
 
-def test_a_moving_average_is_that_of_the_reference() -> None:
+def test_a_moving_average_equals_the_reference() -> None:
     reference = Simulated.start(2, "sgd")
     averages = [copy.deepcopy(flat(model)) for model in reference.models]
     for step in range(4):

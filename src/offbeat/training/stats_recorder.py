@@ -1,4 +1,4 @@
-"""What a worker has spent so far: totals, and a telemetry record a step."""
+"""The running totals of one worker, and one telemetry record per step."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,17 +7,18 @@ from offbeat.averaging import Worker
 from offbeat.telemetry import Records, Stats, open_sinks
 
 
-class Ledger:
-    """The totals of one worker, which its steps add to.
+class StatsRecorder:
+    """Adds each step of a worker to its ``Stats`` and writes the step's record.
 
-    Time between two steps is computing, but for what was waited, and what is not the training's.
-
-    Attributes:
-        stats: The totals; replaced when a checkpoint is loaded.
+    The time between the ends of two steps is computing time, except for the time blocked in
+    communication and the time inside ``paused``.
 
     Args:
-        worker: Whose.
-        log: Where records go; see ``attach``.
+        worker: The worker.
+        log: Destination of the records; see ``attach``.
+
+    Attributes:
+        stats: The totals. Loading a checkpoint replaces them.
     """
 
     def __init__(self, worker: Worker, log: object) -> None:
@@ -28,38 +29,38 @@ class Ledger:
         self.restart()
 
     def restart(self) -> None:
-        """What was spent up to now belongs to no step."""
+        """Start to measure the next step now. Time and bytes since the last step do not count."""
         self._clock = self._host.now()
-        self._seen = (self._account.wait_seconds, self._account.payload_bytes)
+        self._counted = (self._account.wait_seconds, self._account.payload_bytes)
 
-    def passed(self, seconds: float) -> None:
-        """Some time is not the training's."""
+    def exclude(self, seconds: float) -> None:
+        """Exclude ``seconds`` of the time since the last step from its computing time."""
         self._clock += seconds
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """The time inside is not the training's."""
+        """Exclude the time inside the context from computing time."""
         start = self._host.now()
         try:
             yield
         finally:
-            self.passed(self._host.now() - start)
+            self.exclude(self._host.now() - start)
 
     def record(self, values: dict[str, object]) -> None:
-        """For the record of the coming step; see ``Synchronizer.record``."""
+        """Add ``values`` to the next record; see ``Synchronizer.record``."""
         self._records.add(values)
 
     def record_loss(self, loss: object) -> None:
-        """What a closure has returned, if it is a number: the optimizer takes anything."""
+        """Add the loss that a closure returned, unless it is something other than a number."""
         with contextlib.suppress(TypeError):
             self._records.add({"loss": loss})
 
     def completed(self, *, synced: bool) -> None:
-        """A step has ended."""
+        """Count a completed step and write its record."""
         stats, worker = self.stats, self._worker
-        start, before = self._clock, self._seen
+        start, before = self._clock, self._counted
         self.restart()
-        waited, sent = self._seen[0] - before[0], self._seen[1] - before[1]
+        waited, sent = self._counted[0] - before[0], self._counted[1] - before[1]
         computed = max(0.0, self._clock - start - waited)
         stats.steps += 1
         stats.syncs += synced
@@ -71,11 +72,11 @@ class Ledger:
         self._records.write(stats.steps, self._member, decision, computed, waited, sent, more=more)
 
     def finished(self) -> None:
-        """What the end of training has taken belongs to no step, but to the totals."""
-        waited, sent = self._seen
+        """Add the waiting time and bytes of ``finish`` to the totals; they belong to no step."""
+        waited, sent = self._counted
         self.stats.wait_seconds += self._account.wait_seconds - waited
         self.stats.payload_bytes += self._account.payload_bytes - sent
 
     def close(self) -> None:
-        """Write what is left."""
+        """Close the sinks."""
         self._records.close()

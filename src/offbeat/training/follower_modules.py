@@ -1,4 +1,4 @@
-"""Follower modules, such as an average of the weights: averaged only in a consensus."""
+"""Follower modules, such as an average of the weights (EMA): averaged only in a consensus."""
 
 from collections.abc import Sequence
 
@@ -7,15 +7,16 @@ from torch import Tensor, nn
 from offbeat.averaging import Replica
 from offbeat.averaging.exact_mean import ExactMean
 from offbeat.errors import AttachError
-from offbeat.training.agreement import copy_rank_0, require_agreement
 from offbeat.training.compatibility import require_usable
+from offbeat.training.consistency import copy_rank_0, require_consistency
 from offbeat.transport.team import Team
 
 
-class Followers:
-    """The follower modules of a model: rank 0's at first, and their mean at each consensus.
+class FollowerModules:
+    """The follower modules of an attached model.
 
-    In between each worker has its own. The mean weights all workers equally.
+    All workers start from rank 0's modules. Each worker then changes its own, and every consensus
+    averages them with equal weights.
 
     Args:
         team: The workers.
@@ -33,11 +34,11 @@ class Followers:
         self._mean = ExactMean(self._team, self._replica)
 
     def check(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
-        """Raise unless this worker can follow ``modules``. Sends nothing.
+        """Raise unless ``modules`` can be added. Sends nothing.
 
         Args:
             model: The attached model.
-            modules: Modules with tensors of their own.
+            modules: The new follower modules.
 
         Raises:
             TypeError: one is not a module.
@@ -46,32 +47,33 @@ class Followers:
         if not all(isinstance(m, nn.Module) for m in modules):
             raise TypeError(f"follow() takes modules, got {modules!r}")
         known = (model, *self._modules)
-        held = {id(t) for m in known for t in (*m.parameters(), *m.buffers())}
+        known_tensors = {id(t) for m in known for t in (*m.parameters(), *m.buffers())}
         for module in modules:
             require_usable(module)
-            if not held.isdisjoint(map(id, (*module.parameters(), *module.buffers()))):
+            if not known_tensors.isdisjoint(map(id, (*module.parameters(), *module.buffers()))):
                 raise AttachError(
                     f"the follower {type(module).__name__} shares tensors with the model, which is "
                     "averaged already: give only modules with tensors of their own"
                 )
 
     def add(self, modules: Sequence[nn.Module]) -> None:
-        """Follow ``modules`` from now on; all workers get rank 0's. A collective.
+        """Add ``modules`` and copy rank 0's values of them to all workers. A collective.
 
         Raises:
             MismatchError: another worker gave other modules.
         """
         together = nn.ModuleList(modules)
         new = Replica(together, together.parameters())
-        require_agreement(self._team.everyone, [f"follower {line}" for line in new.describe()])
+        require_consistency(self._team.everyone, [f"follower {line}" for line in new.describe()])
         copy_rank_0(self._team, new.everything())
         self._use([*self._modules, *modules])
 
     def average(self, *, final: bool) -> None:
-        """Replace the followers by their mean. A collective.
+        """Replace the modules by their mean over the workers. A collective.
 
         Args:
-            final: True if the mean stays. Nothing is then written before all of it has arrived.
+            final: True if the mean is permanent. The modules are then written only after the whole
+                mean has arrived.
         """
         size = self._team.size
         if size == 1 or not self._replica.everything():
@@ -84,9 +86,9 @@ class Followers:
         copy_rank_0(self._team, self._replica.other_buffers())
 
     def snapshot(self) -> list[Tensor]:
-        """A copy of all followers."""
+        """Return a copy of all tensors of the modules."""
         return self._replica.snapshot()
 
     def restore(self, snapshot: Sequence[Tensor]) -> None:
-        """Put a ``snapshot`` back."""
+        """Write the values of ``snapshot`` back into the modules."""
         self._replica.restore(snapshot)

@@ -1,4 +1,4 @@
-"""Backward, watched: buckets in order, in the last pass, and the share of a step's time."""
+"""Hooks on backward: buckets are reported in order, in the last pass, with the step's progress."""
 
 import itertools
 from functools import partial
@@ -18,7 +18,7 @@ from offbeat.averaging.gradient_flow import GradientFlow
 from offbeat.averaging.gradients import gradient_buckets
 from offbeat.elastic.connect import open_communicator
 from offbeat.strategies.base import Strategy
-from offbeat.training.backward import Backward
+from offbeat.training.backward_hooks import BackwardHooks
 from offbeat.transport.communicator import Communicator, Wrapper
 from offbeat.transport.host import ThreadHost
 from problems import flat, gradients, loss_of, make_batch, make_model
@@ -27,8 +27,8 @@ from worlds import run
 small_buckets = partial(gradient_buckets, bucket_bytes=64)
 
 
-class Told(ThreadHost):
-    """A host that keeps what it is told."""
+class RecordingHost(ThreadHost):
+    """A host that records the reported progress."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,34 +39,34 @@ class Told(ThreadHost):
 
 
 class Watched:
-    """A model whose layers are used in any order, and what is told of its buckets.
+    """A model whose layers are used in any order, and the reports of its buckets.
 
     Attributes:
-        told: Number of the bucket, and the backward pass in which it was told of.
+        reported: Index of each reported bucket, and the backward pass in which it was reported.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, until: int = 1000) -> None:
         monkeypatch.setattr(worker, "gradient_buckets", small_buckets)
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(5, 5, bias=False) for _ in range(4))
-        self.host = Told()
-        self.told: list[tuple[int, int]] = []
+        self.host = RecordingHost()
+        self.reported: list[tuple[int, int]] = []
         self.passes, self.until = 0, until
         parameters = list(self.layers.parameters())
         self.optimizer = AttachedOptimizer(0, torch.optim.SGD(parameters, lr=0.1), parameters)
-        self.backward = Backward(self.optimizer, self.host, self.ready)
+        self.backward = BackwardHooks(self.optimizer, self.host, self.ready)
         assert [[id(p) for p in b] for b in self.optimizer.buckets] == [
             [id(p)] for p in parameters[::-1]
         ]
 
     def ready(self, bucket: int) -> bool:
-        # What it is told of is complete: backward adds to these gradients no more in this pass.
-        self.told.append((bucket, self.passes))
-        return len(self.told) < self.until
+        # A reported bucket is complete: backward adds no more to its gradients in this pass.
+        self.reported.append((bucket, self.passes))
+        return len(self.reported) < self.until
 
     def step(self, *orders: str) -> list[tuple[int, int]]:
-        """Backward passes through layers in the given orders; what was told of in them."""
-        self.told.clear()
+        """Run backward through the layers in the given orders. Returns the reports."""
+        self.reported.clear()
         for p in self.optimizer.parameters:
             p.grad = None
         for self.passes, order in enumerate(orders, start=1):
@@ -75,19 +75,19 @@ class Watched:
                 x = self.layers[int(layer)](x)
             x.sum().backward()
         self.backward.end_step()
-        return list(self.told)
+        return list(self.reported)
 
 
-def test_buckets_are_told_of_in_order_and_never_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers used the other way round complete the other way round, and are told of in order."""
+def test_buckets_are_reported_in_order_except_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers used in reverse order complete in reverse order, but are reported in order."""
     watched = Watched(monkeypatch)
     assert watched.step("0123") == [(0, 1), (1, 1), (2, 1)]
     assert watched.step("3210") == [(0, 1), (1, 1), (2, 1)]
     assert watched.step("2031") == [(0, 1), (1, 1), (2, 1)]
 
 
-def test_a_bucket_is_told_of_when_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its gradients then have their final values, and the next bucket's are not there yet."""
+def test_a_bucket_is_reported_when_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradients then have their final values, and the next bucket is not complete."""
     watched = Watched(monkeypatch)
     seen = []
 
@@ -97,7 +97,7 @@ def test_a_bucket_is_told_of_when_it_is_complete(monkeypatch: pytest.MonkeyPatch
         return True
 
     watched.backward.close()
-    watched.backward = Backward(watched.optimizer, watched.host, ready)
+    watched.backward = BackwardHooks(watched.optimizer, watched.host, ready)
     watched.step("0123")
     assert seen == [
         (0, [True, False, False, False]),
@@ -107,7 +107,7 @@ def test_a_bucket_is_told_of_when_it_is_complete(monkeypatch: pytest.MonkeyPatch
 
 
 def test_with_accumulation_buckets_wait_for_the_last_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How many passes a step has is learned from the one before."""
+    """The number of passes is taken from the step before."""
     watched = Watched(monkeypatch)
     three = ["0123"] * 3
     assert watched.step(*three) == [(0, 1), (1, 1), (2, 1)], "too early, as nobody knew"
@@ -116,8 +116,8 @@ def test_with_accumulation_buckets_wait_for_the_last_pass(monkeypatch: pytest.Mo
     assert watched.step("0123") == [(0, 1), (1, 1), (2, 1)]
 
 
-def test_what_is_not_used_holds_up_what_comes_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bucket with a gradient missing is not complete; a step later it may be."""
+def test_an_unused_layer_delays_later_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket with a missing gradient is not complete; it may be one step later."""
     watched = Watched(monkeypatch)
     assert watched.step("013") == [(0, 1)], "layer 2 is that of the second bucket"
     assert watched.step("0123") == [(0, 1), (1, 1), (2, 1)]
@@ -125,8 +125,8 @@ def test_what_is_not_used_holds_up_what_comes_after_it(monkeypatch: pytest.Monke
     assert watched.step("0123") == [(0, 1), (1, 1), (2, 1)]
 
 
-def test_who_does_not_want_to_know_is_not_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """False ends the watch: the hooks are gone, within the same backward and for ever."""
+def test_false_ends_the_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hooks are removed within the same backward, permanently."""
     watched = Watched(monkeypatch, until=2)
     assert watched.step("0123") == [(0, 1), (1, 1)]
     watched.host.progress.clear()
@@ -134,10 +134,10 @@ def test_who_does_not_want_to_know_is_not_told_again(monkeypatch: pytest.MonkeyP
     assert watched.host.progress == []
 
 
-def test_time_passes_with_the_elements_that_have_their_gradients(
+def test_progress_follows_the_completed_elements(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A third of each pass is forward, and the buckets, here of one size, share the rest."""
+    """A third of each pass is forward. The buckets, here of equal size, share the rest."""
     watched = Watched(monkeypatch)
     watched.step("0123")
     assert watched.host.progress == pytest.approx([1 / 3 + 2 / 3 * i / 4 for i in (1, 2, 3)])
@@ -152,8 +152,8 @@ def test_time_passes_with_the_elements_that_have_their_gradients(
 # -- in training ----------------------------------------------------------------------------------
 
 
-class Telling:
-    """The world's communicator, whose host also keeps what it is told."""
+class RecordingTransport:
+    """The world's communicator, with a host that records the reported progress."""
 
     def __init__(self) -> None:
         self.progress: list[float] = []
@@ -162,19 +162,19 @@ class Telling:
         inner = open_communicator(None, timeout_seconds, what="a test")
         computed = inner.host.computed
 
-        def told(progress: float) -> None:
+        def reported(progress: float) -> None:
             self.progress.append(progress)
             computed(progress)
 
-        inner.host.computed = told  # type: ignore[method-assign]
+        inner.host.computed = reported  # type: ignore[method-assign]
         return Wrapper(inner)
 
 
 def progress_of(rank: int, size: int, strategy: Strategy, passes: list[int]) -> list[list[float]]:
-    """What the host was told in each step."""
+    """Return the progress that was reported in each step."""
     model = make_model(seed=rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    transport = Telling()
+    transport = RecordingTransport()
     seen = []
     with attach(model, optimizer, strategy, group=transport):
         for step, count in enumerate(passes):
@@ -188,23 +188,23 @@ def progress_of(rank: int, size: int, strategy: Strategy, passes: list[int]) -> 
 
 
 def test_progress_rises_to_1_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many passes it has; others than BSP tell of the end only."""
+    """This holds for any number of passes. Strategies other than BSP report only the end."""
     monkeypatch.setattr(worker, "gradient_buckets", small_buckets)
     passes = [1, 3, 3, 1, 1, 2]
     for seen in run(progress_of, offbeat.BSP(), passes, workers=2):
-        for told in seen:
-            assert told[-1] == 1
-            assert all(0 < a < b for a, b in itertools.pairwise(told)), told
+        for reported in seen:
+            assert reported[-1] == 1
+            assert all(0 < a < b for a, b in itertools.pairwise(reported)), reported
         assert len(seen[0]) > 2  # the end, and at least two buckets before it
     for seen in run(progress_of, offbeat.LocalSGD(period=2), passes, workers=2):
         assert seen == [[1.0]] * len(passes)
 
 
 def two_optimizers(rank: int, size: int) -> Any:
-    """One backward fills the gradients of both."""
+    """One backward fills the gradients of both optimizers."""
     model = make_model(seed=rank)
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.05) for part in (model[0], model[2:])]
-    transport = Telling()
+    transport = RecordingTransport()
     with attach(model, optimizers, offbeat.BSP(), group=transport):
         loss_of(model, make_batch(rank, 0)).backward()
         for optimizer in optimizers:
@@ -212,8 +212,8 @@ def two_optimizers(rank: int, size: int) -> Any:
     return transport.progress, flat(model)
 
 
-def test_with_two_optimizers_nobody_is_told_of_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their order would depend on autograd; the gradients are averaged all the same."""
+def test_with_two_optimizers_no_bucket_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their order would depend on autograd. The gradients are averaged all the same."""
     monkeypatch.setattr(worker, "gradient_buckets", small_buckets)
     model = make_model(seed=0)
     each = [gradients(model, make_batch(rank, 0)) for rank in range(2)]
@@ -225,10 +225,10 @@ def test_with_two_optimizers_nobody_is_told_of_buckets(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_buckets_travel_while_backward_runs_in_virtual_time(
+def test_buckets_are_sent_while_backward_runs_in_virtual_time(
     passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step takes as long as it did, but what left early needs no time after it."""
+    """The computation takes as long as before, but buckets sent early need no time after it."""
     seconds, steps = 0.040, 4
     network = Network("1Mbit/s", latency="10us")
 
@@ -239,7 +239,7 @@ def test_buckets_travel_while_backward_runs_in_virtual_time(
     def timeline(overlap: bool) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(worker, "gradient_buckets", small_buckets)
-            if not overlap:  # nobody is told
+            if not overlap:  # no bucket is reported
                 patch.setattr(GradientFlow, "bucket_ready", Flow.bucket_ready)
             return simulate(train, workers=2, network=network, compute=Compute(seconds))
 

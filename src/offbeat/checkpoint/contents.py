@@ -1,0 +1,108 @@
+"""The contents of a checkpoint file: states of the user's objects and of the random generators."""
+
+import random
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from offbeat.errors import CheckpointError
+
+
+class Stateful(Protocol):
+    """An object with a state, such as a learning rate schedule."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Continue from a state."""
+
+
+def as_list(objects: Any) -> list[Any]:
+    """Return ``objects`` as a list: one object, a sequence of them, or None for no object."""
+    if objects is None:
+        return []
+    return list(objects) if isinstance(objects, Sequence) else [objects]
+
+
+def states_of(objects: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Return the type name and the state of each object."""
+    return [(type(each).__name__, each.state_dict()) for each in as_list(objects)]
+
+
+def require_same_kinds(name: str, saved: Sequence[tuple[str, Any]], objects: Sequence[Any]) -> None:
+    """Raise unless ``objects`` have the types of the saved ones.
+
+    Optimizers must also have parameter groups of the same sizes.
+
+    Args:
+        name: "optimizer" or "scheduler".
+        saved: Result of ``states_of``.
+        objects: The objects that will load the states.
+
+    Raises:
+        CheckpointError: the objects differ.
+    """
+    saved_kinds, kinds = [kind for kind, _ in saved], [type(each).__name__ for each in objects]
+    if saved_kinds != kinds:
+        raise CheckpointError(
+            f"it was saved with {name} {', '.join(saved_kinds) or 'none'}, here is "
+            f"{', '.join(kinds) or 'none'}: give the same as to save()"
+        )
+    if name != "optimizer":
+        return
+    for (kind, values), optimizer in zip(saved, objects, strict=True):
+        saved_groups = [len(group["params"]) for group in values["param_groups"]]
+        groups = [len(group["params"]) for group in optimizer.param_groups]
+        if saved_groups != groups:
+            raise CheckpointError(
+                f"the {kind} was saved with groups of {saved_groups} parameters, here they are "
+                f"{groups}: build it as in the saved run"
+            )
+
+
+def require_same_tensors(present: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Raise unless two states of a model have the same names and shapes.
+
+    Raises:
+        CheckpointError: a tensor differs.
+    """
+    shapes, saved_shapes = (
+        {name: getattr(value, "shape", None) for name, value in state.items()}
+        for state in (present, saved)
+    )
+    for name in [*shapes, *saved_shapes]:
+        if name not in saved_shapes or name not in shapes or shapes[name] != saved_shapes[name]:
+            theirs, ours = (
+                tuple(each[name] or ()) if name in each else "none"
+                for each in (saved_shapes, shapes)
+            )
+            raise CheckpointError(
+                f"it was saved for another model: of {name!r} that one has {theirs}, this one "
+                f"{ours}; build the model of the saved run"
+            )
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """Return the random states of torch, numpy and Python, and of ``device`` if it is a GPU."""
+    numpy_state = np.random.get_state(legacy=False)
+    key = numpy_state["state"]["key"].tolist()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "numpy": {**numpy_state, "state": {**numpy_state["state"], "key": key}},
+        "python": random.getstate(),
+    }
+
+
+def set_random_states(states: dict[str, Any], device: torch.device) -> None:
+    """Continue from the result of ``random_states``."""
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
+    inner = states["numpy"]["state"]
+    key = np.array(inner["key"], dtype=np.uint32)
+    np.random.set_state({**states["numpy"], "state": {**inner, "key": key}})
+    random.setstate(states["python"])

@@ -1,0 +1,97 @@
+"""Access of ``offbeat.save`` and ``offbeat.load`` to a synchronizer between two steps.
+
+A checkpoint belongs to the synchronizer, so this module may use its private attributes.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from offbeat.checkpoint.synchronizer_state import check_state
+from offbeat.errors import AttachError
+from offbeat.synchronizer import Synchronizer, require_synchronizer
+
+
+class StepBoundary:
+    """A synchronizer between two steps.
+
+    Attributes:
+        model: The attached model.
+        optimizers: The attached optimizers.
+        device: Device of the model.
+        sharded: True if this worker holds shards of the model.
+    """
+
+    def __init__(self, sync: Synchronizer) -> None:
+        self._sync = sync
+        optimizers = sync._worker.optimizers
+        self.model: nn.Module = sync._attached_objects[0]
+        self.optimizers: list[Optimizer] = [attached.optimizer for attached in optimizers]
+        self.device: torch.device = optimizers[0].parameters[0].device
+        self.sharded = sync._shards is not None
+
+    # Properties, because state_dict() may change the membership of an elastic training.
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process."""
+        return self._sync.rank
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+        return self._sync.size
+
+    def check(self, state: Any) -> None:
+        """Raise CheckpointError unless the synchronizer can load ``state``."""
+        check_state(state, self._sync._iteration.flow, self._sync.stats)
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """Return the JSON-serializable ``value`` of every process, in rank order. A collective."""
+        payload, everyone = json.dumps(value).encode(), self._sync._team.everyone
+        with self._sync._iteration.guard:
+            return [json.loads(each) for each in everyone.gather_bytes(payload, what=what)]
+
+
+@contextlib.contextmanager
+def step_boundary(sync: Synchronizer, what: str, *, loads: bool = False) -> Iterator[StepBoundary]:
+    """Return a context between two steps for saving or loading a checkpoint.
+
+    ``stats`` does not count its time and bytes.
+
+    Args:
+        sync: The synchronizer that ``attach`` returned.
+        what: Name of the caller, for errors.
+        loads: True if the caller replaces the local model. Everything in flight lands first.
+
+    Raises:
+        TypeError: ``sync`` is not a synchronizer.
+        AttachError: see ``Synchronizer.state_dict`` and ``load_state_dict``.
+    """
+    require_synchronizer(sync)
+    iteration = sync._iteration
+    sync._require_active(what)
+    if sync._shards is not None:
+        if iteration.shows_consensus:
+            raise AttachError(
+                f"{what} inside consensus() with a model that fully_shard has divided: no worker's "
+                "file would hold all of it; save there with torch.distributed.checkpoint"
+            )
+        sync._shards.reshard()
+    if loads:
+        iteration.require_own_model(what)
+    iteration.require_boundary(what)
+    try:
+        with sync._recorder.paused(), sync._team.account.paused():
+            if loads:  # a sum that is still in flight must not land on the loaded model
+                with iteration.guard:
+                    sync._consensus.settle()
+            yield StepBoundary(sync)
+    finally:
+        if loads:
+            sync._recorder.restart()

@@ -1,0 +1,166 @@
+"""Consistency checks between the workers at ``attach``: model, optimizers, strategy, settings."""
+
+import hashlib
+import itertools
+import json
+import logging
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from torch import Tensor, nn
+
+from offbeat.averaging import AttachedOptimizer
+from offbeat.averaging.buckets import make_buckets
+from offbeat.averaging.replica import Replica
+from offbeat.errors import MismatchError
+from offbeat.strategies.base import Strategy
+from offbeat.transport.communicator import Communicator
+from offbeat.transport.team import Team
+
+logger = logging.getLogger("offbeat")
+
+PROTOCOL = 1
+"""Version of the messages between workers. A release that changes them increases it."""
+
+Settings = Mapping[str, str]
+_SHOWN = 4  # largest number of differences in one warning
+
+
+def describe(
+    strategy: Strategy, replica: Replica, optimizers: Sequence[AttachedOptimizer]
+) -> list[str]:
+    """Return lines that must be equal on all workers: strategy, optimizers, and each tensor."""
+    lines = [
+        f"optimizer {each.index}: {type(each.optimizer).__name__} with {len(each.parameters)} "
+        "parameters"
+        for each in optimizers
+    ]
+    return [f"strategy {strategy!r}", *lines, *replica.describe()]
+
+
+def settings_of(model: nn.Module, optimizers: Sequence[AttachedOptimizer]) -> Settings:
+    """Return settings by name that should be equal on all workers, but may differ."""
+    settings = {"the version of offbeat": _own_version(), "the version of torch": torch.__version__}
+    for each in optimizers:
+        for i, group in enumerate(each.optimizer.param_groups):
+            where = f"optimizer {each.index}, group {i}"
+            settings[f"the number of parameters of {where}"] = str(len(group["params"]))
+            for name, value in group.items():
+                if name != "params" and _is_plain(value):
+                    settings[f"{name} of {where}"] = _shown(value)
+    for name, module in model.named_modules():
+        shown = f"module {name!r}" if name else "the model"
+        settings[f"the mode of {shown}"] = "train()" if module.training else "eval()"
+    return settings
+
+
+def _own_version() -> str:
+    try:
+        return version("offbeat")
+    except PackageNotFoundError:  # imported from a source tree
+        return "not installed"
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_shown, value))})"
+    if isinstance(value, Tensor):
+        value = value.item()
+    return f"{value:.8g}" if isinstance(value, float) else str(value)
+
+
+def require_consistency(
+    communicator: Communicator, lines: Sequence[str], settings: Settings | None = None
+) -> None:
+    """Compare ``lines`` and ``settings`` between the workers. A collective.
+
+    The workers exchange hashes first, and the texts only if the hashes differ. Different
+    ``settings`` are allowed; each worker warns about them.
+
+    Raises:
+        MismatchError: on every worker, if a worker's lines differ from those of rank 0. The message
+            names the rank and the first different line.
+    """
+    what = "comparison of the models"
+    settings = settings or {}
+    text = "\n".join(versioned(lines)).encode()
+    settings_text = json.dumps(settings).encode()
+    hashes = communicator.gather_bytes(_hash(text) + _hash(settings_text), what=what)
+    if len({each[: len(_hash(text))] for each in hashes}) > 1:
+        texts = communicator.gather_bytes(text, what=what)
+        all_lines = [each.decode().split("\n") for each in texts]
+        for rank in range(len(all_lines)):
+            if message := difference(all_lines, rank, 0):
+                raise MismatchError(message)
+    if len(set(hashes)) > 1:
+        texts = communicator.gather_bytes(settings_text, what=what)
+        differences = _differences([json.loads(each) for each in texts])
+        message = f"the workers differ, but training continues: {differences}"
+        if communicator.rank == 0:
+            logger.warning("%s", message)
+        warnings.warn(message, stacklevel=5)  # points to the line that called attach()
+
+
+def versioned(lines: Sequence[str]) -> list[str]:
+    """Return ``lines`` after a line with the version of the messages, which must be equal, too."""
+    return [f"protocol {PROTOCOL}", *lines]
+
+
+def _hash(text: bytes) -> bytes:
+    return hashlib.sha256(text).digest()
+
+
+def difference(lines: Sequence[Sequence[str]], rank: int, first: int) -> str:
+    """Describe the first difference between the lines of ``rank`` and those of rank ``first``.
+
+    Args:
+        lines: The ``versioned`` lines of every worker, in rank order.
+        rank: The rank that is compared.
+        first: The rank that it is compared with.
+
+    Returns:
+        The message, empty if the lines are equal.
+    """
+    pairs = itertools.zip_longest(lines[rank], lines[first], fillvalue="nothing more")
+    for i, (other, reference) in enumerate(pairs):
+        if other != reference:
+            advice = "; install the same version of offbeat everywhere" if i == 0 else ""
+            return (
+                f"rank {rank} differs from rank {first}: rank {rank} has {other}; rank {first} "
+                f"has {reference}{advice}"
+            )
+    return ""
+
+
+def _differences(settings: Sequence[Settings]) -> str:
+    """Describe the settings that differ, with the ranks that have each value."""
+    differences = []
+    for name in dict.fromkeys(name for each in settings for name in each):
+        ranks: dict[str, list[str]] = {}
+        for rank, each in enumerate(settings):
+            ranks.setdefault(each.get(name, "nothing"), []).append(str(rank))
+        if len(ranks) > 1:
+            values = (f"{value} on rank {', '.join(where)}" for value, where in ranks.items())
+            differences.append(f"{name} is {' and '.join(values)}")
+    more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+    return "; ".join(differences[:_SHOWN]) + more
+
+
+def copy_rank_0(team: Team, tensors: Iterable[Tensor]) -> None:
+    """Copy rank 0's values of ``tensors`` to all workers, in place. A collective."""
+    if team.everyone.size == 1:
+        return
+    for bucket in make_buckets(tensors):
+        bucket.pack()
+        team.communicator.broadcast(bucket.flat, what="copy of rank 0's model").wait()
+        bucket.unpack()  # on rank 0, too: it may be a node of several workers
