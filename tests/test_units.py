@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.units import (
@@ -193,7 +193,6 @@ def test_seconds_are_shown(seconds: float, text: str) -> None:
     assert show_seconds(seconds) == text
 
 
-@settings(deadline=None, max_examples=100, derandomize=True, database=None)
 @given(st.floats(1e-12, 1e9))
 def test_shown_seconds_are_read(seconds: float) -> None:
     """Shown seconds can be parsed. They have four digits."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -14,7 +14,6 @@ from offbeat.averaging.parts.cuts import cut_by_bytes, cut_by_tensors
 from problems import flat, make_wide
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.data())
 def test_cuts_by_tensors_are_nearest_to_equal_bytes(sizes: list[int], data: Any) -> None:
     """Each cut, from the first one, is the possible one nearest to its target."""

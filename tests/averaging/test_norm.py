@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -62,7 +62,6 @@ tensors = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=80, derandomize=True, database=None)
 @given(st.lists(tensors, max_size=8))
 def test_squared_norm_is_the_sum_of_squares(gradients: list[Tensor]) -> None:
     """It equals the sum in float64 for any shapes, dtypes and layouts."""
@@ -71,7 +70,6 @@ def test_squared_norm_is_the_sum_of_squares(gradients: list[Tensor]) -> None:
     assert squared_norm(dense) == pytest.approx(squared(dense), rel=1e-5, abs=1e-30)
 
 
-@settings(deadline=None, max_examples=15, derandomize=True, database=None)
 @given(
     st.lists(
         st.tuples(

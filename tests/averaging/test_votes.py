@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat import OffbeatError
@@ -27,7 +27,6 @@ def summed(votes: Sequence[Vote], dtype: torch.dtype) -> list[float]:
     return sums
 
 
-@settings(max_examples=80, deadline=None, derandomize=True, database=None)
 @given(
     st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 9)), min_size=1, max_size=40),
     st.integers(0, 5000),

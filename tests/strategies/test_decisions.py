@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat import (
@@ -26,8 +26,6 @@ from offbeat import (
 from offbeat.strategies.base import Gradients, Launch, Outer, SharedModel, Strategy
 from problems import changes
 from strategies.decisions import UNREAD, Workers, seen, tally
-
-few = settings(deadline=None, max_examples=40, derandomize=True, database=None)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +125,6 @@ def test_local_sgd_averages_after_exactly_period_steps(
     assert Lazy(strategy).launch_steps(17) == launches
 
 
-@few
 @given(st.integers(1, 40), st.data())
 def test_diloco_launches_each_fragment_once_a_period(period: int, data: Any) -> None:
     """Fragment p is launched after the steps t ≡ ⌊p·H/P⌋ (mod H), one in a round."""
@@ -153,7 +150,6 @@ def test_eager_averaging_asks_when_there_is_a_new_step_and_nothing_in_flight() -
     assert strategy.due(seen(step=3, launch_step=2, ready=False)) == 0
 
 
-@few
 @given(st.integers(1, 20), st.integers(1, 30))
 def test_cyclic_streaming_passes_the_model_in_a_cycle(cycle: int, parts: int) -> None:
     """Every part is launched again within β = τ/2 steps, at equal intervals if P ≤ β."""

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import offbeat
@@ -114,7 +114,6 @@ def test_every_strategy_is_covered() -> None:
     assert {kind.__name__ for kind in STRATEGIES.values()} <= set(dir(offbeat))
 
 
-@settings(deadline=None, max_examples=150, derandomize=True, database=None)
 @given(st.sampled_from(sorted(MADE)).flatmap(MADE.__getitem__))
 def test_text_and_repr_make_the_strategy_again(strategy: Strategy) -> None:
     """parse_strategy(str(s)) == s with the same type, and eval(repr(s)) == s."""

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.strategies.trigger import RelativeChange, ThresholdController
@@ -13,7 +13,6 @@ from problems import changes
 norms = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=40)
 
 
-@settings(deadline=None, max_examples=150, derandomize=True, database=None)
 @given(norms, st.floats(0.01, 1.0), st.one_of(st.none(), st.integers(1, 12)))
 def test_relative_change_is_its_definition(
     values: list[float], smoothing: float, window: int | None
@@ -26,7 +25,6 @@ def test_relative_change_is_its_definition(
     assert found[0] == math.inf
 
 
-@settings(deadline=None, max_examples=100, derandomize=True, database=None)
 @given(
     norms,
     st.dictionaries(
