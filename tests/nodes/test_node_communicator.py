@@ -11,7 +11,7 @@ from torch import Tensor
 import offbeat
 from offbeat.errors import CommunicationError
 from offbeat.nodes.communicator import NodeCommunicator
-from offbeat.quantization.decoding import Plain
+from offbeat.quantization.decoding import TensorVector
 from offbeat.quantization.wire import Wire
 from offbeat.simulate.cluster import Line
 from offbeat.simulate.communicator import SimulatedCommunicator
@@ -224,7 +224,7 @@ def test_a_lossy_wire_gives_the_bits_of_one_worker_in_each_node(precision: Any) 
         for _ in range(3):
             updates = [torch.randn(3000, generator=generator) for _ in range(3)]
             sums = [wire.sum(u, stream=f"s{i}", what="x") for i, u in enumerate(updates)]
-            more = wire.sum_updates(Plain(updates[0].clone()), stream="u", what="y")
+            more = wire.sum_updates(TensorVector(updates[0].clone()), stream="u", what="y")
             found += [one.wait().clone() for one in sums]
             total = torch.empty(3000)
             more.wait().read(total)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from offbeat.quantization.codecs import BLOCK
+from offbeat.quantization.kernels import BLOCK
 
 
 def values(seed: int, elements: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -88,7 +88,7 @@ def take_back(wire: AdaptiveWire, team: Team, kinds: list[Precision]) -> list[Te
             handle = wire.sum(inputs(team.rank, step), stream="a", what="test", tentative=True)
             result = handle.wait().clone()
             if step == 7:
-                wire.take_back("a")
+                wire.undo("a")
         results.append(result)
     return results
 
@@ -110,13 +110,13 @@ def looked(wire: AdaptiveWire, team: Team, save: bool) -> list[Any]:
             state = wire.state_dict()
             wire = AdaptiveWire(team)
             wire.load_state_dict(state)
-        assert wire.measured(round, stepping=False)[:2] == (0.0, 0.0)
+        assert wire.measurements(round, stepping=False)[:2] == (0.0, 0.0)
         wire.sum(torch.zeros(ELEMENTS), stream="a", what="test").wait()
         if round != 40:  # in which rank 2 has nothing to do: its waiting does not count
             told = (3.0, 3.0 * 1.0, *waits)
         else:
             told = (2.0, 2.0 * 1.0, waits[0], waits[1], float("inf"))
-        wire.acted(Completed(told))
+        wire.apply_measurements(Completed(told))
         trace.append((wire.control.precision, wire.reason))
     return trace
 
@@ -138,16 +138,16 @@ def test_all_workers_follow_the_tallies_alike() -> None:
 
 def saved(wire: AdaptiveWire, team: Team) -> Any:
     wire.control = replace(CONTROL)
-    wire.measured(5, stepping=True)
+    wire.measurements(5, stepping=True)
     team.host.sleep(2.0, "test")
     for told in ((3.0, 3.0, 0.1, 0.2, 0.3), (4.0, 4.0, 0.3, 0.2, 0.1)):
-        wire.acted(Completed(told))
+        wire.apply_measurements(Completed(told))
     state = wire.state_dict()
     other = AdaptiveWire(team)
     other.load_state_dict(state)
     team.host.sleep(1.0, "test")
     states = (state, other.state_dict())
-    return other.control, other.measured(9, stepping=True), states
+    return other.control, other.measurements(9, stepping=True), states
 
 
 def test_a_state_holds_all_of_it() -> None:

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offbeat.quantization import codecs as module
-from offbeat.quantization.codecs import BLOCK, CODECS
+from offbeat.quantization import kernels as module
+from offbeat.quantization.codecs import CODECS
+from offbeat.quantization.kernels import BLOCK
 from quantization.rounding import most, values
 
 
@@ -52,7 +53,7 @@ def rounded(x: Tensor, precision: str) -> Tensor:
     numbers = torch.zeros(blocks * BLOCK)
     numbers[: x.numel()] = x
     payload = torch.full((blocks * codec.block_bytes,), 7, dtype=torch.uint8)
-    codec.round(numbers, payload)
+    codec.encode(numbers, payload, keep_error=False)
     codec.decode(payload, out := torch.empty_like(x))
     return out
 
@@ -114,7 +115,7 @@ def test_integers_are_rounded_to_nearest_even(precision: str, bits: int, start: 
     for keep in (True, False):
         payload = torch.zeros(301 * codec.block_bytes, dtype=torch.uint8)
         numbers = part.clone()
-        (codec.encode if keep else codec.round)(numbers, payload, start=start * BLOCK)
+        codec.encode(numbers, payload, start=start * BLOCK, keep_error=keep)
         found = unpacked(payload, bits)
         assert not found[:start].any()
         np.testing.assert_array_equal(found[start:], np.rint(x[start:]))
@@ -135,7 +136,7 @@ def test_bfloat16_is_rounded_to_nearest_even() -> None:
     codec = CODECS["bfloat16"]()
     for keep in (True, False):
         payload = torch.zeros(5 * codec.block_bytes, dtype=torch.uint8)
-        (codec.encode if keep else codec.round)(x.clone(), payload, start=BLOCK)
+        codec.encode(x.clone(), payload, start=BLOCK, keep_error=keep)
         np.testing.assert_array_equal(payload.numpy().view(np.uint16)[BLOCK:], expected)
         assert not payload[: codec.block_bytes].any()
 

@@ -13,16 +13,17 @@ from torch import Tensor
 
 import offbeat
 import worlds
-from offbeat.quantization import codecs as codec
 from offbeat.quantization import kernels
-from offbeat.quantization.codecs import BLOCK, CODECS, Integers
+from offbeat.quantization.codecs import CODECS
+from offbeat.quantization.integers import IntegerCodec
+from offbeat.quantization.kernels import BLOCK
 from problems import flat, make_wide, wide_loss
 
 PRECISIONS = ["int8", "int4", "int2"]
 
 
 def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "kernels", lambda: None)
+    monkeypatch.setattr(kernels, "kernels", lambda: None)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -63,7 +64,7 @@ def test_the_same_integers(precision: str, monkeypatch: pytest.MonkeyPatch) -> N
     payloads = []
     for _ in range(2):
         rounding = CODECS[precision]()
-        assert isinstance(rounding, Integers)
+        assert isinstance(rounding, IntegerCodec)
         payloads.append(torch.empty(64 * rounding.block_bytes, dtype=torch.uint8))
         rounding.encode(x.clone(), payloads[-1])
         by_torch(monkeypatch)
@@ -102,7 +103,7 @@ def test_a_worker_without_them_trains_with_others(
         calls[found is not None] += 1
         return found
 
-    monkeypatch.setattr(codec, "kernels", some)
+    monkeypatch.setattr(kernels, "kernels", some)
     results = worlds.simulated(train, workers=3)
     assert calls[True] > 20
     assert calls[False] > 20

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import offbeat
-from offbeat.quantization.codecs import BLOCK, CODECS
-from offbeat.quantization.decoding import Plain
-from offbeat.quantization.payloads import gathers, update_bits
+from offbeat.quantization.codecs import CODECS
+from offbeat.quantization.decoding import TensorVector
+from offbeat.quantization.kernels import BLOCK
+from offbeat.quantization.payloads import update_bits, uses_single_stage
 from offbeat.quantization.wire import Wire
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.single_process import SingleCommunicator
@@ -115,16 +116,16 @@ def changing(wire: Wire, team: Team) -> Any:
     for i, precision in enumerate(CHANGING):
         update = values(10 * i + team.rank, 4000).double()
         one = wire.sum_updates(
-            Plain((residual + update).float()),
+            TensorVector((residual + update).float()),
             stream="a",
             what="test",
             contribute=(i, team.rank) != (2, 1),  # it goes with the next one
             precision=precision,
         )
-        totals.append(one.wait().whole())
+        totals.append(one.wait().to_tensor())
         gain = gain + totals[-1]
         put_in = put_in + update
-        residual = residual + update - one.sent.whole()
+        residual = residual + update - one.sent.to_tensor()
     return totals, gain, residual, put_in, wire.state_dict()["a"], team.account.payload_bytes
 
 
@@ -155,7 +156,7 @@ def gathered(wire: Wire, team: Team) -> Any:
     found = []
     for i in range(2):
         one = wire.sum_updates(
-            Plain(values(10 * i + team.rank, 3900)),
+            TensorVector(values(10 * i + team.rank, 3900)),
             stream="a",
             what="test",
             contribute=(i, team.rank) != (1, 1),
@@ -163,7 +164,7 @@ def gathered(wire: Wire, team: Team) -> Any:
         total = one.wait()
         stretch = torch.empty(700)
         total.read(stretch, 2 * BLOCK)
-        found.append((total.whole(), one.sent.whole(), stretch))
+        found.append((total.to_tensor(), one.sent.to_tensor(), stretch))
     return found, wire.state_dict()
 
 
@@ -189,8 +190,8 @@ def test_updates_are_gathered_where_that_sends_little_more(precision: str) -> No
     second = CODECS["int4" if precision == "int2" else precision].block_bytes
     for workers in range(2, 9):
         whole, stages = workers * first, first + second
-        assert gathers(precision, workers) == (whole <= 1.1 * stages)
-        sent = whole if gathers(precision, workers) else stages
+        assert uses_single_stage(precision, workers) == (whole <= 1.1 * stages)
+        sent = whole if uses_single_stage(precision, workers) else stages
         assert update_bits(precision, workers) == pytest.approx(8 * sent / BLOCK)
 
 
@@ -231,7 +232,7 @@ def tentative(wire: Wire, team: Team) -> Any:
         x = values(10 * i + team.rank, 4000)
         wrong = wire.sum(values(99, 4000), stream="a", what="test", tentative=True)
         wrong.wait()
-        wire.take_back("a")
+        wire.undo("a")
         seen.append(wire.sum(x.clone(), stream="a", what="test", tentative=i % 2 == 0).wait())
         plain = wire.sum(x.clone(), stream="b", what="test").wait()
         assert torch.equal(seen[-1], plain)
@@ -500,7 +501,7 @@ def test_a_stream_is_of_one_size() -> None:
 
     for text in simulated(work, "int8"):
         assert "stream 'a'" in text
-        assert "a stream of its own" in text
+        assert "use one stream per tensor" in text
 
 
 def test_unknown_precisions_are_refused() -> None:
@@ -515,7 +516,7 @@ def test_numbers_that_are_not_there_do_not_count(precision: str) -> None:
     x = values(0, 4000).flip(0)  # the last block is smaller than the others by far
 
     def work(wire: Wire, team: Team) -> Tensor:
-        return wire.sum_updates(Plain(x), stream="a", what="test").sent.whole()
+        return wire.sum_updates(TensorVector(x), stream="a", what="test").sent.to_tensor()
 
     for sent in simulated(work, precision):
         assert ((sent.double() - x.double()).abs() <= most(x, precision)).all()
@@ -524,9 +525,10 @@ def test_numbers_that_are_not_there_do_not_count(precision: str) -> None:
 def test_an_exact_wire_refuses_a_lossy_sum() -> None:
     def work(wire: Wire, team: Team) -> str:
         try:
-            wire.sum_updates(Plain(torch.ones(4000)), stream="a", what="test", precision="int4")
+            x = TensorVector(torch.ones(4000))
+            wire.sum_updates(x, stream="a", what="test", precision="int4")
         except ValueError as error:
             return str(error)
         return ""
 
-    assert all("over a wire of 'float32'" in text for text in simulated(work, "float32"))
+    assert all("the wire was made for 'float32'" in text for text in simulated(work, "float32"))

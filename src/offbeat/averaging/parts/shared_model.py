@@ -9,7 +9,7 @@ from offbeat.averaging.parts.part import Part
 from offbeat.averaging.parts.snapshot_part import SnapshotPart
 from offbeat.averaging.parts.update_part import UpdatePart
 from offbeat.averaging.worker import Worker
-from offbeat.quantization.payloads import gathers, update_bits
+from offbeat.quantization.payloads import update_bits, uses_single_stage
 from offbeat.strategies.base import Outer, SharedModel, WorkerView
 
 _LOSSY = ("bfloat16", "int8", "int4", "int2")
@@ -122,9 +122,9 @@ def view_of(worker: Worker) -> WorkerView:
         step=worker.step,
         start_step=worker.step,
         launch_step=worker.step,
-        precision=None if wire.chosen else wire.precision,
+        precision=None if wire.strategy_sets_precision else wire.precision,
         bits={one: update_bits(one, size) for one in ("float32", *_LOSSY)},
-        two_stages=frozenset(one for one in lossy if not gathers(one, size)),
+        two_stages=frozenset(one for one in lossy if not uses_single_stage(one, size)),
         record=worker.record,
         details=worker.details,
     )
