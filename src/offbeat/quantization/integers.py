@@ -106,7 +106,7 @@ class IntegerCodec(Codec):
         name: Literal["encode", "decode"],
         flag: bool,
     ) -> bool:
-        """Run a compiled loop on a piece. Return False if there is none for this tensor.
+        """Run a compiled loop on a piece. Return False if none applies to this tensor.
 
         Args:
             part: The piece.

@@ -22,8 +22,8 @@ _MAX_PATIENCE = 4**6
 class PrecisionControl:
     """Chooses a precision from a sequence of loads. All workers call it with the same arguments.
 
-    - A load above 1 selects the precision with the most bits that should bring it to 1 or below. If
-      there is none, it selects the one with the fewest bits.
+    - A load above 1 selects the precision with the most bits that should bring it to 1 or below, or
+      the one with the fewest bits if none should.
     - A load so low that the next precision with more bits should keep it at or below ``margin``
       selects that precision, once ``patience`` measurements have passed since the last change.
     - Fewer bits are on trial if durations are given. They are reversed if the next measurement

@@ -70,7 +70,7 @@ class TwoStageSum(Handle[LazyVector]):
         codecs: Codecs of both stages.
         errors: Error feedback of the stream.
         like: Vector with the length, dtype and device of the sum.
-        contribute: True if this worker's contribution is not zero.
+        contribute: False if this worker sends zeros.
         tentative: True if ``Wire.undo`` may follow.
         what: Name of the operation in errors.
     """
@@ -149,7 +149,7 @@ class SecondStageQueue:
 
     @classmethod
     def of(cls, account: Account) -> "SecondStageQueue":
-        """Return the queue of ``account``. Registers a new one if there is none."""
+        """Return the queue of ``account``. The first call makes and registers it."""
         for callback in account.before_waiting:
             if isinstance(callback, cls):
                 return callback

@@ -146,7 +146,7 @@ class Wire:
         Args:
             update: This worker's update, of the same length and dtype on all workers. Read once,
                 piece by piece.
-            stream: As for ``sum``.
+            stream: Name of the stream, as in ``sum``.
             what: Name of the operation in errors.
             contribute: False sends zeros and does not read ``update``.
             precision: Precision of this sum. None: that of the wire. The same on all workers. The
