@@ -1,6 +1,6 @@
 """Codecs to integers of 8, 4 or 2 bits with one scale for each block."""
 
-from dataclasses import dataclass
+from functools import cache
 from math import inf
 from typing import ClassVar, Literal
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.quantization.base import PIECE_BLOCKS, Codec, add_piece, pieces
+from offbeat.quantization.base import Codec, add_piece, pieces
 from offbeat.quantization.kernels import BLOCK, SMALLEST_SCALE, kernels_for
 
 _ROUNDING = 1.5 * 2.0**23
@@ -37,10 +37,6 @@ class IntegerCodec(Codec):
     bits: ClassVar[int]
     block_bytes: ClassVar[int]
 
-    def __init__(self) -> None:
-        self._scratch_by_blocks: dict[int, _Scratch] = {}
-        self._constants_by_device: dict[torch.device, _Constants] = {}
-
     @override
     def encode(
         self,
@@ -56,21 +52,21 @@ class IntegerCodec(Codec):
             add_piece(part, plus, piece)
             if self._run_kernel(part, payload, start + piece.start, "encode", keep_error):
                 continue
-            x, scratch = part.view(-1, BLOCK), self._scratch(part)
+            x = part.view(-1, BLOCK)
             scale, packed = self._split(payload, start + piece.start, part.numel())
-            torch.abs(x, out=scratch.numbers)
-            inverse, finite = self._set_scale(scratch.numbers.amax(1, keepdim=True), scale)
+            inverse, finite = self._set_scale(x.abs().amax(1, keepdim=True), scale)
             if not keep_error:
                 # The integers are the lowest bytes of the sums.
-                torch.addcmul(self._constants(x).rounding, x, inverse, out=x)
-                self._pack(x.view(torch.int32), packed, scratch)
+                rounding = torch.full((1, BLOCK), _ROUNDING, device=x.device)
+                torch.addcmul(rounding, x, inverse, out=x)
+                self._pack(x.view(torch.int32).to(torch.int8), packed)
                 continue
-            torch.mul(x, inverse, out=scratch.numbers).round_()
-            x.addcmul_(scratch.numbers, scale, value=-1)
+            rounded = torch.mul(x, inverse).round_()
+            x.addcmul_(rounded, scale, value=-1)
             if not finite:
                 x.nan_to_num_(0.0, 0.0, 0.0)
-                scratch.numbers.nan_to_num_(0.0, 0.0, 0.0)  # blocks with scale NaN
-            self._pack(scratch.numbers, packed, scratch)
+                rounded.nan_to_num_(0.0, 0.0, 0.0)  # blocks with scale NaN
+            self._pack(rounded.to(torch.int8), packed)
 
     @override
     def decode(self, payload: Tensor, values: Tensor, *, start: int = 0) -> None:
@@ -78,25 +74,21 @@ class IntegerCodec(Codec):
             part = values[piece]
             if self._run_kernel(part, payload, start + piece.start, "decode", False):
                 continue
-            scratch = self._scratch(part)
-            scale, packed = self._split(payload, start + piece.start, part.numel())
-            in_place = part.dtype == torch.float32 and part.numel() % BLOCK == 0
-            x = part.view(-1, BLOCK) if in_place else scratch.numbers
-            x.copy_(self._unpack(packed, scratch)).mul_(self._unit(scale))
-            if not in_place:
-                part.copy_(x.view(-1)[: part.numel()])
+            if part.dtype == torch.float32 and part.numel() % BLOCK == 0:
+                self._decode_blocks(payload, start + piece.start, part)
+            else:
+                blocks = torch.empty(-(-part.numel() // BLOCK) * BLOCK, device=part.device)
+                self._decode_blocks(payload, start + piece.start, blocks)
+                part.copy_(blocks[: part.numel()])
 
     @override
     def add(self, payload: Tensor, values: Tensor, *, start: int = 0) -> None:
         for piece in pieces(values):
             part = values[piece]
-            if self._run_kernel(part, payload, start + piece.start, "decode", True):
-                continue
-            scratch = self._scratch(part)
-            scale, packed = self._split(payload, start + piece.start, part.numel())
-            scratch.numbers.copy_(self._unpack(packed, scratch)).mul_(self._unit(scale))
-            # The product is rounded before the sum, as in the compiled loop.
-            part.view(-1, BLOCK).add_(scratch.numbers)
+            if not self._run_kernel(part, payload, start + piece.start, "decode", True):
+                numbers = torch.empty_like(part)
+                self._decode_blocks(payload, start + piece.start, numbers)
+                part.add_(numbers)  # the product is rounded before the sum, as in the compiled loop
 
     def _run_kernel(
         self,
@@ -136,7 +128,9 @@ class IntegerCodec(Codec):
             ``SMALLEST_SCALE`` becomes 0 and one that is not finite becomes NaN; the inverse of
             both is 0.
         """
-        torch.div(largest, self._constants(scale).levels, out=scale)
+        # Not a Python number, by which CUDA would divide with other bits than a CPU.
+        levels = torch.full_like(largest, 2 ** (self.bits - 1) - 1)
+        torch.div(largest, levels, out=scale)
         inverse = scale.reciprocal()
         usual = finite = False  # on a GPU reading the extremes would block
         if scale.device.type == "cpu":
@@ -149,59 +143,40 @@ class IntegerCodec(Codec):
             scale.masked_fill_(tiny, 0.0).add_(scale - scale)  # ∞ becomes NaN
         return inverse, finite
 
-    def _pack(self, numbers: Tensor, packed: Tensor, scratch: "_Scratch") -> None:
-        """packed ← the integers, four bytes in one operation.
+    def _pack(self, integers: Tensor, packed: Tensor) -> None:
+        """packed ← the int8 integers, four bytes in one operation. One row for each block.
 
-        Args:
-            numbers: Integers as float32, or as int32 whose lowest byte counts.
-            packed: int8, one row for each block.
-            scratch: Memory for the work.
+        Overwrites ``integers``.
         """
-        scratch.integers.copy_(numbers)
-        words, constants = packed.view(torch.int32), self._constants(packed)
-        first, *others = scratch.words
-        torch.bitwise_and(first, constants.fields[0], out=words)
-        for i, part in enumerate(others, start=1):
-            part.bitwise_left_shift_(constants.shifts[i]).bitwise_and_(constants.fields[i])
-            words.bitwise_or_(part)
+        if self.bits == 8:
+            packed.copy_(integers)
+            return
+        words, mask, device = packed.view(torch.int32), 2**self.bits - 1, packed.device
+        first, *others = integers.view(torch.int32).chunk(8 // self.bits, dim=1)
+        torch.bitwise_and(first, _in_each_byte(mask, device), out=words)
+        for i, column in enumerate(others, start=1):
+            shift = i * self.bits
+            column.bitwise_left_shift_(_int32(shift, device))
+            words.bitwise_or_(column.bitwise_and_(_in_each_byte(mask << shift, device)))
 
-    def _unpack(self, packed: Tensor, scratch: "_Scratch") -> Tensor:
-        """Return the integers times 2^(8 − bits): each is in the highest bits of its byte."""
-        words, constants = packed.view(torch.int32), self._constants(packed)
-        highest = constants.fields[-1]
-        *others, last = scratch.words
-        for part, shift in zip(others, reversed(constants.shifts), strict=False):
-            torch.bitwise_left_shift(words, shift, out=part)
-            part.bitwise_and_(highest)
-        torch.bitwise_and(words, highest, out=last)
-        return scratch.integers
+    def _decode_blocks(self, payload: Tensor, start: int, values: Tensor) -> None:
+        """values ← the numbers of a range of a payload. ``values`` is float32 in whole blocks."""
+        scale, packed = self._split(payload, start, values.numel())
+        highest = 8 - self.bits
+        # The product is exact: a scale is 0 or far from the smallest float32.
+        values.view(-1, BLOCK).copy_(self._unpack(packed)).mul_(scale * 2.0**-highest)
 
-    def _unit(self, scale: Tensor) -> Tensor:
-        """Return the factor from ``_unpack``'s integers to numbers.
-
-        It is exact: a scale is 0 or large enough for the division by a power of two.
-        """
-        return scale * self._constants(scale).unit
-
-    def _constants(self, like: Tensor) -> "_Constants":
-        constants = self._constants_by_device.get(like.device)
-        if constants is None:
-            constants = _Constants.create(self.bits, like.device)
-            self._constants_by_device[like.device] = constants
-        return constants
-
-    def _scratch(self, part: Tensor) -> "_Scratch":
-        """Return scratch memory for a piece: on a CPU always the same memory."""
-        blocks = -(-part.numel() // BLOCK)
-        if part.device.type != "cpu":
-            return _Scratch.allocate(blocks, 8 // self.bits, part.device)
-        if blocks not in self._scratch_by_blocks:
-            largest = self._scratch_by_blocks.get(PIECE_BLOCKS)
-            if largest is None:
-                largest = _Scratch.allocate(PIECE_BLOCKS, 8 // self.bits, part.device)
-                self._scratch_by_blocks[PIECE_BLOCKS] = largest
-            self._scratch_by_blocks[blocks] = largest.first(blocks)
-        return self._scratch_by_blocks[blocks]
+    def _unpack(self, packed: Tensor) -> Tensor:
+        """Return the integers as int8, times 2^(8 − bits): each in the highest bits of its byte."""
+        if self.bits == 8:
+            return packed
+        words, highest, device = packed.view(torch.int32), 8 - self.bits, packed.device
+        mask = _in_each_byte(2**self.bits - 1 << highest, device)
+        integers = torch.empty(len(packed), BLOCK, dtype=torch.int8, device=device)
+        for i, column in enumerate(integers.view(torch.int32).chunk(8 // self.bits, dim=1)):
+            torch.bitwise_left_shift(words, _int32(highest - i * self.bits, device), out=column)
+            column.bitwise_and_(mask)
+        return integers
 
     def _split(self, payload: Tensor, start: int, elements: int) -> tuple[Tensor, Tensor]:
         """Return views of a range of a payload: scales (float32) and packed integers (int8).
@@ -215,71 +190,15 @@ class IntegerCodec(Codec):
         return scales.view(-1, 1), packed.view(-1, size)
 
 
-@dataclass(frozen=True)
-class _Scratch:
-    """Scratch memory for one piece.
-
-    Attributes:
-        numbers: float32, one row for each block.
-        integers: int8, one row for each block.
-        words: The memory of ``integers`` as int32, divided into the columns that share a byte.
-    """
-
-    numbers: Tensor
-    integers: Tensor
-    words: tuple[Tensor, ...]
-
-    @classmethod
-    def allocate(cls, blocks: int, numbers_per_byte: int, device: torch.device) -> "_Scratch":
-        integers = torch.empty(blocks, BLOCK, dtype=torch.int8, device=device)
-        return cls(
-            torch.empty(blocks, BLOCK, device=device),
-            integers,
-            integers.view(torch.int32).chunk(numbers_per_byte, dim=1),
-        )
-
-    def first(self, blocks: int) -> "_Scratch":
-        """Return the memory of the first blocks."""
-        words = tuple(part[:blocks] for part in self.words)
-        return _Scratch(self.numbers[:blocks], self.integers[:blocks], words)
+@cache
+def _int32(value: int, device: torch.device) -> Tensor:
+    """Return a constant. With a Python number the operations above take longer."""
+    return torch.tensor(value, dtype=torch.int32, device=device)
 
 
-@dataclass(frozen=True)
-class _Constants:
-    """Constants as tensors on one device.
-
-    With a Python number an operation on a piece of bytes takes longer to call than to run.
-
-    Attributes:
-        levels: L.
-        unit: 2^(bits − 8).
-        rounding: A row of ``_ROUNDING``.
-        shifts: int32; shift in bits of each number that shares a byte.
-        fields: int32; mask of each number that shares a byte, in all four bytes.
-    """
-
-    levels: Tensor
-    unit: Tensor
-    rounding: Tensor
-    shifts: tuple[Tensor, ...]
-    fields: tuple[Tensor, ...]
-
-    @classmethod
-    def create(cls, bits: int, device: torch.device) -> "_Constants":
-        shifts = range(0, 8, bits)
-        fields = [_in_each_byte(2**bits - 1 << shift) for shift in shifts]
-        return cls(
-            torch.tensor(2.0 ** (bits - 1) - 1, device=device),
-            torch.tensor(2.0 ** (bits - 8), device=device),
-            torch.full((1, BLOCK), _ROUNDING, device=device),
-            tuple(torch.tensor(shift, dtype=torch.int32, device=device) for shift in shifts),
-            tuple(torch.tensor(field, dtype=torch.int32, device=device) for field in fields),
-        )
-
-
-def _in_each_byte(bits: int) -> int:
+def _in_each_byte(bits: int, device: torch.device) -> Tensor:
     """Return the int32 with these bits in each of its bytes."""
-    return int.from_bytes(bytes([bits] * 4), "little", signed=True)
+    return _int32(int.from_bytes(bytes([bits] * 4), "little", signed=True), device)
 
 
 class Int8(IntegerCodec):
@@ -287,18 +206,6 @@ class Int8(IntegerCodec):
 
     bits = 8
     block_bytes = BLOCK + 4
-
-    @override
-    def _pack(self, numbers: Tensor, packed: Tensor, scratch: _Scratch) -> None:
-        packed.copy_(numbers)
-
-    @override
-    def _unpack(self, packed: Tensor, scratch: _Scratch) -> Tensor:
-        return packed
-
-    @override
-    def _unit(self, scale: Tensor) -> Tensor:
-        return scale
 
 
 class Int4(IntegerCodec):
