@@ -1,7 +1,6 @@
-"""Quantized sums: error bounds, error feedback, and the order of the second stages."""
+"""Quantized sums: error bounds, error feedback, bytes and errors."""
 
 import math
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -16,35 +15,14 @@ from offbeat.quantization.decoding import TensorVector
 from offbeat.quantization.kernels import BLOCK
 from offbeat.quantization.payloads import update_bits, uses_single_stage
 from offbeat.quantization.wire import Wire
-from offbeat.transport.communicator import Communicator
 from offbeat.transport.single_process import SingleCommunicator
 from offbeat.transport.team import Team
 from quantization.rounding import largest, most, values
-from transport import communicators
-
-Function = Callable[[Wire, Team], Any]
-both = pytest.mark.parametrize("precision", ["bfloat16", "int8", "int4", "int2"])
-SIZE = 3
-
-
-def gloo(function: Function, precision: Any) -> list[Any]:
-    return communicators.gloo(lambda communicator: _on_wire(function, communicator, precision))
-
-
-def simulated(function: Function, precision: Any) -> list[Any]:
-    return communicators.simulated(lambda communicator: _on_wire(function, communicator, precision))
-
-
-def _on_wire(function: Function, communicator: Communicator, precision: Any) -> Any:
-    team = Team(communicator)
-    return function(Wire(team, precision), team)
-
-
-every_world = pytest.mark.parametrize("world", [gloo, simulated], ids=["gloo", "simulated"])
-
+from quantization.wires import SIZE, every_world, gloo, simulated
 
 # -- sums -----------------------------------------------------------------------------------------
 
+both = pytest.mark.parametrize("precision", ["bfloat16", "int8", "int4", "int2"])
 ELEMENTS = 10_007
 
 
@@ -271,159 +249,7 @@ def test_non_finite_values_reach_all_workers_and_leave_no_error(world: Any, prec
         assert good.isfinite().all()
 
 
-# -- order and blocking ---------------------------------------------------------------------------
-
-LENGTHS = [5000, 700, 3000, 10, 9000, 2000, 4001]  # the fourth one is sent exactly
-
-
-def in_any_order(wire: Wire, team: Team) -> Any:
-    """Poll and wait at random times, in random order, between other operations."""
-    moments = random.Random(team.rank)
-    results = []
-    for repetition in range(3):
-        handles = []
-        for i, length in enumerate(LENGTHS):
-            x = values(100 * repetition + 10 * i + team.rank, length)
-            handles.append(wire.sum(x, stream=str(i), what=f"sum {i}"))
-            for _ in range(moments.randrange(4)):
-                moments.choice(handles).done()
-            if i == 4:
-                assert team.communicator.sum(torch.ones(1), what="test").wait().item() == team.size
-        order = list(range(len(LENGTHS)))
-        moments.shuffle(order)
-        totals = {i: handles[i].wait() for i in order}
-        results.append([totals[i] for i in range(len(LENGTHS))])
-    return results
-
-
-def in_order(wire: Wire, team: Team) -> Any:
-    return [
-        [
-            wire.sum(
-                values(100 * repetition + 10 * i + team.rank, length), stream=str(i), what="test"
-            ).wait()
-            for i, length in enumerate(LENGTHS)
-        ]
-        for repetition in range(3)
-    ]
-
-
-@every_world
-def test_results_do_not_depend_on_when_workers_poll(world: Any) -> None:
-    """Second stages start in the order of the first ones on all workers."""
-    expected = simulated(in_order, "int8")
-    for result in world(in_any_order, "int8"):
-        for got, want in zip(result, expected[0], strict=True):
-            for i, (a, b) in enumerate(zip(got, want, strict=True)):
-                if LENGTHS[i] > 10:
-                    assert torch.equal(a, b)
-
-
-def poll_early(wire: Wire, team: Team) -> bool:
-    tensor = torch.zeros(1)
-    if team.rank == 0:
-        handle = wire.sum(torch.ones(4000), stream="a", what="test")
-        early = handle.done()
-        for other in range(1, team.size):  # only now let the others start
-            team.communicator.send(tensor, destination=other, tag=5, what="go").wait()
-    else:
-        team.communicator.receive(tensor, source=0, tag=5, what="go").wait()
-        handle, early = wire.sum(torch.ones(4000), stream="a", what="test"), False
-    while not handle.done():
-        pass  # polling alone must drive it to its end
-    return not early and bool((handle.wait() == team.size).all())
-
-
-@every_world
-def test_done_never_blocks_and_drives_both_stages(world: Any) -> None:
-    assert all(world(poll_early, "int8"))
-
-
-def blocked_elsewhere(wire: Wire, team: Team) -> float:
-    handle = wire.sum(torch.ones(4000), stream="a", what="test")
-    if team.rank == 0:  # the others block in the maximum and have not polled the sum
-        total = handle.wait()
-        team.communicator.maximum(torch.ones(1), what="test").wait()
-    else:
-        team.communicator.maximum(torch.ones(1), what="test").wait()
-        total = handle.wait()
-    return float(total[0])
-
-
-@every_world
-def test_a_worker_that_blocks_in_another_operation_does_not_delay_a_sum(world: Any) -> None:
-    """It starts the second stages that its peers need before it blocks."""
-    assert world(blocked_elsewhere, "int8") == [SIZE] * SIZE
-
-
-# -- several wires --------------------------------------------------------------------------------
-
-
-def on_two_wires(wire: Wire, team: Team) -> Any:
-    """Start sums of two wires of one team, and wait for them in random order."""
-    other = Wire(team, "bfloat16")
-    moments, totals = random.Random(team.rank), []
-    for _ in range(4):
-        handles = []
-        for i, one in enumerate((wire, other, other, wire)):
-            x = torch.full((4000,), float(2**i))
-            handles.append(one.sum(x, stream=str(i), what=f"sum {i}"))
-            if moments.random() < 0.5:
-                moments.choice(handles).wait()
-        totals.append([handle.wait().unique().tolist() for handle in handles])
-    return totals
-
-
-@every_world
-def test_wires_of_one_team_do_not_deadlock(world: Any) -> None:
-    """The second stages of both share one order, whichever sum a worker waits for first."""
-    for totals in world(on_two_wires, "int8"):
-        assert totals == [[[SIZE * 2.0**i] for i in range(4)]] * 4
-
-
-def blocked_with_two_wires(wire: Wire, team: Team) -> Any:
-    other, handles = Wire(team, "bfloat16"), []
-    if team.rank == 0:
-        handles = [one.sum(torch.ones(4000), stream="a", what="a sum") for one in (wire, other)]
-        return [handle.wait()[0].item() for handle in handles]
-    first = wire.sum(torch.ones(4000), stream="a", what="a sum").wait()
-    return [first[0].item(), other.sum(torch.ones(4000), stream="a", what="a sum").wait()[0].item()]
-
-
-@every_world
-def test_a_sum_does_not_wait_for_a_later_one_of_another_wire(world: Any) -> None:
-    """Rank 0 starts both sums before it waits. Its peers wait for the first one in between."""
-    assert world(blocked_with_two_wires, "int8") == [[SIZE, SIZE]] * SIZE
-
-
-def blocked_elsewhere_with_two_wires(wire: Wire, team: Team) -> Any:
-    other = Wire(team, "bfloat16")
-    handles = [one.sum(torch.ones(4000), stream="a", what="a sum") for one in (wire, other)]
-    if team.rank == 0:
-        totals = [handle.wait()[0].item() for handle in handles]
-    team.communicator.maximum(torch.ones(1), what="something else").wait()
-    return totals if team.rank == 0 else [handle.wait()[0].item() for handle in handles]
-
-
-@every_world
-def test_a_worker_that_blocks_starts_the_second_stages_of_all_wires(world: Any) -> None:
-    """The callback of the account covers every wire, not only the first or the last one."""
-    assert world(blocked_elsewhere_with_two_wires, "int8") == [[SIZE, SIZE]] * SIZE
-
-
-def test_two_wires_count_their_bytes_on_one_account() -> None:
-    """Payloads of 516 and 1024 bytes per block of 512."""
-
-    def work(wire: Wire, team: Team) -> int:
-        other = Wire(team, "bfloat16")
-        for one in (wire, other):
-            one.sum(torch.ones(3 * BLOCK), stream="a", what="test").wait()
-        return team.account.payload_bytes
-
-    assert simulated(work, "int8") == [4 * 516 + 4 * 1024] * SIZE
-
-
-# -- what it costs --------------------------------------------------------------------------------
+# -- bytes ----------------------------------------------------------------------------------------
 
 
 def cost(wire: Wire, team: Team) -> list[int]:
@@ -447,6 +273,18 @@ def test_payload_bytes_count_quantized_bytes() -> None:
     """All chunks in the first stage, one in the second. A small tensor is sent exactly."""
     assert simulated(cost, "int8") == [[160 * 516, 4 * 516, 400]] * SIZE
     assert simulated(cost, "bfloat16") == [[160 * 1024, 4 * 1024, 400]] * SIZE
+
+
+def test_two_wires_count_their_bytes_on_one_account() -> None:
+    """Payloads of 516 and 1024 bytes per block of 512."""
+
+    def work(wire: Wire, team: Team) -> int:
+        other = Wire(team, "bfloat16")
+        for one in (wire, other):
+            one.sum(torch.ones(3 * BLOCK), stream="a", what="test").wait()
+        return team.account.payload_bytes
+
+    assert simulated(work, "int8") == [4 * 516 + 4 * 1024] * SIZE
 
 
 def test_an_int8_sum_sends_a_quarter_over_the_simulated_link() -> None:
@@ -490,7 +328,7 @@ def test_a_float32_wire_is_the_sum_of_the_communicator() -> None:
         assert state == {}
 
 
-# -- mistakes -------------------------------------------------------------------------------------
+# -- errors ---------------------------------------------------------------------------------------
 
 
 def test_a_stream_has_one_size() -> None:
