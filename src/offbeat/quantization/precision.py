@@ -83,18 +83,18 @@ class PrecisionControl:
             return self._change(self.before, -1)
         costs = [bits[precision] for precision in choices]
         new = now = choices.index(self.precision)
-        patient = self.counts < self.patience
+        must_wait = self.counts < self.patience
         if self.patience > 1 and self.counts >= _QUIET_PERIODS * self.patience:
             self.patience //= _PATIENCE_FACTOR
         if load > 1:
             while new < len(choices) - 1 and (new == now or load * costs[new] > costs[now]):
                 new += 1
-            if new == now or (self.refused and patient):
+            if new == now or (self.refused and must_wait):
                 return False
             self.refused, self.on_trial = False, seconds is not None
             self.before_seconds = seconds or 0.0
             return self._change(choices[new], 1)
-        if now and not patient and load * costs[now - 1] <= margin * costs[now]:
+        if now and not must_wait and load * costs[now - 1] <= margin * costs[now]:
             return self._change(choices[now - 1], -1)
         return False
 
