@@ -16,7 +16,9 @@ from typing_extensions import override
 
 from benchmarks.harness import Result, compare, interleave
 from offbeat.averaging.parts.update_part import UpdatePart
-from offbeat.quantization.codecs import BLOCK, CODECS, Codec, piece_elements
+from offbeat.quantization.base import Codec, piece_elements
+from offbeat.quantization.codecs import CODECS
+from offbeat.quantization.kernels import BLOCK
 from offbeat.quantization.wire import Precision, Wire
 from offbeat.transport.handle import Completed, Handle
 from offbeat.transport.operation import Exchange, Gather, Operation
@@ -75,7 +77,7 @@ def round_all(codec: Codec, x: Tensor, payload: Tensor) -> None:
     for start in range(0, x.numel(), step):
         values = scratch[: x.numel() - start]
         values.copy_(x[start : start + step])
-        codec.round(values, payload, start=start)
+        codec.encode(values, payload, start=start, keep_error=False)
 
 
 def codecs(repetitions: int) -> list[Result]:

@@ -54,7 +54,7 @@ def test_a_difference_is_read_in_any_stretches(dtype: torch.dtype) -> None:
         for start, stop in itertools.pairwise(where):
             difference.read(found[start:stop], start)
         torch.testing.assert_close(found.double(), expected, rtol=2e-7, atol=3e-7)
-    torch.testing.assert_close(difference.whole().double(), expected, rtol=2e-7, atol=3e-7)
+    torch.testing.assert_close(difference.to_tensor().double(), expected, rtol=2e-7, atol=3e-7)
 
 
 @EVERY

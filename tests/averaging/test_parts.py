@@ -386,7 +386,7 @@ def test_launches_of_changing_precision_lose_nothing() -> None:
 def test_pieces_do_not_change_a_launch(outer: Outer, monkeypatch: pytest.MonkeyPatch) -> None:
     """One block at a time and all at once give the same bits in P, in x and on the owners."""
     whole = run(fly_at_another_precision, outer, workers=3)
-    monkeypatch.setattr("offbeat.quantization.codecs._PIECE_BLOCKS", 1)
+    monkeypatch.setattr("offbeat.quantization.base.PIECE_BLOCKS", 1)
     for (cut_up, owed), (at_once, same) in zip(
         run(fly_at_another_precision, outer, workers=3), whole, strict=True
     ):

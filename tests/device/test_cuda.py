@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from loops import attach
-from offbeat.quantization.codecs import BLOCK, CODECS
+from offbeat.quantization.codecs import CODECS
+from offbeat.quantization.kernels import BLOCK
 from problems import make_batch, make_wide, train_step
 from workers import run
 
@@ -79,7 +80,7 @@ def test_payloads_are_decoded_as_by_the_cpu(precision: str) -> None:
 
     def rounded(device: str) -> Tensor:
         payload = torch.zeros(4 * codec.block_bytes, dtype=torch.uint8, device=device)
-        codec.round(numbers.to(device, copy=True), payload)
+        codec.encode(numbers.to(device, copy=True), payload, keep_error=False)
         return payload
 
     def decoded(payload: Tensor, device: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Eager schedules inside nodes of several workers, which agree on what has arrived."""
+"""Eager schedules in nodes: the workers of a node agree on which messages have arrived."""
 
 import os
 import time
@@ -30,14 +30,16 @@ STEPS = 12
 
 
 def eager(rank: int, size: int) -> Any:
-    """Of each row: the model's bits after every step and at the end; landings. And all events."""
+    """Return, for each row, the bits of the model after every step and the landings; and events."""
     found = []
     for text, wire in ROWS:
         model = make_wide(rank)
         optimizer, trace = sgd(model), []
         sync = attach(model, optimizer, text, wire=wire, node_group="auto")
         for step in range(STEPS):
-            time.sleep(0.002 * ((rank + step) % 3))  # messages come at other times for each
+            time.sleep(
+                0.002 * ((rank + step) % 3)
+            )  # messages arrive at different times on each worker
             train_step(model, optimizer, make_batch(rank, step, 8, torch.float32))
             trace.append(bits(flat(model)))
         landings = sync.stats.details["landings"]
@@ -47,7 +49,7 @@ def eager(rank: int, size: int) -> Any:
 
 
 def with_events(rank: int, text: str) -> Any:
-    """The model before each step but the first and after the last landing; events; consensus."""
+    """Return the model before each step and after the last landing, the events, and a consensus."""
     model = make_model(rank)
     optimizer, trace = sgd(model, LR), []
     sync = attach(model, optimizer, text, wire="float32", node_group="auto")
@@ -71,22 +73,24 @@ def with_events(rank: int, text: str) -> Any:
 
 
 def in_environment(rank: int, size: int) -> Any:
-    """As torchrun starts two workers on each of two nodes."""
+    """Set the environment of torchrun with two workers on each of two nodes."""
     os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
     return eager(rank, size)
 
 
-def holds(results: list[Any]) -> None:
-    """The same bits in a node after every step, and the models that follow from the events."""
+def require_equal_nodes(results: list[Any]) -> None:
+    """Check equal bits inside each node after every step, and the models against the events."""
     for i, row in enumerate(ROWS):
         for rank, (of_rank, _) in enumerate(results):
             trace, final, landings = of_rank[i]
             twin = results[rank ^ 1][0][i]
             assert all(map(torch.equal, trace, twin[0])), row
             assert torch.equal(final, results[0][0][i][1]), row
-            assert landings == twin[2] > 0, "they have decided alike, and not only at the end"
+            assert landings == twin[2] > 0, (
+                "the workers of a node land the same parts during training"
+            )
         traces = results[0][0][i][0], results[2][0][i][0]
-        assert not all(map(torch.equal, *traces)), "nodes are apart"
+        assert not all(map(torch.equal, *traces)), "different nodes have different models"
     for i, (text, parts) in enumerate(REPLAYED.items()):
         of_ranks = [replayed[i] for _, replayed in results]
         events = [events for _, events, _ in of_ranks]
@@ -98,18 +102,17 @@ def holds(results: list[Any]) -> None:
             assert torch.equal(shown, of_ranks[0][2]), text
 
 
-def test_a_node_stays_one_whatever_arrives_when() -> None:
-    """On real processes, which sleep now and then."""
-    holds(run(in_environment, workers=4))
+def test_workers_of_a_node_stay_equal_on_real_processes() -> None:
+    require_equal_nodes(run(in_environment, workers=4))
 
 
-def test_so_it_does_in_the_simulator() -> None:
-    """Steps vary by 30 per cent there."""
-    holds(simulated(eager, workers=4, workers_per_node=2))
+def test_workers_of_a_node_stay_equal_in_the_simulator() -> None:
+    """With a jitter of 30 % in the duration of steps."""
+    require_equal_nodes(simulated(eager, workers=4, workers_per_node=2))
 
 
 def virtual(text: str, wire: Any, *, nodes: bool) -> list[Tensor]:
-    """The models of two nodes of two workers, or of two workers that have both's data."""
+    """Train two nodes of two workers, or two workers with the data of a node each."""
 
     def worker() -> list[Tensor]:
         rank = dist.get_rank()
@@ -131,8 +134,8 @@ def virtual(text: str, wire: Any, *, nodes: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("text", "wire"), [row for row in ROWS if row[1] != "auto"])
-def test_it_trains_as_one_worker_with_the_data_of_all(text: str, wire: Any) -> None:
-    """Step by step, where messages take as long: whole steps of it."""
+def test_a_node_trains_as_one_worker_with_all_of_its_data(text: str, wire: Any) -> None:
+    """In every step, with messages that take the same time."""
     of_nodes, of_workers = (virtual(text, wire, nodes=nodes) for nodes in (True, False))
     for one, other in zip(of_nodes, of_workers, strict=True):
         close(one, other, 1e-11)

@@ -1,4 +1,4 @@
-"""Operations between nodes of several workers: what each gives, and what each worker carries."""
+"""Operations between nodes of several workers: results, and the bytes that each worker sends."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor
 import offbeat
 from offbeat.errors import CommunicationError
 from offbeat.nodes.communicator import NodeCommunicator
-from offbeat.quantization.decoding import Plain
+from offbeat.quantization.decoding import TensorVector
 from offbeat.quantization.wire import Wire
 from offbeat.simulate.cluster import Line
 from offbeat.simulate.communicator import SimulatedCommunicator
@@ -30,9 +30,9 @@ DTYPES = [torch.float32, torch.float64, torch.int64, torch.uint8]
 def between(
     nodes: int, workers: int, function: Callable[[NodeCommunicator, int, Recording], Any]
 ) -> list[Any]:
-    """Results of ``function(communicator, place in the node, what went across)`` in virtual time.
+    """Run ``function(communicator, place in the node, recording of ``across``)`` in simulation.
 
-    By rank; those of a node come one after the other.
+    Return the results by rank. The ranks of a node are consecutive.
     """
     rows = [Line(tuple(range(n * workers, (n + 1) * workers))) for n in range(nodes)]
     columns = [Line(tuple(range(i, nodes * workers, workers))) for i in range(workers)]
@@ -57,7 +57,7 @@ def between(
 
 
 def numbers(node: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Another vector on each node; small integers, so that sums are exact in every dtype."""
+    """Return a vector of small integers, so that sums are exact in every dtype."""
     return torch.tensor([(node * 7 + 3 * i) % 11 + 1 for i in range(count)]).to(dtype)
 
 
@@ -65,7 +65,7 @@ def numbers(node: int, count: int, dtype: torch.dtype) -> Tensor:
 @every_layout
 @pytest.mark.parametrize("count", [1, 5, 12])
 def test_results_are_those_of_one_worker_in_each_node(nodes: int, workers: int, count: int) -> None:
-    """Of every operation, in every dtype, whether or not the parts come out even."""
+    """For every operation and dtype, also if the parts need padding."""
 
     def work(communicator: NodeCommunicator, place: int, across: Recording) -> Any:
         found = []
@@ -107,8 +107,8 @@ def test_results_are_those_of_one_worker_in_each_node(nodes: int, workers: int, 
 
 
 @every_layout
-def test_each_worker_carries_its_part(nodes: int, workers: int) -> None:
-    """Of all collectives but a broadcast, which the first worker carries."""
+def test_each_worker_sends_its_part(nodes: int, workers: int) -> None:
+    """In all collectives but a broadcast, which the first worker of the node sends."""
 
     def work(communicator: NodeCommunicator, place: int, across: Recording) -> Any:
         x = torch.zeros(12 * nodes)
@@ -133,7 +133,7 @@ def test_each_worker_carries_its_part(nodes: int, workers: int) -> None:
 
 
 def test_all_workers_of_all_nodes_get_the_same_bits() -> None:
-    """Even where those of a node differ in the last bit, as GPUs may: each part comes from one."""
+    """Even if the tensors of a node differ in the last bit, because one worker sends each part."""
 
     def work(communicator: NodeCommunicator, place: int, across: Recording) -> Tensor:
         generator = torch.Generator().manual_seed(communicator.rank)
@@ -147,8 +147,8 @@ def test_all_workers_of_all_nodes_get_the_same_bits() -> None:
     torch.testing.assert_close(first, each[0] + each[1])
 
 
-def test_every_operation_is_carried_or_refused_by_name() -> None:
-    """A new class must be taught to nodes, too."""
+def test_every_operation_is_supported_or_refused_by_name() -> None:
+    """A new class of operation must be added to NodeCommunicator."""
 
     def work(communicator: NodeCommunicator, place: int, across: Recording) -> Any:
         texts = {}
@@ -178,7 +178,7 @@ def _example(kind: Any, communicator: Communicator) -> Operation[Any]:
 
 
 class Broken(Recording):
-    """The result of the second operation is lost."""
+    """A communicator that loses the result of the second sum."""
 
     def start(self, operation: Operation[Any]) -> Any:
         handle = super().start(operation)
@@ -191,8 +191,8 @@ class Broken(Recording):
         return handle
 
 
-def test_what_fails_in_the_background_is_raised_where_it_is_waited_for() -> None:
-    """And by everything after it; what came before is whole."""
+def test_a_failure_in_the_background_is_raised_by_wait() -> None:
+    """Later operations raise it, too. Earlier ones return their results."""
 
     def work(communicator: NodeCommunicator, place: int, across: Recording) -> Any:
         communicator = NodeCommunicator(Broken(communicator._across), communicator._inside)
@@ -213,7 +213,7 @@ def test_what_fails_in_the_background_is_raised_where_it_is_waited_for() -> None
 
 @pytest.mark.parametrize("precision", ["int8", "int2"])
 def test_a_lossy_wire_gives_the_bits_of_one_worker_in_each_node(precision: Any) -> None:
-    """In two stages and in one; several sums are under way at once, and fed back later."""
+    """In two stages and in one, with several sums in flight, and with error feedback."""
 
     def work(communicator: Communicator) -> list[Tensor]:
         wire, generator = (
@@ -224,7 +224,7 @@ def test_a_lossy_wire_gives_the_bits_of_one_worker_in_each_node(precision: Any) 
         for _ in range(3):
             updates = [torch.randn(3000, generator=generator) for _ in range(3)]
             sums = [wire.sum(u, stream=f"s{i}", what="x") for i, u in enumerate(updates)]
-            more = wire.sum_updates(Plain(updates[0].clone()), stream="u", what="y")
+            more = wire.sum_updates(TensorVector(updates[0].clone()), stream="u", what="y")
             found += [one.wait().clone() for one in sums]
             total = torch.empty(3000)
             more.wait().read(total)
@@ -243,7 +243,7 @@ def test_a_lossy_wire_gives_the_bits_of_one_worker_in_each_node(precision: Any) 
 
 
 def test_a_node_agrees_on_the_largest_of_each_number() -> None:
-    """Workers of other nodes do not count; the time counts as waiting."""
+    """Over the workers of the node alone. The time counts as waiting."""
 
     def work(communicator: NodeCommunicator, place: int, across: Recording) -> Any:
         team = Team(communicator, node=Node(communicator, communicator._inside, across))
@@ -258,5 +258,5 @@ def test_a_node_agrees_on_the_largest_of_each_number() -> None:
     ]
 
 
-def test_without_a_node_a_worker_agrees_with_itself() -> None:
+def test_without_a_node_agree_returns_its_arguments() -> None:
     assert Team(SingleCommunicator()).agree(2.0, -1.0) == [2.0, -1.0]

@@ -34,29 +34,29 @@ TEXTS = [
 
 
 def in_environment(rank: int) -> None:
-    """As torchrun starts two workers on each of two nodes."""
+    """Set the environment of torchrun with two workers on each of two nodes."""
     os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
 
 
-def listened() -> list[Recording]:
-    """The communicators across nodes that are made from now on."""
+def record_across() -> list[Recording]:
+    """Return a list to which later communicators across nodes are added."""
     made: list[Recording] = []
 
-    class Listening(NodeCommunicator):
+    class RecordingNodes(NodeCommunicator):
         def __init__(self, across: Any, inside: Any) -> None:
             across = across if isinstance(across, Recording) else Recording(across)
             made.append(across)
             super().__init__(across, inside)
 
         def twin(self) -> NodeCommunicator:
-            return Listening(self._across.twin(), self._inside.twin())
+            return RecordingNodes(self._across.twin(), self._inside.twin())
 
-    offbeat.nodes.detection.NodeCommunicator = Listening  # type: ignore[misc]
+    offbeat.nodes.detection.NodeCommunicator = RecordingNodes  # type: ignore[misc]
     return made
 
 
 def across(made: list[Recording]) -> tuple[int, int]:
-    """Bytes and operations so far, set-up included."""
+    """Return bytes and operations so far, including the set-up."""
     started = made[0].started
     return sum(one.sent_bytes for one in started), len(started)
 
@@ -64,13 +64,13 @@ def across(made: list[Recording]) -> tuple[int, int]:
 # -- values ---------------------------------------------------------------------------------------
 
 
-def of_a_node(rank: int, size: int, listens: bool = True) -> Any:
-    """Of each strategy: the model after each step and at the end, bytes, and decisions."""
-    if listens:  # a process of its own
+def of_a_node(rank: int, size: int, real: bool = True) -> Any:
+    """Return, for each strategy, the model after each step and at the end, bytes, and decisions."""
+    if real:
         in_environment(rank)
     found = []
     for text in TEXTS:
-        made = listened() if listens else [Recording(SingleCommunicator(1.0))]
+        made = record_across() if real else [Recording(SingleCommunicator(1.0))]
         model = make_model(rank)
         sync = attach(model, sgd(model), text, node_group="auto")
         before = across(made)
@@ -85,7 +85,7 @@ def of_a_node(rank: int, size: int, listens: bool = True) -> Any:
 
 
 def of_one_worker(rank: int, size: int, text: str) -> Any:
-    """The same without nodes: each worker has the data of two, and takes the mean of the losses."""
+    """Train without nodes. Each worker has the data of two and takes the mean of their losses."""
     model = make_model(2 * rank)
     sync = attach(model, sgd(model), text)
     batches = [[make_batch(2 * rank + i, step) for i in (0, 1)] for step in range(STEPS)]
@@ -95,10 +95,10 @@ def of_one_worker(rank: int, size: int, text: str) -> Any:
     return trace, flat(model), sent, sync.stats.payload_bytes, sync.stats.syncs
 
 
-def test_a_node_is_one_worker_that_has_the_data_of_all_of_its_own() -> None:
-    """In every step, at the end, and in what is decided; its workers have the same bits.
+def test_a_node_trains_as_one_worker_with_all_of_its_data() -> None:
+    """In every step, at the end, and in its decisions. Its workers have the same bits.
 
-    On real processes, and the same on simulated ones.
+    Simulated workers give the same as real processes.
     """
     results = run(of_a_node, workers=4)
     for i, text in enumerate(TEXTS):
@@ -118,7 +118,7 @@ def test_a_node_is_one_worker_that_has_the_data_of_all_of_its_own() -> None:
         carried, operations = (sum(one[2][k] for one in node) for k in (0, 1))
         assert 0 <= carried - sent <= 8 * operations, f"{text}: one number of padding at most"
         assert abs(sum(one[3] for one in node) - payload) <= len(node), text
-    assert results[0][3][4] not in (0, STEPS), "selsync has decided both ways"
+    assert results[0][3][4] not in (0, STEPS), "selsync synchronized in some steps only"
     reference = bsp_reference(4, "sgd", STEPS)
     for i in (0, 1):
         for one, other in zip(results[3][i][0], reference, strict=True):
@@ -131,7 +131,7 @@ def test_a_node_is_one_worker_that_has_the_data_of_all_of_its_own() -> None:
             assert one[3:] == same[3:], "bytes and decisions"
 
 
-# -- the rest of the front door -------------------------------------------------------------------
+# -- other features of attach -------------------------------------------------------------------
 
 
 def with_statistics(seed: int) -> nn.Sequential:
@@ -139,7 +139,7 @@ def with_statistics(seed: int) -> nn.Sequential:
 
 
 def statistics(rank: int, size: int, folder: str, nodes: bool) -> Any:
-    """Clipping, accumulation, a moving average, consensus, and a checkpoint in the middle."""
+    """Train with clipping, accumulation, a follower module, a consensus, and a checkpoint."""
     options: dict[str, Any] = {"node_group": node_of(rank)} if nodes else {}
     model = with_statistics(rank)
     ema = torch.optim.swa_utils.AveragedModel(with_statistics(rank + 10), use_buffers=True)
@@ -188,12 +188,8 @@ def averaged_gradients(rank: int, size: int) -> Any:
     return statistics(rank, size, "", False)
 
 
-def test_statistics_and_everything_around_them(tmp_path: Any) -> None:
-    """As four workers without nodes have it under BSP, but for a clip of each node's gradient.
-
-    The clip is so high or low that it matters; with one step between two means of SGD with
-    momentum, which is linear but for the clip, the reference below does the same by hand.
-    """
+def test_clipping_followers_buffers_consensus_and_checkpoints_work_in_nodes(tmp_path: Any) -> None:
+    """The models are those of the reference below, which clips the mean gradient of each node."""
     results = run(statistics, str(tmp_path), True, workers=4)
     model = reference_of_statistics()
     for final, shown, again, same, ema in results:
@@ -208,7 +204,7 @@ def test_statistics_and_everything_around_them(tmp_path: Any) -> None:
 
 
 def reference_of_statistics() -> nn.Module:
-    """Two nodes by hand: mean gradient of a node, its clip, momentum, the mean of the models."""
+    """Compute two nodes by hand: mean gradient, clip, momentum, and the mean of the models."""
     model = with_statistics(0)
     parameters, buffers = list(model.parameters()), dict(model[1].named_buffers())
     momenta = [[torch.zeros_like(p) for p in parameters] for _ in (0, 1)]
@@ -243,7 +239,7 @@ def reference_of_statistics() -> nn.Module:
 
 
 def lossy(rank: int) -> Any:
-    """A wire whose sums have two stages on a twin; several of them are under way at once."""
+    """Train with int8 sums in two stages, several of them in flight."""
     model, same = make_wide(rank), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     text = "streaming:schedule=cyclic,staleness=4,parts=2"
@@ -255,7 +251,7 @@ def lossy(rank: int) -> Any:
 
 
 def scaled(rank: int) -> Any:
-    """Rank 1 overflows in step 2: how many steps each has not skipped, and its models."""
+    """Train with an overflow on rank 1 in step 2. Return steps, scales and models."""
     found = []
     for text in ("bsp", "local:period=5"):
         model, scaler = make_model(rank), torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -276,7 +272,7 @@ def scaled(rank: int) -> Any:
 
 
 def large(seed: int) -> nn.Sequential:
-    """Three buckets of gradients."""
+    """Return a model with three buckets of gradients."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         layers = [nn.Linear(4, 500), nn.Tanh(), nn.Linear(500, 400), nn.Linear(400, 1)]
@@ -284,7 +280,7 @@ def large(seed: int) -> nn.Sequential:
 
 
 def overlapped(rank: int) -> Any:
-    """The means of two buckets leave during backward; in later steps that has two passes."""
+    """Train with buckets launched during backward, with two backward passes in later steps."""
     began: list[int] = []
     model = large(rank)
     optimizer = sgd(model)
@@ -307,7 +303,7 @@ def overlapped(rank: int) -> Any:
 
 
 def several(rank: int, size: int, text: str) -> Any:
-    """Two optimizers, which step in turn."""
+    """Train with two optimizers."""
     model = make_model(rank)
     halves = list(model[:1].parameters()), list(model[1:].parameters())
     optimizers = [torch.optim.SGD(half, lr=0.05) for half in halves]
@@ -322,7 +318,7 @@ def several(rank: int, size: int, text: str) -> Any:
 
 
 def uneven_nodes(rank: int) -> Any:
-    """The second node has two batches less than the first."""
+    """Train with two batches less on the second node."""
     model = make_model(rank)
     optimizer = sgd(model)
     with attach(model, optimizer, "local:period=2", node_group="auto") as sync:
@@ -334,13 +330,13 @@ def uneven_nodes(rank: int) -> Any:
 
 
 def held() -> tuple[int, int]:
-    """Threads and descriptors of this process."""
+    """Return the number of threads and descriptors of this process."""
     gc.collect()
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
 def left_behind(rank: int) -> Any:
-    """What is held before a training and, as soon as that is no more, after it."""
+    """Return threads and descriptors before a training and at most 5 s after it."""
     in_environment(rank)
     model, before = make_model(rank), held()
     with attach(model, sgd(model), "local:period=2", node_group="auto") as sync:
@@ -358,19 +354,19 @@ def more(rank: int, size: int) -> Any:
 
 @pytest.fixture(scope="module")
 def found() -> list[Any]:
-    """In the simulator, which gives what processes give: see above."""
+    """Run in the simulator, which gives the results of processes (see above)."""
     return simulated(more, workers=4, workers_per_node=2)
 
 
-def test_a_lossy_wire_keeps_a_node_equal(found: list[Any]) -> None:
+def test_workers_of_a_node_stay_equal_with_a_lossy_wire(found: list[Any]) -> None:
     for rank, of_rank in enumerate(found):
         trace, final = of_rank[0]
         assert torch.equal(trace, found[rank ^ 1][0][0])
         assert torch.equal(final, found[0][0][1])
 
 
-def test_a_node_skips_a_step_together(found: list[Any]) -> None:
-    """One of it has seen an overflow. Under BSP all have."""
+def test_all_workers_of_a_node_skip_a_step_with_an_overflow(found: list[Any]) -> None:
+    """With BSP the workers of the other node skip it, too."""
     for rank, (_, of_rank, *_) in enumerate(found):
         for (steps, scale, models), skips in zip(of_rank, (True, rank < 2), strict=True):
             assert steps == 4
@@ -381,7 +377,7 @@ def test_a_node_skips_a_step_together(found: list[Any]) -> None:
             assert torch.equal(one[2], other[2])
 
 
-def test_means_inside_the_node_leave_during_backward(found: list[Any]) -> None:
+def test_means_inside_the_node_are_launched_during_backward(found: list[Any]) -> None:
     model = large(0)
     for step, passes in enumerate((1, 2, 2)):
         model.zero_grad()
@@ -401,7 +397,7 @@ def test_means_inside_the_node_leave_during_backward(found: list[Any]) -> None:
     ("text", "workers"), [("local:period=1", 2), ("local:period=4", 4), ("bsp", 1)]
 )
 def test_any_number_of_workers_in_a_node_and_of_optimizers(text: str, workers: int) -> None:
-    """A lone node is DDP, and nodes of one worker are none."""
+    """A single node is DDP. Nodes of one worker train as without nodes."""
     expected = bsp_reference(4, "sgd", STEPS)[-1]
     for final in simulated(several, text, workers=4, workers_per_node=workers):
         close(final, expected)
@@ -414,7 +410,7 @@ def test_nodes_may_take_different_numbers_of_steps(found: list[Any]) -> None:
 
 
 def left(rank: int, size: int) -> Any:
-    """What is left; then a lossy wire, and a lone node, which is made in another way."""
+    """Check what remains after a training. Then train with a lossy wire, and with a single node."""
     found = [left_behind(rank)]
     in_environment(rank)
     coded = lossy(rank)
@@ -424,8 +420,8 @@ def left(rank: int, size: int) -> Any:
 
 
 @pytest.mark.nightly
-def test_nothing_is_left_behind() -> None:
-    """No thread and no descriptor of the communicators; and more on the real processes."""
+def test_closing_frees_threads_and_descriptors() -> None:
+    """On real processes, which also train with a lossy wire and with a single node."""
     expected = bsp_reference(4, "sgd", STEPS)[-1]
     results = run(left, workers=4)
     for rank, (found, final, coded) in enumerate(results):
@@ -493,7 +489,7 @@ TEXTS_OF_ERRORS = [
 ]
 
 
-def test_what_cannot_be_is_refused_on_all_workers() -> None:
+def test_invalid_options_are_refused_on_all_workers() -> None:
     for found in run(refused, workers=4):
         for (kinds, text), part in zip(found, TEXTS_OF_ERRORS, strict=True):
             assert part in text
@@ -501,7 +497,7 @@ def test_what_cannot_be_is_refused_on_all_workers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "text"),
+    ("reported", "text"),
     [
         ([[0, 1], [0, 1], [2], [3]], "that of rank 0 has 2, that of rank 2 has 1"),
         ([[0, 1], [0, 1], [1, 2], [3]], "that of rank 2 has ranks 1, 2"),
@@ -509,12 +505,12 @@ def test_what_cannot_be_is_refused_on_all_workers() -> None:
         ([[0], "it has none"], "rank 1: it has none"),
     ],
 )
-def test_nodes_that_do_not_fit_are_named(told: list[Any], text: str) -> None:
+def test_errors_name_inconsistent_nodes(reported: list[Any], text: str) -> None:
     with pytest.raises(offbeat.AttachError, match=text):
-        layout(told)
+        layout(reported)
 
 
-def test_nodes_are_in_the_order_of_their_first_rank() -> None:
+def test_nodes_are_ordered_by_their_lowest_rank() -> None:
     assert layout([[0, 3], [1, 2], [1, 2], [0, 3]]) == [[0, 3], [1, 2]]
 
 
@@ -535,7 +531,7 @@ def test_the_simulator_refuses_the_same(case: dict[str, Any], part: str) -> None
         assert part in text
 
 
-def test_simulated_nodes_of_one_worker_are_none() -> None:
+def test_simulated_nodes_of_one_worker_train_as_without_nodes() -> None:
     def work(rank: int, size: int) -> Any:
         model = make_model(rank)
         sync = attach(model, sgd(model), "bsp", node_group="auto")
@@ -577,8 +573,8 @@ def one_dies(rank: int, size: int) -> Any:
     return kinds, text, time.monotonic() - started
 
 
-def test_all_learn_of_a_worker_that_dies() -> None:
-    """Those of its node at once, the others through them; nobody waits for the time-out."""
+def test_all_workers_notice_a_dead_worker() -> None:
+    """Before the time-out. The error says whether ranks are inside the node or between nodes."""
     results = run(one_dies, workers=4, may_die=(3,))
     for kinds, _, seconds in results[:3]:
         assert "CommunicationError" in kinds

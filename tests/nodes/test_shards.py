@@ -1,7 +1,7 @@
-"""Models that ``fully_shard`` divides inside nodes: two nodes of two real processes.
+"""Models that ``fully_shard`` shards inside nodes, on two nodes of two real processes.
 
-Rows of a Linear layer are divided in turn among the workers of a node, so the shards of the models
-here differ in size and some are empty.
+The rows of a Linear layer are divided among the workers of a node, so the shards of these models
+differ in size and some are empty.
 """
 
 import importlib
@@ -42,32 +42,35 @@ FIXED = [
 
 
 def in_environment(rank: int) -> None:
-    """As torchrun starts two workers on each of two nodes."""
+    """Set the environment of torchrun with two workers on each of two nodes."""
     os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
 
 
 def divided(
-    model: nn.Module, *, reshards: bool = True, workers: int = 2, **options: Any
+    model: nn.Module, *, layers: bool = True, reshards: bool = True, workers: int = 2
 ) -> nn.Module:
-    """``model`` given to ``fully_shard``, layer by layer, over the workers of this node."""
+    """Apply ``fully_shard`` to ``model`` over the workers of this node.
+
+    Without ``layers`` it is applied to the root alone, which is faster and gives the same shards.
+    """
     fully_shard = importlib.import_module("torch.distributed.fsdp").fully_shard
     shape = dist.get_world_size() // workers, workers
     mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("across", "inside"))["inside"]
-    for layer in model.children():
+    for layer in model.children() if layers else ():
         if list(layer.parameters()):
-            fully_shard(layer, mesh=mesh, reshard_after_forward=reshards, **options)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshards, **options)
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshards)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshards)
     return model
 
 
 def whole(tensors: Any) -> Tensor:
-    """All numbers, gathered where they are divided."""
+    """Return all numbers of tensors and DTensors."""
     full = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
     return torch.cat([t.detach().reshape(-1).double() for t in full]).clone()
 
 
 def model_of(model: nn.Module) -> Tensor:
-    """Parameters and buffers, gathered."""
+    """Return all parameters and buffers."""
     for module in model.modules():
         if hasattr(module, "reshard"):
             module.reshard()
@@ -79,8 +82,8 @@ def with_statistics(seed: int) -> nn.Sequential:
 
 
 def trained(rank: int, text: str, *, shards: bool) -> Any:
-    """Each model, what a consensus shows, the end, and the number of synchronized steps."""
-    model: nn.Module = with_statistics(rank // 2)  # a node divides one model
+    """Return the model after each step, in a consensus and at the end; and ``stats.syncs``."""
+    model: nn.Module = with_statistics(rank // 2)  # the same in a node
     model = divided(model, reshards=False) if shards else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     sync = attach(model, optimizer, text, node_group="auto")
@@ -114,10 +117,10 @@ def all_on_each(rank: int, size: int, texts: list[str]) -> Any:
 
 @pytest.mark.parametrize("texts", some([FIXED[:4], FIXED[4:]], 0))
 def test_shards_train_as_whole_models_do(texts: list[str]) -> None:
-    """Each step, the consensus, the end and the decisions are those of nodes of whole models.
+    """Every step, the consensus, the end and the decisions are those of nodes without shards.
 
-    With clipping by the norm over all shards, statistics, and an evaluation in between, after which
-    modules hold gathered parameters.
+    Includes clipping by the norm over all shards, buffers, and an evaluation that leaves modules
+    with gathered parameters.
     """
     found = run(shard_by_shard, texts, workers=4)
     expected = simulated(all_on_each, texts, workers=4, workers_per_node=2)
@@ -133,9 +136,9 @@ def test_shards_train_as_whole_models_do(texts: list[str]) -> None:
 
 
 def cyclic_events(parts: int, cycle: int, steps: int) -> list[Event]:
-    """What a node does under the cyclic schedule of streaming averaging.
+    """Return the events of a node with the cyclic schedule of streaming averaging.
 
-    Each round launches ``parts / min(parts, cycle)`` parts, rounded up, in turn. A part lands
+    Each round launches the next ``parts / min(parts, cycle)`` parts, rounded up. A part lands
     ``cycle`` steps later, or before it is launched again.
     """
     events: list[Event] = []
@@ -164,11 +167,11 @@ def cyclic_events(parts: int, cycle: int, steps: int) -> list[Event]:
 
 
 def in_parts(rank: int, size: int, texts: list[str], sleeps: bool) -> Any:
-    """The model before each step but the first and after the last landing; and the events."""
+    """Return the model before each step and after the last landing, events, and a consensus."""
     in_environment(rank)
     found = []
     for text in texts:
-        model = divided(make_model(rank // 2))
+        model = divided(make_model(rank // 2), layers=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
         sync = attach(model, optimizer, text, node_group="auto")
         trace, events = [], logged(sync._iteration.flow.pipeline)
@@ -191,7 +194,7 @@ def in_parts(rank: int, size: int, texts: list[str], sleeps: bool) -> Any:
     return found
 
 
-def test_parts_of_shards_are_launched_and_landed_by_the_schedule() -> None:
+def test_parts_of_shards_follow_the_schedule() -> None:
     """The workers of a node hold 24 and 16 numbers: of 24 parts one of them has 8 empty ones."""
     counts = [(2, 4), (3, 4), (24, 4), (5, 12)]
     text = "streaming:schedule=cyclic,outer_gain=1,parts={},staleness={}"
@@ -209,9 +212,9 @@ def test_parts_of_shards_are_launched_and_landed_by_the_schedule() -> None:
 
 
 def test_eager_parts_of_shards_land_as_they_arrive() -> None:
-    """The models follow from the launches and landings, which a node decides together.
+    """The models follow from the launches and landings, which are equal inside a node.
 
-    Steps take different times, one node takes a step less, and it waits for the other one.
+    Steps take different times, and one node takes a step less.
     """
     rows = {
         "streaming:outer_gain=1,parts=3,staleness=6": 3,
@@ -256,20 +259,20 @@ DAILY = [(text, WIRES[i % 3]) for i, text in enumerate(EVERY)] + GRID[-1:]
 
 
 def uneven(seed: int) -> nn.Module:
-    """Enough numbers for quantization to pay, and numbers of rows that are odd."""
+    """Return a model large enough for quantization, with odd numbers of rows."""
     torch.manual_seed(seed)
     hidden = nn.Linear(4, 63), nn.Tanh(), nn.Linear(63, 67), nn.Tanh()
     return nn.Sequential(nn.BatchNorm1d(4), *hidden, nn.Linear(67, 1))
 
 
 def lopsided(seed: int) -> nn.Module:
-    """The first worker of a node has 11 of 14 numbers."""
+    """Return a model of which the first worker of a node has 11 of 14 numbers."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 3), nn.Linear(3, 1))
 
 
 def one_row(seed: int) -> nn.Module:
-    """The second worker of a node has nothing but the buffers."""
+    """Return a model of which the second worker of a node has no parameters."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.Linear(4, 1, bias=False))
 
@@ -282,17 +285,17 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {
 
 
 def all_alike(rank: int, size: int, kind: str, rows: list[tuple[str, Any]]) -> Any:
-    """Of each row: a consensus, the end, and what was decided. Steps take different times."""
+    """Return, for each row, a consensus, the end and decisions. Steps take different times."""
     in_environment(rank)
     found = []
     for text, wire in rows:
-        model = divided(MODELS[kind](rank // 2))
+        model = divided(MODELS[kind](rank // 2), layers=False)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         sync = attach(model, optimizer, text, wire=wire, node_group="auto")
-        for step in range(14 - rank // 2):
+        for step in range(10 - rank // 2):
             time.sleep(0.002 * ((rank + step) % 3))
             train_step(model, optimizer, make_batch(rank, step, 8, torch.float32))
-            if step == 8:
+            if step == 6:
                 with sync.consensus():
                     shown = model_of(model)
         details, syncs = dict(sync.stats.details), sync.stats.syncs
@@ -317,14 +320,14 @@ def require_alike(rows: list[tuple[str, Any]], results: list[Any]) -> None:
 
 @pytest.mark.parametrize("kind", some(["uneven", "lopsided"], 0))
 @pytest.mark.parametrize("rows", some([DAILY, [row for row in GRID if row not in DAILY]], 0))
-def test_all_workers_get_the_same_bits_and_nodes_decide_alike(
+def test_all_workers_end_equal_and_nodes_decide_alike(
     kind: str, rows: list[tuple[str, Any]]
 ) -> None:
-    """In a consensus and at the end, whatever arrives when."""
+    """With every strategy and wire, in a consensus and at the end."""
     require_alike(rows, run(all_alike, kind, rows, workers=4, seconds=110))
 
 
-def test_a_worker_may_hold_none_of_the_numbers() -> None:
+def test_a_worker_may_hold_no_parameters() -> None:
     rows = [
         (text, "float32")
         for text in ("streaming:parts=3", "async:schedule=cyclic,staleness=4", "bsp")
@@ -345,11 +348,11 @@ EXCLUDING = [
 
 
 def excluding(rank: int, size: int, *, shards: bool) -> Any:
-    """One row of one gradient of the first node is NaN in one step; one worker holds that row."""
+    """Train with NaN in one row of a gradient of the first node. One worker holds that row."""
     found = []
     for text in EXCLUDING:
         model = make_model(rank // 2)
-        model = divided(model) if shards else model
+        model = divided(model, layers=False) if shards else model
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         sync = attach(model, optimizer, text, node_group="auto", non_finite="exclude")
         trace = []
@@ -378,7 +381,7 @@ def excluding_wholes(rank: int, size: int) -> Any:
 
 
 def test_a_node_is_excluded_if_one_of_its_shards_is_not_finite() -> None:
-    """Step by step as nodes of whole models; the state of the optimizer begins anew alike."""
+    """Every step is that of nodes without shards, including the reset of the optimizer state."""
     found = run(excluding_shards, workers=4)
     expected = simulated(excluding_wholes, workers=4, workers_per_node=2)
     for rank, (shards, wholes) in enumerate(zip(found, expected, strict=True)):
@@ -390,7 +393,7 @@ def test_a_node_is_excluded_if_one_of_its_shards_is_not_finite() -> None:
 
 
 def forgotten(rank: int, size: int) -> Any:
-    """One shard of a state is NaN: which parameters have one afterwards, and messages of torch."""
+    """Make one shard of a state infinite. Return the parameters that keep a state, and messages."""
     in_environment(rank)
     model = divided(make_model(rank // 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -405,19 +408,19 @@ def forgotten(rank: int, size: int) -> Any:
     return names, messages.get_total_counts()
 
 
-def test_the_workers_of_a_node_forget_the_same_state() -> None:
-    """And read only their own shards: a norm of a DTensor would be a collective."""
+def test_the_workers_of_a_node_reset_the_same_state() -> None:
+    """They read only their local shards, because a norm of a DTensor would be a collective."""
     names = [name for name, _ in make_model().named_parameters()]
     for rank, (kept, messages) in enumerate(run(forgotten, workers=4)):
         assert kept == [name for name in names if rank > 1 or name != "0.bias"]
         assert messages == 0
 
 
-# -- the rest of the front door ------------------------------------------------------------------
+# -- other features of attach ------------------------------------------------------------------
 
 
 def in_turn(rank: int, size: int) -> Any:
-    """A lone node, and nodes of one worker; two optimizers, and a frozen layer."""
+    """Train a single node, and nodes of one worker, with two optimizers and a frozen layer."""
     found = []
     for workers, text in ((size, "local:period=2"), (1, "bsp")):
         os.environ.update(LOCAL_RANK=str(rank % workers), LOCAL_WORLD_SIZE=str(workers))
@@ -443,7 +446,7 @@ def in_turn(rank: int, size: int) -> Any:
 
 @pytest.mark.nightly
 def test_any_number_of_workers_may_share_a_model() -> None:
-    """The mean of all gradients, by hand."""
+    """The models follow from the mean of all gradients, computed by hand."""
     model = make_model(0)
     for step in range(3):
         model.zero_grad()
@@ -458,12 +461,12 @@ def test_any_number_of_workers_may_share_a_model() -> None:
 
 
 class Scaled:
-    """A worker with a GradScaler and a schedule, whose gradients overflow once."""
+    """A training with a GradScaler and a learning-rate schedule, whose gradients overflow once."""
 
     def __init__(self, rank: int, text: str, wire: Any = None, *, shards: bool) -> None:
         self.rank = rank
         model: nn.Module = with_statistics(rank // 2)
-        self.model = divided(model) if shards else model
+        self.model = divided(model, layers=False) if shards else model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.7)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
@@ -495,13 +498,13 @@ def scaled(rank: int, size: int, texts: list[str]) -> Any:
     found = []
     for text in texts:
         training = Scaled(rank, text, shards=False)
-        # The bytes of shards are others.
+        # without the bytes, which differ with shards
         found.append([*training.steps(0, STEPS), training.end()[:-1]])
     return found
 
 
 def resumed(rank: int, size: int, rows: list[tuple[str, Any]], folder: str) -> Any:
-    """An uninterrupted training, the same saved and resumed, and the numbers in a file."""
+    """Train without interruption, and again with a save and a load. Count the saved numbers."""
     in_environment(rank)
     found = []
     for i, row in enumerate(rows):
@@ -528,10 +531,10 @@ SAVED = [(FIXED[0], None), (FIXED[1], None), ("streaming:schedule=cyclic,parts=3
 @pytest.mark.parametrize(
     "rows", some([SAVED, [(t, w) for t in FIXED[2:] for w in (None, "int8")]], 0)
 )
-def test_a_saved_training_goes_on_bit_for_bit(rows: list[tuple[str, Any]], tmp_path: Path) -> None:
-    """A file holds a worker's own shards. The node whose one worker overflows skips the step.
+def test_a_saved_training_resumes_bit_for_bit(rows: list[tuple[str, Any]], tmp_path: Path) -> None:
+    """A file holds the local shards of one worker. A node with an overflow skips the step.
 
-    With an exact wire each step is that of nodes of whole models.
+    With an exact wire every step is that of nodes without shards.
     """
     exact = [i for i, (text, wire) in enumerate(rows) if wire is None and text in FIXED]
     results = run(resumed, rows, str(tmp_path), workers=4)
@@ -553,7 +556,7 @@ def test_a_saved_training_goes_on_bit_for_bit(rows: list[tuple[str, Any]], tmp_p
 
 
 def meshes(case: str) -> nn.Module:
-    """A model divided in a way that ``node_group`` cannot take, or in the one that it can."""
+    """Return a model sharded in a way that ``node_group`` refuses, or in the supported way."""
     fsdp = importlib.import_module("torch.distributed.fsdp")
     parallel = importlib.import_module("torch.distributed.tensor.parallel")
     model = make_model(0)
@@ -586,7 +589,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 def refused(rank: int, size: int) -> Any:
-    """Errors of rank 0, which attaches alone; then of all; then the documented example trains."""
+    """Collect errors of rank 0 alone, then of all workers. Then run the example of the docs."""
     in_environment(rank)
     found = []
     for case, options, _ in REFUSED:
@@ -617,8 +620,8 @@ def refused(rank: int, size: int) -> Any:
     return found, together, whole(model.parameters())
 
 
-def test_what_shards_cannot_do_is_refused() -> None:
-    """What depends on the arguments alone by one worker, before anything is sent."""
+def test_unsupported_uses_of_shards_are_refused() -> None:
+    """Errors that follow from the arguments alone are raised before any message is sent."""
     results = run(refused, workers=4)
     for (kinds, text), (_, _, part) in zip(results[0][0], REFUSED, strict=True):
         assert "AttachError" in kinds, text

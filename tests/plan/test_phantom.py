@@ -10,7 +10,7 @@ from offbeat.averaging.buckets import BUCKET_BYTES, group_tensors
 from offbeat.averaging.gradients import gradient_buckets
 from offbeat.averaging.replica import Replica
 from offbeat.plan.phantom import Phantom, shapes_of
-from offbeat.quantization.placeholder_codecs import BlankCoding
+from offbeat.quantization.placeholder_codecs import BlankStageCodecs
 from offbeat.transport.operation import Broadcast, Gather, Sum
 from offbeat.transport.placeholder_tensors import blank, blanks, bytes_of, is_blank, kept_bytes
 
@@ -143,14 +143,14 @@ def test_blank_tensors_have_a_size_and_no_memory() -> None:
 
 
 def test_blank_codings_make_payloads_of_the_right_size() -> None:
-    coding = BlankCoding("int2")
-    errors = coding.errors((4, 1024), torch.device("cpu"))
+    coding = BlankStageCodecs("int2")
+    errors = coding.zero_errors((4, 1024), torch.device("cpu"))
     payload = coding.encode(torch.zeros(8), errors)
     assert payload.numel() == 4 * 2 * (512 // 4 + 4)
     assert [one.numel() for one in coding.chunks(payload, 4)] == [264] * 4
-    second = coding.add_up(payload, 4, errors[0])
+    second = coding.reduce(payload, 4, errors[0])
     assert second.numel() == 2 * (512 // 2 + 4), "the second stage has four bits"
-    assert coding.zeros(payload) is payload
+    assert coding.zero_payload(payload) is payload
     values: Tensor = torch.ones(5)
     coding.first.decode(payload, values)
     assert not values.any()

@@ -1,26 +1,26 @@
-"""How far rounding may be off, computed without the codecs; and numbers to round."""
+"""Bounds of the quantization error, computed without the codecs, and numbers to quantize."""
 
 import torch
 from torch import Tensor
 
-from offbeat.quantization.codecs import BLOCK
+from offbeat.quantization.kernels import BLOCK
 
 
 def values(seed: int, elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normal numbers whose size changes from place to place by many orders of magnitude."""
+    """Return normal numbers whose magnitude varies by many orders along the tensor."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(elements, generator=generator, dtype=torch.float64)
     return (x * torch.logspace(-6, 3, elements, dtype=torch.float64)).to(dtype)
 
 
 def largest(x: Tensor) -> Tensor:
-    """The largest absolute value of each block, for each element."""
+    """Return, for each element, the largest absolute value of its block."""
     blocks = [part.abs().max().expand(part.numel()) for part in x.double().split(BLOCK)]
     return torch.cat(blocks)
 
 
 def most(x: Tensor, precision: str) -> Tensor:
-    """The largest error that rounding ``x`` may make, for each element."""
+    """Return, for each element, the largest allowed quantization error of ``x``."""
     if precision == "bfloat16":
         return x.double().abs() * 2**-8 + 1e-38
     levels = {"int8": 127, "int4": 7, "int2": 1}[precision]

@@ -1,4 +1,4 @@
-"""A wire whose precision changes: nothing that rounding took away is lost."""
+"""The automatic wire: no error is lost when its precision changes, and all workers choose alike."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -48,7 +48,7 @@ def add_up(wire: AdaptiveWire, team: Team) -> list[Tensor]:
 
 
 def test_errors_outlive_a_change_of_precision() -> None:
-    """What is missing in one sum comes with the next, whatever its precision: exact in the end."""
+    """The error of one sum is part of the next, whatever its precision. The total is exact."""
     for results in on_wire(add_up):
         wanted = got = torch.zeros(ELEMENTS, dtype=torch.float64)
         for step, (precision, result) in enumerate(zip(ORDER, results, strict=True)):
@@ -70,93 +70,92 @@ def abstain(wire: AdaptiveWire, team: Team) -> tuple[Tensor, Tensor]:
     return first + second, third
 
 
-def test_who_contributes_nothing_keeps_its_errors() -> None:
-    """Until it does."""
+def test_a_worker_that_does_not_contribute_keeps_its_errors() -> None:
+    """The errors are part of its next contribution."""
     for early, rest in on_wire(abstain):
         wanted = exactly(0) + inputs(0, 1) + inputs(2, 1)
         assert float((wanted - early).abs().max()) > 1e-2
         torch.testing.assert_close((early + rest).double(), wanted, rtol=0, atol=1e-4)
 
 
-def take_back(wire: AdaptiveWire, team: Team, kinds: list[Precision]) -> list[Tensor]:
+def undo(wire: AdaptiveWire, team: Team, kinds: list[Precision]) -> list[Tensor]:
     wire.control.precision = "int8"
     first = wire.sum(inputs(team.rank, 0), stream="a", what="test", tentative=True).wait().clone()
     results = [first]
     for precision in kinds:
         wire.control.precision = precision
-        for step in (7, 1):  # the first one is not meant
+        for step in (7, 1):  # the first one is undone
             handle = wire.sum(inputs(team.rank, step), stream="a", what="test", tentative=True)
             result = handle.wait().clone()
             if step == 7:
-                wire.take_back("a")
+                wire.undo("a")
         results.append(result)
     return results
 
 
 @pytest.mark.parametrize("kinds", [["float32"], ["float32", "float32"], ["bfloat16", "float32"]])
-def test_what_is_taken_back_was_never_sent(kinds: list[Precision]) -> None:
-    """The errors that an exact sum has fed back are there again, too."""
-    for results in on_wire(lambda wire, team: take_back(wire, team, kinds)):
+def test_an_undone_sum_leaves_no_trace(kinds: list[Precision]) -> None:
+    """Errors that an exact sum has carried are restored, too."""
+    for results in on_wire(lambda wire, team: undo(wire, team, kinds)):
         wanted = exactly(0) + len(kinds) * exactly(1)
         got = sum(results, torch.zeros(ELEMENTS))
         torch.testing.assert_close(got.double(), wanted, rtol=0, atol=2e-4)
 
 
-def looked(wire: AdaptiveWire, team: Team, save: bool) -> list[Any]:
-    """Rounds of one step a second; the link keeps who comes last waiting for 0.3 s of them."""
+def choices(wire: AdaptiveWire, team: Team, save: bool) -> list[Any]:
+    """Play rounds of steps of 1 s. The last worker to arrive waits 0.3 s for the link."""
     waits, trace = [0.5, 0.3, 0.9], []
     for round in range(60):
         if save and round == 25:
             state = wire.state_dict()
             wire = AdaptiveWire(team)
             wire.load_state_dict(state)
-        assert wire.measured(round, stepping=False)[:2] == (0.0, 0.0)
+        assert wire.measurements(round, stepping=False)[:2] == (0.0, 0.0)
         wire.sum(torch.zeros(ELEMENTS), stream="a", what="test").wait()
-        if round != 40:  # in which rank 2 has nothing to do: its waiting does not count
-            told = (3.0, 3.0 * 1.0, *waits)
+        if round != 40:  # in round 40 rank 2 takes no step, so its wait does not count
+            tally = (3.0, 3.0 * 1.0, *waits)
         else:
-            told = (2.0, 2.0 * 1.0, waits[0], waits[1], float("inf"))
-        wire.acted(Completed(told))
+            tally = (2.0, 2.0 * 1.0, waits[0], waits[1], float("inf"))
+        wire.apply_measurements(Completed(tally))
         trace.append((wire.control.precision, wire.reason))
     return trace
 
 
-def test_all_workers_follow_the_tallies_alike() -> None:
-    """After 16 steps, one round late. A tally from before the change does not count. Resumed."""
-    (first, *others) = on_wire(lambda wire, team: looked(wire, team, False))
+def test_all_workers_make_the_same_choice() -> None:
+    """After 16 steps, one round late, without tallies from before the change. Also if resumed."""
+    (first, *others) = on_wire(lambda wire, team: choices(wire, team, False))
     assert all(other == first for other in others)
     kinds = [precision for precision, _ in first]
-    # 17 rounds are decided when the 16th tally is looked at. Then 1 is stale, 16 more, in vain: a
-    # step still takes 1 s. Until the next look, float32; the next try comes 4 looks later.
+    # 17 rounds are decided when the 16th tally is evaluated. The next tally is outdated. After 16
+    # more, int8 is reversed, because a step still takes 1 s. The next try comes 4 choices later.
     assert kinds[:16] == ["float32"] * 16
     assert kinds[16:33] == ["int8"] * 17
     assert kinds[33:] == ["float32"] * 27
     assert first[20][1] == ("the link made workers wait 30 % of the time in float32")
-    (again, *_) = on_wire(lambda wire, team: looked(wire, team, True))
+    (again, *_) = on_wire(lambda wire, team: choices(wire, team, True))
     assert [precision for precision, _ in again] == kinds
 
 
 def saved(wire: AdaptiveWire, team: Team) -> Any:
     wire.control = replace(CONTROL)
-    wire.measured(5, stepping=True)
+    wire.measurements(5, stepping=True)
     team.host.sleep(2.0, "test")
-    for told in ((3.0, 3.0, 0.1, 0.2, 0.3), (4.0, 4.0, 0.3, 0.2, 0.1)):
-        wire.acted(Completed(told))
+    for tally in ((3.0, 3.0, 0.1, 0.2, 0.3), (4.0, 4.0, 0.3, 0.2, 0.1)):
+        wire.apply_measurements(Completed(tally))
     state = wire.state_dict()
     other = AdaptiveWire(team)
     other.load_state_dict(state)
     team.host.sleep(1.0, "test")
     states = (state, other.state_dict())
-    return other.control, other.measured(9, stepping=True), states
+    return other.control, other.measurements(9, stepping=True), states
 
 
-def test_a_state_holds_all_of_it() -> None:
-    """The choice, the look at hand, and where this worker's own clock stood."""
-    for control, told, (state, again) in on_wire(saved):
+def test_a_state_holds_choice_measurements_and_clock() -> None:
+    for control, measured, (state, again) in on_wire(saved):
         assert control == CONTROL
-        assert told == (4.0, pytest.approx(3.0), 0.0, 0.0, 0.0)
+        assert measured == (4.0, pytest.approx(3.0), 0.0, 0.0, 0.0)
         ((name, one),), ((_, two),) = state.items(), again.items()
         assert name == "the choice of a precision"
         assert torch.equal(one["summed"], two["summed"])
-        # All but the seconds since the last vote, of which one more has passed.
+        # The last two are seconds since the last vote, and one more second has passed.
         assert torch.equal(one["sent"][:-2], two["sent"][:-2])

@@ -1,4 +1,4 @@
-"""What each codec rounds to: bounds computed by themselves, extremes, and numbers that are none."""
+"""Codecs: error bounds computed independently, extreme values, and non-finite values."""
 
 import math
 from collections.abc import Iterator
@@ -11,14 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offbeat.quantization import codecs as module
-from offbeat.quantization.codecs import BLOCK, CODECS
+from offbeat.quantization import kernels as module
+from offbeat.quantization.codecs import CODECS
+from offbeat.quantization.kernels import BLOCK
 from quantization.rounding import most, values
 
 
 @pytest.fixture(autouse=True, scope="module", params=["compiled", "torch"])
 def loops(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test by the compiled loops, and by the operations of torch."""
+    """Run every test with the compiled loops, and with torch operations."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
             patch.setattr(module, "kernels", lambda: None)
@@ -31,7 +32,7 @@ both = pytest.mark.parametrize("precision", ["bfloat16", "int8", "int4", "int2"]
 
 
 def round_trip(x: Tensor, precision: str) -> tuple[Tensor, Tensor]:
-    """What ``x`` decodes to, and the error that the codec reports."""
+    """Return the decoded ``x``, and the error that the codec reports."""
     codec = CODECS[precision]()
     blocks = -(-x.numel() // BLOCK)
     errors = torch.zeros(blocks * BLOCK)
@@ -46,13 +47,13 @@ def round_trip(x: Tensor, precision: str) -> tuple[Tensor, Tensor]:
 
 
 def rounded(x: Tensor, precision: str) -> Tensor:
-    """What ``x`` decodes to when its error is kept elsewhere."""
+    """Return the decoded ``x`` if the codec does not keep the error."""
     codec = CODECS[precision]()
     blocks = -(-x.numel() // BLOCK)
     numbers = torch.zeros(blocks * BLOCK)
     numbers[: x.numel()] = x
     payload = torch.full((blocks * codec.block_bytes,), 7, dtype=torch.uint8)
-    codec.round(numbers, payload)
+    codec.encode(numbers, payload, keep_error=False)
     codec.decode(payload, out := torch.empty_like(x))
     return out
 
@@ -69,7 +70,7 @@ def rounded(x: Tensor, precision: str) -> Tensor:
 def test_the_error_is_bounded(
     precision: str, elements: int, seed: int, scale: float, dtype: torch.dtype
 ) -> None:
-    """|x − decode(encode(x))| ≤ largest of the block / 254 (int8); x = decoded + error."""
+    """|x − decode(encode(x))| ≤ largest of the block / 254 (int8), and x = decoded + error."""
     x = values(seed, elements, dtype) * scale
     decoded, errors = round_trip(x, precision)
     assert decoded.dtype == dtype
@@ -83,7 +84,7 @@ def test_the_error_is_bounded(
 @pytest.mark.sampled
 @both
 def test_many_pieces_and_odd_ends(precision: str) -> None:
-    """A tensor longer than what is worked on at a time, which ends inside of a block."""
+    """A tensor longer than a piece, which ends inside a block."""
     x = values(0, 1300 * BLOCK + 17)
     decoded, _ = round_trip(x, precision)
     for one in (decoded, rounded(x, precision)):
@@ -91,7 +92,7 @@ def test_many_pieces_and_odd_ends(precision: str) -> None:
 
 
 def unpacked(payload: Tensor, bits: int) -> npt.NDArray[np.float32]:
-    """What a payload of integers holds by its description, bit by bit."""
+    """Return the numbers in a payload of integers, read with numpy from the documented layout."""
     data = payload.numpy()
     blocks = len(data) // (BLOCK * bits // 8 + 4)
     scales = data[: 4 * blocks].view("<f4")[:, None]
@@ -105,7 +106,7 @@ def unpacked(payload: Tensor, bits: int) -> npt.NDArray[np.float32]:
 @pytest.mark.parametrize(("precision", "bits"), [("int8", 8), ("int4", 4), ("int2", 2)])
 @pytest.mark.parametrize("start", [0, 2, 299])
 def test_integers_are_rounded_to_nearest_even(precision: str, bits: int, start: int) -> None:
-    """Ties, too, with and without an error kept, anywhere in a payload; numpy reads its bits."""
+    """Also ties, with and without keeping the error, anywhere in a payload."""
     levels, codec = 2 ** (bits - 1) - 1, CODECS[precision]()
     generator = np.random.default_rng(start)
     x = generator.integers(-2 * levels, 2 * levels + 1, (301, BLOCK)).astype(np.float32) / 2
@@ -114,7 +115,7 @@ def test_integers_are_rounded_to_nearest_even(precision: str, bits: int, start: 
     for keep in (True, False):
         payload = torch.zeros(301 * codec.block_bytes, dtype=torch.uint8)
         numbers = part.clone()
-        (codec.encode if keep else codec.round)(numbers, payload, start=start * BLOCK)
+        codec.encode(numbers, payload, start=start * BLOCK, keep_error=keep)
         found = unpacked(payload, bits)
         assert not found[:start].any()
         np.testing.assert_array_equal(found[start:], np.rint(x[start:]))
@@ -127,7 +128,7 @@ def test_integers_are_rounded_to_nearest_even(precision: str, bits: int, start: 
 
 
 def test_bfloat16_is_rounded_to_nearest_even() -> None:
-    """The upper half of the float32, by numpy, anywhere in a payload."""
+    """The upper half of the float32 computed with numpy, anywhere in a payload."""
     x = values(3, 4 * BLOCK)
     x[:512] = torch.arange(512) * 2.0**-8 + 1  # ties
     word = x.numpy().view(np.uint32).astype(np.uint64)
@@ -135,13 +136,13 @@ def test_bfloat16_is_rounded_to_nearest_even() -> None:
     codec = CODECS["bfloat16"]()
     for keep in (True, False):
         payload = torch.zeros(5 * codec.block_bytes, dtype=torch.uint8)
-        (codec.encode if keep else codec.round)(x.clone(), payload, start=BLOCK)
+        codec.encode(x.clone(), payload, start=BLOCK, keep_error=keep)
         np.testing.assert_array_equal(payload.numpy().view(np.uint16)[BLOCK:], expected)
         assert not payload[: codec.block_bytes].any()
 
 
 @both
-def test_zeros_are_exact_and_tiny_blocks_are_kept_for_later(precision: str) -> None:
+def test_zeros_are_exact_and_tiny_blocks_become_errors(precision: str) -> None:
     x = torch.zeros(2 * BLOCK + 5)
     x[BLOCK + 3] = 1e-35
     decoded, errors = round_trip(x, precision)
@@ -152,8 +153,8 @@ def test_zeros_are_exact_and_tiny_blocks_are_kept_for_later(precision: str) -> N
 
 
 @pytest.mark.parametrize(("precision", "most"), [("int4", 7), ("int2", 1)])
-def test_few_bits_keep_what_they_can_represent(precision: str, most: int) -> None:
-    """Every integer at every place of a block, whichever byte it is packed into."""
+def test_representable_integers_are_exact(precision: str, most: int) -> None:
+    """Every integer at every position of a block."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(-most, most + 1, (3 * BLOCK + 5,), generator=generator) / 8.0
     x[::BLOCK] = most / 8.0

@@ -1,6 +1,6 @@
-"""The compiled loops give the bits that torch's operations give, where all workers need the same.
+"""The compiled loops give the bits of the torch operations where all workers need the same bits.
 
-That they round well is tested with the codecs, in tests/communicator/test_codec.py.
+``test_codecs.py`` tests their error bounds.
 """
 
 from typing import Any
@@ -13,24 +13,25 @@ from torch import Tensor
 
 import offbeat
 import worlds
-from offbeat.quantization import codecs as codec
 from offbeat.quantization import kernels
-from offbeat.quantization.codecs import BLOCK, CODECS, Integers
+from offbeat.quantization.codecs import CODECS
+from offbeat.quantization.integers import IntegerCodec
+from offbeat.quantization.kernels import BLOCK
 from problems import flat, make_wide, wide_loss
 
 PRECISIONS = ["int8", "int4", "int2"]
 
 
-def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "kernels", lambda: None)
+def use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "kernels", lambda: None)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("elements", [1, BLOCK - 1, 3 * BLOCK, 300 * BLOCK + 77])
-def test_any_bytes_decode_alike(
+def test_any_payload_decodes_to_the_same_bits(
     precision: str, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever another worker has sent: integers that nobody encodes, and any scales."""
+    """Also payloads that no codec makes: all integers, and any scales."""
     rounding = CODECS[precision]()
     blocks = -(-elements // BLOCK)
     generator = torch.Generator().manual_seed(elements)
@@ -41,42 +42,44 @@ def test_any_bytes_decode_alike(
     scales.copy_(torch.randn(blocks, generator=generator).exp())
     scales[::5] = 0.0
     scales[3::7] = float("nan")
-    found = []
+    results = []
     for _ in range(2):
         decoded, total = torch.zeros(elements), torch.full((blocks * BLOCK,), 0.25)
         rounding.decode(payload, decoded)
         rounding.add(payload, total)
-        found.append((decoded, total))
-        by_torch(monkeypatch)
-    for ours, theirs in zip(*found, strict=True):
+        results.append((decoded, total))
+        use_torch(monkeypatch)
+    for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours.isnan(), theirs.isnan())
-    assert torch.equal(found[0][0].nan_to_num(), found[1][0].nan_to_num())
+    assert torch.equal(results[0][0].nan_to_num(), results[1][0].nan_to_num())
     # torch may round once where it multiplies and adds.
-    torch.testing.assert_close(found[0][1], found[1][1], equal_nan=True)
+    torch.testing.assert_close(results[0][1], results[1][1], equal_nan=True)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_same_integers(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for ties that one rounding more decides."""
+def test_integers_are_nearly_always_the_same(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only ties may differ, by one additional rounding."""
     x = torch.randn(64 * BLOCK, generator=torch.Generator().manual_seed(1))
     x[: 4 * BLOCK] *= 1e-5
     payloads = []
     for _ in range(2):
         rounding = CODECS[precision]()
-        assert isinstance(rounding, Integers)
+        assert isinstance(rounding, IntegerCodec)
         payloads.append(torch.empty(64 * rounding.block_bytes, dtype=torch.uint8))
         rounding.encode(x.clone(), payloads[-1])
-        by_torch(monkeypatch)
+        use_torch(monkeypatch)
     assert (payloads[0] != payloads[1]).float().mean() < 1e-4
     assert torch.equal(payloads[0][: 4 * 64], payloads[1][: 4 * 64]), "the scales"
 
 
 @pytest.mark.parametrize("wire", ["int8", "int2"])
 @pytest.mark.parametrize("gain", [1.0, 1.7])
-def test_a_worker_without_them_trains_with_others(
+def test_workers_with_and_without_numba_train_together(
     wire: str, gain: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """P is the same bits on all workers, two of which have no numba."""
+    """P has the same bits on all workers. Two of three have no numba."""
     calls = {True: 0, False: 0}
 
     def train(rank: int, size: int) -> dict[str, Any]:
@@ -95,14 +98,14 @@ def test_a_worker_without_them_trains_with_others(
         sync.finish()
         return {"P": torch.cat(bases), "end": flat(model)}
 
-    everyone = kernels.kernels
+    original = kernels.kernels
 
-    def some() -> Any:
-        found = everyone() if dist.get_rank() == 0 else None
-        calls[found is not None] += 1
-        return found
+    def on_rank_0_only() -> Any:
+        loops = original() if dist.get_rank() == 0 else None
+        calls[loops is not None] += 1
+        return loops
 
-    monkeypatch.setattr(codec, "kernels", some)
+    monkeypatch.setattr(kernels, "kernels", on_rank_0_only)
     results = worlds.simulated(train, workers=3)
     assert calls[True] > 20
     assert calls[False] > 20
@@ -111,8 +114,8 @@ def test_a_worker_without_them_trains_with_others(
         assert torch.equal(result["end"], results[0]["end"])
 
 
-def test_squares_do_not_depend_on_the_pieces() -> None:
-    """A flight that was loaded from a checkpoint lands in others, and must give the same gain."""
+def test_squared_norms_do_not_depend_on_the_pieces() -> None:
+    """A part in flight that was loaded from a checkpoint lands in different pieces."""
     loops = kernels.kernels()
     assert loops is not None
     x = torch.randn(7 * BLOCK + 91, generator=torch.Generator().manual_seed(0)).numpy()
@@ -125,7 +128,7 @@ def test_squares_do_not_depend_on_the_pieces() -> None:
     assert whole[0] == 0
 
 
-def test_they_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_can_disable_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFBEAT_KERNELS", "0")
     kernels.kernels.cache_clear()
     try:

@@ -1,4 +1,4 @@
-"""The automatic precision, from loads that are computed by hand."""
+"""The automatic precision, with loads computed by hand."""
 
 import random
 
@@ -11,7 +11,7 @@ CHOICES = ("float32", "bfloat16", "int8")
 
 
 def measure(control: PrecisionControl, computing: float, waiting: float) -> bool:
-    """A step of ``computing`` + ``waiting`` seconds, of which a tenth may be spent waiting."""
+    """Report a step of ``computing`` + ``waiting`` seconds. A tenth of it may be waiting."""
     load = waiting / (computing / 9)
     seconds = computing + waiting
     return control.update(load, BITS, choices=CHOICES, margin=0.5, seconds=seconds)
@@ -20,7 +20,7 @@ def measure(control: PrecisionControl, computing: float, waiting: float) -> bool
 def follow(
     control: PrecisionControl, float32_waiting: float, count: int, quantizing: float = 0.0
 ) -> list[str]:
-    """The precision after each measurement on a link whose time is proportional to the bits."""
+    """Return the precision after each measurement. The waiting is proportional to the bits."""
     trace = []
     for _ in range(count):
         waiting = float32_waiting * BITS[control.precision] / 64
@@ -53,14 +53,14 @@ def test_more_bits_when_the_link_becomes_faster() -> None:
     assert follow(control, 0.05, 8)[-1] == "float32"
 
 
-def test_fewer_bits_that_do_not_pay_are_taken_back() -> None:
-    """Quantization takes as long as it saves: tried again after 4, then 64 measurements."""
+def test_fewer_bits_without_benefit_are_reversed() -> None:
+    """Quantization takes as long as it saves. The next tries follow after 4 and 64 measurements."""
     trace = follow(PrecisionControl(), 0.2, 200, quantizing=0.5)
     assert [i for i, one in enumerate(trace) if one != "float32"] == [0, 5, 70]
 
 
-def test_more_bits_that_do_not_pay_are_taken_back() -> None:
-    """A mean that is hidden behind computing in few bits, and waited for in more."""
+def test_more_bits_that_cause_waiting_are_reversed() -> None:
+    """A mean that overlaps with computing in int8 and makes workers wait in bfloat16."""
     control, trace = PrecisionControl(), []
     waiting = {"float32": 1.0, "bfloat16": 0.3, "int8": 0.0}
     for _ in range(200):
@@ -70,19 +70,19 @@ def test_more_bits_that_do_not_pay_are_taken_back() -> None:
 
 
 def test_it_settles_under_noise() -> None:
-    """Waiting that varies by a half around any mean causes few changes, and no late ones."""
+    """Waiting that varies by half its mean causes few changes, and hardly any late ones."""
     for seed in range(20):
         noise, control, changes = random.Random(seed), PrecisionControl(), []
         mean = noise.uniform(0.02, 1.0)
-        for look in range(1000):
+        for index in range(1000):
             waiting = mean * noise.uniform(0.5, 1.5) * BITS[control.precision] / 64
             if measure(control, 1.0, waiting):
-                changes.append(look)
+                changes.append(index)
         assert len(changes) <= 12, (mean, changes)
-        assert sum(look >= 500 for look in changes) <= 2, (mean, changes)
+        assert sum(index >= 500 for index in changes) <= 2, (mean, changes)
 
 
-def test_patience_is_regained_in_quiet_times() -> None:
+def test_a_long_time_without_change_shortens_the_patience() -> None:
     control = PrecisionControl()
     follow(control, 1.0, 1)
     follow(control, 0.05, 1)  # more bits: a reversal
@@ -92,7 +92,7 @@ def test_patience_is_regained_in_quiet_times() -> None:
 
 
 def test_without_durations_fewer_bits_are_not_on_trial() -> None:
-    """Streaming averaging: the load is the number of steps of a pass, relative to the target."""
+    """As in streaming averaging, whose load is the steps of a pass relative to the target."""
     control = PrecisionControl("int4")
     assert control.update(1.2, BITS)
     assert control.precision == "int2"

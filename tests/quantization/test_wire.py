@@ -1,7 +1,6 @@
-"""Quantised sums: bounds, error feedback, and the order of the second stages."""
+"""Quantized sums: error bounds, error feedback, bytes and errors."""
 
 import math
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -11,43 +10,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 import offbeat
-from offbeat.quantization.codecs import BLOCK, CODECS
-from offbeat.quantization.decoding import Plain
-from offbeat.quantization.payloads import gathers, update_bits
+from offbeat.quantization.codecs import CODECS
+from offbeat.quantization.decoding import TensorVector
+from offbeat.quantization.kernels import BLOCK
+from offbeat.quantization.payloads import update_bits, uses_single_stage
 from offbeat.quantization.wire import Wire
-from offbeat.transport.communicator import Communicator
 from offbeat.transport.single_process import SingleCommunicator
 from offbeat.transport.team import Team
 from quantization.rounding import largest, most, values
-from transport import communicators
-
-Function = Callable[[Wire, Team], Any]
-both = pytest.mark.parametrize("precision", ["bfloat16", "int8", "int4", "int2"])
-SIZE = 3
-
-
-def gloo(function: Function, precision: Any) -> list[Any]:
-    return communicators.gloo(lambda communicator: _on_wire(function, communicator, precision))
-
-
-def simulated(function: Function, precision: Any) -> list[Any]:
-    return communicators.simulated(lambda communicator: _on_wire(function, communicator, precision))
-
-
-def _on_wire(function: Function, communicator: Communicator, precision: Any) -> Any:
-    team = Team(communicator)
-    return function(Wire(team, precision), team)
-
-
-every_world = pytest.mark.parametrize("world", [gloo, simulated], ids=["gloo", "simulated"])
-
+from quantization.wires import SIZE, every_world, gloo, simulated
 
 # -- sums -----------------------------------------------------------------------------------------
 
+both = pytest.mark.parametrize("precision", ["bfloat16", "int8", "int4", "int2"])
 ELEMENTS = 10_007
 
 
-def quantised(wire: Wire, team: Team) -> Any:
+def sum_of_each_dtype(wire: Wire, team: Team) -> Any:
     results = []
     for dtype in (torch.float32, torch.float64):
         x = values(team.rank, ELEMENTS, dtype)
@@ -62,8 +41,11 @@ def quantised(wire: Wire, team: Team) -> Any:
 
 @both
 def test_a_sum_is_within_its_bound_and_the_same_bits_everywhere(precision: str) -> None:
-    """Errors add up: one rounding of each worker's numbers, one of their sum; none on the way."""
-    on_gloo, in_simulator = gloo(quantised, precision), simulated(quantised, precision)
+    """One quantization of each contribution and one of the sum. No partial sum is quantized."""
+    on_gloo, in_simulator = (
+        gloo(sum_of_each_dtype, precision),
+        simulated(sum_of_each_dtype, precision),
+    )
     for index, dtype in enumerate((torch.float32, torch.float64)):
         each = [values(rank, ELEMENTS, dtype).double() for rank in range(SIZE)]
         exact = sum(each)
@@ -88,9 +70,9 @@ def repeated(wire: Wire, team: Team) -> Any:
 
 @both
 def test_error_feedback_loses_nothing(precision: str) -> None:
-    """The sum of T results is T times the exact one but for the errors kept, which do not grow.
+    """The sum of T results is T times the exact sum minus the current errors, which do not grow.
 
-    So the time average converges like 1/T; without feedback it does not.
+    So the time average converges like 1/T. Without feedback it does not.
     """
     results = simulated(repeated, precision)
     exact = sum(values(rank, 4000).double() for rank in range(SIZE))
@@ -109,28 +91,28 @@ CHANGING: list[Any] = ["int4", "int2", None, "bfloat16", "float32", "int2", "int
 
 
 def changing(wire: Wire, team: Team) -> Any:
-    """Updates whose residual stays here, as in a model, summed at another precision each time."""
+    """Sum updates whose error stays at the sender, as in a model, at a different precision each."""
     gain = residual = put_in = torch.zeros(4000, dtype=torch.float64)
     totals = []
     for i, precision in enumerate(CHANGING):
         update = values(10 * i + team.rank, 4000).double()
         one = wire.sum_updates(
-            Plain((residual + update).float()),
+            TensorVector((residual + update).float()),
             stream="a",
             what="test",
-            contribute=(i, team.rank) != (2, 1),  # it goes with the next one
+            contribute=(i, team.rank) != (2, 1),  # its residual is part of the next update
             precision=precision,
         )
-        totals.append(one.wait().whole())
+        totals.append(one.wait().to_tensor())
         gain = gain + totals[-1]
         put_in = put_in + update
-        residual = residual + update - one.sent.whole()
+        residual = residual + update - one.sent.to_tensor()
     return totals, gain, residual, put_in, wire.state_dict()["a"], team.account.payload_bytes
 
 
 @every_world
-def test_sums_of_changing_precision_lose_nothing(world: Any) -> None:
-    """Results, what stays with the senders and with the owners add up to what was put in."""
+def test_no_error_is_lost_when_the_precision_changes(world: Any) -> None:
+    """Results plus the errors of senders and of chunk owners are the sum of all updates."""
     results = world(changing, "int8")
     gain = results[0][1]
     for totals, *_ in results:
@@ -143,7 +125,7 @@ def test_sums_of_changing_precision_lose_nothing(world: Any) -> None:
         gain + kept, put_in, rtol=1e-5, atol=1e-6 * float(put_in.abs().max())
     )
     assert not torch.equal(gain, put_in)
-    # Blocks of both stages: three chunks of three, and one. The eight of int2 are gathered whole.
+    # Blocks of both stages: three chunks of three, and one. The eight blocks of int2 are gathered.
     stages = {"int8": 516, "int4": 260, "bfloat16": 1024}
     sent = [stages[one or "int8"] for one in CHANGING if one not in ("float32", "int2")]
     for *_, payload_bytes in results:
@@ -151,11 +133,11 @@ def test_sums_of_changing_precision_lose_nothing(world: Any) -> None:
 
 
 def gathered(wire: Wire, team: Team) -> Any:
-    """Updates of few bits, as each worker sends them, and the sum; rank 1 has none the 2nd time."""
+    """Sum int2 updates twice. Rank 1 contributes nothing the second time."""
     found = []
     for i in range(2):
         one = wire.sum_updates(
-            Plain(values(10 * i + team.rank, 3900)),
+            TensorVector(values(10 * i + team.rank, 3900)),
             stream="a",
             what="test",
             contribute=(i, team.rank) != (1, 1),
@@ -163,13 +145,13 @@ def gathered(wire: Wire, team: Team) -> Any:
         total = one.wait()
         stretch = torch.empty(700)
         total.read(stretch, 2 * BLOCK)
-        found.append((total.whole(), one.sent.whole(), stretch))
+        found.append((total.to_tensor(), one.sent.to_tensor(), stretch))
     return found, wire.state_dict()
 
 
 @every_world
-def test_updates_of_few_bits_are_gathered_and_nothing_rounded_again(world: Any) -> None:
-    """With three workers: the sum is that of what they have sent, in the order of the ranks."""
+def test_gathered_updates_are_quantized_once(world: Any) -> None:
+    """The sum is exactly that of the quantized updates, in the order of the ranks."""
     results = world(gathered, "int2")
     for i in range(2):
         first, second, third = (seen[i][1] for seen, _ in results)
@@ -183,14 +165,14 @@ def test_updates_of_few_bits_are_gathered_and_nothing_rounded_again(world: Any) 
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "int8", "int4", "int2"])
-def test_updates_are_gathered_where_that_sends_little_more(precision: str) -> None:
-    """At most 1.1 times the bytes of two stages, which is what they are then taken to send."""
+def test_updates_are_gathered_if_that_sends_at_most_a_tenth_more(precision: str) -> None:
+    """``update_bits`` counts the bits of the chosen way."""
     first = CODECS[precision].block_bytes
     second = CODECS["int4" if precision == "int2" else precision].block_bytes
     for workers in range(2, 9):
         whole, stages = workers * first, first + second
-        assert gathers(precision, workers) == (whole <= 1.1 * stages)
-        sent = whole if gathers(precision, workers) else stages
+        assert uses_single_stage(precision, workers) == (whole <= 1.1 * stages)
+        sent = whole if uses_single_stage(precision, workers) else stages
         assert update_bits(precision, workers) == pytest.approx(8 * sent / BLOCK)
 
 
@@ -208,8 +190,8 @@ def weighted(wire: Wire, team: Team) -> Any:
 
 
 @both
-def test_who_does_not_contribute_keeps_its_errors(precision: str) -> None:
-    """Weight 0 sends zeros, whatever the tensor holds; if nobody contributes, the sum is 0."""
+def test_a_worker_that_does_not_contribute_keeps_its_errors(precision: str) -> None:
+    """It sends zeros, whatever the tensor holds. If no worker contributes, the sum is 0."""
     results = simulated(weighted, precision)
     exact = values(0, 4000).double() + values(2, 4000).double()
     kept = sum(r[0]["sent"].reshape(-1)[:4000].double() for r in (results[0], results[2]))
@@ -231,7 +213,7 @@ def tentative(wire: Wire, team: Team) -> Any:
         x = values(10 * i + team.rank, 4000)
         wrong = wire.sum(values(99, 4000), stream="a", what="test", tentative=True)
         wrong.wait()
-        wire.take_back("a")
+        wire.undo("a")
         seen.append(wire.sum(x.clone(), stream="a", what="test", tentative=i % 2 == 0).wait())
         plain = wire.sum(x.clone(), stream="b", what="test").wait()
         assert torch.equal(seen[-1], plain)
@@ -241,8 +223,8 @@ def tentative(wire: Wire, team: Team) -> Any:
 
 
 @both
-def test_a_tentative_sum_can_be_taken_back(precision: str) -> None:
-    """Errors of both stages are again what they were."""
+def test_a_tentative_sum_can_be_undone(precision: str) -> None:
+    """The errors of both stages are restored."""
     assert len(simulated(tentative, precision)) == SIZE
 
 
@@ -258,8 +240,8 @@ def poisoned(wire: Wire, team: Team) -> Any:
 @pytest.mark.sampled
 @both
 @every_world
-def test_what_is_not_finite_is_seen_by_all_and_gone_next_time(world: Any, precision: str) -> None:
-    """An overflow on one worker reaches every worker, and poisons no error."""
+def test_non_finite_values_reach_all_workers_and_leave_no_error(world: Any, precision: str) -> None:
+    """The next sum is finite."""
     for bad, good in world(poisoned, precision):
         assert not bad[600].isfinite()
         assert not bad[9000].isfinite()
@@ -267,159 +249,7 @@ def test_what_is_not_finite_is_seen_by_all_and_gone_next_time(world: Any, precis
         assert good.isfinite().all()
 
 
-# -- order and blocking ---------------------------------------------------------------------------
-
-LENGTHS = [5000, 700, 3000, 10, 9000, 2000, 4001]  # the fourth one goes as it is
-
-
-def in_any_order(wire: Wire, team: Team) -> Any:
-    """Every worker asks and waits at other moments, in another order, between other operations."""
-    moments = random.Random(team.rank)
-    results = []
-    for repetition in range(3):
-        handles = []
-        for i, length in enumerate(LENGTHS):
-            x = values(100 * repetition + 10 * i + team.rank, length)
-            handles.append(wire.sum(x, stream=str(i), what=f"sum {i}"))
-            for _ in range(moments.randrange(4)):
-                moments.choice(handles).done()
-            if i == 4:
-                assert team.communicator.sum(torch.ones(1), what="test").wait().item() == team.size
-        order = list(range(len(LENGTHS)))
-        moments.shuffle(order)
-        totals = {i: handles[i].wait() for i in order}
-        results.append([totals[i] for i in range(len(LENGTHS))])
-    return results
-
-
-def in_order(wire: Wire, team: Team) -> Any:
-    return [
-        [
-            wire.sum(
-                values(100 * repetition + 10 * i + team.rank, length), stream=str(i), what="test"
-            ).wait()
-            for i, length in enumerate(LENGTHS)
-        ]
-        for repetition in range(3)
-    ]
-
-
-@every_world
-def test_the_moments_of_asking_do_not_matter(world: Any) -> None:
-    """Second stages start in the order of the first ones, whoever asks when."""
-    expected = simulated(in_order, "int8")
-    for result in world(in_any_order, "int8"):
-        for got, want in zip(result, expected[0], strict=True):
-            for i, (a, b) in enumerate(zip(got, want, strict=True)):
-                if LENGTHS[i] > 10:
-                    assert torch.equal(a, b)
-
-
-def ask_early(wire: Wire, team: Team) -> bool:
-    tensor = torch.zeros(1)
-    if team.rank == 0:
-        handle = wire.sum(torch.ones(4000), stream="a", what="test")
-        early = handle.done()
-        for other in range(1, team.size):  # only now let the others start
-            team.communicator.send(tensor, destination=other, tag=5, what="go").wait()
-    else:
-        team.communicator.receive(tensor, source=0, tag=5, what="go").wait()
-        handle, early = wire.sum(torch.ones(4000), stream="a", what="test"), False
-    while not handle.done():
-        pass  # asking alone brings it to its end
-    return not early and bool((handle.wait() == team.size).all())
-
-
-@every_world
-def test_done_never_blocks_and_drives_both_stages(world: Any) -> None:
-    assert all(world(ask_early, "int8"))
-
-
-def blocked_elsewhere(wire: Wire, team: Team) -> float:
-    handle = wire.sum(torch.ones(4000), stream="a", what="test")
-    if team.rank == 0:  # the others are in the maximum already, and have not asked for the sum
-        total = handle.wait()
-        team.communicator.maximum(torch.ones(1), what="test").wait()
-    else:
-        team.communicator.maximum(torch.ones(1), what="test").wait()
-        total = handle.wait()
-    return float(total[0])
-
-
-@every_world
-def test_who_waits_for_something_else_does_not_hold_up_a_sum(world: Any) -> None:
-    """Before a worker blocks in another operation it starts the second stages others need."""
-    assert world(blocked_elsewhere, "int8") == [SIZE] * SIZE
-
-
-# -- several wires --------------------------------------------------------------------------------
-
-
-def on_two_wires(wire: Wire, team: Team) -> Any:
-    """Sums of two wires of one team, of which each worker waits for another one first."""
-    other = Wire(team, "bfloat16")
-    moments, totals = random.Random(team.rank), []
-    for _ in range(4):
-        handles = []
-        for i, one in enumerate((wire, other, other, wire)):
-            x = torch.full((4000,), float(2**i))
-            handles.append(one.sum(x, stream=str(i), what=f"sum {i}"))
-            if moments.random() < 0.5:
-                moments.choice(handles).wait()
-        totals.append([handle.wait().unique().tolist() for handle in handles])
-    return totals
-
-
-@every_world
-def test_wires_of_one_team_do_not_wait_for_each_other(world: Any) -> None:
-    """Second stages of both come in one order, whichever sum each worker waits for first."""
-    for totals in world(on_two_wires, "int8"):
-        assert totals == [[[SIZE * 2.0**i] for i in range(4)]] * 4
-
-
-def blocked_with_two_wires(wire: Wire, team: Team) -> Any:
-    other, handles = Wire(team, "bfloat16"), []
-    if team.rank == 0:
-        handles = [one.sum(torch.ones(4000), stream="a", what="a sum") for one in (wire, other)]
-        return [handle.wait()[0].item() for handle in handles]
-    first = wire.sum(torch.ones(4000), stream="a", what="a sum").wait()
-    return [first[0].item(), other.sum(torch.ones(4000), stream="a", what="a sum").wait()[0].item()]
-
-
-@every_world
-def test_a_sum_is_not_held_up_by_a_later_one_of_another_wire(world: Any) -> None:
-    """Rank 0 has started both when it waits; the others wait for the first before they start."""
-    assert world(blocked_with_two_wires, "int8") == [[SIZE, SIZE]] * SIZE
-
-
-def blocked_elsewhere_with_two_wires(wire: Wire, team: Team) -> Any:
-    other = Wire(team, "bfloat16")
-    handles = [one.sum(torch.ones(4000), stream="a", what="a sum") for one in (wire, other)]
-    if team.rank == 0:
-        totals = [handle.wait()[0].item() for handle in handles]
-    team.communicator.maximum(torch.ones(1), what="something else").wait()
-    return totals if team.rank == 0 else [handle.wait()[0].item() for handle in handles]
-
-
-@every_world
-def test_who_waits_for_something_else_starts_the_second_stages_of_all_wires(world: Any) -> None:
-    """The account tells every wire before the worker blocks, not the first or the last alone."""
-    assert world(blocked_elsewhere_with_two_wires, "int8") == [[SIZE, SIZE]] * SIZE
-
-
-def test_two_wires_count_their_bytes_on_one_account() -> None:
-    """Each its own payload: 516 and 1024 bytes a block of 512."""
-
-    def work(wire: Wire, team: Team) -> int:
-        other = Wire(team, "bfloat16")
-        for one in (wire, other):
-            one.sum(torch.ones(3 * BLOCK), stream="a", what="test").wait()
-        return team.account.payload_bytes
-
-    assert simulated(work, "int8") == [4 * 516 + 4 * 1024] * SIZE
-
-
-# -- what it costs --------------------------------------------------------------------------------
+# -- bytes ----------------------------------------------------------------------------------------
 
 
 def cost(wire: Wire, team: Team) -> list[int]:
@@ -439,14 +269,26 @@ def cost(wire: Wire, team: Team) -> list[int]:
     return counts
 
 
-def test_payload_bytes_are_those_after_compression() -> None:
-    """All chunks in the first stage, one in the second; a small tensor goes as it is."""
+def test_payload_bytes_count_quantized_bytes() -> None:
+    """All chunks in the first stage, one in the second. A small tensor is sent exactly."""
     assert simulated(cost, "int8") == [[160 * 516, 4 * 516, 400]] * SIZE
     assert simulated(cost, "bfloat16") == [[160 * 1024, 4 * 1024, 400]] * SIZE
 
 
-def test_the_simulated_link_carries_a_quarter() -> None:
-    """Bytes sent for one int8 sum against one exact sum of a large tensor."""
+def test_two_wires_count_their_bytes_on_one_account() -> None:
+    """Payloads of 516 and 1024 bytes per block of 512."""
+
+    def work(wire: Wire, team: Team) -> int:
+        other = Wire(team, "bfloat16")
+        for one in (wire, other):
+            one.sum(torch.ones(3 * BLOCK), stream="a", what="test").wait()
+        return team.account.payload_bytes
+
+    assert simulated(work, "int8") == [4 * 516 + 4 * 1024] * SIZE
+
+
+def test_an_int8_sum_sends_a_quarter_over_the_simulated_link() -> None:
+    """Compared with an exact sum of the same tensor."""
 
     def work(precision: Any) -> Callable[[], None]:
         def one() -> None:
@@ -464,7 +306,7 @@ def test_the_simulated_link_carries_a_quarter() -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
-def test_a_lone_worker_loses_nothing(precision: Any) -> None:
+def test_a_single_worker_does_not_quantize(precision: Any) -> None:
     wire = Wire(Team(SingleCommunicator()), precision)
     x = values(0, 4000)
     handle = wire.sum(x.clone(), stream="a", what="test")
@@ -474,7 +316,7 @@ def test_a_lone_worker_loses_nothing(precision: Any) -> None:
     assert wire.state_dict() == {}
 
 
-def test_float32_is_the_communicators_sum() -> None:
+def test_a_float32_wire_is_the_sum_of_the_communicator() -> None:
     def work(wire: Wire, team: Team) -> Any:
         x = values(team.rank, 4000)
         quiet = wire.sum(x.clone(), stream="a", what="test", contribute=team.rank > 0).wait()
@@ -486,10 +328,10 @@ def test_float32_is_the_communicators_sum() -> None:
         assert state == {}
 
 
-# -- mistakes -------------------------------------------------------------------------------------
+# -- errors ---------------------------------------------------------------------------------------
 
 
-def test_a_stream_is_of_one_size() -> None:
+def test_a_stream_has_one_size() -> None:
     def work(wire: Wire, team: Team) -> str:
         wire.sum(torch.ones(4000), stream="a", what="test").wait()
         try:
@@ -500,7 +342,7 @@ def test_a_stream_is_of_one_size() -> None:
 
     for text in simulated(work, "int8"):
         assert "stream 'a'" in text
-        assert "a stream of its own" in text
+        assert "use one stream per tensor" in text
 
 
 def test_unknown_precisions_are_refused() -> None:
@@ -510,12 +352,12 @@ def test_unknown_precisions_are_refused() -> None:
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4", "int2"])
-def test_numbers_that_are_not_there_do_not_count(precision: str) -> None:
-    """What ends inside a block is rounded by its own largest, not by what was there before."""
-    x = values(0, 4000).flip(0)  # the last block is smaller than the others by far
+def test_padding_does_not_affect_the_scale(precision: str) -> None:
+    """The scale of a partial last block is not that of stale numbers in the scratch memory."""
+    x = values(0, 4000).flip(0)  # the last block has by far the smallest numbers
 
     def work(wire: Wire, team: Team) -> Tensor:
-        return wire.sum_updates(Plain(x), stream="a", what="test").sent.whole()
+        return wire.sum_updates(TensorVector(x), stream="a", what="test").sent.to_tensor()
 
     for sent in simulated(work, precision):
         assert ((sent.double() - x.double()).abs() <= most(x, precision)).all()
@@ -524,9 +366,10 @@ def test_numbers_that_are_not_there_do_not_count(precision: str) -> None:
 def test_an_exact_wire_refuses_a_lossy_sum() -> None:
     def work(wire: Wire, team: Team) -> str:
         try:
-            wire.sum_updates(Plain(torch.ones(4000)), stream="a", what="test", precision="int4")
+            x = TensorVector(torch.ones(4000))
+            wire.sum_updates(x, stream="a", what="test", precision="int4")
         except ValueError as error:
             return str(error)
         return ""
 
-    assert all("over a wire of 'float32'" in text for text in simulated(work, "float32"))
+    assert all("the wire was made for 'float32'" in text for text in simulated(work, "float32"))

@@ -56,7 +56,8 @@ def observe(rank: int, size: int, text: str, wire: Any, steps: int) -> list[dict
             part._refresh_tensors()
             update = part._updates[0]
             found = {"part": number, "x": x(), "P": part.base[0].clone(), "w": part.weight}
-            found["u"], found["D"] = update.sent.whole(), update.wait().whole() / part.weight
+            found["u"] = update.sent.to_tensor()
+            found["D"] = update.wait().to_tensor() / part.weight
             land(step, **options)
             found |= {"x after": x(), "P after": part.base[0].clone()}
             seen.append(found | {"fade": part.fade, "ahead": part.ahead})

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from offbeat.averaging.buckets import as_real, staging_dtype
-from offbeat.quantization.decoding import Numbers
+from offbeat.quantization.decoding import LazyVector
 
 
 class FlatView:
@@ -55,7 +55,7 @@ class FlatView:
                 tensor.copy_(flat.view(tensor.shape))
 
 
-class Difference(Numbers):
+class Difference(LazyVector):
     """s − P, computed when it is read.
 
     Args:

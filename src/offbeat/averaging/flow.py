@@ -146,7 +146,7 @@ class Flow(ABC):
                 if sums.stepping == 0:
                     self.all_paused(round)
                     self.worker.record.clear()
-                    self.worker.wire.interrupted()
+                    self.worker.wire.discard_interval()
                     return round
                 self.act(round)
 
@@ -196,8 +196,8 @@ class Flow(ABC):
             return None
         wire, details = self.worker.wire, self.worker.details
         # Before any launch, because all launches of a round have the same precision.
-        wire.acted(round.then(lambda sums: sums.measured))
-        details.update(wire.told())
+        wire.apply_measurements(round.then(lambda sums: sums.measured))
+        details.update(wire.details())
         synced = self.decide(round)
         self.decided += 1
         if synced and self.excluded:

@@ -266,7 +266,7 @@ class GradientMean:
             # wire forgets the errors of the first message, or it would feed them back twice.
             for bucket in others:
                 bucket.handle.wait()
-                self._wire.take_back(bucket.stream)
+                self._wire.undo(bucket.stream)
             for bucket in others:
                 self._launch(bucket, contribute=contribute)
         landings, offset = [], 0

@@ -298,7 +298,7 @@ class ModelFlow(Flow):
         launch = self.strategy.decide(view, chosen.tally())
         if not launch.parts:
             return False
-        if launch.precision is None and self.worker.wire.chosen:
+        if launch.precision is None and self.worker.wire.strategy_sets_precision:
             raise OffbeatError(
                 f'wire="auto": decide() of {self.strategy} must return a precision with each launch'
             )

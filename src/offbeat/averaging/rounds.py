@@ -48,7 +48,7 @@ class Rounds:
             finite=finite,
             rank=worker.rank,
             numbers=numbers,
-            measured=worker.wire.measured(worker.step, stepping=stepping),
+            measured=worker.wire.measurements(worker.step, stepping=stepping),
         )
         self._next += 1
         return vote

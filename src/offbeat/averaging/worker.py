@@ -14,7 +14,7 @@ from offbeat.averaging.gradients import gradient_buckets
 from offbeat.averaging.norm import squared_norm
 from offbeat.averaging.optimizer_state import OptimizerState, forget_non_finite
 from offbeat.averaging.replica import Replica
-from offbeat.quantization.payloads import gathers, update_bits
+from offbeat.quantization.payloads import update_bits, uses_single_stage
 from offbeat.quantization.wire import Wire
 from offbeat.strategies.base import WorkerView
 from offbeat.transport.team import Team
@@ -107,9 +107,9 @@ class Worker:
             step=self.step,
             start_step=self.step,
             launch_step=self.step,
-            precision=None if wire.chosen else wire.precision,
+            precision=None if wire.strategy_sets_precision else wire.precision,
             bits={precision: update_bits(precision, size) for precision in ("float32", *_LOSSY)},
-            two_stages=frozenset(one for one in lossy if not gathers(one, size)),
+            two_stages=frozenset(one for one in lossy if not uses_single_stage(one, size)),
             record=self.record,
             details=self.details,
         )

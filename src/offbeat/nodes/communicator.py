@@ -1,16 +1,16 @@
-"""Workers in nodes: one communicator out of one inside each node and one across the nodes.
+"""Operations between nodes of several workers, built from one communicator inside and one across.
 
-All workers of a node hand over the same tensor. Each of them sends one part of it across, to its
-counterparts in the other nodes, and the parts of the result are gathered inside the node. So a
-node sends what a single worker would, and all of its workers get the same bits, because each part
-of a result has come to one of them alone.
+All workers of a node pass the same tensor to an operation. Each worker sends one part of it to its
+counterparts in the other nodes (first stage), and the node gathers the parts of the result (second
+stage). So a node sends as much as a single worker would. All workers of a node receive the same
+bits, because each part of the result reaches the node through one worker.
 
-The gathering inside the node runs in the background, in the order in which the operations were
-started: the operations across end at different times on the workers of a node, and none of these
-may wait for another one that is busy with something else.
+Second stages run in a background activity, in the order in which the operations were started. First
+stages end at different times on the workers of a node, and no worker may delay the second stage of
+another while it is busy with something else.
 
-Whether an operation is ``done`` therefore differs between the workers of a node, too. A flow that
-decides by it agrees inside the node first, with ``Team.agree``.
+``Handle.done`` of an operation may therefore differ between the workers of a node. Code that
+decides by it must first agree inside the node, with ``Team.agree``.
 """
 
 from collections.abc import Callable
@@ -39,40 +39,41 @@ from offbeat.transport.operation import (
 )
 
 T = TypeVar("T")
-_LOOK_SECONDS = 0.0005
+_POLL_SECONDS = 0.0005
 
 
-class Located(Wrapper):
-    """A communicator whose errors say where it is, for its ranks are those of no other one.
+class LabelledCommunicator(Wrapper):
+    """A communicator that adds a label to its error messages, because its ranks are not global.
 
     Args:
-        inner: It.
-        where: As in "inside the node".
+        inner: Communicator that does the work.
+        label: Label, for example "inside the node".
     """
 
-    def __init__(self, inner: Communicator, where: str) -> None:
+    def __init__(self, inner: Communicator, label: str) -> None:
         super().__init__(inner)
-        self._where = where
+        self._label = label
 
     @override
     def start(self, operation: Operation[T]) -> Handle[T]:
-        return self.inner.start(replace(operation, what=f"{operation.what} ({self._where})"))
+        return self.inner.start(replace(operation, what=f"{operation.what} ({self._label})"))
 
     @override
     def twin(self) -> Communicator:
-        return Located(self.inner.twin(), self._where)
+        return LabelledCommunicator(self.inner.twin(), self._label)
 
 
 @dataclass(eq=False)
 class _Job:
-    """An operation of which one stage has been started, and the other follows.
+    """An operation whose first stage is in flight.
 
     Attributes:
-        first: The stage across the nodes.
-        stream: Of the GPU, on which its tensors are used; None: they are the CPU's.
-        second: Takes its result through the one inside.
-        ended: Gets the result of both, or what failed.
-        next: Gets the job after this one; None: there is none any more.
+        first: Stage across the nodes.
+        stream: CUDA stream on which its tensors are used. None for tensors on the CPU.
+        second: Runs the stage inside the node on the result of ``first``. Returns the result of the
+            operation.
+        ended: Receives the result of the operation, or the exception that ended it.
+        next: Receives the next job. Receives None if the communicator is closed.
     """
 
     first: Handle[Any]
@@ -83,14 +84,15 @@ class _Job:
 
 
 class NodeCommunicator(Communicator):
-    """Operations between nodes, started alike by all workers of each node.
+    """Operations between nodes. All workers of a node start the same operations.
 
-    ``rank`` is the node's, ``size`` is the number of nodes. Of a tensor that differs between the
-    workers of a node, parts of all of them are mixed; ``Broadcast`` takes that of the first.
+    ``rank`` is the number of the node, ``size`` the number of nodes. The workers of a node must
+    pass equal tensors. Otherwise the result mixes parts of different tensors; ``Broadcast`` uses
+    the tensor of the first worker of the node.
 
     Args:
-        across: This worker and its counterparts in the other nodes.
-        inside: The workers of this node. Nobody else uses it.
+        across: Communicator of this worker and its counterparts in the other nodes.
+        inside: Communicator of the workers of this node, for this object alone.
     """
 
     def __init__(self, across: Communicator, inside: Communicator) -> None:
@@ -98,9 +100,10 @@ class NodeCommunicator(Communicator):
         self.rank, self.size, self.host = across.rank, across.size, across.host
         self.timeout_seconds = across.timeout_seconds
         self._next: Promise[_Job | None] = self.host.promise()
-        self._works = self._closed = False
+        self._running = self._closed = False
         self._twins: list[NodeCommunicator] = []
-        self._device = inside.control_device  # asked here, for each thread has a GPU of its own
+        # Read on the main thread, because the current GPU differs between threads.
+        self._device = inside.control_device
 
     @property
     @override
@@ -126,10 +129,10 @@ class NodeCommunicator(Communicator):
                 return self._broadcast(operation, tensor)
             case Send(what=what) | Receive(what=what):
                 raise TypeError(
-                    f"{what}: there are no messages between nodes of several workers; attach "
+                    f"{what}: nodes of several workers cannot send messages to each other; attach "
                     "without node_group"
                 )
-        raise TypeError(f"nodes have no {type(operation).__name__}")
+        raise TypeError(f"nodes do not support the operation {type(operation).__name__}")
 
     def _in_parts(
         self,
@@ -138,66 +141,69 @@ class NodeCommunicator(Communicator):
         rows: int,
         result: Callable[[Tensor], Any],
     ) -> Handle[Any]:
-        """Of each of so many equal ``rows`` of ``tensor``, this worker carries one part across.
+        """Start an operation in which each worker of the node handles an equal range of columns.
 
         Args:
-            operation: What to do across.
-            tensor: What it is done with.
-            rows: 1 unless rows go to different nodes.
-            result: Makes the result out of its rows.
+            operation: The operation.
+            tensor: Its tensor, a matrix of ``rows`` equal rows. Columns are padded with zeros to a
+                multiple of the number of workers.
+            rows: Number of nodes if each row is for another node, else 1.
+            result: Converts the received rows into the result of the operation.
         """
         workers, width = self._inside.size, tensor.numel() // rows
         share = max(1, -(-width // workers))
         begin = min(width, share * self._inside.rank)
-        mine = tensor.view(rows, width)[:, begin : begin + share]
+        columns = tensor.view(rows, width)[:, begin : begin + share]
         part = tensor.new_zeros(rows, share)
-        part[:, : mine.shape[1]] = mine
-        carried: Operation[Any] = replace(operation, tensor=part.view(-1))
-        first = self._across.start(carried)
+        part[:, : columns.shape[1]] = columns
+        part_operation: Operation[Any] = replace(operation, tensor=part.view(-1))
+        first = self._across.start(part_operation)
 
         def second(received: Tensor | list[Tensor]) -> Any:
             if isinstance(received, list):
                 received = torch.stack(received).view(-1)
-            gathering = self._inside.gather(self._carried(received), what=operation.what)
-            parts = [one.to(tensor.device).view(-1, share) for one in gathering.wait()]
-            columns = torch.stack(parts, dim=1)
-            return result(columns.reshape(-1, workers * share)[:, :width])
+            gathering = self._inside.gather(self._on_inside_device(received), what=operation.what)
+            parts = [part.to(tensor.device).view(-1, share) for part in gathering.wait()]
+            joined = torch.stack(parts, dim=1).reshape(-1, workers * share)
+            return result(joined[:, :width])
 
-        return self._follow(first, second, operation.what, tensor)
+        return self._start_stages(first, second, operation.what, tensor)
 
     def _broadcast(self, operation: Broadcast, tensor: Tensor) -> Handle[Tensor]:
-        """The first worker of each node carries all of it: it is not for every step."""
+        """Broadcast through the first worker of each node. A broadcast is rare, so not in parts."""
         first: Handle[Tensor] = Completed(tensor)
         if self._inside.rank == 0:
             first = self._across.start(operation)
 
         def second(_: Tensor) -> Tensor:
             what = operation.what
-            received = self._inside.broadcast(self._carried(tensor), what=what).wait()
+            received = self._inside.broadcast(self._on_inside_device(tensor), what=what).wait()
             return tensor if received is tensor else tensor.copy_(received)
 
-        return self._follow(first, second, operation.what, tensor)
+        return self._start_stages(first, second, operation.what, tensor)
 
-    def _carried(self, tensor: Tensor) -> Tensor:
-        """What travels inside: NCCL takes no tensor of the CPU, where gloo across may want it."""
+    def _on_inside_device(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor`` on the GPU if ``inside`` is NCCL: ``across`` may be gloo on the CPU."""
         moves = self._device.type == "cuda" and not tensor.is_cuda
         return tensor.to(self._device) if moves else tensor
 
-    def _follow(
+    def _start_stages(
         self, first: Handle[Any], second: Callable[[Any], Any], what: str, tensor: Tensor
     ) -> Handle[Any]:
+        """Queue the second stage of an operation whose first one was started."""
         if self._closed:
             raise CommunicationError(f"{what} after this worker has left: attach again")
-        if not self._works:
-            self._works = True
-            self.host.spawn(partial(_work, self._across, self._next), what="stages inside the node")
+        if not self._running:
+            self._running = True
+            work = partial(_run_second_stages, self._across, self._next)
+            self.host.spawn(work, what="stages inside the node")
         stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
         job = _Job(first, stream, second, self.host.promise(), self.host.promise())
         self._next.fulfil(job)
         self._next = job.next
-        # Patient, for both stages have time-outs of their own, whose errors say more.
+        # No time-out here: each stage has one, and its error says more.
         ended = self._across.await_promise(job.ended, what=what, patient=True)
-        return _Following(self, ended)
+        return _Stages(self, ended)
 
     @override
     def twin(self) -> Communicator:
@@ -212,7 +218,7 @@ class NodeCommunicator(Communicator):
         self._inside.close(together=together)
 
     def _stop(self) -> None:
-        """Let the work in the background end once what was started is done."""
+        """End the background activity once the started operations have ended."""
         if not self._closed:
             self._closed = True
             self._next.fulfil(None)
@@ -220,11 +226,11 @@ class NodeCommunicator(Communicator):
             twin._stop()
 
 
-class _Following(Handle[Any]):
+class _Stages(Handle[Any]):
     """Both stages of an operation."""
 
-    def __init__(self, of: NodeCommunicator, ended: Handle[Any]) -> None:
-        self._of, self._ended = of, ended
+    def __init__(self, communicator: NodeCommunicator, ended: Handle[Any]) -> None:
+        self._communicator, self._ended = communicator, ended
 
     @override
     def done(self) -> bool:
@@ -237,18 +243,21 @@ class _Following(Handle[Any]):
             if isinstance(result, Exception):
                 raise explained(result)
         except CommunicationError:
-            # Closing tells the workers that wait for this one, in its node or elsewhere.
-            self._of.close()
+            # Closing ends the waits of this worker's peers, in its node and across.
+            self._communicator.close()
             raise
         return result
 
 
-def _work(across: Communicator, coming: Promise[_Job | None]) -> None:
-    """Take one job after the other through its second stage, until the communicator is closed."""
+def _run_second_stages(across: Communicator, queue: Promise[_Job | None]) -> None:
+    """Finish the queued jobs in order until the communicator is closed.
+
+    After a failure every later job ends with the same exception.
+    """
     failure: Exception | None = None
     while True:
         try:
-            job = across.await_promise(coming, what="work inside the node", patient=True).wait()
+            job = across.await_promise(queue, what="work inside the node", patient=True).wait()
         except CommunicationError:
             return
         if job is None:
@@ -257,24 +266,24 @@ def _work(across: Communicator, coming: Promise[_Job | None]) -> None:
         if failure is None:
             try:
                 outcome = _finish(job, across)
-            except Exception as error:  # whatever it is, the worker waits to be told
-                error.__traceback__ = None  # it would keep what was being sent
+            except Exception as error:  # any exception, because the worker waits for the outcome
+                error.__traceback__ = None  # it would keep the tensors of the operation
                 outcome = failure = error
         job.ended.fulfil(outcome)
-        coming = job.next
-        del job, outcome  # they may be large, and the next one may be long in coming
+        queue = job.next
+        del job, outcome  # frees their tensors while waiting for the next job
 
 
 def _finish(job: _Job, across: Communicator) -> Any:
-    """Both stages.
+    """Wait for the first stage, then run the second one.
 
-    To wait for NCCL is to let the stream wait, on which the worker computes meanwhile: so that is
-    put off until there is nothing to wait for.
+    On a GPU this polls first. Waiting for NCCL would make the stream wait on which the worker
+    computes meanwhile.
     """
     if job.stream is None:
         return job.second(job.first.wait())
     deadline = across.host.now() + across.timeout_seconds
     while not job.first.done() and across.host.now() < deadline:
-        across.host.sleep(_LOOK_SECONDS, "looking for what comes from other nodes")
+        across.host.sleep(_POLL_SECONDS, "polling an operation across nodes")
     with torch.cuda.stream(job.stream):
         return job.second(job.first.wait())

@@ -1,5 +1,6 @@
-"""Which workers are in one node, and the communicators that follow from it."""
+"""Detection of nodes: which workers form one, and the communicators inside and across nodes."""
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from offbeat.elastic.connect import open_communicator
 from offbeat.errors import AttachError
-from offbeat.nodes.communicator import Located, NodeCommunicator
+from offbeat.nodes.communicator import LabelledCommunicator, NodeCommunicator
 from offbeat.transport.communicator import Communicator, Transport
 from offbeat.transport.host import ThreadHost
 from offbeat.transport.process_groups import GroupFactory, ranks_text
@@ -22,13 +23,13 @@ NodeGroup = dist.ProcessGroup | Literal["auto"]
 
 
 @dataclass(frozen=True, eq=False)
-class NodeEnds:
-    """One worker's communicators where workers are in nodes.
+class WorkerCommunicators:
+    """The communicators of one worker in a node.
 
     Attributes:
-        everyone: All workers.
-        inside: Those of its node. Errors of an operation say so.
-        across: It and its counterparts in the other nodes. Has the ``host`` of ``inside``.
+        everyone: All workers of all nodes.
+        inside: The workers of this worker's node.
+        across: This worker and its counterparts in the other nodes. Has the ``host`` of ``inside``.
     """
 
     everyone: Communicator
@@ -43,44 +44,46 @@ def open_nodes(
     *,
     sharded: bool = False,
 ) -> tuple[Communicator, Node | None]:
-    """The communicator between the nodes, and this worker's node. A collective of ``group``.
+    """Return the communicator between nodes and this worker's node. A collective of ``group``.
 
-    With one worker in each node that is the workers' own communicator, and None.
+    With one worker in each node, return the communicator of all workers and None.
 
     Args:
-        group: All workers; None is the default group. A transport of one's own must have
-            ``make_nodes(timeout_seconds)``, which gives ``NodeEnds``, as that of the simulator.
-        node_group: Those of this worker's node, or "auto": by what torchrun has put into the
-            environment, or as the transport has them.
-        timeout_seconds: How long one operation may take.
-        sharded: See ``Node``.
+        group: All workers. None: the default group. A custom transport must have
+            ``make_nodes(timeout_seconds)``, which returns ``WorkerCommunicators``.
+        node_group: Process group of this worker's node. "auto" reads the environment variables of
+            torchrun, or asks the custom transport.
+        timeout_seconds: Time limit of one operation.
+        sharded: True if the workers of a node hold shards of the model, see ``Node``.
 
     Raises:
-        AttachError: on all workers, naming one whose node is not like the others.
+        AttachError: the nodes are invalid. Raised on all workers.
     """
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     transport = world if group is None else group
     if hasattr(transport, "make_communicator"):
-        return _open_by(transport, node_group, timeout_seconds)
+        return _open_by_transport(transport, node_group, timeout_seconds)
     everyone = open_communicator(group, timeout_seconds, what="offbeat.attach()")
-    try:
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(everyone.close)
         assert group is None or isinstance(group, dist.ProcessGroup)
-        own = json.dumps(_own_node(group, node_group)).encode()
-        told = everyone.gather_bytes(own, what="comparison of the nodes")
-        nodes = layout([json.loads(one) for one in told])
+        reported = everyone.gather_bytes(
+            json.dumps(_reported_node(group, node_group)).encode(), what="comparison of the nodes"
+        )
+        nodes = layout([json.loads(report) for report in reported])
         node = next(members for members in nodes if everyone.rank in members)
         if len(node) == 1:
-            return everyone, None
-        return _open(group, node_group, nodes, node, everyone, sharded=sharded)
-    except BaseException:
-        everyone.close()
-        raise
+            opened: tuple[Communicator, Node | None] = everyone, None
+        else:
+            opened = _open_groups(group, node_group, nodes, node, everyone, sharded=sharded)
+        on_failure.pop_all()
+        return opened
 
 
-def _open_by(
+def _open_by_transport(
     transport: object, node_group: NodeGroup, timeout_seconds: float
 ) -> tuple[Communicator, Node | None]:
-    """The nodes of a transport that is no process group of torch."""
+    """Open the nodes of a custom transport."""
     make = getattr(transport, "make_nodes", None)
     if make is None:
         raise AttachError(
@@ -89,21 +92,13 @@ def _open_by(
         )
     if node_group != "auto":
         raise AttachError(f'node_group must be "auto" with this transport, got {node_group!r}')
-    ends: NodeEnds = make(timeout_seconds)
-    if ends.inside.size == 1:
-        return ends.everyone, None
-    return _nested(ends)
+    communicators: WorkerCommunicators = make(timeout_seconds)
+    if communicators.inside.size == 1:
+        return communicators.everyone, None
+    return _node_of(communicators)
 
 
-def _nested(ends: NodeEnds, *, sharded: bool = False) -> tuple[Communicator, Node]:
-    inside = Located(ends.inside, "inside the node")
-    between = Located(ends.across, "between nodes")
-    if sharded:
-        return between, Node(ends.everyone, inside, sharded=True)
-    return NodeCommunicator(between, inside.twin()), Node(ends.everyone, inside)
-
-
-def _open(
+def _open_groups(
     group: dist.ProcessGroup | None,
     node_group: NodeGroup,
     nodes: Sequence[Sequence[int]],
@@ -112,57 +107,69 @@ def _open(
     *,
     sharded: bool,
 ) -> tuple[Communicator, Node]:
+    """Open process groups inside this worker's node and across the nodes."""
     place, seconds = node.index(everyone.rank), everyone.timeout_seconds
-    host = ThreadHost()  # one for both, for one activity waits for both
-    own = GroupFactory.among(group, node) if node_group == "auto" else node_group
-    inside = TorchCommunicator(own, timeout_seconds=seconds, host=host)
-    try:
+    host = ThreadHost()  # shared, because one background activity waits for both communicators
+    with contextlib.ExitStack() as on_failure:
+        inside_group = GroupFactory.among(group, node) if node_group == "auto" else node_group
+        inside = TorchCommunicator(inside_group, timeout_seconds=seconds, host=host)
+        on_failure.callback(inside.close)
         across: SingleCommunicator | TorchCommunicator = SingleCommunicator(seconds)
         across.host = host
         if len(nodes) > 1:
             counterparts = GroupFactory.among(group, [members[place] for members in nodes])
             across = TorchCommunicator(counterparts, timeout_seconds=seconds, host=host)
-        try:
-            return _nested(NodeEnds(everyone, inside, across), sharded=sharded)
-        except BaseException:
-            across.close()
-            raise
-    except BaseException:
-        inside.close()
-        raise
+        on_failure.callback(across.close)
+        opened = _node_of(WorkerCommunicators(everyone, inside, across), sharded=sharded)
+        on_failure.pop_all()
+        return opened
+
+
+def _node_of(
+    communicators: WorkerCommunicators, *, sharded: bool = False
+) -> tuple[Communicator, Node]:
+    """Return the communicator between nodes and the node.
+
+    Workers with shards exchange them with their counterparts directly.
+    """
+    inside = LabelledCommunicator(communicators.inside, "inside the node")
+    between = LabelledCommunicator(communicators.across, "between nodes")
+    if sharded:
+        return between, Node(communicators.everyone, inside, sharded=True)
+    return NodeCommunicator(between, inside.twin()), Node(communicators.everyone, inside)
 
 
 def node_ranks(
     group: dist.ProcessGroup | Transport | None, node_group: NodeGroup
 ) -> list[int] | str:
-    """The ranks, in the default group, of this worker's node; or why there are none."""
+    """Return the ranks of this worker's node in the default group, or why they are unknown."""
     if not (group is None or isinstance(group, dist.ProcessGroup)) or not dist.is_initialized():
         return "there is no process group"
-    own = _own_node(group, node_group)
-    if isinstance(own, str):
-        return own
-    whole = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
-    return [whole[rank] for rank in own]
+    node = _reported_node(group, node_group)
+    if isinstance(node, str):
+        return node
+    ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    return [ranks[rank] for rank in node]
 
 
-def _own_node(group: dist.ProcessGroup | None, node_group: NodeGroup) -> list[int] | str:
-    """The ranks, in ``group``, of this worker's node; or why there are none."""
+def _reported_node(group: dist.ProcessGroup | None, node_group: NodeGroup) -> list[int] | str:
+    """Return the ranks of this worker's node in ``group``, or why they are unknown."""
     if node_group == "auto":
-        return _from_environment(dist.get_rank(group), dist.get_world_size(group))
+        return _node_from_environment(dist.get_rank(group), dist.get_world_size(group))
     if not isinstance(node_group, dist.ProcessGroup):
         return (
             'node_group must be "auto", or the process group of this worker\'s node, of which it '
             f"is a member; got {node_group!r}"
         )
-    whole = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
     members = dist.get_process_group_ranks(node_group)
-    strange = [rank for rank in members if rank not in whole]
-    if strange:
-        return f"{ranks_text(strange)} of node_group take no part in the training (group)"
-    return [whole.index(rank) for rank in members]
+    outside = [rank for rank in members if rank not in ranks]
+    if outside:
+        return f"{ranks_text(outside)} of node_group take no part in the training (group)"
+    return [ranks.index(rank) for rank in members]
 
 
-def _from_environment(rank: int, size: int) -> list[int] | str:
+def _node_from_environment(rank: int, size: int) -> list[int] | str:
     texts = [os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
     if not all(text.isdecimal() for text in texts):
         return (
@@ -180,31 +187,33 @@ def _from_environment(rank: int, size: int) -> list[int] | str:
     return list(range(first, first + workers))
 
 
-def layout(told: Sequence[list[int] | str]) -> list[list[int]]:
-    """The ranks of each node, nodes by their first rank.
+def layout(reported: Sequence[list[int] | str]) -> list[list[int]]:
+    """Return the ranks of each node. Nodes are ordered by their lowest rank.
 
     Args:
-        told: By every worker: the ranks of its node, or why it knows none.
+        reported: By rank, the ranks of the worker's node, or why the worker does not know them.
 
     Raises:
-        AttachError: they do not fit together, or not all nodes have as many workers.
+        AttachError: a worker does not know its node, two workers disagree about a node, or nodes
+            differ in their number of workers.
     """
     nodes: dict[int, list[int]] = {}
-    for rank, members in enumerate(told):
+    for rank, members in enumerate(reported):
         if isinstance(members, str):
             raise AttachError(f"rank {rank}: {members}")
         for other in members:
-            if rank not in members or told[other] != members:
+            if rank not in members or reported[other] != members:
                 raise AttachError(
                     f"the nodes do not fit together: that of rank {rank} has "
-                    f"{ranks_text(members)}, and that of rank {other} has {told[other]}"
+                    f"{ranks_text(members)}, and that of rank {other} has {reported[other]}"
                 )
         nodes[min(members)] = members
-    found = [nodes[first] for first in sorted(nodes)]
-    for members in found:
-        if len(members) != len(found[0]):
+    ordered = [nodes[lowest] for lowest in sorted(nodes)]
+    first = ordered[0]
+    for node in ordered:
+        if len(node) != len(first):
             raise AttachError(
-                "all nodes must have as many workers: that of rank "
-                f"{found[0][0]} has {len(found[0])}, that of rank {members[0]} has {len(members)}"
+                "all nodes must have the same number of workers: that of rank "
+                f"{first[0]} has {len(first)}, that of rank {node[0]} has {len(node)}"
             )
-    return found
+    return ordered

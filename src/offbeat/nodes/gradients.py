@@ -1,4 +1,4 @@
-"""Inside a node of several workers: in every step the mean of their gradients, and one model."""
+"""Averaging inside a node: all its workers have the same gradients and buffers in every step."""
 
 from collections.abc import Sequence
 
@@ -15,56 +15,60 @@ from offbeat.transport.team import Team
 
 
 class NodeBuffers:
-    """Keeps the buffers of a node's workers equal. ``fully_shard`` has divided their parameters.
+    """Averages the buffers of a model that ``fully_shard`` has sharded inside the node.
 
-    ``fully_shard`` also averages the gradients; they exist when backward has ended.
+    ``fully_shard`` itself averages the gradients, so they are complete when backward ends.
 
     Args:
-        inside: The workers of this node. Their bytes and waits are not counted.
+        inside: Communicator of the workers of this node. Its bytes and waits are not counted.
         model: The model.
 
     Attributes:
-        overlap: True if ``start`` should be called while backward runs.
+        overlap: True if ``start`` should be called during backward.
     """
 
     overlap = False
 
     def __init__(self, inside: Communicator, model: nn.Module) -> None:
         team = self._team = Team(inside)
-        # A replica of its own, because the flow's buckets may be in flight.
+        # A separate replica, because buckets of the flow may be in flight.
         self._buffers = ExactMean(team, Replica(model, ()))
 
     def start(self, bucket: int) -> bool:
-        """Backward has completed a bucket of gradients. Returns True to learn of further ones."""
+        """Handle a bucket of gradients that backward has completed.
+
+        Returns:
+            True if ``start`` should be called for further buckets.
+        """
         return False
 
     def average(self, index: int) -> None:
         """Replace the buffers by their mean over the node. Blocks.
 
         Args:
-            index: The optimizer that is about to step.
+            index: Index of the optimizer that is about to step.
         """
         what = "mean of the buffers of a node"
         self._buffers.average_buffers(1.0, self._team.size, what=what)
 
     def pause(self, index: int) -> None:
-        """This worker takes no step now, and neither may the others of its node. Blocks.
+        """Take part in ``average`` without a step. All workers of the node must do so. Blocks.
 
         Args:
-            index: The optimizer whose turn it would be.
+            index: Index of the optimizer whose step would be next.
         """
         self.average(index)
 
 
 class NodeMean(NodeBuffers):
-    """Keeps the workers of a node equal, so that the strategy sees one gradient of each node.
+    """Averages gradients and buffers, so that the workers of a node remain equal.
 
-    Before the strategy sees them, the gradients of a step become their mean over the node.
-    Floating-point and complex buffers do, too; signed integers take the maximum. With one optimizer
-    all buckets of gradients but the last leave while backward runs.
+    The strategy sees the mean gradient of the node. Floating-point and complex buffers become their
+    mean, too; signed integer buffers become their maximum. With one optimizer all buckets of
+    gradients but the last are launched during backward.
 
     Args:
-        inside: The workers of this node. Their bytes and waits are not counted.
+        inside: Communicator of the workers of this node. Its bytes and waits are not counted.
         model: The model.
         optimizers: The attached optimizers.
     """
@@ -79,12 +83,12 @@ class NodeMean(NodeBuffers):
             GradientMean(
                 team,
                 wire,
-                one.buckets,
-                name=f"gradients {one.index}",
+                optimizer.buckets,
+                name=f"gradients {optimizer.index}",
                 slots=1,
                 overlap=self.overlap,
             )
-            for one in optimizers
+            for optimizer in optimizers
         ]
 
     @override
@@ -98,7 +102,10 @@ class NodeMean(NodeBuffers):
         """Replace gradients and buffers by their mean over the node. Blocks.
 
         Args:
-            index: The optimizer that is about to step.
+            index: Index of the optimizer that is about to step.
+
+        Raises:
+            OffbeatError: some workers of the node do not step.
         """
         self._reduce(index, stepping=True)
         super().average(index)
@@ -114,5 +121,5 @@ class NodeMean(NodeBuffers):
             raise OffbeatError(
                 f"{steps:.0f} of the {self._team.size} workers of this node take a step, and the "
                 "others are in consensus(), finish() or save(). The workers of a node must stop "
-                "together: give each of them equally many batches"
+                "together: give all of them the same number of batches"
             )

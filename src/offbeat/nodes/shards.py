@@ -1,8 +1,7 @@
-"""A model that ``fully_shard`` has divided among the workers of a node, as one of them holds it.
+"""Models that ``fully_shard`` (FSDP2) has sharded over the workers of a node.
 
-Each worker trains its own shard of every parameter together with its counterparts in the other
-nodes, which hold the same shard. Gathering parameters and reducing gradients inside the node stays
-with torch.
+Each worker trains its local shard of every parameter together with its counterparts in the other
+nodes, which hold the same shard. Torch gathers parameters and reduces gradients inside the node.
 """
 
 import sys
@@ -21,65 +20,65 @@ from offbeat.transport.communicator import Transport
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor."""
-    module = sys.modules.get("torch.distributed.tensor")  # whoever has one has imported it
+    """Return True for a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")  # imported if a DTensor exists
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` was applied to this very module."""
+    """Return True if ``fully_shard`` was applied to this module itself."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 class Shard(nn.Parameter):
-    """This worker's part of a parameter: the same memory, and the same part of its gradient.
+    """The local shard of a parameter. Shares the memory of the parameter and of its gradient.
 
     Attributes:
-        whole: The parameter that module and optimizer hold.
+        parameter: The parameter (a DTensor) that the module and the optimizer hold.
     """
 
-    whole: Any
+    parameter: Any
 
     @staticmethod
-    def of(whole: nn.Parameter) -> "Shard":
-        """The part of ``whole``, a DTensor, that is here."""
-        made = Shard(_local(whole), requires_grad=whole.requires_grad)
-        made.whole = whole
-        return made
+    def of(parameter: nn.Parameter) -> "Shard":
+        """Return the local shard of a DTensor parameter."""
+        shard = Shard(_local(parameter), requires_grad=parameter.requires_grad)
+        shard.parameter = parameter
+        return shard
 
     @property
     def grad(self) -> Tensor | None:
-        """That of the parameter, as far as it is here."""
-        gradient = self.whole.grad
+        """The local shard of the gradient."""
+        gradient = self.parameter.grad
         return None if gradient is None else _local(gradient)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        self.whole.grad = None if value is None else _divided_as(value, self.whole)
+        self.parameter.grad = None if value is None else _sharded_like(value, self.parameter)
 
 
-def _divided_as(value: Tensor, whole: Any) -> Tensor:
-    """The DTensor whose part here is ``value``, divided as ``whole`` is."""
-    made: Tensor = type(whole.data).from_local(
+def _sharded_like(value: Tensor, like: Any) -> Tensor:
+    """Return the DTensor with the local shard ``value`` and the sharding of ``like``."""
+    result: Tensor = type(like.data).from_local(
         value,
-        whole.device_mesh,
-        whole.placements,
+        like.device_mesh,
+        like.placements,
         run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
+        shape=like.shape,
+        stride=like.stride(),
     )
-    return made
+    return result
 
 
 def _local(tensor: Any) -> Tensor:
-    with torch.no_grad():  # else it would be a new tensor each time, with a history
+    with torch.no_grad():  # with gradients it would return a new autograd tensor each time
         local: Tensor = tensor.to_local()
         return local
 
 
 def local_parts(values: Any) -> Any:
-    """The same with the part that is here in place of each DTensor, for a file of this worker."""
+    """Return nested ``values`` with each DTensor replaced by its local shard, for saving."""
     if isinstance(values, Tensor):
         return _local(values) if is_sharded(values) else values
     if isinstance(values, dict):
@@ -90,52 +89,55 @@ def local_parts(values: Any) -> Any:
 
 
 def model_state(model: nn.Module, saved: dict[str, Any]) -> dict[str, Any]:
-    """What ``model`` can load, from what ``local_parts`` made of its state."""
+    """Return a state that ``model`` can load, from its saved ``local_parts``."""
     present = model.state_dict()
-    return {name: _put_together(value, present[name]) for name, value in saved.items()}
+    return {name: _restored(value, present[name]) for name, value in saved.items()}
 
 
 def optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """Likewise: what belongs to a parameter and has the shape of its part is divided as it is."""
+    """Return a state that ``optimizer`` can load, from its saved ``local_parts``.
+
+    A tensor with the shape of a parameter's local shard is sharded like that parameter.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state = {
-        index: {key: _put_together(value, parameters[index]) for key, value in values.items()}
+        index: {key: _restored(value, parameters[index]) for key, value in values.items()}
         for index, values in saved["state"].items()
     }
     return {**saved, "state": state}
 
 
-def _put_together(value: Any, like: Any) -> Any:
+def _restored(value: Any, like: Any) -> Any:
     if not isinstance(value, Tensor) or not is_sharded(like):
         return value
-    return _divided_as(value, like) if value.shape == _local(like).shape else value
+    return _sharded_like(value, like) if value.shape == _local(like).shape else value
 
 
 class Shards(nn.Module):
-    """What one worker holds of a model: its shards, under the names of the parameters.
+    """The local shards of a model, as a module whose parameters have the names of the model's.
 
-    Buffers are those of the model. All of its parameters must be DTensors.
+    Its buffers are those of the model.
 
     Args:
-        model: The model.
+        model: A model whose parameters are all DTensors.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._of = [model]  # in a list, for it is no part of this module
+        self._model = [model]  # in a list, because it is not a submodule
         self.reshard()
         self._shards = {id(p): Shard.of(p) for p in model.parameters()}
 
-    def shard(self, whole: nn.Parameter) -> Shard:
-        """That of a parameter of the model."""
-        return self._shards[id(whole)]
+    def shard(self, parameter: nn.Parameter) -> Shard:
+        """Return the local shard of a parameter of the model."""
+        return self._shards[id(parameter)]
 
     def reshard(self) -> None:
-        """Reshard the modules, if an evaluation has left them with gathered parameters.
+        """Reshard the modules that an evaluation has left with gathered parameters.
 
-        Gathered parameters would not follow when the shards are moved.
+        Changes of the shards would not reach gathered parameters.
         """
-        for module in self._of[0].modules():
+        for module in self._model[0].modules():
             if is_fully_sharded(module):
                 module.reshard()  # type: ignore[operator]
 
@@ -143,57 +145,58 @@ class Shards(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, whole in self._of[0].named_parameters(prefix, recurse, remove_duplicate):
-            if id(whole) in self._shards:  # else it was replaced
-                yield name, self._shards[id(whole)]
+        named = self._model[0].named_parameters(prefix, recurse, remove_duplicate)
+        for name, parameter in named:
+            if id(parameter) in self._shards:  # False if the user has replaced the parameter
+                yield name, self._shards[id(parameter)]
 
     @override
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        return self._of[0].named_buffers(prefix, recurse, remove_duplicate)
+        return self._model[0].named_buffers(prefix, recurse, remove_duplicate)
 
 
 def shards_of(
     model: nn.Module, group: dist.ProcessGroup | Transport | None, node_group: NodeGroup | None
 ) -> Shards | None:
-    """The shards of a model that ``fully_shard`` has divided among the workers of this node.
+    """Return the local shards of a model that ``fully_shard`` has sharded over this node.
 
-    None if it is whole. Nothing is sent.
+    None if the model has no DTensors. Sends nothing.
 
     Args:
         model: The model.
-        group: As given to ``attach``.
-        node_group: As given to ``attach``. None: there are no nodes, and no shards.
+        group: Argument ``group`` of ``attach``.
+        node_group: Argument ``node_group`` of ``attach``. None: no nodes, so no shards.
 
     Raises:
-        AttachError: the model is divided in another way.
+        AttachError: the model is sharded in any other way.
     """
     if node_group is None or not any(map(is_sharded, model.parameters())):
         return None
     if not any(map(is_fully_sharded, model.modules())):
         raise AttachError(
             "the model has DTensors and was not given to fully_shard (tensor parallelism): with "
-            "node_group a model is whole, or divided by fully_shard inside each node"
+            "node_group, use a model without DTensors, or fully_shard it inside each node"
         )
     _require_placement(model, node_ranks(group, node_group))
     return Shards(model)
 
 
 def _require_placement(model: nn.Module, node: list[int] | str) -> None:
-    """Raise unless each parameter is cut along one dimension, over the workers of this node.
+    """Raise AttachError unless each parameter is sharded over the workers of this node alone.
 
     Args:
         model: The model.
-        node: Their ranks; text if they are not known, of which another one complains.
+        node: Ranks of the node. Not checked if a text: ``open_nodes`` raises it as an error.
     """
     for name, p in model.named_parameters():
         if not is_sharded(p):
-            why = "it is no DTensor, and others are: give fully_shard all of the model"
+            why = "it is no DTensor, and others are: apply fully_shard to the whole model"
         elif p.device_mesh.ndim != 1:  # type: ignore[attr-defined]
             why = f"its mesh has {p.device_mesh.ndim} dimensions: give fully_shard a mesh of one"  # type: ignore[attr-defined]
         elif not p.placements[0].is_shard():  # type: ignore[attr-defined]
-            why = f"its placement is {p.placements[0]}, no shard"  # type: ignore[attr-defined]
+            why = f"its placement is {p.placements[0]}, not Shard"  # type: ignore[attr-defined]
         elif isinstance(node, list) and (mesh := p.device_mesh.mesh.tolist()) != node:  # type: ignore[attr-defined]
             why = (
                 f"its mesh has the ranks {mesh}, and the node of node_group {node}: give "

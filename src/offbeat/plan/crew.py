@@ -73,7 +73,7 @@ class _MirrorNodes(NodeCommunicator):
             self._inside.gather(blank(round(parts * part)), what=what).wait()
             return received
 
-        return self._follow(self._across.start(operation), second, what, tensor)
+        return self._start_stages(self._across.start(operation), second, what, tensor)
 
 
 def team_of(cluster: MirrorCluster, member: int, size: int) -> Team:

@@ -1,7 +1,4 @@
-"""Numbers that are read a stretch at a time: from payloads, or as they are.
-
-So a tensor that has travelled need not be decoded as a whole before it is used.
-"""
+"""Flat vectors that are read piece by piece, so that a received sum is never decoded as a whole."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,20 +10,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.quantization.codecs import Codec, Integers
+from offbeat.quantization.base import Codec
+from offbeat.quantization.integers import IntegerCodec
 from offbeat.quantization.kernels import BLOCK
 from offbeat.transport.handle import Handle
 
 
 @dataclass(frozen=True)
-class Packed:
-    """A stretch of payloads of integers, for the compiled loops.
+class PackedPayloads:
+    """A range of integer payloads, as the compiled loops take it.
 
     Attributes:
-        rows: The payloads, to be added up in this order.
-        bits: Of an integer.
-        first: The block in which the stretch begins.
-        count: Numbers of it.
+        rows: One payload per row. The numbers are the sum of the rows, in this order.
+        bits: Bits of an integer.
+        first: Index of the block with which the range begins.
+        count: Number of elements in the range.
     """
 
     rows: NDArray[np.uint8]
@@ -35,13 +33,13 @@ class Packed:
     count: int
 
 
-class Numbers(ABC):
-    """A run of numbers.
+class LazyVector(ABC):
+    """A 1-D vector whose elements are computed when they are read.
 
     Attributes:
-        elements: How many.
-        dtype: In which they are exact, or that they were rounded from.
-        device: Where they are.
+        elements: Number of elements.
+        dtype: Floating-point type that holds the elements, or held them before quantization.
+        device: Device of the elements.
     """
 
     def __init__(self, elements: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -49,29 +47,32 @@ class Numbers(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of as many numbers of ``dtype``."""
+        """Size of the vector as a tensor, in bytes."""
         return self.elements * self.dtype.itemsize
 
     @abstractmethod
     def read(self, values: Tensor, start: int = 0) -> None:
-        """Values ← as many of the numbers, from ``start`` on, a multiple of ``BLOCK``."""
+        """values ← the elements from ``start`` on. ``start`` is a multiple of ``BLOCK``."""
 
-    def packed(self, start: int, most: int) -> Packed | None:
-        """The payloads that hold the next numbers, at most so many; None if there are none."""
+    def packed(self, start: int, limit: int) -> PackedPayloads | None:
+        """Return the integer payloads of at most ``limit`` elements from ``start`` on.
+
+        None if the vector has no such payloads. Fewer elements are returned at the end of a chunk.
+        """
         return None
 
-    def whole(self) -> Tensor:
-        """All of them, in a new tensor."""
-        self.read(values := self.new())
+    def to_tensor(self) -> Tensor:
+        """Return all elements in a new tensor."""
+        self.read(values := self.empty_tensor())
         return values
 
-    def new(self) -> Tensor:
-        """Memory for all of them."""
+    def empty_tensor(self) -> Tensor:
+        """Return uninitialized memory for all elements."""
         return torch.empty(self.elements, dtype=self.dtype, device=self.device)
 
 
-class Plain(Numbers):
-    """Those of a 1-D tensor."""
+class TensorVector(LazyVector):
+    """The elements of a 1-D tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__(tensor.numel(), tensor.dtype, tensor.device)
@@ -82,85 +83,75 @@ class Plain(Numbers):
         values.copy_(self._tensor[start : start + values.numel()])
 
 
-class Coded(Numbers):
-    """Those of payloads.
+class PayloadVector(LazyVector):
+    """A vector in chunks, each of which is the sum of one or more payloads.
 
     Args:
-        codec: Decodes them.
-        payloads: One for each chunk.
-        chunk: Numbers of each, but for those that the last ones lack; a multiple of ``BLOCK``.
-        like: What was encoded: as many numbers, and of this dtype.
+        codec: Codec of the payloads.
+        chunks: Payloads of each chunk, in the order in which they are added.
+        chunk_elements: Elements in a chunk, a multiple of ``BLOCK``. The last chunks may have less.
+        like: Vector with the number of elements, the dtype and the device of this one.
     """
 
-    def __init__(self, codec: Codec, payloads: Sequence[Tensor], chunk: int, like: Numbers) -> None:
+    def __init__(
+        self,
+        codec: Codec,
+        chunks: Sequence[Sequence[Tensor]],
+        chunk_elements: int,
+        like: LazyVector,
+    ) -> None:
         super().__init__(like.elements, like.dtype, like.device)
-        self._codec, self._payloads, self._chunk = codec, payloads, chunk
+        self._codec, self._chunks, self._chunk_elements = codec, chunks, chunk_elements
+        self._rows: dict[int, NDArray[np.uint8]] = {}  # of chunks with several payloads
 
     @override
     def read(self, values: Tensor, start: int = 0) -> None:
         done = 0
         while done < values.numel():
-            number, offset = divmod(start + done, self._chunk)
-            part = values[done : done + self._chunk - offset]
-            self._codec.decode(self._payloads[number], part, start=offset)
+            chunk, offset = divmod(start + done, self._chunk_elements)
+            part = values[done : done + self._chunk_elements - offset]
+            self._read_chunk(self._chunks[chunk], part, offset)
             done += part.numel()
 
-    @override
-    def packed(self, start: int, most: int) -> Packed | None:
-        if not isinstance(self._codec, Integers) or self.device.type != "cpu":
-            return None
-        number, offset = divmod(start, self._chunk)
-        count = min(most, self._chunk - offset, self.elements - start)
-        rows = self._payloads[number].numpy()[None]
-        return Packed(rows, self._codec.bits, offset // BLOCK, count)
-
-
-class Summed(Numbers):
-    """The sum of those of several payloads, in their order.
-
-    Args:
-        codec: Decodes them.
-        payloads: One or more.
-        like: What was encoded: as many numbers, and of this dtype.
-    """
-
-    def __init__(self, codec: Codec, payloads: Sequence[Tensor], like: Numbers) -> None:
-        super().__init__(like.elements, like.dtype, like.device)
-        self._codec, self._payloads = codec, payloads
-        self._rows: NDArray[np.uint8] | None = None
-
-    @override
-    def read(self, values: Tensor, start: int = 0) -> None:
-        first, *others = self._payloads
-        whole = values
+    def _read_chunk(self, payloads: Sequence[Tensor], values: Tensor, start: int) -> None:
+        first, *others = payloads
+        total = values
         if others and (values.dtype != torch.float32 or values.numel() % BLOCK):
+            # ``Codec.add`` needs float32 and whole blocks.
             blocks = -(-values.numel() // BLOCK)
-            whole = torch.empty(blocks * BLOCK, device=values.device)
-        self._codec.decode(first, whole, start=start)
+            total = torch.empty(blocks * BLOCK, device=values.device)
+        self._codec.decode(first, total, start=start)
         for payload in others:
-            self._codec.add(payload, whole, start=start)
-        if whole is not values:
-            values.copy_(whole[: values.numel()])
+            self._codec.add(payload, total, start=start)
+        if total is not values:
+            values.copy_(total[: values.numel()])
 
     @override
-    def packed(self, start: int, most: int) -> Packed | None:
-        if not isinstance(self._codec, Integers) or self.device.type != "cpu":
+    def packed(self, start: int, limit: int) -> PackedPayloads | None:
+        if not isinstance(self._codec, IntegerCodec) or self.device.type != "cpu":
             return None
-        if self._rows is None:
-            self._rows = torch.stack(list(self._payloads)).numpy()
-        count = min(most, self.elements - start)
-        return Packed(self._rows, self._codec.bits, start // BLOCK, count)
+        chunk, offset = divmod(start, self._chunk_elements)
+        payloads = self._chunks[chunk]
+        if len(payloads) == 1:
+            rows = payloads[0].numpy()[None]
+        else:
+            if chunk not in self._rows:
+                self._rows[chunk] = torch.stack(list(payloads)).numpy()
+            rows = self._rows[chunk]
+        count = min(limit, self._chunk_elements - offset, self.elements - start)
+        return PackedPayloads(rows, self._codec.bits, offset // BLOCK, count)
 
 
-class Update(Handle[Numbers]):
-    """A sum of updates under way; what rounding takes from one stays with the sender.
+class UpdateSum(Handle[LazyVector]):
+    """A sum of updates in flight, together with this worker's own contribution.
 
     Args:
         total: The sum.
-        sent: What this worker has put in: the same numbers as the others have got from it.
+        sent: This worker's update after quantization, with the bits that its peers decode. The
+            difference to the update itself is the quantization error, which the caller keeps.
     """
 
-    def __init__(self, total: Handle[Numbers], sent: Numbers) -> None:
+    def __init__(self, total: Handle[LazyVector], sent: LazyVector) -> None:
         self._total, self.sent = total, sent
 
     @override
@@ -168,5 +159,5 @@ class Update(Handle[Numbers]):
         return self._total.done()
 
     @override
-    def wait(self) -> Numbers:
+    def wait(self) -> LazyVector:
         return self._total.wait()

@@ -1,8 +1,8 @@
-"""The inner loops of rounding and landing, compiled where numba is installed.
+"""Inner loops of quantization and landing, compiled with numba if it is installed.
 
-Each does in one pass over memory what takes about ten with the operations of torch. What all
-workers have to compute alike (``decode``, ``move`` and ``land``) gives the same bits as those do,
-so that not all of them need numba.
+Each loop makes one pass over memory where torch operations make about ten. ``decode``, ``move`` and
+``land`` compute what must be equal on all workers. They give the same bits as the torch operations,
+so numba may be installed on some workers only.
 """
 
 import os
@@ -12,47 +12,52 @@ from functools import cache
 from typing import Any, cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
 BLOCK = 512
-"""Numbers a block; integers of a block share one scale."""
-SMALLEST = 2.0**-100
-"""A smaller scale counts as zero: its inverse would overflow."""
+"""Numbers in a block. The integers of a block share one scale."""
+SMALLEST_SCALE = 2.0**-100
+"""A smaller scale counts as zero, because its inverse would overflow."""
 _LANES = 16
-"""Squares of a block are folded in halves to so many sums: a running sum is no vector operation."""
-_INFINITE = 0x7F800000  # bits of a float32; those of a larger absolute value are NaN
-_ROUNDING = np.float32(1.5 * 2.0**23)  # has no fraction: adding it rounds to nearest even
+"""Number of partial sums to which the squares of a block are folded, half onto half.
+
+A running sum cannot be compiled to vector instructions.
+"""
+_INFINITY_BITS = 0x7F800000  # float32 infinity as an integer; larger integers are NaN
+_ROUNDING = np.float32(1.5 * 2.0**23)  # has no fraction bits: adding it rounds to nearest even
 
 
 def encode(values: Floats, scales: Floats, packed: Bytes, bits: int, keep_error: bool) -> None:
-    """Round blocks to integers of so many bits; see ``codec.Integers``.
+    """Quantize blocks to integers; see ``integers.IntegerCodec``.
 
     Args:
-        values: Whole blocks; they become what rounding took away.
-        scales: One for each block.
-        packed: ``BLOCK * bits / 8`` bytes for each block.
-        bits: 8, 4 or 2.
-        keep_error: Whether ``values`` are written.
+        values: Whole blocks. Become the quantization errors if ``keep_error``.
+        scales: One scale for each block. Written.
+        packed: ``BLOCK * bits / 8`` bytes for each block. Written.
+        bits: Bits of an integer: 8, 4 or 2.
+        keep_error: False leaves ``values`` as they are.
     """
-    most, mask = np.float32(2 ** (bits - 1) - 1), 2**bits - 1
+    levels, mask = np.float32(2 ** (bits - 1) - 1), 2**bits - 1
     count, width = 8 // bits, BLOCK * bits // 8
     raw = values.view(np.int32)
     shifted = np.empty(BLOCK, np.float32)
     integers = shifted.view(np.int32)
     for block in range(values.size // BLOCK):
         start = block * BLOCK
-        largest = np.int32(0)  # of the absolute values, as integers: these are ordered alike
+        largest = np.int32(0)  # absolute values as integers: the order is that of the numbers
         for i in range(start, start + BLOCK):
             absolute = np.int32(raw[i] & 0x7FFFFFFF)
             largest = absolute if absolute > largest else largest
-        finite = largest < np.int32(_INFINITE)
-        scale = np.array([largest], np.int32).view(np.float32)[0] / most
+        finite = largest < np.int32(_INFINITY_BITS)
+        scale = np.array([largest], np.int32).view(np.float32)[0] / levels
         if not finite:
             scale = np.float32(np.nan)
-        elif scale < np.float32(SMALLEST):
+        elif scale < np.float32(SMALLEST_SCALE):
             scale = np.float32(0)
         usual = finite and scale > np.float32(0)
         inverse = np.float32(1) / scale if usual else np.float32(0)
@@ -79,21 +84,24 @@ def encode(values: Floats, scales: Floats, packed: Bytes, bits: int, keep_error:
 
 
 def decode(values: Floats, scales: Floats, packed: Bytes, bits: int, add: bool) -> None:
-    """Values ← the numbers of a payload, or values + them; may end inside the last block."""
+    """values ← the numbers of a payload, or values + numbers if ``add``.
+
+    ``values`` may end inside the last block. The other arguments are those of ``encode``.
+    """
     count, width = 8 // bits, BLOCK * bits // 8
-    highest = 0xFF << (8 - bits) & 0xFF  # there a field has its sign
+    highest = 0xFF << (8 - bits) & 0xFF  # mask of the highest field, whose sign is that of the byte
     unit = np.float32(2.0 ** (bits - 8))
     for block in range(scales.size):
         step, place = scales[block] * unit, block * width
         for k in range(count):
             up, start = 8 - bits - k * bits, block * BLOCK + k * width
-            there = min(width, max(0, values.size - start))
-            part, fields = values[start : start + there], packed[place : place + there]
+            length = min(width, max(0, values.size - start))
+            part, fields = values[start : start + length], packed[place : place + length]
             if add:
-                for j in range(there):
+                for j in range(length):
                     part[j] += np.float32(np.int8(fields[j] << up & highest)) * step
             else:
-                for j in range(there):
+                for j in range(length):
                     part[j] = np.float32(np.int8(fields[j] << up & highest)) * step
 
 
@@ -102,22 +110,27 @@ def move(
     sent: Floats,
     base: Floats,
     velocity: Floats,
-    fade: float,
-    ahead: float,
+    momentum: float,
+    lookahead: float,
     lr: float,
 ) -> None:
-    """A landing: P ← P + Δ, v ← μ·v + D, and ``shift``, which is D, becomes Δ − u.
+    """Apply a landed mean: the step of ``averaging.parts.update_part.UpdatePart``.
+
+        v ← momentum·v + D
+        Δ = lr·(D + lookahead·v)
+        P ← P + Δ
+        shift ← Δ − u
 
     Args:
-        shift: D.
-        sent: u.
-        base: P.
-        velocity: v; empty if there is none.
-        fade: μ.
-        ahead: a: Δ = lr·(D + a·v).
-        lr: See there.
+        shift: D, the mean of the updates. Written.
+        sent: u, this worker's update.
+        base: P. Written.
+        velocity: v. Written. An empty array stands for v = 0 and Δ = lr·D.
+        momentum: Factor of v.
+        lookahead: Factor of v in Δ.
+        lr: Factor of Δ.
     """
-    keep, forward, rate = np.float32(fade), np.float32(ahead), np.float32(lr)
+    keep, forward, rate = np.float32(momentum), np.float32(lookahead), np.float32(lr)
     if velocity.size:
         for i in range(shift.size):
             new = shift[i] + keep * velocity[i]
@@ -133,14 +146,18 @@ def move(
 
 
 def measure(values: Floats, squares: NDArray[np.float64], index: int) -> None:
-    """Add ‖values‖² to ``squares[index]``: the same bits, however whole blocks are divided."""
+    """Add ‖values‖² to ``squares[index]``.
+
+    The result has the same bits however the values are divided between calls, if all calls but the
+    last have whole blocks.
+    """
     folded = np.empty(BLOCK, np.float32)
     for start in range(0, values.size, BLOCK):
-        there = min(BLOCK, values.size - start)
-        block = values[start : start + there]
-        for i in range(there):
+        length = min(BLOCK, values.size - start)
+        block = values[start : start + length]
+        for i in range(length):
             folded[i] = block[i] * block[i]
-        for i in range(there, BLOCK):
+        for i in range(length, BLOCK):
             folded[i] = np.float32(0)
         width = BLOCK // 2
         while width >= _LANES:
@@ -162,35 +179,36 @@ def land(
     shift: Floats,
     base: Floats,
     velocity: Floats,
-    fade: float,
-    ahead: float,
+    momentum: float,
+    lookahead: float,
     lr: float,
     squares: NDArray[np.float64],
 ) -> None:
-    """``decode`` and ``move`` at once, a block after the other, which stays in the nearest cache.
+    """Run ``decode``, ``measure`` and ``move`` block by block, in the first-level cache.
 
     Args:
-        payloads: A row of bytes each, to be added up in this order; see ``codec.Integers``.
-        bits: Of their integers.
+        payloads: One payload per row, see ``integers.IntegerCodec``. Their sum, in the order of the
+            rows, is D·weight.
+        bits: Bits of an integer in ``payloads``.
         sent: The payload of u.
-        sent_bits: Of its integers.
-        first: The block of all these payloads that is the first of ``shift``.
-        weight: D is the sum, divided by this.
-        shift: Becomes Δ − u; may end inside a block.
-        base: As in ``move``.
-        velocity: As in ``move``.
-        fade: As in ``move``.
-        ahead: As in ``move``.
-        lr: As in ``move``.
-        squares: ‖D‖² and ‖u‖² are added to it, as ``measure`` does.
+        sent_bits: Bits of an integer in ``sent``.
+        first: Index, in all payloads, of the block with which ``shift`` begins.
+        weight: Divisor of the sum.
+        shift: Becomes Δ − u. Its length may end inside a block.
+        base: P as in ``move``. Has the length of ``shift``.
+        velocity: v as in ``move``. Has the length of ``shift``, or is empty.
+        momentum: Factor of v, as in ``move``.
+        lookahead: Factor of v in Δ, as in ``move``.
+        lr: Factor of Δ, as in ``move``.
+        squares: ‖D‖² and ‖u‖² are added to its two elements.
     """
-    keep, forward, rate = np.float32(fade), np.float32(ahead), np.float32(lr)
+    keep, forward, rate = np.float32(momentum), np.float32(lookahead), np.float32(lr)
     divisor = np.float32(weight)
     mean, own = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
     folded = np.empty(BLOCK, np.float32)
     rows = payloads.shape[0]
     for start in range(0, shift.size, BLOCK):
-        there, block = min(BLOCK, shift.size - start), first + start // BLOCK
+        length, block = min(BLOCK, shift.size - start), first + start // BLOCK
         for row in range(rows + 1):
             raw = payloads[row] if row < rows else sent
             values, depth = (mean, bits) if row < rows else (own, sent_bits)
@@ -209,9 +227,9 @@ def land(
                 else:
                     for j in range(width):
                         part[j] = np.float32(np.int8(fields[j] << up & highest)) * step
-        for i in range(there):
+        for i in range(length):
             mean[i] /= divisor
-        for i in range(there, BLOCK):  # not of the tensor
+        for i in range(length, BLOCK):  # beyond the end of the tensor
             mean[i] = own[i] = np.float32(0)
         for index in range(2):  # as in ``measure``
             values = mean if index == 0 else own
@@ -225,25 +243,25 @@ def land(
                 width //= 2
             for lane in range(_LANES):
                 squares[index] += folded[lane]
-        moved, shared = shift[start : start + there], base[start : start + there]
+        moved, shared = shift[start : start + length], base[start : start + length]
         if velocity.size:
-            kept = velocity[start : start + there]
-            for i in range(there):
-                new = mean[i] + keep * kept[i]
-                kept[i] = new
+            moving = velocity[start : start + length]
+            for i in range(length):
+                new = mean[i] + keep * moving[i]
+                moving[i] = new
                 mean[i] = (mean[i] + forward * new) * rate
         else:
-            for i in range(there):
+            for i in range(length):
                 mean[i] *= rate
-        # Apart, for a loop over five arrays would not be compiled to vector instructions.
-        for i in range(there):
+        # A separate loop: one loop over five arrays is not compiled to vector instructions.
+        for i in range(length):
             shared[i] += mean[i]
             moved[i] = mean[i] - own[i]
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The compiled loops."""
+    """The compiled loops, each with the arguments of the function of its name."""
 
     encode: Callable[..., None]
     decode: Callable[..., None]
@@ -254,9 +272,9 @@ class Kernels:
 
 @cache
 def kernels() -> Kernels | None:
-    """Those loops; None without numba, or if the environment says ``OFFBEAT_KERNELS=0``.
+    """Return the compiled loops, or None without numba or with ``OFFBEAT_KERNELS=0``.
 
-    Compiles them the first time on a machine, in some seconds; they are kept on its disk.
+    The first call on a machine compiles them in some seconds and stores them on its disk.
     """
     if os.environ.get("OFFBEAT_KERNELS") == "0":
         return None
@@ -265,28 +283,39 @@ def kernels() -> Kernels | None:
     except ImportError:
         return None
     floats, raw, number = numba.float32[::1], numba.uint8[::1], numba.float64
-    payload = numba.void(floats, floats, raw, numba.int64, numba.boolean)
-    landing = numba.void(floats, floats, floats, floats, number, number, number)
+    codec_signature = numba.void(floats, floats, raw, numba.int64, numba.boolean)
+    move_signature = numba.void(floats, floats, floats, floats, number, number, number)
     count, rows, pair = numba.int64, numba.uint8[:, ::1], numba.float64[::1]
-    whole = numba.void(
+    land_signature = numba.void(
         *(rows, count, raw, count, count, number),
         *(floats, floats, floats, number, number, number, pair),
     )
     return Kernels(
-        _compiled(encode, payload),
-        _compiled(decode, payload),
-        _compiled(move, landing),
-        _compiled(land, whole),
+        _compiled(encode, codec_signature),
+        _compiled(decode, codec_signature),
+        _compiled(move, move_signature),
+        _compiled(land, land_signature),
         _compiled(measure, numba.void(floats, pair, count)),
     )
+
+
+def kernels_for(*tensors: Tensor) -> Kernels | None:
+    """Return the compiled loops if they apply to these tensors, else None.
+
+    They need contiguous float32 tensors on the CPU.
+    """
+    for tensor in tensors:
+        if tensor.dtype != torch.float32 or not tensor.is_cpu or not tensor.is_contiguous():
+            return None
+    return kernels()
 
 
 def _compiled(function: Callable[..., None], signature: Any) -> Callable[..., None]:
     import numba
 
-    # IEEE arithmetic as written, for the same bits; nogil, for the threads of the network.
+    # The numpy error model keeps IEEE arithmetic, for equal bits. nogil lets network threads run.
     options: Any = {"nogil": True, "error_model": "numpy"}
     try:
         return cast("Callable[..., None]", numba.njit(signature, cache=True, **options)(function))
-    except RuntimeError:  # nowhere to keep it
+    except RuntimeError:  # no directory for the cache can be written
         return cast("Callable[..., None]", numba.njit(signature, **options)(function))

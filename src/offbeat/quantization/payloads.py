@@ -1,7 +1,7 @@
-"""What is computed for a quantised sum: a worker's payload, and that of the sum of its chunk.
+"""Payloads of a quantized sum: bits on the wire, and the arithmetic of both stages.
 
-A tensor is cut into one chunk for each worker, all of the same number of whole blocks; the last
-ones may lack numbers. Work goes a piece at a time, so that it stays in the processor's cache.
+A quantized sum has two stages (see ``wire.py``). The tensor is cut into one chunk for each worker.
+All chunks have the same whole number of blocks, so the last ones may be padded with zeros.
 """
 
 from collections.abc import Sequence
@@ -9,36 +9,50 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from offbeat.quantization.codecs import CODECS, Codec, piece_elements, pieces
-from offbeat.quantization.decoding import Numbers
+from offbeat.quantization.base import Codec, piece_elements, pieces
+from offbeat.quantization.codecs import CODECS
+from offbeat.quantization.decoding import LazyVector
 from offbeat.quantization.kernels import BLOCK
 
-SECOND = {"int2": "int4"}
-"""Of sums, where it is another one: a sum of numbers with few bits has more."""
+_SECOND_PRECISION = {"int2": "int4"}  # a sum of numbers with 2 bits needs more than 2 bits
+_SINGLE_STAGE_LIMIT = 1.1
+"""Largest ratio of bits, single-stage to two-stage, at which a sum of updates takes one stage.
+
+A single stage saves an operation and a quantization.
+"""
 
 
-_WORTH = 1.1
-"""Times as many bytes are worth it to save a stage, its operation and its rounding."""
+def second_precision(precision: str) -> str:
+    """Return the precision of the second stage, given that of the first."""
+    return _SECOND_PRECISION.get(precision, precision)
 
 
 def sum_bits(precision: str) -> float:
-    """Of each number of a sum, on both stages together; (N − 1)/N of them leave a worker."""
+    """Return the bits per number of a two-stage sum, both stages together.
+
+    A worker sends the share (N − 1)/N of them.
+    """
     if precision == "float32":
         return 64.0
-    return _bits(precision) + _bits(SECOND.get(precision, precision))
+    return _bits(precision) + _bits(second_precision(precision))
 
 
-def gathers(precision: str, workers: int) -> bool:
-    """Whether everyone gets every worker's rounded update, instead of their rounded sum.
+def uses_single_stage(precision: str, workers: int) -> bool:
+    """Return True if a sum of updates gathers the updates of all workers on all workers.
 
-    With few workers and bits that is not much more to send.
+    That takes one stage. It needs few workers and few bits, or else it would send too much.
     """
-    return precision != "float32" and workers * _bits(precision) <= _WORTH * sum_bits(precision)
+    if precision == "float32":
+        return False
+    return workers * _bits(precision) <= _SINGLE_STAGE_LIMIT * sum_bits(precision)
 
 
 def update_bits(precision: str, workers: int) -> float:
-    """As ``sum_bits``, of updates: gathered, each worker sends its own to all others."""
-    if gathers(precision, workers):
+    """Return the bits per number of a sum of updates, counted as in ``sum_bits``.
+
+    In a single stage each worker sends its update to all others.
+    """
+    if uses_single_stage(precision, workers):
         return workers * _bits(precision)
     return sum_bits(precision)
 
@@ -47,92 +61,95 @@ def _bits(precision: str) -> float:
     return 8 * CODECS[precision].block_bytes / BLOCK
 
 
-class Coding:
-    """The codecs of a precision.
+class StageCodecs:
+    """The codecs of the two stages of a sum, and the payloads that they make.
 
     Attributes:
-        precision: Its name.
-        first: Of what the workers send.
-        second: Of the sums.
+        precision: Name of the precision.
+        first: Codec of the contributions.
+        second: Codec of the sums of chunks.
     """
 
     def __init__(self, precision: str) -> None:
         self.precision = precision
         self.first: Codec = CODECS[precision]()
-        self.second: Codec = CODECS[SECOND.get(precision, precision)]()
+        self.second: Codec = CODECS[second_precision(precision)]()
 
     @property
-    def most_block_bytes(self) -> int:
-        """Of a block on the stage that has more."""
+    def largest_block_bytes(self) -> int:
+        """Bytes of a block on the stage whose blocks are larger."""
         return max(self.first.block_bytes, self.second.block_bytes)
 
     def encode(self, tensor: Tensor, errors: Tensor) -> Tensor:
-        """The payload of ``tensor`` plus ``errors``, which become those of it.
+        """Return the first-stage payload of ``tensor`` + ``errors``, and update the errors.
 
         Args:
-            tensor: 1-D.
-            errors: float32, a row for each worker's chunk.
+            tensor: Floating point, 1-D.
+            errors: float32, one row for each chunk. Becomes the quantization errors of the payload.
         """
         workers, chunk = errors.shape
-        payload = self.payload(workers * chunk, errors.device)
+        payload = self.first_payload(workers * chunk, errors.device)
         for rank, (row, part) in enumerate(zip(errors, payload.chunk(workers), strict=True)):
             self.first.encode(row, part, plus=tensor[rank * chunk :])
         return payload
 
-    def round(self, update: Numbers, workers: int, chunk: int) -> Tensor:
-        """The payload of ``update``, of which each worker's chunk has so many numbers."""
-        payload = self.payload(workers * chunk, update.device)
+    def encode_update(self, update: LazyVector, chunks: int, chunk: int) -> Tensor:
+        """Return the first-stage payload of ``update`` in chunks of ``chunk`` numbers each."""
+        payload = self.first_payload(chunks * chunk, update.device)
         step = min(chunk, piece_elements(chunk, update.device))
         scratch = torch.empty(step, device=update.device)
-        for rank, part in enumerate(payload.chunk(workers)):
+        for number, part in enumerate(payload.chunk(chunks)):
             for start in range(0, chunk, step):
                 values = scratch[: chunk - start]
-                there = max(0, min(values.numel(), update.elements - rank * chunk - start))
-                if there:
-                    update.read(values[:there], rank * chunk + start)
-                values[there:].zero_()
-                self.first.round(values, part, start=start)
+                present = max(0, min(values.numel(), update.elements - number * chunk - start))
+                if present:
+                    update.read(values[:present], number * chunk + start)
+                values[present:].zero_()
+                self.first.encode(values, part, start=start, keep_error=False)
         return payload
 
-    def add_up(self, received: Tensor, workers: int, errors: Tensor) -> Tensor:
-        """The payload of the sum of one payload of each worker, and ``errors``: those of it, then.
+    def reduce(self, received: Tensor, workers: int, errors: Tensor) -> Tensor:
+        """Return the second-stage payload of the sum of the received chunks and ``errors``.
 
         Args:
-            received: The payloads, one after the other.
-            workers: How many.
-            errors: float32, 1-D: as many numbers as each has.
+            received: First-stage payloads of this worker's chunk, in the order of the ranks.
+            workers: Number of payloads in ``received``.
+            errors: float32, 1-D, one number for each of the chunk. Becomes the quantization errors
+                of the returned payload.
         """
-        payload, parts = self.summed(errors), received.chunk(workers)
+        payload, parts = self.second_payload(errors), received.chunk(workers)
         for piece in pieces(errors):
             for part in parts:
                 self.first.add(part, errors[piece], start=piece.start)
             self.second.encode(errors[piece], payload, start=piece.start)
         return payload
 
-    def payload(self, elements: int, device: torch.device) -> Tensor:
-        """Memory for so many numbers on the first stage."""
-        return self.memory(elements // BLOCK * self.first.block_bytes, device)
+    def first_payload(self, elements: int, device: torch.device) -> Tensor:
+        """Return uninitialized memory for a first-stage payload of ``elements`` numbers."""
+        return self.empty(elements // BLOCK * self.first.block_bytes, device)
 
-    def summed(self, errors: Tensor) -> Tensor:
-        """Memory for as many numbers on the second stage."""
-        return self.memory(errors.numel() // BLOCK * self.second.block_bytes, errors.device)
+    def second_payload(self, errors: Tensor) -> Tensor:
+        """Return uninitialized memory for a second-stage payload of as many numbers."""
+        return self.empty(errors.numel() // BLOCK * self.second.block_bytes, errors.device)
 
-    def memory(self, size: int, device: torch.device) -> Tensor:
-        """A payload of ``size`` bytes, not initialised."""
+    # The planner replaces the following (``placeholder_codecs.py``).
+
+    def empty(self, size: int, device: torch.device) -> Tensor:
+        """Return uninitialized memory for ``size`` bytes."""
         return torch.empty(size, dtype=torch.uint8, device=device)
 
     def chunks(self, payload: Tensor, workers: int) -> Sequence[Tensor]:
-        """Equal chunks of ``payload``, one for each worker."""
+        """Return the equal chunks of ``payload``, one for each worker."""
         return payload.chunk(workers)
 
-    def zeros(self, payload: Tensor) -> Tensor:
-        """``payload``, which then decodes to zeros."""
+    def zero_payload(self, payload: Tensor) -> Tensor:
+        """Fill ``payload`` so that it decodes to zeros, and return it."""
         return payload.zero_()
 
-    def errors(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Quantization errors of 0."""
+    def zero_errors(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Return quantization errors of 0."""
         return torch.zeros(*shape, device=device)
 
-    def copy(self, errors: Tensor, before: Tensor | None) -> Tensor:
-        """A copy of ``errors``, in the memory of an earlier one if there is one."""
-        return errors.clone() if before is None else before.copy_(errors)
+    def copy_errors(self, errors: Tensor, into: Tensor | None) -> Tensor:
+        """Return a copy of ``errors``, in the memory of ``into`` if that is given."""
+        return errors.clone() if into is None else into.copy_(errors)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.quantization.codecs import CODECS, Codec
-from offbeat.quantization.decoding import Numbers
-from offbeat.quantization.payloads import SECOND, Coding
+from offbeat.quantization.base import Codec
+from offbeat.quantization.decoding import LazyVector
+from offbeat.quantization.payloads import StageCodecs
 from offbeat.transport.placeholder_tensors import blank
 
 
-class _Blank(Codec):
+class _BlankCodec(Codec):
     """A codec without arithmetic: it encodes nothing and decodes zeros."""
 
     def __init__(self, block_bytes: int) -> None:
@@ -24,12 +24,14 @@ class _Blank(Codec):
 
     @override
     def encode(
-        self, values: Tensor, payload: Tensor, plus: Tensor | None = None, *, start: int = 0
+        self,
+        values: Tensor,
+        payload: Tensor,
+        plus: Tensor | None = None,
+        *,
+        start: int = 0,
+        keep_error: bool = True,
     ) -> None:
-        pass
-
-    @override
-    def round(self, values: Tensor, payload: Tensor, *, start: int = 0) -> None:
         pass
 
     @override
@@ -41,28 +43,28 @@ class _Blank(Codec):
         pass
 
 
-class BlankCoding(Coding):
-    """The codecs of a precision, whose payloads are blank."""
+class BlankStageCodecs(StageCodecs):
+    """Stage codecs whose payloads and errors are blank tensors."""
 
     def __init__(self, precision: str) -> None:
         super().__init__(precision)
-        self.first = _Blank(self.first.block_bytes)
-        self.second = _Blank(CODECS[SECOND.get(precision, precision)].block_bytes)
+        self.first = _BlankCodec(self.first.block_bytes)
+        self.second = _BlankCodec(self.second.block_bytes)
 
     @override
     def encode(self, tensor: Tensor, errors: Tensor) -> Tensor:
-        return self.payload(errors.numel(), errors.device)
+        return self.first_payload(errors.numel(), errors.device)
 
     @override
-    def round(self, update: Numbers, workers: int, chunk: int) -> Tensor:
-        return self.payload(workers * chunk, update.device)
+    def encode_update(self, update: LazyVector, chunks: int, chunk: int) -> Tensor:
+        return self.first_payload(chunks * chunk, update.device)
 
     @override
-    def add_up(self, received: Tensor, workers: int, errors: Tensor) -> Tensor:
-        return self.summed(errors)
+    def reduce(self, received: Tensor, workers: int, errors: Tensor) -> Tensor:
+        return self.second_payload(errors)
 
     @override
-    def memory(self, size: int, device: torch.device) -> Tensor:
+    def empty(self, size: int, device: torch.device) -> Tensor:
         return blank(size)
 
     @override
@@ -70,13 +72,13 @@ class BlankCoding(Coding):
         return [payload[: payload.numel() // workers]] * workers
 
     @override
-    def errors(self, shape: Sequence[int], device: torch.device) -> Tensor:
+    def zero_errors(self, shape: Sequence[int], device: torch.device) -> Tensor:
         return blank(*shape, dtype=torch.float32)
 
     @override
-    def zeros(self, payload: Tensor) -> Tensor:
+    def zero_payload(self, payload: Tensor) -> Tensor:
         return payload
 
     @override
-    def copy(self, errors: Tensor, before: Tensor | None) -> Tensor:
-        return blank(*errors.shape, dtype=errors.dtype) if before is None else before
+    def copy_errors(self, errors: Tensor, into: Tensor | None) -> Tensor:
+        return blank(*errors.shape, dtype=errors.dtype) if into is None else into

@@ -1,8 +1,8 @@
-"""Automatic choice of the precision of messages, from what the workers measure together.
+"""Automatic choice of the precision of messages from measurements that all workers share.
 
-No model of the network is fitted. The workers measure a *load*: how much of something scarce the
-messages use, relative to what they may use. The load is assumed to be proportional to the bits of a
-message, and each choice is checked by the next measurement.
+There is no model of the network. The workers measure a *load*: how much the messages use of a
+limited resource, relative to the allowed use. The load is assumed to be proportional to the bits
+per number. The next measurement checks each choice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,35 +11,39 @@ from dataclasses import dataclass
 from offbeat.arguments import Precision
 
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "int8", "int4", "int2")
-"""The most exact first."""
+"""All precisions, from most to fewest bits."""
 
-_RETRY = 4  # factor on the number of measurements to wait for, after a change that was reversed
-_QUIET = 8  # times the patience without a change, after which it is divided by the factor
-_MOST_PATIENCE = 4**6
+_PATIENCE_FACTOR = 4  # by which each change in the opposite direction lengthens the patience
+_QUIET_PERIODS = 8  # multiples of the patience without a change after which it becomes shorter
+_MAX_PATIENCE = 4**6
 
 
 @dataclass
 class PrecisionControl:
     """Chooses a precision from a sequence of loads. All workers call it with the same arguments.
 
-    - Load above 1: the most exact precision that should bring it to 1, or the one with fewest bits.
-    - Load so low that one more exact precision should keep it below ``margin``: that one, once
-      enough measurements have passed since the last change (``patience``).
-    - Fewer bits are taken back if steps did not become shorter, because quantization takes time,
-      too. This is checked if durations are given.
+    - A load above 1 selects the precision with the most bits that should bring it to 1 or below, or
+      the one with the fewest bits if none should.
+    - A load so low that the next precision with more bits should keep it at or below ``margin``
+      selects that precision, once ``patience`` measurements have passed since the last change.
+    - Fewer bits are on trial if durations are given. They are reversed if the next measurement
+      shows that steps did not become shorter, because quantization takes time, too.
 
     Each change in the opposite direction to the last one makes the patience four times as long, so
-    that noise does not move the precision back and forth for ever.
+    that noise does not make the precision oscillate. Long periods without a change shorten it.
+
+    The names of the attributes are keys of checkpoints.
 
     Attributes:
         precision: Precision in use.
         counts: Number of measurements since it was chosen.
         patience: Number of measurements to wait for before more bits are tried.
-        heading: Direction of the last change: 1 to fewer bits, −1 to more bits, 0 before the first.
-        on_trial: True if the last change was to fewer bits and has not been checked.
+        heading: Direction of the last change: 1 to fewer bits, −1 to more bits, 0 before the
+            first.
+        on_trial: True if the last change was to fewer bits and no measurement has followed.
         before: Precision before the last change.
         before_seconds: Duration of a step before the last change.
-        refused: True if fewer bits were taken back; they, too, then wait for ``patience``.
+        refused: True if fewer bits were reversed. The next try must then wait for ``patience``.
     """
 
     precision: Precision = "float32"
@@ -60,13 +64,13 @@ class PrecisionControl:
         margin: float = 1.0,
         seconds: float | None = None,
     ) -> bool:
-        """Judge the last choice by a measurement, and choose again.
+        """Check the last choice against a measurement, and choose again.
 
         Args:
             load: Measured load.
-            bits: Bits that a number costs at each precision.
-            choices: Precisions to choose from, the most exact first.
-            margin: Largest load that more bits may be expected to cause, at most 1.
+            bits: Bits per number at each precision.
+            choices: Precisions to choose from, from most to fewest bits.
+            margin: Largest load that may be expected of more bits, at most 1.
             seconds: Duration of a step. None: fewer bits are not on trial.
 
         Returns:
@@ -77,26 +81,26 @@ class PrecisionControl:
         if on_trial and seconds is not None and seconds >= self.before_seconds:
             self.refused = True
             return self._change(self.before, -1)
-        costs = [bits[one] for one in choices]
-        place = now = choices.index(self.precision)
-        waits = self.counts < self.patience
-        if not waits and self.patience > 1 and self.counts >= _QUIET * self.patience:
-            self.patience //= _RETRY
+        costs = [bits[precision] for precision in choices]
+        new = now = choices.index(self.precision)
+        must_wait = self.counts < self.patience
+        if self.patience > 1 and self.counts >= _QUIET_PERIODS * self.patience:
+            self.patience //= _PATIENCE_FACTOR
         if load > 1:
-            while place < len(choices) - 1 and (place == now or load * costs[place] > costs[now]):
-                place += 1
-            if place == now or (self.refused and waits):
+            while new < len(choices) - 1 and (new == now or load * costs[new] > costs[now]):
+                new += 1
+            if new == now or (self.refused and must_wait):
                 return False
             self.refused, self.on_trial = False, seconds is not None
             self.before_seconds = seconds or 0.0
-            return self._change(choices[place], 1)
-        if now and not waits and load * costs[now - 1] <= margin * costs[now]:
+            return self._change(choices[new], 1)
+        if now and not must_wait and load * costs[now - 1] <= margin * costs[now]:
             return self._change(choices[now - 1], -1)
         return False
 
-    def _change(self, precision: Precision, heading: int) -> bool:
-        if heading == -self.heading:
-            self.patience = min(_MOST_PATIENCE, _RETRY * self.patience)
+    def _change(self, precision: Precision, direction: int) -> bool:
+        if direction == -self.heading:
+            self.patience = min(_MAX_PATIENCE, _PATIENCE_FACTOR * self.patience)
         self.before, self.precision = self.precision, precision
-        self.heading, self.counts = heading, 0
+        self.heading, self.counts = direction, 0
         return True

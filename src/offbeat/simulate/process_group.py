@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-from offbeat.nodes.detection import NodeEnds
+from offbeat.nodes.detection import WorkerCommunicators
 from offbeat.simulate.communicator import SimulatedCommunicator
 from offbeat.transport.handle import Handle
 
@@ -60,13 +60,13 @@ class SimulatedGroup(dist.ProcessGroup):
         super().__init__(communicator.member, size)  # type: ignore[call-arg]
         self._communicator, self.make_communicator = communicator, make
 
-    def make_nodes(self, timeout_seconds: float) -> NodeEnds:
+    def make_nodes(self, timeout_seconds: float) -> WorkerCommunicators:
         """See ``offbeat.nodes.detection.NodeTransport``; nodes are those of the ``Network``."""
         everyone = self.make_communicator(timeout_seconds)
         workers = everyone.cluster.network.workers_per_node
         node, place = divmod(everyone.rank, workers)
         first = node * workers
-        return NodeEnds(
+        return WorkerCommunicators(
             everyone,
             inside=everyone.part(range(first, first + workers)),
             across=everyone.part(range(place, everyone.size, workers), sharing=workers),

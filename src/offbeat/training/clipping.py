@@ -60,7 +60,7 @@ class Clipping:
             return
         me = weakref.ref(self)  # a model that is dropped without detach() must be freed
         owners = {
-            id(p.whole if isinstance(p, Shard) else p): (me, one.index)
+            id(p.parameter if isinstance(p, Shard) else p): (me, one.index)
             for one in self._worker.optimizers
             for p in one.parameters
         }

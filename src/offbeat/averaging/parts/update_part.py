@@ -15,9 +15,9 @@ from typing_extensions import override
 
 from offbeat.averaging.flat_view import Difference, FlatView
 from offbeat.averaging.parts.part import Part, Tensors
-from offbeat.quantization.codecs import compiled, piece_elements
-from offbeat.quantization.decoding import Numbers, Packed, Plain, Update
-from offbeat.quantization.kernels import Kernels
+from offbeat.quantization.base import piece_elements
+from offbeat.quantization.decoding import LazyVector, PackedPayloads, TensorVector, UpdateSum
+from offbeat.quantization.kernels import Kernels, kernels_for
 from offbeat.quantization.wire import Precision, Wire
 from offbeat.strategies.base import Outer
 from offbeat.transport.handle import Completed, Handle
@@ -74,7 +74,7 @@ class UpdatePart(Part):
         self.fade = self.ahead = self._outer.momentum
         self._fixed_step = Completed((self._outer.momentum, self._outer.momentum))
         self._outer_step: Handle[tuple[float, float]] = self._fixed_step
-        self._updates: list[Update] = []
+        self._updates: list[UpdateSum] = []
         self._own_buffers: list[Tensor] = []
 
     @override
@@ -152,7 +152,7 @@ class UpdatePart(Part):
         while start < base.numel():
             count = min(step, base.numel() - start)
             compiles = not show and self._team.host.scale == 1
-            loops = compiled(scratch, base, *self.velocity[i : i + 1]) if compiles else None
+            loops = kernels_for(scratch, base, *self.velocity[i : i + 1]) if compiles else None
             packed = None if loops is None else total.packed(start, count)
             sent = None if packed is None else update.sent.packed(start, packed.count)
             if loops is not None and packed is not None and sent is not None:
@@ -171,8 +171,8 @@ class UpdatePart(Part):
     def _land_packed(
         self,
         loops: Kernels,
-        total: Packed,
-        sent: Packed,
+        total: PackedPayloads,
+        sent: PackedPayloads,
         shift: Tensor,
         squares: Squares,
         i: int,
@@ -191,8 +191,8 @@ class UpdatePart(Part):
     def _land_numbers(
         self,
         loops: Kernels | None,
-        total: Numbers,
-        update: Numbers,
+        total: LazyVector,
+        update: LazyVector,
         scratch: Tensor,
         squares: Squares,
         i: int,
@@ -237,7 +237,7 @@ class UpdatePart(Part):
     def _restored(self, index: int) -> None:
         if self.in_flight:  # x ← x + u, because the landing subtracts u
             view = FlatView(self.buckets[index].parameters)
-            view.add(self._updates[index].sent.whole(), 0)
+            view.add(self._updates[index].sent.to_tensor(), 0)
             view.write_back()
 
     @override
@@ -252,8 +252,9 @@ class UpdatePart(Part):
         self.wait()
         if self.in_flight:
             buffers = self.buckets[self.parameter_buckets :]
-            self.sums = [one.wait().whole() for one in self._updates] + [b.flat for b in buffers]
-            self.own = [*(one.sent.whole() for one in self._updates), *self._own_buffers]
+            sums = [one.wait().to_tensor() for one in self._updates]
+            self.sums = sums + [b.flat for b in buffers]
+            self.own = [*(one.sent.to_tensor() for one in self._updates), *self._own_buffers]
 
     @override
     def after_load(self) -> None:
@@ -263,8 +264,8 @@ class UpdatePart(Part):
                 for saved in (self.sums, self.own)
             )
             count = self.parameter_buckets
-            numbers = [(Plain(total), Plain(u)) for total, u in zip(sums, own, strict=True)]
-            self._updates = [Update(Completed(total), u) for total, u in numbers[:count]]
+            vectors = [[*map(TensorVector, pair)] for pair in zip(sums, own, strict=True)]
+            self._updates = [UpdateSum(Completed(total), u) for total, u in vectors[:count]]
             self._own_buffers = own[count:]
             for bucket, total in zip(self.buckets[count:], sums[count:], strict=True):
                 bucket.flat.copy_(total)

@@ -1,4 +1,4 @@
-"""``attach(..., wire=…)``: training over a lossy wire, under one strategy of each kind."""
+"""Training with a lossy wire (``attach(..., wire=…)``) and one strategy of each kind."""
 
 import ctypes
 import multiprocessing
@@ -69,7 +69,7 @@ def train_each(rank: int, size: int, wire: str) -> list[dict[str, Any]]:
 @pytest.mark.nightly
 @pytest.mark.parametrize("wire", some(LOSSY, 1))
 def test_gloo_and_the_simulator_agree(wire: str) -> None:
-    """Models, consensus and bytes; all workers end with the same bits."""
+    """Models, consensus and bytes agree, and all workers end with the same bits."""
     real = zip(*worlds.real(train_each, wire, workers=3), strict=True)
     simulated = zip(*worlds.simulated(train_each, wire, workers=3), strict=True)
     for text, *both in zip(TEXTS, real, simulated, strict=True):
@@ -108,7 +108,7 @@ def test_blocking_strategies_keep_all_workers_equal(text: str, wire: str) -> Non
 
 @pytest.mark.parametrize("text", ["bsp", "local:period=3", "async:staleness=6"])
 def test_a_consensus_does_not_change_training(text: str) -> None:
-    """consensus() leaves errors and references as they are."""
+    """consensus() leaves errors and references unchanged."""
     looked = run(train, text, "int8", [12] * 3, 1, workers=3)
     plain = run(train, text, "int8", [12] * 3, workers=3)
     for a, b in zip(looked, plain, strict=True):
@@ -124,7 +124,7 @@ def test_eager_schedules_over_a_lossy_wire() -> None:
 
 
 @pytest.mark.parametrize("text", ["bsp", "local:period=3", "async:staleness=4", "streaming"])
-def test_a_lone_worker_trains_as_without_a_wire(text: str) -> None:
+def test_a_single_worker_trains_as_with_float32(text: str) -> None:
     (lossy,) = run(train, text, "int8", [9], 4, workers=1)
     (exact,) = run(train, text, "float32", [9], 4, workers=1)
     assert torch.equal(lossy["end"], exact["end"])
@@ -134,7 +134,7 @@ def test_a_lone_worker_trains_as_without_a_wire(text: str) -> None:
     "text", ["diloco:period=4", *nightly(["bsp", "local:period=3", "async:staleness=4"])]
 )
 def test_training_reaches_nearly_the_same_loss(text: str) -> None:
-    """The consensus after 60 steps is as good as that over an exact wire, and much cheaper."""
+    """The consensus after 60 steps is as good as with float32, at about half the bytes."""
 
     def final_loss(result: dict[str, Any]) -> float:
         model = make_wide(0)
@@ -170,7 +170,7 @@ def overflow(rank: int, size: int) -> list[tuple[bool, float]]:
 
 
 def test_an_overflow_is_seen_by_all_workers() -> None:
-    """One infinite gradient: every worker skips that step, and no other."""
+    """With one infinite gradient every worker skips that step, and no other."""
     for seen in run(overflow, workers=3):
         assert [skipped for skipped, _ in seen] == [False, False, True, False, False, False]
         assert [scale for _, scale in seen] == [256.0] * 2 + [128.0] * 4
@@ -195,7 +195,7 @@ def normalised(rank: int, size: int, text: str) -> dict[str, Any]:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("text", TEXTS)
-def test_batch_statistics_travel_exactly(text: str) -> None:
+def test_batch_statistics_are_sent_exactly(text: str) -> None:
     """Variances stay positive and the workers' statistics are equal at the end."""
     results = run(normalised, text, workers=3)
     for result in results:
@@ -214,21 +214,21 @@ def test_the_final_mean_is_exact(text: str) -> None:
 
 
 def test_payload_bytes_of_local_sgd() -> None:
-    """Per mean: seven float64 of the vote, 1 + 1/N payloads of 516 bytes for each 512 numbers."""
+    """Per mean: seven float64 of the vote, and 1 + 1/N payloads of 516 bytes per 512 numbers."""
     results = run(train, "local:period=1", "int8", [6] * 3, workers=3)
     blocks = 6  # of each of 3 chunks: 8,705 / (3 · 512), rounded up
     assert [r["bytes"] for r in results] == [6 * (7 * 8 + (3 + 1) * blocks * 516)] * 3
 
 
 def sent_bytes() -> int:
-    """By the counter of this node's network card."""
+    """Return the counter of this node's network interface."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     counters = next(line for line in lines if line.strip().startswith(Cluster.interface))
     return int(counters.partition(":")[2].split()[8])
 
 
 def on_a_node(rank: int, size: int, node: str, found: Any) -> None:
-    """Bytes of 4 steps of BSP with 1 M gradients each, by wire."""
+    """Report the bytes of 4 steps of BSP with 1 M gradients each, by wire."""
     with open(f"/run/netns/{node}") as namespace:
         assert ctypes.CDLL(None).setns(namespace.fileno(), 0) == 0
     torch.set_num_threads(1)
@@ -252,7 +252,7 @@ def on_a_node(rank: int, size: int, node: str, found: Any) -> None:
 
 
 @pytest.mark.skipif(Cluster.why_not() is not None, reason=f"{Cluster.why_not()}")
-def test_the_link_carries_a_quarter() -> None:
+def test_int8_sends_a_quarter_over_real_interfaces() -> None:
     """Interface counters over 4 steps of BSP: 1 M gradients each, 3 nodes."""
     context = multiprocessing.get_context("fork")
     found = context.SimpleQueue()

@@ -1,4 +1,4 @@
-"""``wire="auto"`` with fixed schedules: all workers choose one precision by what they measure."""
+"""Training with ``wire="auto"`` and fixed schedules: all workers choose the same precision."""
 
 import itertools
 import logging
@@ -42,9 +42,14 @@ def aim_of(rank: int) -> Tensor:
 def train(
     text: str, steps: int, wire: str = "auto", every: int = 0, fewer: int = 0
 ) -> dict[str, Any]:
-    """A model that is pulled to a place of the worker's own.
+    """Train a model towards a different target on each worker.
 
-    With ``fewer`` every worker takes so many steps less than the one before it.
+    Args:
+        text: Strategy.
+        steps: Steps of rank 0.
+        wire: Precision.
+        every: Steps between consensus, 0 for none.
+        fewer: Steps that each rank takes less than the rank before it.
     """
     rank = torch.distributed.get_rank()
     steps -= fewer * rank
@@ -91,7 +96,7 @@ def changes(trace: list[str]) -> int:
 @pytest.mark.parametrize("text", [*QUICK, *nightly(sorted({*EXPECTED} - {*QUICK}))])
 @pytest.mark.parametrize("place", some([0, 1, 2], 0, 2), ids=["1Gbit", "100Mbit", "10Mbit"])
 def test_the_most_exact_precision_that_keeps_waiting_short(text: str, place: int) -> None:
-    """On three links; alike on all workers; tried seldom where it can only be tried."""
+    """On three links. All workers choose the same, and the choice does not oscillate."""
     bandwidth = ("1Gbit/s", "100Mbit/s", "10Mbit/s")[place]
     wanted = EXPECTED[text][place]
     results = on(bandwidth, text, 120)
@@ -107,8 +112,8 @@ def test_the_most_exact_precision_that_keeps_waiting_short(text: str, place: int
         assert "the link made workers wait" in results[0]["details"]["wire_reason"]
 
 
-def test_it_trains_to_the_mean() -> None:
-    """Of what the workers are pulled to, whatever changes on the way."""
+def test_training_reaches_the_mean_of_the_targets() -> None:
+    """Whatever the precision changes to, and with less waiting than float32."""
     mean = torch.stack([aim_of(rank) for rank in range(WORKERS)]).mean(0)
     for text in ("local:period=4", "async:staleness=4"):
         (result, *_) = on("50Mbit/s", text, 80)
@@ -119,29 +124,28 @@ def test_it_trains_to_the_mean() -> None:
         assert result["idle"] < plain["idle"]
 
 
-def test_nobody_sends_less_for_a_slow_worker() -> None:
-    """A third of the time is waited for each other on a fast link: float32 all the way."""
+def test_a_slow_worker_does_not_reduce_the_precision() -> None:
+    """Workers wait for each other a third of the time on a fast link, and keep float32."""
     (result, *_) = on("10Gbit/s", "bsp", 80, jitter=0.4)
     assert result["idle"] > 0.2
     assert set(result["trace"]) == {"float32"}
 
 
-def test_a_consensus_does_not_interrupt_the_choice() -> None:
-    """Measuring continues after each."""
+def test_measuring_continues_after_a_consensus() -> None:
     (result, *_) = on("10Mbit/s", "bsp", 80, "auto", 5)
     assert result["trace"][-1] == "int8"
 
 
 @pytest.mark.parametrize("text", ["bsp", "local:period=2", "async:staleness=4,schedule=eager"])
-def test_workers_that_end_early_follow(text: str) -> None:
-    """They take part in what the others change, and all end alike."""
+def test_workers_without_data_follow_the_choice(text: str) -> None:
+    """They sum at the precision that the others choose, and all end with the same bits."""
     results = on("10Mbit/s", text, 90, "auto", 0, 20)
     for result in results:
         assert torch.equal(result["end"], results[0]["end"])
     assert results[0]["trace"][-1] == "int8"
 
 
-def test_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_has_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="offbeat"):
         on("10Mbit/s", "local:period=4", 60)
     logged = {record.getMessage() for record in caplog.records}
@@ -151,7 +155,7 @@ def test_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def buckets(overlap: bool) -> tuple[list[str], Tensor]:
-    """Gradients in four buckets, that leave while backward runs, or change after that."""
+    """Train with four buckets of gradients, launched during backward or changed after it."""
     rank = torch.distributed.get_rank()
     torch.manual_seed(rank)
     model = nn.Sequential(*(nn.Linear(768, 768, bias=False) for _ in range(4)))
@@ -172,8 +176,8 @@ def buckets(overlap: bool) -> tuple[list[str], Tensor]:
 
 
 @pytest.mark.parametrize("overlap", some([True, False], 0))
-def test_buckets_that_leave_early_are_of_one_precision(overlap: bool) -> None:
-    """And those that left too early are taken back and sent again, in the same."""
+def test_all_buckets_of_a_step_have_the_same_precision(overlap: bool) -> None:
+    """Buckets that were launched too early are undone and sent again at the same precision."""
     results = simulate(
         lambda: buckets(overlap),
         workers=2,

@@ -1,0 +1,131 @@
+"""The order of second stages: no deadlock and equal results, whenever workers poll and wait."""
+
+import random
+from typing import Any
+
+import torch
+
+from offbeat.quantization.wire import Wire
+from offbeat.transport.team import Team
+from quantization.rounding import values
+from quantization.wires import SIZE, every_world, simulated
+
+LENGTHS = [5000, 700, 3000, 10, 9000, 2000, 4001]  # the fourth one is sent exactly
+
+
+def in_any_order(wire: Wire, team: Team) -> Any:
+    """Poll and wait at random times, in random order, between other operations."""
+    moments = random.Random(team.rank)
+    results = []
+    for repetition in range(3):
+        handles = []
+        for i, length in enumerate(LENGTHS):
+            x = values(100 * repetition + 10 * i + team.rank, length)
+            handles.append(wire.sum(x, stream=str(i), what=f"sum {i}"))
+            for _ in range(moments.randrange(4)):
+                moments.choice(handles).done()
+            if i == 4:
+                assert team.communicator.sum(torch.ones(1), what="test").wait().item() == team.size
+        order = list(range(len(LENGTHS)))
+        moments.shuffle(order)
+        totals = {i: handles[i].wait() for i in order}
+        results.append([totals[i] for i in range(len(LENGTHS))])
+    return results
+
+
+def in_order(wire: Wire, team: Team) -> Any:
+    return [
+        [
+            wire.sum(
+                values(100 * repetition + 10 * i + team.rank, length), stream=str(i), what="test"
+            ).wait()
+            for i, length in enumerate(LENGTHS)
+        ]
+        for repetition in range(3)
+    ]
+
+
+@every_world
+def test_results_do_not_depend_on_when_workers_poll(world: Any) -> None:
+    """Second stages start in the order of the first ones on all workers."""
+    expected = simulated(in_order, "int8")
+    for result in world(in_any_order, "int8"):
+        for got, want in zip(result, expected[0], strict=True):
+            for i, (a, b) in enumerate(zip(got, want, strict=True)):
+                if LENGTHS[i] > 10:
+                    assert torch.equal(a, b)
+
+
+def poll_early(wire: Wire, team: Team) -> bool:
+    tensor = torch.zeros(1)
+    if team.rank == 0:
+        handle = wire.sum(torch.ones(4000), stream="a", what="test")
+        early = handle.done()
+        for other in range(1, team.size):  # only now let the others start
+            team.communicator.send(tensor, destination=other, tag=5, what="go").wait()
+    else:
+        team.communicator.receive(tensor, source=0, tag=5, what="go").wait()
+        handle, early = wire.sum(torch.ones(4000), stream="a", what="test"), False
+    while not handle.done():
+        pass  # polling alone must drive it to its end
+    return not early and bool((handle.wait() == team.size).all())
+
+
+@every_world
+def test_done_never_blocks_and_drives_both_stages(world: Any) -> None:
+    assert all(world(poll_early, "int8"))
+
+
+# -- several wires --------------------------------------------------------------------------------
+
+
+def on_two_wires(wire: Wire, team: Team) -> Any:
+    """Start sums of two wires of one team, and wait for them in random order."""
+    other = Wire(team, "bfloat16")
+    moments, totals = random.Random(team.rank), []
+    for _ in range(4):
+        handles = []
+        for i, one in enumerate((wire, other, other, wire)):
+            x = torch.full((4000,), float(2**i))
+            handles.append(one.sum(x, stream=str(i), what=f"sum {i}"))
+            if moments.random() < 0.5:
+                moments.choice(handles).wait()
+        totals.append([handle.wait().unique().tolist() for handle in handles])
+    return totals
+
+
+@every_world
+def test_wires_of_one_team_do_not_deadlock(world: Any) -> None:
+    """The second stages of both share one order, whichever sum a worker waits for first."""
+    for totals in world(on_two_wires, "int8"):
+        assert totals == [[[SIZE * 2.0**i] for i in range(4)]] * 4
+
+
+def blocked_with_two_wires(wire: Wire, team: Team) -> Any:
+    other, handles = Wire(team, "bfloat16"), []
+    if team.rank == 0:
+        handles = [one.sum(torch.ones(4000), stream="a", what="a sum") for one in (wire, other)]
+        return [handle.wait()[0].item() for handle in handles]
+    first = wire.sum(torch.ones(4000), stream="a", what="a sum").wait()
+    return [first[0].item(), other.sum(torch.ones(4000), stream="a", what="a sum").wait()[0].item()]
+
+
+@every_world
+def test_a_sum_does_not_wait_for_a_later_one_of_another_wire(world: Any) -> None:
+    """Rank 0 starts both sums before it waits. Its peers wait for the first one in between."""
+    assert world(blocked_with_two_wires, "int8") == [[SIZE, SIZE]] * SIZE
+
+
+def blocked_elsewhere(wire: Wire, team: Team) -> Any:
+    other = Wire(team, "bfloat16")
+    handles = [one.sum(torch.ones(4000), stream="a", what="a sum") for one in (wire, other)]
+    if team.rank == 0:
+        totals = [handle.wait()[0].item() for handle in handles]
+    team.communicator.maximum(torch.ones(1), what="something else").wait()
+    return totals if team.rank == 0 else [handle.wait()[0].item() for handle in handles]
+
+
+@every_world
+def test_a_worker_that_blocks_starts_the_second_stages_of_all_wires(world: Any) -> None:
+    """The callback of the account covers every wire, not only the first or the last one."""
+    assert world(blocked_elsewhere, "int8") == [[SIZE, SIZE]] * SIZE

@@ -1,0 +1,32 @@
+"""Run a function with a wire on several workers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from offbeat.quantization.wire import Wire
+from offbeat.transport.communicator import Communicator
+from offbeat.transport.team import Team
+from transport import communicators
+
+Function = Callable[[Wire, Team], Any]
+SIZE = 3
+
+
+def gloo(function: Function, precision: Any) -> list[Any]:
+    """Return the results by rank, on real processes."""
+    return communicators.gloo(lambda communicator: _on_wire(function, communicator, precision))
+
+
+def simulated(function: Function, precision: Any) -> list[Any]:
+    """Return the results by rank, on simulated workers."""
+    return communicators.simulated(lambda communicator: _on_wire(function, communicator, precision))
+
+
+def _on_wire(function: Function, communicator: Communicator, precision: Any) -> Any:
+    team = Team(communicator)
+    return function(Wire(team, precision), team)
+
+
+every_world = pytest.mark.parametrize("world", [gloo, simulated], ids=["gloo", "simulated"])
