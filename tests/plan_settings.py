@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 import offbeat
 from offbeat import Compute, Network, Strategy
-from offbeat.plan.phantom import Shapes
-from offbeat.plan.play import Setting
+from offbeat.plan.placeholder_model import Shapes
+from offbeat.plan.run import Setting
 
 STEP, LATENCY = 0.05, 0.001
 SLOW, FAST = 8e6, 80e6  # bits a second: a mean of the model takes a few steps, or less than one

@@ -19,7 +19,7 @@ from offbeat.lab.places import Loopback, VirtualCluster
 from offbeat.lab.recipes import Setup, find_recipe
 from offbeat.lab.recipes.base import HeldOut
 from offbeat.lab.results import read_results
-from offbeat.plan.phantom import shapes_of
+from offbeat.plan.placeholder_model import shapes_of
 from pages import code_on
 
 CODE = code_on("your-own-model", "def spirals")

@@ -21,8 +21,8 @@ from offbeat import (
 )
 from offbeat.lab.measure import measure_recipe
 from offbeat.plan.forecast import every, number, percent
-from offbeat.plan.phantom import shapes_of
-from offbeat.plan.question import Question
+from offbeat.plan.placeholder_model import shapes_of
+from offbeat.plan.planning import check_arguments
 from offbeat.plan.recommend import LOST_STEPS
 from offbeat.plan.result import HEADINGS, Plan
 from offbeat.plan.suggest import IDLE_LIMIT, evaluate, large_enough
@@ -64,7 +64,7 @@ def test_the_usual_strategies() -> None:
 def test_a_larger_bound_is_suggested_where_streaming_would_wait() -> None:
     """A million numbers over 20 Mbit/s and 60 ms."""
     far = {**CASE, "workers": 8, "bandwidth": "20Mbit/s", "latency": "60ms", "step_time": "20ms"}
-    setting = Question(**{**far, "parameters": "1M"}).setting
+    setting = check_arguments(**{**far, "parameters": "1M"})[0]
     usual, (strategy, found) = (
         evaluate(StreamingAveraging(), None, setting),
         large_enough(None, setting),

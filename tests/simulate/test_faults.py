@@ -10,7 +10,7 @@ import offbeat
 from offbeat import Compute, Network, simulate
 from offbeat.errors import CommunicationError, CommunicationTimeout
 from offbeat.simulate import Cut, Join, Kill, Pause
-from offbeat.simulate.cluster import NOTICE_SECONDS
+from offbeat.simulate.connections import NOTICE_SECONDS
 
 NETWORK = Network("1Gbit/s", latency="1ms")
 

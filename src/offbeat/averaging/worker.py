@@ -28,7 +28,7 @@ class AttachedOptimizer:
         index: Position in the list of optimizers given to ``attach``.
         optimizer: The torch optimizer.
         parameters: The parameters it moves, in the model's order.
-        scale: ``Host.scale``; not 1 only for a phantom model.
+        scale: ``Host.scale``; not 1 only for a placeholder model.
     """
 
     index: int

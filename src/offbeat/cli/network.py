@@ -18,7 +18,7 @@ from offbeat.lab.baselines import is_baseline
 from offbeat.lab.measure import measure_recipe
 from offbeat.lab.probe import tables
 from offbeat.plan import plan as make_plan
-from offbeat.plan.question import Question
+from offbeat.plan.planning import check_arguments
 from offbeat.quantization.wire import Precision
 
 _MOST_WORKERS = 10_000
@@ -79,7 +79,7 @@ def plan(
             inside_latency=inside_latency,
         )
         told["workers"] = _launched(workers_per_node) or USUAL_WORKERS
-    Question(**told)  # mistakes show before anything is measured
+    check_arguments(**told)  # mistakes show before anything is measured
     if probe:
         found = _measure_network()
         told |= {"workers": len(found.ranks), **links(found.pairs, workers_per_node)}

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from offbeat.averaging.gradients import gradient_buckets
 from offbeat.averaging.replica import BUCKET_BYTES, Replica, group_tensors
-from offbeat.plan.phantom import Phantom, shapes_of
+from offbeat.plan.placeholder_model import PlaceholderModel, shapes_of
 from offbeat.quantization.placeholder_codecs import BlankCoding
 from offbeat.transport.operation import Broadcast, Gather, Sum
 from offbeat.transport.placeholder_tensors import blank, blanks, bytes_of, is_blank, kept_bytes
@@ -34,7 +34,7 @@ def test_a_count_keeps_its_size(count: float) -> None:
 def test_buckets_are_full(count: float) -> None:
     """All have 8 MiB but the last; of gradients, the first one has a MiB, or a tensor."""
     shapes = shapes_of(count)
-    model = Phantom(shapes, 0.9)
+    model = PlaceholderModel(shapes, 0.9)
     buckets = group_tensors(model.tensors, BUCKET_BYTES / shapes.scale)
     assert {bytes_in(bucket, shapes.scale) for bucket in buckets[:-1]} == {BUCKET_BYTES}
     assert len(buckets) == -(-4 * count // BUCKET_BYTES)
@@ -58,7 +58,7 @@ def test_a_model_keeps_its_proportions() -> None:
     """The same buckets, of the same tensors; a count of batches stands for itself."""
     model = Net()
     shapes = shapes_of(model)
-    phantom = Phantom(shapes, 0.9)
+    phantom = PlaceholderModel(shapes, 0.9)
     assert shapes.integers == 1
     trainable = [p for p in model.parameters() if p.requires_grad]
     real = Replica(model, trainable)
@@ -91,7 +91,7 @@ def test_what_is_no_model_is_refused(given: Any, error: type[Exception], message
 
 def rises(lssr: float, steps: int) -> list[int]:
     """At which steps the norm of the gradient is large."""
-    model, found = Phantom(shapes_of(1000), lssr), []
+    model, found = PlaceholderModel(shapes_of(1000), lssr), []
     for step in range(steps):
         model.differentiate()
         gradient: Any = model.tensors[0].grad

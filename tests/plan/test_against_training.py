@@ -12,8 +12,8 @@ import pytest
 
 from cells import nightly, some
 from offbeat.plan.forecast import measure
-from offbeat.plan.phantom import Shapes
-from offbeat.plan.play import in_nodes, play
+from offbeat.plan.placeholder_model import Shapes
+from offbeat.plan.run import run, with_node_cost
 from offbeat.registry import parse_strategy
 from plan_settings import ELEMENTS, FAST, SLOW, TENSORS, setting, shapes, train
 
@@ -76,7 +76,7 @@ ROWS = [
 
 def compare(row: Row, workers: int, wire: Any, of: Shapes, *, nodes: bool = False) -> None:
     strategy = parse_strategy(row.text)
-    where = in_nodes(setting(workers, row.bandwidth, nodes=nodes, of=of))
+    where = with_node_cost(setting(workers, row.bandwidth, nodes=nodes, of=of))
     settle, steps = (-(-least // row.cycle) * row.cycle for least in (8, 16))
     seconds, idle, sent = train(
         strategy,
@@ -89,7 +89,7 @@ def compare(row: Row, workers: int, wire: Any, of: Shapes, *, nodes: bool = Fals
         nodes=nodes,
     )
     if row.wanders:
-        record = play(strategy, wire, where, lambda record: len(record) >= settle + steps)
+        record = run(strategy, wire, where, lambda record: len(record) >= settle + steps)
         before, last = record.steps[settle - 1], record.steps[-1]
         assert (last.clock - before.clock) / steps == pytest.approx(seconds, rel=row.within)
         assert (last.payload - before.payload) / steps == pytest.approx(sent, rel=row.within)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from offbeat.plan.record import Step
-from offbeat.plan.steady import Watch, Window
+from offbeat.plan.steady_state import SteadyStateDetector, Window
 
 
 class Series:
@@ -44,7 +44,7 @@ class Series:
 def watch(steps: Iterable[tuple[float, float, float, int]], **changes: Any) -> Window | None:
     """The window that is found; None if the series ends before."""
     series: Any = Series(steps)
-    watching = Watch(**{"jitter": False, "alone": False, **changes})
+    watching = SteadyStateDetector(**{"jitter": False, "alone": False, **changes})
     while series.more():
         if watching.ended(series):
             return watching.window
