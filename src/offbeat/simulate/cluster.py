@@ -218,7 +218,7 @@ class SimulatedCluster:
         if len(operation.contributions) == len(self.participants(group)):
             del self._collectives[key]
             if operation.can_succeed:
-                self._transfer(operation, group, contribution)
+                self._transfer(operation, group, first)
         return operation.signal
 
     def participants(self, group: Group) -> Sequence[int]:
