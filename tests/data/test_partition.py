@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from offbeat.data import describe_partition, partition_by_label, partition_dirichlet
 from offbeat.data.partition import round_shares
 
-few = settings(deadline=None, max_examples=60)
+few = settings(deadline=None, max_examples=30)
 labels_of = st.lists(st.integers(-3, 5), min_size=1, max_size=80)
 
 

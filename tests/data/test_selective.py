@@ -28,7 +28,7 @@ def epoch(size: int, n: int, number: int = 0, **options: Any) -> list[list[int]]
     return read
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(sizes, workers, st.booleans(), st.integers(0, 3))
 def test_every_epoch_is_a_permutation_of_all_indices(
     size: int, n: int, drop: bool, number: int
@@ -48,7 +48,7 @@ def test_every_epoch_is_a_permutation_of_all_indices(
         assert set(read[0]) == set(range(size))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(sizes, workers, st.booleans())
 def test_workers_read_disjoint_samples_at_each_position(size: int, n: int, drop: bool) -> None:
     """At every position the N workers are at N different samples (of the padded list)."""
@@ -79,7 +79,7 @@ def test_each_epoch_has_a_new_shuffle_of_the_same_structure() -> None:
     assert epoch(12, 3, 0, seed=1)[0] != first[0]
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(sizes, workers, st.data())
 def test_resumable_at_any_position(size: int, n: int, data: st.DataObject) -> None:
     """A state taken after k samples continues with sample k+1; later epochs are whole."""

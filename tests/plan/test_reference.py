@@ -48,7 +48,7 @@ quick = [i for i, cell in enumerate(CELLS) if not takes_long(cell)]
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(
-    "cell", some(CELLS, *quick), ids=lambda cell: " ".join(map(str, key(cell)))
+    "cell", some(CELLS, *quick[::2]), ids=lambda cell: " ".join(map(str, key(cell)))
 )
 def test_a_cell(cell: dict[str, Any]) -> None:
     (row,) = plan(

@@ -74,7 +74,7 @@ def test_jitter_is_log_normal() -> None:
     assert abs(np.corrcoef(logs)[0, 1]) < 0.1
 
 
-@settings(deadline=None, max_examples=100, derandomize=True, database=None)
+@settings(deadline=None, max_examples=30, derandomize=True, database=None)
 @given(
     rank=st.integers(0, 1000),
     step=st.integers(0, 10**9),

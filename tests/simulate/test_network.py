@@ -125,7 +125,7 @@ def test_an_all_to_all_and_an_all_gather_of_its_chunks_are_an_all_reduce() -> No
 
 @pytest.mark.sampled
 @every_collective
-@settings(deadline=None, max_examples=100, derandomize=True, database=None)
+@settings(deadline=None, max_examples=30, derandomize=True, database=None)
 @given(size=sizes, rate=rates, latency=latencies)
 def test_one_worker_costs_nothing(
     formula: Formula, size: float, rate: float, latency: float
@@ -136,7 +136,7 @@ def test_one_worker_costs_nothing(
 
 @pytest.mark.sampled
 @every_collective
-@settings(deadline=None, max_examples=100, derandomize=True, database=None)
+@settings(deadline=None, max_examples=30, derandomize=True, database=None)
 @given(a=sizes, b=sizes, c=latencies, d=latencies, rate=rates, workers=counts)
 def test_more_bytes_or_latency_never_cost_less(
     formula: Formula, a: float, b: float, c: float, d: float, rate: float, workers: int
@@ -149,7 +149,7 @@ def test_more_bytes_or_latency_never_cost_less(
 
 @pytest.mark.sampled
 @every_collective
-@settings(deadline=None, max_examples=100, derandomize=True, database=None)
+@settings(deadline=None, max_examples=30, derandomize=True, database=None)
 @given(size=sizes, latency=latencies, a=rates, b=rates, workers=counts)
 def test_more_bandwidth_never_costs_more(
     formula: Formula, size: float, latency: float, a: float, b: float, workers: int
@@ -158,7 +158,7 @@ def test_more_bandwidth_never_costs_more(
     assert formula(size, workers, fast, latency) <= formula(size, workers, slow, latency)
 
 
-@settings(deadline=None, max_examples=100, derandomize=True, database=None)
+@settings(deadline=None, max_examples=30, derandomize=True, database=None)
 @given(size=st.floats(1, 1e12), rate=rates)
 def test_a_large_all_reduce_costs_two_transfers(size: float, rate: float) -> None:
     """2M/B without latency as N grows, from below; and its time is its bytes over B."""
@@ -242,7 +242,7 @@ def test_a_switch_is_shared_by_all_flows() -> None:
 
 @pytest.mark.sampled
 @every_collective
-@settings(deadline=None, max_examples=100, derandomize=True, database=None)
+@settings(deadline=None, max_examples=30, derandomize=True, database=None)
 @given(
     size=sizes,
     ranks=st.sets(st.integers(0, 20), min_size=1),

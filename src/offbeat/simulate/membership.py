@@ -15,18 +15,22 @@ from offbeat.transport.membership import EndedError, Membership, View
 _FIRST_CONTEXT = 1_000_000  # of later views; the first view has smaller numbers
 
 
+_Opened = tuple[View, SimulatedCommunicator]
+"""A view as one worker sees it, and the communicator in it."""
+
+
 @dataclass
 class _Waiting:
     """A worker that waits for the next view.
 
     Attributes:
         signal: Fires when the view exists or will never exist.
-        view: The view as this worker sees it; None until it exists.
+        opened: The view; None until it exists.
         error: Reason for which the view will never exist.
     """
 
     signal: Signal
-    view: View | None = None
+    opened: _Opened | None = None
     error: Exception | None = None
 
 
@@ -61,14 +65,11 @@ class MembershipService:
             CommunicationError: The newcomer was not admitted within the time-out.
         """
         if member < self.cluster.size:
-            view = self._open(member, self._number + 1, frozenset())
-        else:
-            waiting = self._joining[member] = _Waiting(Signal())
-            if self._ended:
-                raise EndedError(f"worker {member} cannot join: training has ended")
-            view = self._wait(waiting, member, "being taken in")
-        assert isinstance(view.communicator, SimulatedCommunicator)
-        return view.communicator
+            return self._open(member, self._number + 1, frozenset())[1]
+        waiting = self._joining[member] = _Waiting(Signal())
+        if self._ended:
+            raise EndedError(f"worker {member} cannot join: training has ended")
+        return self._wait(waiting, member, "being taken in")[1]
 
     def wanted(self, member: int) -> bool:
         """Return True if a view change has begun or should begin."""
@@ -103,10 +104,10 @@ class MembershipService:
                 f"view {number + 1} waits no longer",
             )
         self._decide_if_complete()
-        return self._wait(waiting, member, f"view {view + 1}")
+        return self._wait(waiting, member, f"view {view + 1}")[0]
 
     def lose(self, member: int) -> None:
-        """Remove a member for good."""
+        """Remove a member permanently."""
         self._lost.add(member)
         self._joining.pop(member, None)
         self._arrived.pop(member, None)
@@ -138,14 +139,14 @@ class MembershipService:
 
         def begin() -> None:
             for member, one in waiting.items():
-                one.view = self._open(member, context, newcomers)
+                one.opened = self._open(member, context, newcomers)
                 one.signal.fire()
 
         kernel = self.cluster.workers.kernel
         kernel.at(kernel.now + NOTICE_SECONDS, begin, f"view {number + 1} begins")
 
-    def _open(self, member: int, context: int, newcomers: frozenset[int]) -> View:
-        """Return the current view as ``member`` sees it, with a communicator."""
+    def _open(self, member: int, context: int, newcomers: frozenset[int]) -> _Opened:
+        """Open the current view for ``member``."""
         communicator = SimulatedCommunicator(
             self.cluster,
             member,
@@ -156,21 +157,21 @@ class MembershipService:
         )
         view = View(self._view, self._group.members, communicator, newcomers)
         communicator.membership = SimulatedMembership(self, member, view)
-        return view
+        return view, communicator
 
-    def _wait(self, waiting: _Waiting, member: int, what: str) -> View:
+    def _wait(self, waiting: _Waiting, member: int, what: str) -> _Opened:
         if member in self._joining:
             self.cluster.connections.fail_after(waiting.signal, self._timeout_seconds, what)
         self.cluster.wait(member, waiting.signal, what)
         if waiting.error is not None:
             raise waiting.error
-        if waiting.view is None:
+        if waiting.opened is None:
             self._joining.pop(member, None)
             raise CommunicationError(
                 f"worker {member}: {what} failed: nobody has answered for "
                 f"timeout_seconds={self._timeout_seconds:g}"
             )
-        return waiting.view
+        return waiting.opened
 
 
 class SimulatedMembership(Membership):
