@@ -25,7 +25,7 @@ from offbeat.plan.placeholder_model import shapes_of
 from offbeat.plan.planning import check_arguments
 from offbeat.plan.recommend import LOST_STEPS
 from offbeat.plan.result import HEADINGS, Plan
-from offbeat.plan.suggest import IDLE_LIMIT, evaluate, large_enough
+from offbeat.plan.suggest import IDLE_LIMIT, evaluate, suggest_streaming
 
 # 4 workers, 100 MB, 1 Gbit/s, 100 us, 100 ms a step: a mean takes 1.2 s
 CASE: dict[str, Any] = dict(parameters="25M", step_time="100ms", workers=4, bandwidth="1Gbit/s")
@@ -65,13 +65,11 @@ def test_a_larger_bound_is_suggested_where_streaming_would_wait() -> None:
     """A million numbers over 20 Mbit/s and 60 ms."""
     far = {**CASE, "workers": 8, "bandwidth": "20Mbit/s", "latency": "60ms", "step_time": "20ms"}
     setting = check_arguments(**{**far, "parameters": "1M"})[0]
-    usual, (strategy, found) = (
-        evaluate(StreamingAveraging(), None, setting),
-        large_enough(None, setting),
-    )
-    assert usual.forecast.idle > IDLE_LIMIT >= found.forecast.idle
-    assert isinstance(strategy, StreamingAveraging)
-    assert strategy.staleness > StreamingAveraging().staleness
+    usual = evaluate(StreamingAveraging(), None, setting)
+    larger = suggest_streaming(None, setting)
+    assert usual.forecast.idle > IDLE_LIMIT >= larger.forecast.idle
+    assert isinstance(larger.strategy, StreamingAveraging)
+    assert larger.strategy.staleness > StreamingAveraging().staleness
 
 
 def test_numbers_and_text_mean_the_same() -> None:
@@ -256,7 +254,7 @@ def test_advice_is_among_the_given() -> None:
     tied = plan(**CASE, strategies=["diloco:period=40,overlap=20", "local:period=40"])
     assert tied.recommendation.strategy == "diloco:period=40,overlap=20"
     waits = plan(**CASE, strategies=["async"])
-    assert "a merge is under way for 12.1 steps, and with async workers wait 34 %" in waits.reason
+    assert "a merge is in flight for 12.1 steps, and with async workers wait 34 %" in waits.reason
 
 
 def test_reasons_have_the_figures() -> None:
@@ -268,7 +266,7 @@ def test_reasons_have_the_figures() -> None:
     assert near.reason.startswith("BSP waits 8.8 % of the time, no more than ")
     middle = plan(**{**SMALL, "bandwidth": "400Mbit/s"}, strategies=["bsp", "streaming"])
     assert middle.reason.startswith(
-        "BSP would wait 19 % of the time; streaming sends the model in int2 beside computing, all "
+        "BSP would wait 19 % of the time; streaming sends the model in int2 while computing, all "
     )
     short = plan(**{**SMALL, "bandwidth": "400Mbit/s"}, strategies=["local:period=5"])
     assert short.reason == "BSP would wait 19 % of the time; local:period=5 waits 4.6 %"
@@ -276,7 +274,7 @@ def test_reasons_have_the_figures() -> None:
     assert "2,500 steps apart: watch the final metric" in slow.reason
     assert "2,500 steps apart, watch the final metric" in slow.rows[0].note
     hidden = plan(**CASE, strategies=["async:staleness=26"])
-    assert "a merge is under way for 13 steps, so async:staleness=26 hides it" in hidden.reason
+    assert "a merge is in flight for 13 steps, so async:staleness=26 hides it" in hidden.reason
 
 
 def test_jitter_alone_is_a_reason() -> None:
@@ -290,13 +288,13 @@ def test_jitter_alone_is_a_reason() -> None:
 def test_a_single_worker_waits_for_nobody() -> None:
     result = plan(**{**SMALL, "workers": 1}, jitter=0.5)
     assert result.recommendation.strategy == "bsp"
-    assert result.reason == "a single worker has nobody to wait for"
+    assert result.reason == "a single worker waits for no other"
     for row in result.rows:
         assert row.step_seconds == pytest.approx(0.1)
         assert (row.idle, row.payload_bytes, row.steady) == (pytest.approx(0), 0, True)
-        assert row.note == "nobody to wait for"
+        assert row.note == "nothing to wait for"
     node = plan(**{**CASE, "workers": 2}, workers_per_node=2, strategies=["bsp"])
-    assert node.reason == "a single node has nobody to wait for"
+    assert node.reason == "a single node waits for no other"
 
 
 # -- nodes -----------------------------------------------------------------------------------------

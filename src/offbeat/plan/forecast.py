@@ -53,6 +53,7 @@ class Measured:
     """A forecast and further figures of its run.
 
     Attributes:
+        strategy: The strategy.
         forecast: The forecast.
         details: ``Stats.details`` at the end of the run.
         pass_steps: Mean number of steps between two means of the same parameter; ``inf`` if there
@@ -60,6 +61,7 @@ class Measured:
         step_seconds: Mean duration of a step without waiting for other nodes.
     """
 
+    strategy: Strategy
     forecast: Forecast
     details: dict[str, Any]
     pass_steps: float
@@ -117,7 +119,7 @@ def measure(
     )
     passes = sum(gaps) / len(gaps) if gaps else math.inf
     note = _note(forecast, record.details, interval, passes, setting)
-    return Measured(replace(forecast, note=note), record.details, passes, computed)
+    return Measured(strategy, replace(forecast, note=note), record.details, passes, computed)
 
 
 def _without_warmup(strategy: Strategy) -> Strategy:
@@ -135,7 +137,7 @@ def _note(
 ) -> str:
     """Describe how often means are taken and how long workers wait."""
     if setting.alone:
-        return "nobody to wait for"
+        return "nothing to wait for"
     parts = [_means(forecast, details, interval, passes, setting)]
     parts.append(f"the link is busy {percent(forecast.busy)} of the time")
     waited = forecast.idle * forecast.step_seconds

@@ -7,11 +7,12 @@ from dataclasses import replace
 from torch import nn
 
 from offbeat.arguments import require_integer, require_number
+from offbeat.plan.forecast import Measured
 from offbeat.plan.placeholder_model import shapes_of
 from offbeat.plan.recommend import recommend
 from offbeat.plan.result import Plan
 from offbeat.plan.run import Setting, with_node_cost
-from offbeat.plan.suggest import Candidate, evaluate, suggestions
+from offbeat.plan.suggest import evaluate, suggestions
 from offbeat.quantization.wire import Precision, require_precision
 from offbeat.registry import parse_strategy
 from offbeat.simulate import Network
@@ -113,8 +114,8 @@ def plan(
     if given is None:
         candidates = list(suggestions(wire, setting))
     else:
-        candidates = [_candidate(text, strategy, wire, setting) for text, strategy in given]
-    first = next((row for strategy, row in candidates if isinstance(strategy, BSP)), None)
+        candidates = [_evaluate(text, strategy, wire, setting) for text, strategy in given]
+    first = next((one for one in candidates if isinstance(one.strategy, BSP)), None)
     bsp = first or evaluate(BSP(), wire, setting)
     recommendation, reason = recommend(candidates, bsp.forecast, setting)
     network = setting.network
@@ -131,22 +132,19 @@ def plan(
         jitter=jitter,
         wire=wire or "float32",
         model_bytes=setting.shapes.model_bytes,
-        rows=tuple(row.forecast for _, row in candidates),
+        rows=tuple(one.forecast for one in candidates),
         recommendation=recommendation,
         reason=reason,
     )
 
 
-def _candidate(
-    text: str, strategy: Strategy, wire: Precision | None, setting: Setting
-) -> Candidate:
-    """Return ``strategy`` with its forecast. SelSync with a threshold gets the assumed share."""
-    simulated = strategy
+def _evaluate(text: str, strategy: Strategy, wire: Precision | None, setting: Setting) -> Measured:
+    """Return the forecast of ``strategy``. SelSync with a threshold gets the assumed share."""
     if isinstance(strategy, SelSync) and strategy.target_lssr is not None:
         setting = replace(setting, lssr=strategy.target_lssr)
     elif isinstance(strategy, SelSync) and strategy.delta not in (0, math.inf):
-        simulated = replace(strategy, delta=None, target_lssr=setting.lssr)
-    return strategy, evaluate(simulated, wire, setting, text)
+        strategy = replace(strategy, delta=None, target_lssr=setting.lssr)
+    return evaluate(strategy, wire, setting, text)
 
 
 def check_arguments(

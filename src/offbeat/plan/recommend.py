@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from offbeat.plan.forecast import FAR_APART, Forecast, Measured, every, number, percent
 from offbeat.plan.run import Setting
-from offbeat.plan.suggest import IDLE_LIMIT, SHORT_PERIOD, Candidate
+from offbeat.plan.suggest import IDLE_LIMIT, SHORT_PERIOD
 from offbeat.registry import STRATEGIES
 from offbeat.strategies import (
     BSP,
@@ -24,60 +24,65 @@ _WATCH = "watch the final metric, or make a step longer with a larger batch"
 
 
 def recommend(
-    candidates: Sequence[Candidate], bsp: Forecast, setting: Setting
+    candidates: Sequence[Measured], bsp: Forecast, setting: Setting
 ) -> tuple[Forecast, str]:
     """Return the row to try first, and the reason.
 
     Args:
-        candidates: The strategies with their forecasts.
+        candidates: The forecasts of the strategies.
         bsp: Forecast of BSP, even if BSP is not a candidate.
         setting: Model and cluster.
     """
-    if bsp.idle <= LOST_STEPS and any(isinstance(strategy, BSP) for strategy, _ in candidates):
+    if bsp.idle <= LOST_STEPS and any(isinstance(one.strategy, BSP) for one in candidates):
         return bsp, _why_bsp(bsp, setting)
     premise = f"BSP would wait {percent(bsp.idle)} of the time"
-    fastest = max(measured.forecast.throughput for _, measured in candidates)
-    fast = [c for c in candidates if c[1].forecast.throughput >= (1 - IDLE_LIMIT) * fastest]
-    for strategy, measured in fast:
-        if isinstance(strategy, StreamingAveraging):
+    fastest = max(one.forecast.throughput for one in candidates)
+    fast = [one for one in candidates if one.forecast.throughput >= (1 - IDLE_LIMIT) * fastest]
+    for measured in fast:
+        if isinstance(measured.strategy, StreamingAveraging):
             return measured.forecast, f"{premise}; {_why_streaming(measured)}"
     short = [
-        candidate
-        for candidate in candidates
-        if isinstance(candidate[0], LocalSGD)
-        and candidate[1].forecast.apart_steps <= SHORT_PERIOD
-        and candidate[1].forecast.idle <= IDLE_LIMIT
+        one
+        for one in candidates
+        if isinstance(one.strategy, LocalSGD)
+        and one.forecast.apart_steps <= SHORT_PERIOD
+        and one.forecast.idle <= IDLE_LIMIT
     ]
-    order = [*STRATEGIES.values()]
-
-    def preference(candidate: Candidate) -> tuple[float, int, bool]:
-        strategy, measured = candidate
-        kind = type(strategy)
-        eager = isinstance(strategy, AsyncAveraging) and strategy.schedule == "eager"
-        place = order.index(kind) if kind in order else len(order)
-        return measured.forecast.apart_steps, place, eager
-
-    strategy, measured = min(short or fast, key=preference)
+    measured = min(short or fast, key=_preference)
     chosen = measured.forecast
-    if isinstance(strategy, BSP):
+    if isinstance(measured.strategy, BSP):
         return chosen, f"{premise}, and no other strategy given is faster"
+    return chosen, f"{premise}; {_why(measured, setting)}"
+
+
+def _preference(measured: Measured) -> tuple[float, int, bool]:
+    """Return a key whose minimum is preferred; see rule 4 of ``offbeat.plan``."""
+    strategy, order = measured.strategy, [*STRATEGIES.values()]
+    kind = type(strategy)
+    eager = isinstance(strategy, AsyncAveraging) and strategy.schedule == "eager"
+    place = order.index(kind) if kind in order else len(order)
+    return measured.forecast.apart_steps, place, eager
+
+
+def _why(measured: Measured, setting: Setting) -> str:
+    chosen = measured.forecast
     why = f"{chosen.strategy} waits {percent(chosen.idle)}"
-    if isinstance(strategy, AsyncAveraging) and "landing_seconds" in measured.details:
+    if isinstance(measured.strategy, AsyncAveraging) and "landing_seconds" in measured.details:
         merge = number(measured.details["landing_seconds"] / setting.step_seconds)
         if percent(chosen.idle) == percent(0.0):
             why = f"so {chosen.strategy} hides it"
         else:
             why = f"and with {chosen.strategy} workers wait {percent(chosen.idle)}"
-        why = f"a merge is under way for {merge} steps, {why}"
+        why = f"a merge is in flight for {merge} steps, {why}"
     if chosen.apart_steps > FAR_APART:
         why += f", but lets the workers go {number(chosen.apart_steps)} steps apart: {_WATCH}"
-    return chosen, f"{premise}; {why}"
+    return why
 
 
 def _why_bsp(bsp: Forecast, setting: Setting) -> str:
     if setting.alone:
         unit = "worker" if setting.network.workers_per_node == 1 else "node"
-        return f"a single {unit} has nobody to wait for"
+        return f"a single {unit} waits for no other"
     waits = f"BSP waits {percent(bsp.idle)} of the time"
     if bsp.idle <= NEGLIGIBLE_IDLE:
         return f"exact synchronous training costs almost nothing here, {waits}"
@@ -87,6 +92,6 @@ def _why_bsp(bsp: Forecast, setting: Setting) -> str:
 def _why_streaming(measured: Measured) -> str:
     """Describe how often the whole model is sent, in which precision, and how long workers wait."""
     chosen, passes = measured.forecast, measured.pass_steps
-    why = f"{chosen.strategy} sends the model in {chosen.wire} beside computing, "
+    why = f"{chosen.strategy} sends the model in {chosen.wire} while computing, "
     why += f"all of it {every(passes)}, and waits {percent(chosen.idle)}"
     return why if passes <= FAR_APART else f"{why}: {_WATCH}"

@@ -1,14 +1,13 @@
 """The default strategies of a plan, and their settings, which a few runs determine."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from offbeat.plan.forecast import Measured, measure
 from offbeat.plan.run import Setting
 from offbeat.quantization.automatic_wire import CHOICES, MOST_WAITING
 from offbeat.quantization.wire import Precision
-from offbeat.simulate import Network
 from offbeat.strategies import (
     BSP,
     AsyncAveraging,
@@ -32,8 +31,6 @@ _RUNS = 5  # most runs of a search
 _TINY = 1e-6  # share of the time: rounding
 _NOISE = 0.003  # share of the time: error of a figure measured with jitter
 _FAST = 1e18  # bits per second
-
-Candidate = tuple[Strategy, Measured]
 
 
 def evaluate(
@@ -59,58 +56,39 @@ def _step_without_link(strategy: Strategy, setting: Setting) -> float:
     """Return the seconds of a step over an infinitely fast link, where only stragglers delay it."""
     if not setting.jitter:
         return setting.step_seconds + setting.tail
-    network = setting.network
-    fast = Network(
-        _FAST,
-        0.0,
-        workers_per_node=network.workers_per_node,
-        inside=network.inside,
-        inside_latency=network.inside_latency,
-    )
-    return measure(strategy, "float32", replace(setting, network=fast)).forecast.step_seconds
+    fast = replace(setting, network=replace(setting.network, bandwidth=_FAST, latency=0.0))
+    return measure(strategy, "float32", fast).forecast.step_seconds
 
 
-def suggestions(wire: Precision | None, setting: Setting) -> Iterator[Candidate]:
-    """Yield the default strategies with their forecasts; see ``offbeat.plan``."""
-    yield _candidate(BSP(), wire, setting)
-    short = _candidate(LocalSGD(period=SHORT_PERIOD), wire, setting)
-    period, smallest = _smallest_period(short, wire, setting)
-    if period < SHORT_PERIOD:
-        yield smallest
-    yield short
-    if period > SHORT_PERIOD:
-        yield smallest
-    yield _candidate(SelSync(target_lssr=setting.lssr), wire, setting)
-    yield large_enough(wire, setting)
-    yield _smallest_cycle(wire, setting)
-    yield _unbounded(wire, setting)
+def suggestions(wire: Precision | None, setting: Setting) -> Iterator[Measured]:
+    """Yield the forecasts of the default strategies; see ``offbeat.plan``."""
+    yield evaluate(BSP(), wire, setting)
+    yield from _suggest_local(wire, setting)
+    yield evaluate(SelSync(target_lssr=setting.lssr), wire, setting)
+    yield suggest_streaming(wire, setting)
+    yield _suggest_cyclic(wire, setting)
+    yield _suggest_eager(wire, setting)
 
 
-def _candidate(strategy: Strategy, wire: Precision | None, setting: Setting) -> Candidate:
-    return strategy, evaluate(strategy, wire, setting)
+def _suggest_local(wire: Precision | None, setting: Setting) -> Iterator[Measured]:
+    """Yield LocalSGD with ``SHORT_PERIOD`` and with the smallest sufficient period, ascending.
 
-
-def _smallest_period(
-    short: Candidate, wire: Precision | None, setting: Setting
-) -> tuple[int, Candidate]:
-    """Return LocalSGD with the smallest period H whose idle share is at most ``IDLE_LIMIT``.
-
-    Workers wait c + d·√H for each mean, where d is caused by jitter. Without jitter one run gives
-    c. With jitter two runs give c and d. Both give the next H to try.
+    The smallest period H is sought whose idle share is at most ``IDLE_LIMIT``. Workers wait
+    c + d·√H for each mean, where d is caused by jitter. Without jitter one run gives c; with jitter
+    two runs give c and d. They give the next H to try.
     """
-    known = {SHORT_PERIOD: short}
+    known: dict[int, Measured] = {}
     waits: list[tuple[int, float]] = []
     period = SHORT_PERIOD
-    for _ in range(_RUNS):
-        measured = known[period][1]
+    while period not in known and len(known) <= _RUNS:
+        measured = known[period] = evaluate(LocalSGD(period=period), wire, setting)
         computed = measured.step_seconds
         waits.append((period, (measured.forecast.step_seconds - computed) * period))
         period = _period_for(waits[-2:], computed)
-        if period in known:
-            break
-        known[period] = _candidate(LocalSGD(period=period), wire, setting)
-    least = _enough(known, setting) or max(known)
-    return least, known[least]
+    sufficient = [n for n, measured in known.items() if _sufficient(measured, setting)]
+    smallest = min(sufficient, default=max(known))
+    for shown in sorted({SHORT_PERIOD, smallest}):
+        yield known[shown]
 
 
 def _period_for(waits: Sequence[tuple[int, float]], computed: float) -> int:
@@ -130,60 +108,57 @@ def _period_for(waits: Sequence[tuple[int, float]], computed: float) -> int:
     return max(1, math.ceil(root**2 * (1 - _TINY)))
 
 
-def _enough(known: Mapping[int, Candidate], setting: Setting) -> int | None:
-    """Return the smallest setting with an idle share of at most ``IDLE_LIMIT``, or None."""
-    limit = IDLE_LIMIT + (_NOISE if setting.jitter else _TINY)
-    return min((n for n, (_, row) in known.items() if row.forecast.idle <= limit), default=None)
+def _sufficient(measured: Measured, setting: Setting) -> bool:
+    """Return True if workers wait for at most ``IDLE_LIMIT`` of the time."""
+    return measured.forecast.idle <= IDLE_LIMIT + (_NOISE if setting.jitter else _TINY)
 
 
-def large_enough(wire: Precision | None, setting: Setting) -> Candidate:
+def suggest_streaming(wire: Precision | None, setting: Setting) -> Measured:
     """Return StreamingAveraging, with a larger staleness if workers wait at the default one.
 
     If workers wait, the time of a step falls as the staleness grows.
     """
     strategy = StreamingAveraging()
     for _ in range(_RUNS):
-        candidate = _candidate(strategy, wire, setting)
-        idle = candidate[1].forecast.idle
+        measured = evaluate(strategy, wire, setting)
+        idle = measured.forecast.idle
         if idle <= IDLE_LIMIT + _TINY:
             break
         factor = max(_GROWTH, (1 - IDLE_LIMIT) / (1 - idle))
         strategy = replace(strategy, staleness=math.ceil(strategy.staleness * factor))
-    return candidate
+    return measured
 
 
-def _smallest_cycle(wire: Precision | None, setting: Setting) -> Candidate:
+def _suggest_cyclic(wire: Precision | None, setting: Setting) -> Measured:
     """Return AsyncAveraging with the shortest cycle that hides the merge.
 
-    With jitter the cycle is then extended until the idle share is at most ``IDLE_LIMIT``. If a
-    merge takes longer than a cycle, the cycle takes as long as the merge, which gives the next
-    cycle to try.
+    If a merge takes longer than a cycle, the cycle takes as long as the merge, which gives the next
+    cycle to try. With jitter the cycle is then extended until workers wait for at most
+    ``IDLE_LIMIT`` of the time.
     """
     steady = replace(setting, jitter=0.0)
     cycle = 1
     for _ in range(_RUNS):
-        candidate = _candidate(AsyncAveraging(staleness=2 * cycle), wire, steady)
-        measured = candidate[1]
+        measured = evaluate(AsyncAveraging(staleness=2 * cycle), wire, steady)
         if measured.forecast.idle <= _TINY:
             break
         merge = cycle * measured.forecast.step_seconds
         cycle = max(cycle + 1, math.ceil(merge / measured.step_seconds * (1 - _TINY)))
     if not setting.jitter:
-        return candidate
+        return measured
     for more in (0, 1, 2, 4, 8):  # the first steps of slack help most
         cycle += more
-        candidate = _candidate(AsyncAveraging(staleness=2 * cycle), wire, setting)
-        if _enough({cycle: candidate}, setting):
+        measured = evaluate(AsyncAveraging(staleness=2 * cycle), wire, setting)
+        if _sufficient(measured, setting):
             break
-    return candidate
+    return measured
 
 
-def _unbounded(wire: Precision | None, setting: Setting) -> Candidate:
+def _suggest_eager(wire: Precision | None, setting: Setting) -> Measured:
     """Return eager AsyncAveraging with a staleness that it does not reach."""
     unbounded = AsyncAveraging(schedule="eager", staleness=_UNBOUNDED)
     measured = evaluate(unbounded, wire, setting)
     most = measured.details.get("staleness_max", 0) * (_MARGIN if setting.jitter else 1.0)
     staleness = max(_EAGER_BOUND, math.ceil(most) + 1)
-    strategy = replace(unbounded, staleness=staleness)
     row = replace(measured.forecast, strategy=f"async:schedule=eager,staleness={staleness}")
-    return strategy, replace(measured, forecast=row)
+    return replace(measured, strategy=replace(unbounded, staleness=staleness), forecast=row)
