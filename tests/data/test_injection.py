@@ -42,7 +42,7 @@ fractions = st.sampled_from(["0.05", "0.1", "0.25", "0.3", "0.5", "0.7", "0.9", 
 @few
 @given(fractions, st.integers(1, 40), st.integers(-3, 3), st.integers(0, 50))
 def test_ceil_alpha_n_different_workers_send(alpha: str, n: int, seed: int, step: int) -> None:
-    """⌈αN⌉ distinct ranks, ascending, and the same whenever it is asked."""
+    """⌈αN⌉ distinct ranks, ascending, the same in every call."""
     senders = draw_senders(seed, (0, step), n, float(alpha))
     assert len(senders) == math.ceil(Fraction(alpha) * n)
     assert senders == sorted(set(senders))
@@ -80,7 +80,7 @@ def test_equation_3_gives_the_own_batches_of_the_paper(fraction: float, own: int
 @few
 @given(st.integers(1, 500), fractions, fractions, st.integers(1, 64))
 def test_an_injected_batch_holds_about_b(b: int, alpha: str, beta: str, n: int) -> None:
-    """Within what rounding b', S and k can do to b' + S·k, of whatever b, α, β and N."""
+    """Within the bounds that the rounding of b', S and k gives, for any b, α, β and N."""
     a, share = Fraction(alpha), Fraction(beta)
     own = injected_batch_size(b, float(alpha), float(beta), n)
     given_by_each = samples_given(own, float(beta))
@@ -95,7 +95,7 @@ def test_an_injected_batch_holds_about_b(b: int, alpha: str, beta: str, n: int) 
 @few
 @given(st.integers(1, 100), fractions)
 def test_a_sender_gives_beta_of_its_samples(samples: int, beta: str) -> None:
-    """β of them, a half rounded up, at least one; which ones differs from rank to rank."""
+    """β of them, a half rounded up, at least one."""
     exact = Fraction(beta) * samples
     want = max(1, math.floor(exact + Fraction(1, 2)))
     assert samples_given(samples, float(beta)) == want
@@ -174,7 +174,7 @@ def same(left: Any, right: Any) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_nest_of_tensors_numbers_and_strings(kind: str) -> None:
-    """Three own samples and those of two others, as if they had been one batch; bit for bit."""
+    """Three own samples joined with those of two others equal one batch, bit for bit."""
     own, other = nest(kind, 0, 3), nest(kind, 3, 9)
     assert count_samples(own) == 3
     parts = [(1, take(other, [0, 1]).data), (2, take(other, [2, 3, 4]).data)]
@@ -341,7 +341,7 @@ EQUAL = [[6, 5]] * 3
 
 
 def test_batches_hold_own_samples_and_those_of_the_senders_at_this_step() -> None:
-    """On real workers; the simulator gives the same batches, and so does a second run."""
+    """On real processes; the simulator gives the same batches, even on a slow network."""
     args = (offbeat.LocalSGD(period=3), EQUAL)
     results = real(in_world, *args, workers=3)
     check(results, 0.5, 0.5)
@@ -356,13 +356,13 @@ def test_batches_hold_own_samples_and_those_of_the_senders_at_this_step() -> Non
 
 @pytest.mark.parametrize(("alpha", "beta"), [(0.2, 1.0), (1.0, 0.3), (0.6, 0.01)])
 def test_any_alpha_and_beta(alpha: float, beta: float) -> None:
-    """Five workers; the batches are as defined whatever the two are."""
+    """Five workers; the batches follow the definition for any α and β."""
     args = (offbeat.SelSync(delta=0.3), [[7]] * 5, alpha, beta, 0, 5)
     check(on_simulator(*args, workers=5), alpha, beta, samples=5)
 
 
 def test_bytes_and_samples_are_counted() -> None:
-    """What all sent is what all received: 8 bytes a label, 24 an image; in stats, too."""
+    """Workers receive as much as they send: 8 bytes per label, 24 per image, also in the stats."""
     results = on_simulator(offbeat.LocalSGD(period=3), EQUAL)
     received = [sum(len(y) - 4 for e in r["epochs"] for y in e) for r in results]
     for result, samples in zip(results, received, strict=True):
@@ -413,7 +413,7 @@ def test_workers_may_take_different_numbers_of_steps(strategy: offbeat.Strategy)
     ids=str,
 )
 def test_no_strategy_deadlocks_on_unequal_epochs(strategy: offbeat.Strategy) -> None:
-    """After them workers are out of phase: one waits for a mean, the other for its samples."""
+    """Workers are then out of phase: one waits for a mean, the other for samples."""
     for seed in range(2):
         options = {"compute": offbeat.Compute("5ms", jitter=0.5), "seed": seed}
         for lengths in (UNEQUAL, [[1, 9], [3, 8], [5, 7]]):
@@ -425,7 +425,7 @@ def test_no_strategy_deadlocks_on_unequal_epochs(strategy: offbeat.Strategy) -> 
 
 @pytest.mark.parametrize("strategy", [offbeat.BSP(), offbeat.AsyncAveraging(staleness=4)], ids=str)
 def test_a_consensus_inside_the_loop_changes_no_batch(strategy: offbeat.Strategy) -> None:
-    """The batch that is loaded ahead keeps its samples; whoever is faster."""
+    """The batch loaded ahead keeps its samples, for any relative speed of the workers."""
     first = on_simulator(strategy, EQUAL, 0.5, 0.5, 2)
     check(first, 0.5, 0.5)
     for seed in range(3):
@@ -435,7 +435,7 @@ def test_a_consensus_inside_the_loop_changes_no_batch(strategy: offbeat.Strategy
 
 
 def test_samples_travel_while_the_model_computes() -> None:
-    """A step takes 50 ms, its samples much less: after the first steps nobody waits any more."""
+    """A step takes longer than its samples: no worker waits after the first steps."""
 
     def work() -> list[float]:
         model, optimizer, sync = make(offbeat.LocalSGD(period=1000))
@@ -468,7 +468,7 @@ def abandon(rank: int, size: int) -> Any:
 
 
 def test_an_epoch_may_be_left_in_the_middle() -> None:
-    """The batch that was loaded ahead is lost, its number too; the next epoch goes on."""
+    """The batch loaded ahead is lost with its number; the next epoch continues after it."""
     for rank, labels in enumerate(run(abandon, workers=2)):
         for number, batch in enumerate(labels):
             place = 10**4 * (number // 4) + 10 * (number % 4)
@@ -497,12 +497,12 @@ def alone(rank: int, size: int, lengths: list[int], end: str) -> Any:
 
 
 def test_without_a_synchronizer() -> None:
-    """The same definition; workers that have left give nothing, and nobody waits for them."""
+    """The same definition; workers that have left give nothing and are not waited for."""
     check(run(alone, [5, 5, 5], "go on", workers=3), 0.5, 0.5)
 
 
 def test_without_a_synchronizer_epochs_may_differ() -> None:
-    """One at the end of its loader gives nothing; after a barrier steps are counted anew."""
+    """A worker at the end of its loader gives nothing; a barrier restarts the count of steps."""
     results = run(alone, [3, 6, 9], "barrier", workers=3)
     for rank, result in enumerate(results):
         assert [len(epoch) for epoch in result["epochs"]] == [3 * (rank + 1)] * 2
@@ -517,7 +517,7 @@ def leave_early(rank: int, size: int) -> Any:
 
 
 def test_a_worker_may_end_long_before_the_others() -> None:
-    """Its process is gone; the others go on with what is left."""
+    """The others continue with the remaining samples."""
     results = run(leave_early, workers=3)
     for rank, labels in enumerate(results):
         for number, batch in enumerate(labels):
@@ -590,7 +590,7 @@ def two(rank: int, size: int) -> Any:
 
 
 def test_two_injections_do_not_mix() -> None:
-    """Each has messages of its own, on one synchronizer."""
+    """Each has its own messages, on one synchronizer."""
     assert run(two, workers=3) == [[(8, 12, 3)] * 5] * 3
 
 
@@ -599,7 +599,7 @@ def test_two_injections_do_not_mix() -> None:
 
 @pytest.mark.parametrize("stop", [2, 3, 4])
 def test_a_resumed_injection_draws_what_it_would_have_drawn(stop: int) -> None:
-    """State saved between two steps, after a consensus at step 3; the rest is the same."""
+    """The state is saved between two steps, around a consensus at step 3."""
 
     def work(resume: bool) -> list[Any]:
         rank = dist.get_rank()
@@ -658,7 +658,7 @@ def die(rank: int, size: int) -> Any:
 
 
 def test_a_worker_that_dies_is_named_at_once() -> None:
-    """Long before the time-out of 20 s, though nobody synchronizes."""
+    """Long before the time-out of 20 s, although no worker synchronizes."""
     for rank, (text, seconds) in enumerate(real(die, workers=3, may_die=(2,))[:2]):
         assert text.startswith(f"rank {rank}: "), text
         # The other survivor may have given up by then.
@@ -681,8 +681,8 @@ def stall(rank: int, size: int) -> str:
     return text
 
 
-def test_a_worker_that_does_not_come_ends_in_a_time_out() -> None:
-    """Which names the rank, what it waits for, and the knob."""
+def test_a_stalled_worker_ends_in_a_time_out() -> None:
+    """The error names the rank, the operation, and the argument to change."""
     text = real(stall, workers=2)[0]
     assert text.startswith("rank 0: samples of rank 1 for step 2 failed after 1."), text
     assert "timeout_seconds=1" in text
@@ -714,7 +714,7 @@ def fail(rank: int, size: int, how: str) -> Any:
 
 
 def test_detach_without_finish_leaves_the_others_alone() -> None:
-    """They still get what it had loaded, go on without it, and end, too."""
+    """They still get the samples that it had loaded, continue without it, and finish."""
     first, gone, third = run(fail, "detach", workers=3)
     assert len(gone) == 4
     assert len(first) == len(third) == 9
@@ -722,8 +722,8 @@ def test_detach_without_finish_leaves_the_others_alone() -> None:
         assert lengths == [8] * 6 + [6] * 3
 
 
-def test_an_exception_in_the_loop_stops_no_other_inside_of_its_own() -> None:
-    """The others learn of it where they need the worker: in finish(), as without injection."""
+def test_an_exception_in_the_loop_does_not_stop_the_loops_of_others() -> None:
+    """The others fail where they need the worker: in finish(), as without injection."""
     first, gone, third = real(fail, "raise", workers=3)
     assert gone == "mistake"
     for text in (first, third):
@@ -755,7 +755,7 @@ def differ(rank: int, size: int) -> str:
     return "nothing was raised"
 
 
-def test_batches_that_differ_between_workers_are_an_error_there() -> None:
+def test_different_batches_are_an_error_on_every_worker() -> None:
     for rank, text in enumerate(run(differ, workers=2)):
         theirs, ours = f"[*, {4 - rank}]", f"[*, {3 + rank}]"
         assert text.startswith(f"rank {1 - rank} sent samples of batch: torch.float32"), text
@@ -815,7 +815,7 @@ def test_a_finished_synchronizer_is_refused() -> None:
     st.integers(0, 5),
 )
 def test_any_lengths_end(lengths: list[list[int]], alpha: float, seed: int) -> None:
-    """Nobody waits for ever, whatever the lengths; everyone sees all own batches."""
+    """Training ends for any lengths, and every worker sees all of its own batches."""
     options: Any = {"compute": offbeat.Compute("5ms", jitter=0.9), "seed": seed}
     results = on_simulator(
         offbeat.LocalSGD(period=3), lengths, alpha, workers=len(lengths), **options

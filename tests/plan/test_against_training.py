@@ -104,14 +104,14 @@ def compare(row: Row, workers: int, wire: Any, of: Shapes, *, nodes: bool = Fals
 @pytest.mark.sampled
 @pytest.mark.parametrize(("workers", "wire"), CASES)
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_a_phantom_agrees_with_a_training(row: Row, workers: int, wire: Any) -> None:
-    """Each number of the phantom stands for 64 numbers of the model."""
+def test_a_plan_agrees_with_a_training(row: Row, workers: int, wire: Any) -> None:
+    """Each number of the placeholder stands for 64 numbers of the model."""
     compare(row, workers, wire, shapes())
 
 
 @pytest.mark.parametrize("wire", ["float32", *nightly(["int8"])])
 @pytest.mark.parametrize("row", some([ROWS[0], ROWS[2], ROWS[10], ROWS[16], ROWS[21]], 0), ids=str)
-def test_it_does_in_several_buckets(row: Row, wire: Any) -> None:
+def test_a_plan_agrees_with_several_buckets(row: Row, wire: Any) -> None:
     """A model of 20 MB, in three buckets, of two workers on links of 1 Gbit/s."""
     compare(replace(row, bandwidth=1e9), 2, wire, shapes(elements=655_360, smaller=2**13))
 
@@ -129,13 +129,13 @@ def test_it_does_in_several_buckets(row: Row, wire: Any) -> None:
     ],
     ids=str,
 )
-def test_it_does_in_nodes(row: Row, wire: Any) -> None:
-    """Two nodes of two. Parts of tensors are cut at numbers of the phantom, hence the bounds."""
+def test_a_plan_agrees_in_nodes(row: Row, wire: Any) -> None:
+    """Two nodes of two. Parts are cut at numbers of the placeholder, hence the wider bounds."""
     compare(replace(row, within=2e-3), 4, wire, shapes(), nodes=True)
 
 
-def test_a_phantom_of_the_same_size_agrees() -> None:
-    """Then payloads are not blank, and the codecs compute."""
+def test_a_placeholder_of_full_size_agrees() -> None:
+    """At scale 1 payloads are not blank and the codecs compute."""
     of = shapes(smaller=1)
     assert of.scale == 1
     for row in (ROWS[0], ROWS[3], ROWS[10]):

@@ -1,4 +1,4 @@
-"""The phantom model: shapes, sizes, and tensors that stand for larger ones."""
+"""The placeholder model: shapes, sizes, and tensors that stand for larger ones."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def bytes_in(bucket: Any, scale: float) -> float:
 
 @pytest.mark.parametrize("count", [1, 14, 1000, 200e3, 2**21, 25e6, 67.3e6, 1e9, 2.5e9])
 def test_a_count_keeps_its_size(count: float) -> None:
-    """Few real numbers, and the right number of bytes."""
+    """The placeholder has few numbers and stands for the right number of bytes."""
     shapes = shapes_of(count)
     sizes = [size for _, size in shapes.parameters]
     assert shapes.scale * sum(sizes) == pytest.approx(count, rel=2e-3)
@@ -32,7 +32,7 @@ def test_a_count_keeps_its_size(count: float) -> None:
 
 @pytest.mark.parametrize("count", [25e6, 100e6, 1e9])
 def test_buckets_are_full(count: float) -> None:
-    """All have 8 MiB but the last; of gradients, the first one has a MiB, or a tensor."""
+    """All but the last have 8 MiB; the first bucket of gradients has a MiB, or one tensor."""
     shapes = shapes_of(count)
     model = PlaceholderModel(shapes, 0.9)
     buckets = group_tensors(model.tensors, BUCKET_BYTES / shapes.scale)
@@ -55,7 +55,7 @@ class Net(nn.Module):
 
 
 def test_a_model_keeps_its_proportions() -> None:
-    """The same buckets, of the same tensors; a count of batches stands for itself."""
+    """The buckets contain the same tensors; a count of batches stands for itself."""
     model = Net()
     shapes = shapes_of(model)
     phantom = PlaceholderModel(shapes, 0.9)
@@ -84,7 +84,7 @@ def test_a_model_keeps_its_proportions() -> None:
         (nn.ReLU(), ValueError, "no trainable parameter"),
     ],
 )
-def test_what_is_no_model_is_refused(given: Any, error: type[Exception], message: str) -> None:
+def test_anything_but_a_model_is_refused(given: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         shapes_of(given)
 

@@ -36,8 +36,8 @@ def texts(result: Plan, kind: str) -> list[str]:
     return [row.strategy for row in result.rows if row.strategy.split(":")[0] == kind]
 
 
-def test_the_usual_strategies() -> None:
-    """Text forms parse, idle is a share, the searches end where they should."""
+def test_the_default_strategies() -> None:
+    """Text forms parse, idle is a share, and the searches find the right settings."""
     result = plan(**CASE)
     assert [row.strategy.split(":")[0] for row in result.rows] == [
         *("bsp", "local", "local", "selsync", "streaming", "async", "async")
@@ -61,7 +61,7 @@ def test_the_usual_strategies() -> None:
     json.dumps(result.to_dict(), allow_nan=False)
 
 
-def test_a_larger_bound_is_suggested_where_streaming_would_wait() -> None:
+def test_a_larger_staleness_is_suggested_if_streaming_would_wait() -> None:
     """A million numbers over 20 Mbit/s and 60 ms."""
     far = {**CASE, "workers": 8, "bandwidth": "20Mbit/s", "latency": "60ms", "step_time": "20ms"}
     setting = check_arguments(**{**far, "parameters": "1M"})[0]
@@ -85,20 +85,20 @@ def test_numbers_and_text_mean_the_same() -> None:
     assert numbers == plan(**CASE, strategies=["bsp", "local:period=8"])
 
 
-def test_it_is_the_same_every_time() -> None:
-    """With jitter, too: the draws are seeded."""
+def test_plans_are_reproducible() -> None:
+    """Also with jitter, whose draws are seeded."""
     given: Any = {"strategies": ["local:period=8", "bsp"], "jitter": 0.05}
     assert plan(**SMALL, **given) == plan(**SMALL, **given)
 
 
-def test_strategies_are_taken_as_objects_too() -> None:
+def test_strategies_may_be_objects() -> None:
     given = [BSP(), LocalSGD(period=8), SelSync(target_lssr=0.9), AsyncAveraging(staleness=8)]
     result = plan(**SMALL, strategies=given)
     assert [row.strategy for row in result.rows] == [str(one) for one in given]
 
 
-def test_a_model_is_taken_with_its_tensors() -> None:
-    """One large tensor is one bucket, and one fragment, however many there are asked for."""
+def test_a_model_keeps_its_tensors() -> None:
+    """One large tensor is one bucket and one fragment, however many fragments are requested."""
     model = torch.nn.Sequential(torch.nn.Linear(2000, 4000), torch.nn.Linear(4000, 10))
     case = {**CASE, "parameters": model}
     result = plan(**case, strategies=["diloco:period=8,fragments=2", "diloco:period=8"])
@@ -143,7 +143,7 @@ class Planned(Strategy):
 
 
 def test_custom_strategies_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By text or as objects, without a line of their own."""
+    """By text or as objects, without registration."""
     (tmp_path / "planned_by_itself.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
     given = ["local:period=7", "planned_by_itself:Planned:every=7"]
@@ -168,7 +168,7 @@ def test_baselines_are_refused(text: str) -> None:
 
 
 def test_warm_up_is_left_out() -> None:
-    """Steady state alone: its first thousand steps are averaged each."""
+    """The plan describes the steady state, after a thousand warm-up steps."""
     warm, usual = plan(
         **SMALL, strategies=["local:period=8,warmup_steps=1000", "local:period=8"]
     ).rows
@@ -179,8 +179,8 @@ def test_warm_up_is_left_out() -> None:
 # -- precision -------------------------------------------------------------------------------------
 
 
-def test_a_wire_is_chosen_as_it_would_be() -> None:
-    """The most exact precision with which the link keeps workers waiting a tenth of the time."""
+def test_auto_chooses_the_most_exact_sufficient_precision() -> None:
+    """Workers wait for the link at most a tenth of the time."""
     for bandwidth, wire in (("2Gbit/s", "float32"), ("1Gbit/s", "bfloat16"), ("1Mbit/s", "int8")):
         case = {**SMALL, "bandwidth": bandwidth, "step_time": "60ms"}
         (row,) = plan(**case, strategies=["bsp"], wire="auto").rows
@@ -191,7 +191,7 @@ def test_a_wire_is_chosen_as_it_would_be() -> None:
 
 @pytest.mark.parametrize("bandwidth", ["30Mbit/s", *nightly(["300Mbit/s", "6Mbit/s"])])
 def test_streaming_chooses_as_in_the_simulator(bandwidth: str) -> None:
-    """The same code: after as many steps the same precision."""
+    """The plan runs the same code, so it reaches the same precision."""
     case: dict[str, Any] = dict(workers=2, bandwidth=bandwidth, latency="1ms")
     known: dict[str, Any] = dict(
         parameters=65_536, step_time="20ms", strategies=["streaming"], wire="auto"
@@ -243,8 +243,8 @@ def test_advice_without_streaming() -> None:
         assert plan(**network, strategies=some).recommendation.strategy == strategy
 
 
-def test_advice_is_among_the_given() -> None:
-    """The least drift within 5 % of the best throughput; BSP if nothing is faster."""
+def test_the_recommendation_is_one_of_the_given_strategies() -> None:
+    """The fewest steps between means within 5 % of the best throughput; BSP if none is faster."""
     some = plan(**CASE, strategies=["bsp", "local:period=300", "local:period=290"])
     assert some.recommendation.strategy == "local:period=290"
     assert "local:period=290 waits 4.0 %" in some.reason
@@ -257,7 +257,7 @@ def test_advice_is_among_the_given() -> None:
     assert "a merge is in flight for 12.1 steps, and with async workers wait 34 %" in waits.reason
 
 
-def test_reasons_have_the_figures() -> None:
+def test_reasons_contain_the_figures() -> None:
     fast = plan(**{**SMALL, "bandwidth": "10Gbit/s"}, strategies=["bsp"])
     assert fast.reason == (
         "exact synchronous training costs almost nothing here, BSP waits 1.0 % of the time"
@@ -285,7 +285,7 @@ def test_jitter_alone_is_a_reason() -> None:
     assert wild.recommendation.strategy == "local:period=8"
 
 
-def test_a_single_worker_waits_for_nobody() -> None:
+def test_a_single_worker_never_waits() -> None:
     result = plan(**{**SMALL, "workers": 1}, jitter=0.5)
     assert result.recommendation.strategy == "bsp"
     assert result.reason == "a single worker waits for no other"
@@ -304,7 +304,7 @@ NODES: dict[str, Any] = dict(
 )
 
 
-def test_nodes_have_the_usual_rows() -> None:
+def test_nodes_have_the_default_rows() -> None:
     result = plan(**{**CASE, **NODES})
     assert "between nodes of 2 with 10 Gbit/s" in result.caption()
     kinds = {row.strategy.split(":")[0] for row in result.rows}
@@ -315,7 +315,7 @@ def test_nodes_have_the_usual_rows() -> None:
         assert row.memory_bytes >= 400e3 * 0.99, "the mean inside needs a copy"
 
 
-def test_the_slowest_worker_of_a_node_sets_its_pace() -> None:
+def test_the_slowest_worker_determines_the_step_of_a_node() -> None:
     calm, wild = (
         plan(**{**CASE, **NODES, "workers": 4}, jitter=jitter, strategies=["local:period=4"])
         for jitter in (0.0, 0.1)
@@ -333,7 +333,7 @@ def test_the_slowest_worker_of_a_node_sets_its_pace() -> None:
         ({"wire": "auto", "strategies": ["bsp"]}, 'wire="auto" with node_group'),
     ],
 )
-def test_nodes_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_impossible_nodes_of_a_plan_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, offbeat.AttachError), match=message):
         plan(**{**CASE, **NODES, **changes})
 
@@ -362,7 +362,7 @@ def test_nodes_that_cannot_be_are_refused(changes: dict[str, Any], message: str)
         ({"strategies": ["local"]}, "local:period=8"),
     ],
 )
-def test_nonsense_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_impossible_arguments_are_refused(changes: dict[str, Any], message: str) -> None:
     """The error shows the right form."""
     with pytest.raises(ValueError, match=message):
         plan(**{**CASE, **changes})
@@ -378,7 +378,7 @@ def test_wrong_types_are_refused(changes: dict[str, Any]) -> None:
 
 
 def test_table_and_dictionary() -> None:
-    """Markdown and rows show the same; the dictionary is JSON and holds the numbers."""
+    """Markdown and table show the same cells; the dictionary contains JSON values."""
     result = plan(**CASE, strategies=["bsp", "async:staleness=26", "selsync:delta=inf"])
     table = result.table().rows
     assert all(len(row) == len(HEADINGS) for row in table)
@@ -403,7 +403,7 @@ def test_numbers_in_words() -> None:
 
 
 def test_a_recipe_is_measured() -> None:
-    """Parameters and BatchNorm's statistics; the random state of the caller stays as it was."""
+    """Counts parameters and BatchNorm statistics; keeps the random state of the caller."""
     pytest.importorskip("sklearn")
     before = torch.get_rng_state()
     model, seconds = measure_recipe("digits", steps=5, warmup_steps=1)

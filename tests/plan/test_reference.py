@@ -69,7 +69,7 @@ def test_a_cell(cell: dict[str, Any]) -> None:
 
 
 def test_few_cells_differ() -> None:
-    """Of 79 cells four; the others agree within 1 %."""
+    """Four of 79 cells differ; the others agree within 1 %."""
     assert len(CELLS) == 79
     assert len(SECONDS) == 4
     assert SECONDS.keys() <= {key(cell) for cell in CELLS}

@@ -65,20 +65,20 @@ def compare(text: str, wire: Any, where: Setting, steps: int = 60) -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("text", TEXTS)
-def test_one_worker_stands_for_all(text: str, wire: str) -> None:
+def test_one_worker_represents_all(text: str, wire: str) -> None:
     """The same clock, bytes and means after each step, and the same totals."""
     for bandwidth in (SLOW, FAST):
         compare(text, wire, setting(5, bandwidth))
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_one_node_stands_for_all(text: str) -> None:
+def test_one_node_represents_all(text: str) -> None:
     compare(text, "int8", setting(6, FAST, nodes=True))
 
 
 @pytest.mark.parametrize("wire", ["float32", "int8"])
 @pytest.mark.parametrize("text", [text for text in TEXTS if not text.startswith(ASKING)])
-def test_clocks_stand_for_workers_with_jitter(text: str, wire: str) -> None:
+def test_clocks_represent_workers_with_jitter(text: str, wire: str) -> None:
     """All workers draw the same seconds in both runs."""
     where = setting(5, FAST, jitter=0.3)
     strategy = parse_strategy(text)
@@ -91,8 +91,8 @@ def test_clocks_stand_for_workers_with_jitter(text: str, wire: str) -> None:
     same(one, all_)
 
 
-def test_what_depends_on_the_time_is_run_whole_with_jitter() -> None:
-    """Eager workers ask what has arrived, and get different answers."""
+def test_all_workers_run_if_decisions_depend_on_the_time() -> None:
+    """Eager workers poll whether a mean has arrived; with jitter the results differ."""
     eager = parse_strategy("async:staleness=8,schedule=eager")
     where = setting(4, FAST, jitter=0.3)
     with pytest.raises(DivergedError):
@@ -132,7 +132,7 @@ class SecondIsRare(Alike):
 
 
 def test_custom_strategies_are_compared_with_a_full_run() -> None:
-    """One that treats the ranks alike is mirrored; one that does not is run with all workers."""
+    """One worker represents all only if the strategy treats the ranks alike."""
     where = setting(6, FAST)
     assert can_represent(Alike(), "float32", where)
     assert not can_represent(SecondIsRare(), "float32", where)
@@ -143,7 +143,7 @@ def test_custom_strategies_are_compared_with_a_full_run() -> None:
     assert rare.steps[-1].payload < 0.7 * wrong.steps[-1].payload
 
 
-def test_random_state_stays() -> None:
+def test_a_plan_keeps_the_random_state() -> None:
     torch.manual_seed(3)
     np.random.seed(3)
     before = torch.get_rng_state(), np.random.get_state(legacy=False)
@@ -172,7 +172,7 @@ def test_a_node_takes_as_long_as_its_slowest_worker(
 
 
 def test_collectives_queue_on_the_link() -> None:
-    """One after the other, each from when the slowest clock has started it."""
+    """One after the other, each after the slowest clock has joined it."""
     workers = workers_for([0])
     links = network(8e6, latency=0.0)
     cluster = RepresentativeCluster(workers, [0], 3, links, StepTime(1.0, 0.5), scale=1.0)

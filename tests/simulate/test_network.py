@@ -81,7 +81,7 @@ def test_workers_send_what_the_formulas_say(name: str, sent: float) -> None:
 
 
 def test_bytes_agree_with_counting_messages() -> None:
-    """Rings and trees played message by message give the bytes of the formulas."""
+    """Rings and trees simulated message by message give the bytes of the formulas."""
     for workers in range(1, 18):
         has, sent, rounds = {0}, [0] * workers, 0  # a binomial tree from rank 0
         while len(has) < workers:
@@ -222,7 +222,7 @@ def test_a_message_takes_the_slower_end() -> None:
 
 
 def test_a_collective_takes_the_slowest_link() -> None:
-    """The minimum over those who take part, both directions."""
+    """The minimum over the participants and both directions."""
     links = Network("800Mbit/s", upload="80Mbit/s", per_worker={1: "8Mbit/s", 2: "8Gbit/s"})
     assert links.collective_bytes_per_second([0, 3]) == 10e6
     assert links.collective_bytes_per_second([0, 1, 2]) == 1e6
@@ -231,7 +231,7 @@ def test_a_collective_takes_the_slowest_link() -> None:
 
 
 def test_a_switch_is_shared_by_all_flows() -> None:
-    """switch/N for a collective, all of it for a message, and only where it is the narrowest."""
+    """switch/N for a collective, all of it for a message, if nothing else is slower."""
     links = Network("1Gbit/s", latency=0, switch="2Gbit/s")
     assert links.collective_bytes_per_second([0, 1]) == 125e6
     assert links.collective_bytes_per_second(range(4)) == 62.5e6
@@ -333,8 +333,8 @@ def test_a_network_shows_and_saves_itself() -> None:
 # -- bandwidths that change ----------------------------------------------------------------------
 
 
-def test_bandwidths_change_when_they_are_to() -> None:
-    """All but what is inside a node; the last change that has come counts, instead of the first."""
+def test_bandwidths_change_at_the_given_times() -> None:
+    """Except inside a node; the latest change counts, and factors do not multiply."""
     network = Network(
         "100Mbit/s", upload="40Mbit/s", per_worker={1: "10Mbit/s"}, changes={"20s": 2, 5: 0.5}
     )
@@ -347,7 +347,7 @@ def test_bandwidths_change_when_they_are_to() -> None:
     assert Network("1Gbit/s").at(1e9) == Network("1Gbit/s")
 
 
-def test_changes_are_told() -> None:
+def test_changes_are_shown() -> None:
     network = Network("1Gbit/s", changes={"1min": 0.25})
     assert repr(network) == "Network('1 Gbit/s', latency='100 us', changes={'1 min': 0.25})"
     assert network.to_dict()["changes"] == {"60.0": 0.25}
