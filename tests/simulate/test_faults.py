@@ -42,7 +42,7 @@ def run(*faults: Any, **options: Any) -> Any:
 
 
 def test_a_killed_worker_is_noticed() -> None:
-    """Killed in the middle of the fourth step; the others notice at their next wait."""
+    """Killed in the fourth step; the others fail in the mean at its end."""
     found = run(Kill(worker=1, at="3.5 s"))
     assert found.results[1] is None
     for rank in (0, 2):
@@ -85,7 +85,7 @@ def test_a_newcomer_times_out_if_no_worker_regroups() -> None:
     """Without elastic training the others do not admit it."""
     found = run(Join(at="2 s"), timeout_seconds=3.0)
     assert [one["error"] for one in found.results[:3]] == [None] * 3
-    assert "nobody has answered" in str(found.results[3])
+    assert "no worker has answered" in str(found.results[3])
 
 
 def test_faults_must_name_existing_workers() -> None:

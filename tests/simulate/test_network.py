@@ -5,6 +5,7 @@ import dataclasses
 import json
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -209,16 +210,22 @@ def test_links_carry_bytes_both_ways() -> None:
     assert (odd.up(3), odd.down(3)) == (1e9, 1e9)
 
 
+def message_seconds(links: Network, size: float, source: int, destination: int) -> float:
+    """Seconds of a message on free links: the latency and the slower of the two links."""
+    latency = 0.0 if source == destination else links.latency_of((source, destination))
+    return latency + max(links.link_seconds(size, source, destination))
+
+
 def test_a_message_takes_the_slower_end() -> None:
     """min(up(source), down(destination)): directions differ."""
     links = Network(
         "800Mbit/s", latency="1ms", upload="80Mbit/s", per_worker={1: "8Mbit/s", 2: "8Gbit/s"}
     )
-    assert links.message_seconds(1e6, 0, 3) == pytest.approx(0.101)  # up 10 MB/s
-    assert links.message_seconds(1e6, 2, 0) == pytest.approx(0.011)  # down 100 MB/s
-    assert links.message_seconds(1e6, 0, 1) == pytest.approx(1.001)  # down 1 MB/s
-    assert links.message_seconds(1e6, 1, 0) == pytest.approx(1.001)
-    assert links.message_seconds(1e6, 1, 1) == 0, "no network between a worker and itself"
+    assert message_seconds(links, 1e6, 0, 3) == pytest.approx(0.101)  # up 10 MB/s
+    assert message_seconds(links, 1e6, 2, 0) == pytest.approx(0.011)  # down 100 MB/s
+    assert message_seconds(links, 1e6, 0, 1) == pytest.approx(1.001)  # down 1 MB/s
+    assert message_seconds(links, 1e6, 1, 0) == pytest.approx(1.001)
+    assert message_seconds(links, 1e6, 1, 1) == 0, "no network between a worker and itself"
 
 
 def test_a_collective_takes_the_slowest_link() -> None:
@@ -235,13 +242,22 @@ def test_a_switch_is_shared_by_all_flows() -> None:
     links = Network("1Gbit/s", latency=0, switch="2Gbit/s")
     assert links.collective_bytes_per_second([0, 1]) == 125e6
     assert links.collective_bytes_per_second(range(4)) == 62.5e6
-    assert links.all_reduce_seconds(1e6, range(4)) == pytest.approx(2 * 0.75 * 1e6 / 62.5e6)
-    assert links.message_seconds(125e6, 0, 1) == 1.0
-    assert Network("1Gbit/s", 0, switch="8Mbit/s").message_seconds(1e6, 0, 1) == 1.0
+    assert links.collective_seconds("reduce", 1e6, range(4)) == pytest.approx(
+        2 * 0.75 * 1e6 / 62.5e6
+    )
+    assert message_seconds(links, 125e6, 0, 1) == 1.0
+    assert message_seconds(Network("1Gbit/s", 0, switch="8Mbit/s"), 1e6, 0, 1) == 1.0
 
 
-@pytest.mark.sampled
-@every_collective
+@pytest.mark.parametrize(
+    ("kind", "formula"),
+    [
+        ("reduce", costs.all_reduce_seconds),
+        ("broadcast", costs.broadcast_seconds),
+        ("gather", costs.all_gather_seconds),
+        ("exchange", costs.all_to_all_seconds),
+    ],
+)
 @settings(deadline=None, max_examples=30, derandomize=True, database=None)
 @given(
     size=sizes,
@@ -251,6 +267,7 @@ def test_a_switch_is_shared_by_all_flows() -> None:
     switch=st.none() | st.floats(1e3, 1e12),
 )
 def test_the_network_applies_the_formula_at_its_rate(
+    kind: Any,
     formula: Formula,
     size: float,
     ranks: set[int],
@@ -263,13 +280,13 @@ def test_the_network_applies_the_formula_at_its_rate(
     bits = [slow[r] if r in slow else min(1e9, upload or 1e9) for r in ranks]
     bits += [] if switch is None else [switch / len(ranks)]
     expected = formula(size, len(ranks), min(bits) / 8, 1e-4)
-    assert getattr(links, formula.__name__)(size, ranks) == pytest.approx(expected)
+    assert links.collective_seconds(kind, size, ranks) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("ranks", [[], [1, 1]])
 def test_a_collective_needs_distinct_ranks(ranks: list[int]) -> None:
     with pytest.raises(ValueError, match="distinct ranks, got"):
-        Network("1Gbit/s").all_reduce_seconds(1.0, ranks)
+        Network("1Gbit/s").collective_seconds("reduce", 1.0, ranks)
 
 
 @pytest.mark.parametrize(

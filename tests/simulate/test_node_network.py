@@ -138,13 +138,23 @@ def test_rates_by_hand() -> None:
     assert links.latency_of(range(4)) == 1e-5
     assert links.collective_bytes_per_second(range(8)) == 100e6  # half of the switch
     assert links.collective_bytes_per_second([0, 4], sharing=4) == 25e6
-    assert links.all_gather_seconds(1e6, range(8)) == pytest.approx(7 * (1e-3 + 1e6 / 100e6))
-    assert links.all_to_all_seconds(8e6, range(8)) == pytest.approx(7 * (1e-3 + 1e6 / 25e6))
-    assert links.broadcast_seconds(1e6, range(8)) == pytest.approx(3 * (1e-3 + 1e6 / 25e6))
-    assert links.broadcast_seconds(1e6, [0, 4]) == pytest.approx(1e-3 + 1e6 / 100e6)
-    assert links.all_reduce_seconds(1e6, range(4)) == pytest.approx(6 * (1e-5 + 25e4 / 1e10))
-    assert links.message_seconds(1e6, 0, 3) == pytest.approx(1e-5 + 1e-4)
-    assert links.message_seconds(1e6, 0, 4) == pytest.approx(1e-3 + 8e-3)
+    assert links.collective_seconds("gather", 1e6, range(8)) == pytest.approx(
+        7 * (1e-3 + 1e6 / 100e6)
+    )
+    assert links.collective_seconds("exchange", 8e6, range(8)) == pytest.approx(
+        7 * (1e-3 + 1e6 / 25e6)
+    )
+    assert links.collective_seconds("broadcast", 1e6, range(8)) == pytest.approx(
+        3 * (1e-3 + 1e6 / 25e6)
+    )
+    assert links.collective_seconds("broadcast", 1e6, [0, 4]) == pytest.approx(1e-3 + 1e6 / 100e6)
+    assert links.collective_seconds("reduce", 1e6, range(4)) == pytest.approx(
+        6 * (1e-5 + 25e4 / 1e10)
+    )
+    assert links.latency_of((0, 3)) == 1e-5
+    assert links.link_seconds(1e6, 0, 3) == pytest.approx((1e-4, 1e-4))
+    assert links.latency_of((0, 4)) == 1e-3
+    assert links.link_seconds(1e6, 0, 4) == pytest.approx((8e-3, 8e-3))
     slow = Network("1Gbit/s", workers_per_node=2, inside="8Mbit/s")
     assert slow.collective_bytes_per_second(range(4)) == 1e6, "a ring passes inside, too"
     assert slow.collective_bytes_per_second([0, 2]) == 125e6

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from offbeat.simulate.cluster import (
-    CollectiveKind,
     Contribution,
     EndSignal,
     PendingCollective,
@@ -32,7 +31,7 @@ from offbeat.simulate.cluster import (
 from offbeat.simulate.compute import Compute
 from offbeat.simulate.connections import Group
 from offbeat.simulate.kernel import Kernel, Signal
-from offbeat.simulate.network import Network
+from offbeat.simulate.network import CollectiveKind, Network
 from offbeat.simulate.workers import DeadlockError, SimulatedWorker, Workers
 
 _JITTER = 0x6D6972726F72  # the purpose in (seed, purpose)
@@ -216,15 +215,11 @@ class RepresentativeCluster(SimulatedCluster):
 
     def _cost(self, kind: CollectiveKind, group: Group) -> _Cost:
         if (kind, group) not in self._costs:
-            network = self.network
-            seconds = {
-                "reduce": network.all_reduce_seconds,
-                "broadcast": network.broadcast_seconds,
-                "gather": network.all_gather_seconds,
-                "exchange": network.all_to_all_seconds,
-            }[kind]
             sharing = 1 if kind == "broadcast" else group.sharing
-            empty, large = (seconds(size, group.members, sharing) for size in (0, 1e9))
+            empty, large = (
+                self.network.collective_seconds(kind, size, group.members, sharing)
+                for size in (0, 1e9)
+            )
             self._costs[kind, group] = _Cost(empty, (large - empty) / 1e9)
         return self._costs[kind, group]
 

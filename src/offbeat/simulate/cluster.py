@@ -14,17 +14,10 @@ from offbeat.errors import OffbeatError
 from offbeat.simulate.compute import Compute
 from offbeat.simulate.connections import Connections, Group, PendingOperation
 from offbeat.simulate.kernel import Signal
-from offbeat.simulate.network import Network
+from offbeat.simulate.network import CollectiveKind, Network, sent_bytes
 from offbeat.simulate.workers import Workers
-from offbeat.transport.costs import (
-    all_gather_bytes,
-    all_reduce_bytes,
-    all_to_all_bytes,
-    broadcast_bytes,
-)
 from offbeat.transport.placeholder_tensors import bytes_of
 
-CollectiveKind = Literal["reduce", "broadcast", "gather", "exchange"]
 _Address = tuple[int, int, int, int]  # of messages: context, source, destination, tag
 
 
@@ -186,7 +179,7 @@ class SimulatedCluster:
             self._record_wait(rank, start, what)
 
     def idle(self, rank: int, seconds: float, what: str) -> None:
-        """Let ``seconds`` pass for a worker that polls ``what``, and record a wait."""
+        """Let ``seconds`` pass for a worker that sleeps or polls, and record a wait."""
         start = self.workers.kernel.now
         try:
             self.workers.sleep(seconds, f"polling {what}")
@@ -235,15 +228,10 @@ class SimulatedCluster:
         cards = self._cards_of_collective(ranks, sharing)
         start = max(kernel.now, *(max(card.up, card.down) for card in cards))
         network = self.network.at(start)
-        seconds, sent = {
-            "reduce": (network.all_reduce_seconds, all_reduce_bytes),
-            "broadcast": (network.broadcast_seconds, broadcast_bytes),
-            "gather": (network.all_gather_seconds, all_gather_bytes),
-            "exchange": (network.all_to_all_seconds, all_to_all_bytes),
-        }[contribution.kind]
-        size, what = contribution.size_bytes, contribution.what
-        end = operation.signal.seconds = start + seconds(size, ranks, sharing)
-        each, inside = sent(size, len(ranks)), not network.crosses(ranks)
+        kind, size, what = contribution.kind, contribution.size_bytes, contribution.what
+        end = start + network.collective_seconds(kind, size, ranks, sharing)
+        operation.signal.seconds = end
+        each, inside = sent_bytes(kind, size, len(ranks)), not network.crosses(ranks)
         for card in cards:
             card.up = card.down = end
         for rank in ranks:

@@ -10,10 +10,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from offbeat.errors import CommunicationError, CommunicationTimeout
-from offbeat.simulate.cluster import CollectiveKind, Contribution, SimulatedCluster
+from offbeat.simulate.cluster import Contribution, SimulatedCluster
 from offbeat.simulate.connections import Group
 from offbeat.simulate.host import SimulatedHost, SimulatedPromise
 from offbeat.simulate.kernel import Signal
+from offbeat.simulate.network import CollectiveKind
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.handle import Handle
 from offbeat.transport.membership import Membership

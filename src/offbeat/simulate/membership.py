@@ -85,7 +85,7 @@ class MembershipService:
             self.cluster.idle(member, cut, "a network that is cut")
             if connections.cut_until([member]) > kernel.now:
                 raise CommunicationError(
-                    f"worker {member}: nobody could be reached for "
+                    f"worker {member}: no other worker could be reached for "
                     f"timeout_seconds={self._timeout_seconds:g}"
                 )
         if self._ended:
@@ -168,7 +168,7 @@ class MembershipService:
         if waiting.opened is None:
             self._joining.pop(member, None)
             raise CommunicationError(
-                f"worker {member}: {what} failed: nobody has answered for "
+                f"worker {member}: {what} failed: no worker has answered for "
                 f"timeout_seconds={self._timeout_seconds:g}"
             )
         return waiting.opened

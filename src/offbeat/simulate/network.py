@@ -2,21 +2,54 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
 from offbeat.arguments import POSITIVE, require_integer, require_mapping, require_number
 from offbeat.transport.costs import (
     USUAL_INSIDE,
     USUAL_INSIDE_LATENCY,
+    all_gather_bytes,
     all_gather_seconds,
+    all_reduce_bytes,
     all_reduce_seconds,
+    all_to_all_bytes,
     all_to_all_seconds,
+    broadcast_bytes,
     broadcast_seconds,
-    message_seconds,
-    reduce_seconds,
 )
 from offbeat.units import show_bandwidth, show_seconds, to_bandwidth, to_seconds
+
+CollectiveKind = Literal["reduce", "broadcast", "gather", "exchange"]
+"""All-reduce, broadcast, all-gather, all-to-all."""
+
+
+class _Formulas(NamedTuple):
+    """Costs of one kind of collective.
+
+    Attributes:
+        seconds: Duration, from size, number of workers, bytes per second and latency.
+        sent_bytes: Bytes sent by each worker, from size and number of workers.
+        direct: True if every worker has its own flow out of its node, False for a ring.
+    """
+
+    seconds: Callable[[float, int, float, float], float]
+    sent_bytes: Callable[[float, int], float]
+    direct: bool
+
+
+_COLLECTIVES: dict[CollectiveKind, _Formulas] = {
+    "reduce": _Formulas(all_reduce_seconds, all_reduce_bytes, direct=False),
+    "broadcast": _Formulas(broadcast_seconds, broadcast_bytes, direct=True),
+    "gather": _Formulas(all_gather_seconds, all_gather_bytes, direct=False),
+    "exchange": _Formulas(all_to_all_seconds, all_to_all_bytes, direct=True),
+}
+
+
+def sent_bytes(kind: CollectiveKind, size_bytes: float, workers: int) -> float:
+    """Return the bytes that each worker sends in a collective of tensors of ``size_bytes``."""
+    return _COLLECTIVES[kind].sent_bytes(size_bytes, workers)
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -171,20 +204,6 @@ class Network:
             rates.append(self._inside_rate)
         return min(rates)
 
-    def message_seconds(self, size_bytes: float, source: int, destination: int) -> float:
-        """Return the seconds of a message: α + M/min(up(source), down(destination), switch).
-
-        Inside a node α + M/B with α and B of its links. 0 from a worker to itself.
-        """
-        if source == destination:
-            return 0.0
-        rate = self._inside_rate
-        if self.crosses((source, destination)):
-            rate = min(self.up(source), self.down(destination))
-            if self.switch is not None:
-                rate = min(rate, self.switch / 8)
-        return message_seconds(size_bytes, rate, self.latency_of((source, destination)))
-
     def link_seconds(self, size_bytes: float, source: int, destination: int) -> tuple[float, float]:
         """Return the seconds for which a message occupies the sender's and the receiver's link.
 
@@ -210,46 +229,22 @@ class Network:
             return self.latency
         return self.inside_latency
 
-    def all_reduce_seconds(
-        self, size_bytes: float, ranks: Collection[int], sharing: int = 1
+    def collective_seconds(
+        self, kind: CollectiveKind, size_bytes: float, ranks: Collection[int], sharing: int = 1
     ) -> float:
-        """Return the seconds of an all-reduce of ``size_bytes`` (``transport/costs``)."""
-        return all_reduce_seconds(size_bytes, len(ranks), *self._ring(ranks, sharing))
+        """Return the seconds of a collective of ``ranks``, by the formulas of ``transport/costs``.
 
-    def broadcast_seconds(
-        self, size_bytes: float, ranks: Collection[int], sharing: int = 1
-    ) -> float:
-        """Return the seconds of a broadcast of ``size_bytes``."""
-        return broadcast_seconds(size_bytes, len(ranks), *self._one_flow_per_worker(ranks, sharing))
-
-    def reduce_seconds(self, size_bytes: float, ranks: Collection[int], sharing: int = 1) -> float:
-        """Return the seconds of a reduction of ``size_bytes`` to one worker."""
-        return reduce_seconds(size_bytes, len(ranks), *self._one_flow_per_worker(ranks, sharing))
-
-    def all_gather_seconds(
-        self, size_bytes: float, ranks: Collection[int], sharing: int = 1
-    ) -> float:
-        """Return the seconds of an all-gather of ``size_bytes`` per worker."""
-        return all_gather_seconds(size_bytes, len(ranks), *self._ring(ranks, sharing))
-
-    def all_to_all_seconds(
-        self, size_bytes: float, ranks: Collection[int], sharing: int = 1
-    ) -> float:
-        """Return the seconds of an all-to-all in which each worker sends ``size_bytes``."""
-        return all_to_all_seconds(
-            size_bytes, len(ranks), *self._one_flow_per_worker(ranks, sharing)
-        )
-
-    def _ring(self, ranks: Collection[int], sharing: int) -> tuple[float, float]:
-        """Return B and α of a ring: one flow enters and one leaves each node."""
-        rate = self.collective_bytes_per_second(ranks, sharing=sharing)
-        return rate, self.latency_of(ranks)
-
-    def _one_flow_per_worker(self, ranks: Collection[int], sharing: int) -> tuple[float, float]:
-        """Return B and α of a collective in which every worker has its own flow out of the node."""
-        flows = max(Counter(map(self.node, ranks)).values(), default=1)
+        Args:
+            kind: Kind of the collective.
+            size_bytes: Size of the tensor of each worker.
+            ranks: Ranks of the workers.
+            sharing: Number of such collectives that use the links concurrently.
+        """
+        formula, _, direct = _COLLECTIVES[kind]
+        # A ring enters and leaves each node once. Otherwise each worker has its own flow.
+        flows = max(Counter(map(self.node, ranks)).values(), default=1) if direct else 1
         rate = self.collective_bytes_per_second(ranks, flows=flows, sharing=sharing)
-        return rate, self.latency_of(ranks)
+        return formula(size_bytes, len(ranks), rate, self.latency_of(ranks))
 
     def to_dict(self) -> dict[str, object]:
         """Return the arguments as JSON values: bits per second, seconds, ranks as text."""

@@ -131,6 +131,7 @@ class Workers:
         self._switch_to(worker)
 
     def _switch_to(self, worker: SimulatedWorker) -> None:
+        """Let the thread of ``worker`` run until it waits or ends."""
         if self._loaded is not worker and not worker.background:
             self._load_random(worker)
         self._current = worker
