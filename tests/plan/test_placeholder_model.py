@@ -58,11 +58,11 @@ def test_a_model_keeps_its_proportions() -> None:
     """The buckets contain the same tensors; a count of batches stands for itself."""
     model = Net()
     shapes = shapes_of(model)
-    phantom = PlaceholderModel(shapes, 0.9)
+    placeholder = PlaceholderModel(shapes, 0.9)
     assert shapes.integers == 1
     trainable = [p for p in model.parameters() if p.requires_grad]
     real = Replica(model, trainable)
-    small = Replica(phantom, phantom.tensors, shapes.scale)
+    small = Replica(placeholder, placeholder.tensors, shapes.scale)
     assert shapes.count == sum(t.numel() for t in real.averaged())
     assert [name.replace("/", ".") for name, _ in small.parameters] == [
         name for name, _ in real.parameters

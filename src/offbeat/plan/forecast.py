@@ -56,6 +56,7 @@ class Measured:
         strategy: The strategy.
         forecast: The forecast.
         details: ``Stats.details`` at the end of the run.
+        interval_steps: Mean number of steps between two means; ``inf`` if there are none.
         pass_steps: Mean number of steps between two means of the same parameter; ``inf`` if there
             are none.
         step_seconds: Mean duration of a step without waiting for other nodes.
@@ -64,6 +65,7 @@ class Measured:
     strategy: Strategy
     forecast: Forecast
     details: dict[str, Any]
+    interval_steps: float
     pass_steps: float
     step_seconds: float
 
@@ -118,8 +120,8 @@ def measure(
         note="",
     )
     passes = sum(gaps) / len(gaps) if gaps else math.inf
-    note = _note(forecast, record.details, interval, passes, setting)
-    return Measured(strategy, replace(forecast, note=note), record.details, passes, computed)
+    measured = Measured(strategy, forecast, record.details, interval, passes, computed)
+    return replace(measured, forecast=replace(forecast, note=_note(measured, setting)))
 
 
 def _without_warmup(strategy: Strategy) -> Strategy:
@@ -128,23 +130,18 @@ def _without_warmup(strategy: Strategy) -> Strategy:
     return replace(strategy, **changes) if getattr(strategy, "warmup_steps", 0) else strategy
 
 
-def _note(
-    forecast: Forecast,
-    details: dict[str, Any],
-    interval: float,
-    passes: float,
-    setting: Setting,
-) -> str:
+def _note(measured: Measured, setting: Setting) -> str:
     """Describe how often means are taken and how long workers wait."""
     if setting.alone:
         return "nothing to wait for"
-    parts = [_means(forecast, details, interval, passes, setting)]
+    forecast, interval = measured.forecast, measured.interval_steps
+    parts = [_means(measured, setting)]
     parts.append(f"the link is busy {percent(forecast.busy)} of the time")
     waited = forecast.idle * forecast.step_seconds
     if forecast.idle >= _NOTHING:
-        each = 1 if interval == math.inf or "staleness_max" in details else interval
-        what = "step" if each == 1 else "mean"
-        parts[-1] += f", workers wait {show_seconds(waited * each)} for each {what}"
+        per_step = interval in (1, math.inf) or "staleness_max" in measured.details
+        wait = show_seconds(waited if per_step else waited * interval)
+        parts[-1] += f", workers wait {wait} for each {'step' if per_step else 'mean'}"
     if forecast.apart_steps > FAR_APART:
         parts.append(f"{number(forecast.apart_steps)} steps apart, watch the final metric")
     if not forecast.steady:
@@ -152,23 +149,18 @@ def _note(
     return "; ".join(parts)
 
 
-def _means(
-    forecast: Forecast,
-    details: dict[str, Any],
-    interval: float,
-    passes: float,
-    setting: Setting,
-) -> str:
+def _means(measured: Measured, setting: Setting) -> str:
     """Describe how often means are taken."""
+    details, interval, passes = measured.details, measured.interval_steps, measured.pass_steps
     if interval == math.inf:
         return "no mean"
     parts = details.get("parts", 1)
     if "landing_seconds" in details and (parts > 1 or "outer_gain" in details):
         count = f"{parts} part{'s' * (parts > 1)}"
-        return f"{count} in {forecast.wire}, the whole model {every(passes)}"
+        return f"{count} in {measured.forecast.wire}, the whole model {every(passes)}"
     if "landing_seconds" in details:
-        took = details["landing_seconds"] / setting.step_seconds
-        return f"a mean {every(interval)}, in flight for {number(took)}"
+        landing = number(details["landing_seconds"] / setting.step_seconds)
+        return f"a mean {every(interval)}, in flight for {landing}"
     if passes < math.inf and passes > 1.5 * interval:
         return f"a part of the model {every(interval)}, the whole of it {every(passes)}"
     return f"a mean {every(interval)}"
