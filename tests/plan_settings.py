@@ -7,14 +7,14 @@ from torch import Tensor, nn
 
 import offbeat
 from offbeat import Compute, Network, Strategy
-from offbeat.plan.phantom import Shapes
-from offbeat.plan.play import Setting
+from offbeat.plan.placeholder_model import Shapes
+from offbeat.plan.run import Setting
 
 STEP, LATENCY = 0.05, 0.001
 SLOW, FAST = 8e6, 80e6  # bits a second: a mean of the model takes a few steps, or less than one
 INSIDE = 400e6  # of the links in a node
 TENSORS, ELEMENTS = 8, 4096  # of the model, and of each tensor: 131 kB
-SMALLER = 64  # numbers that one number of the phantom stands for
+SMALLER = 64  # numbers that one number of the placeholder stands for
 
 
 class Model(nn.Module):
@@ -29,7 +29,7 @@ class Model(nn.Module):
 
 
 def shapes(elements: int = ELEMENTS, smaller: float = SMALLER) -> Shapes:
-    """Those of ``Model(elements)``, by a phantom of fewer numbers."""
+    """Those of ``Model(elements)``, by a placeholder of fewer numbers."""
     each = round(elements / smaller)
     named = tuple((f"p.{i}", each) for i in range(TENSORS))
     return Shapes(named, (), 0, elements / each, TENSORS * elements)
@@ -51,7 +51,7 @@ def setting(
     of: Shapes | None = None,
     lssr: float = 0.9,
 ) -> Setting:
-    """A phantom like ``Model`` on a cluster."""
+    """A placeholder like ``Model`` on a cluster."""
     links = network(bandwidth, nodes=nodes)
     return Setting(of or shapes(), workers, links, STEP, jitter, lssr)
 

@@ -130,7 +130,7 @@ class Cell:
     def merge_over_step(self) -> float:
         """Time of a mean of all gradients over the time of a step, the same for all workloads."""
         network = self.network(WORKLOADS["cnn"])
-        return network.all_reduce_seconds(CNN_BYTES, range(self.workers)) / STEP_SECONDS
+        return network.collective_seconds("reduce", CNN_BYTES, range(self.workers)) / STEP_SECONDS
 
 
 BANDWIDTHS, LATENCIES = ("1Gbit/s", "200Mbit/s", "50Mbit/s", "10Mbit/s"), (0.1, 10.0, 30.0)

@@ -73,7 +73,7 @@ def test_links_are_scaled_to_the_model() -> None:
     """A mean of all gradients takes the same time for both; 2·¾·8 MB over 6.25 MB/s and 6 α."""
     for cell in MAP:
         times = [
-            cell.network(one).all_reduce_seconds(one.model_bytes, range(4))
+            cell.network(one).collective_seconds("reduce", one.model_bytes, range(4))
             for one in WORKLOADS.values()
         ]
         assert times[0] == pytest.approx(times[1])

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from offbeat.data import describe_partition, partition_by_label, partition_dirichlet
 from offbeat.data.partition import round_shares
 
-few = settings(deadline=None, max_examples=60)
+few = settings(deadline=None, max_examples=30)
 labels_of = st.lists(st.integers(-3, 5), min_size=1, max_size=80)
 
 
@@ -65,7 +65,7 @@ def test_each_worker_holds_exactly_its_number_of_labels(
 @few
 @given(labels_of, st.integers(1, 8), st.integers(1, 4))
 def test_more_frequent_labels_have_more_holders(labels: list[int], workers: int, each: int) -> None:
-    """No place could go to a label with more samples per holder than it would leave behind."""
+    """Moving a place to another label would not make the parts more equal."""
     if not exist(labels, workers, each):
         return
     number = {
@@ -91,7 +91,7 @@ def test_ten_workers_with_one_of_ten_labels_each() -> None:
 
 
 def test_workers_do_not_share_labels_in_fixed_pairs() -> None:
-    """With two labels each, the holders of one label have different other labels."""
+    """With two labels each, the holders of one label have different second labels."""
     labels = [index % 10 for index in range(1000)]
     for seed in range(5):
         parts = partition_by_label(labels, 10, 2, seed)
@@ -126,7 +126,7 @@ def test_dirichlet_parts_hold_every_index_once_and_enough(
 
 
 def test_parts_that_are_too_small_are_drawn_again() -> None:
-    """A draw with enough in each part stays; another one gives way to a draw that has."""
+    """A sufficient first draw is kept; an insufficient one is replaced."""
     labels = [index % 10 for index in range(200)]
     again = 0
     for seed in range(20):
@@ -153,7 +153,7 @@ def test_shares_follow_the_dirichlet_distribution(alpha: float) -> None:
 
 @pytest.mark.parametrize("alpha", [5e-324, 1e-300, 1e-6])
 def test_tiny_alpha_gives_each_label_to_one_worker(alpha: float) -> None:
-    """Where gamma variables underflow, the draw is one worker, and each as likely."""
+    """Also if gamma variables underflow; each worker is equally likely."""
     labels = np.repeat(np.arange(2000), 3)
     counts = describe_partition(partition_dirichlet(labels, 4, alpha), labels).counts
     assert set(counts.ravel().tolist()) == {0, 3}
@@ -162,7 +162,7 @@ def test_tiny_alpha_gives_each_label_to_one_worker(alpha: float) -> None:
 
 @pytest.mark.parametrize("alpha", [1e20, 1e38])
 def test_huge_alpha_gives_all_workers_the_same_mix(alpha: float) -> None:
-    """Each label in equal parts, and the odd samples not always to the same workers."""
+    """Each label in equal parts; the remainder does not always go to the same workers."""
     labels = np.repeat(np.arange(400), 5)
     counts = describe_partition(partition_dirichlet(labels, 4, alpha), labels).counts
     assert set(counts.ravel().tolist()) == {1, 2}
@@ -178,7 +178,7 @@ def test_huge_alpha_gives_all_workers_the_same_mix(alpha: float) -> None:
     )
 )
 def test_rounding_is_by_largest_remainder(rows: list[tuple[int, list[int]]]) -> None:
-    """Rows keep their sums, and who is rounded up has no smaller remainder than who is not."""
+    """Rows keep their sums, and entries rounded up have the largest remainders."""
     totals = np.array([total for total, _ in rows])
     weights = np.array([[w + 0.125 for w in weights] for _, weights in rows])
     shares = weights / weights.sum(axis=1, keepdims=True)
@@ -207,7 +207,7 @@ DIVISIONS = [
 
 @pytest.mark.parametrize("divide", DIVISIONS)
 def test_the_seed_decides(divide: Any) -> None:
-    """The same seed gives the same parts, whatever else draws numbers; others give others."""
+    """The same seed gives the same parts, independent of other draws; other seeds do not."""
     first = as_lists(divide(LABELS))
     np.random.seed(3)
     torch.manual_seed(3)
@@ -323,7 +323,7 @@ def test_the_table_counts_labels(labels: list[int], workers: int, alpha: float) 
 
 
 def test_the_table_is_aligned() -> None:
-    """What print shows, written out; a part may leave samples out or be empty."""
+    """The printed table; parts may omit samples or be empty."""
     table = describe_partition([[0, 1, 2], torch.tensor([5]), []], ["cat", "cat", "ox"] * 2)
     assert str(table) == "\n".join(
         [
@@ -346,7 +346,7 @@ def test_a_wide_table_is_cut() -> None:
 
 
 def test_one_label_each_is_the_largest_skew() -> None:
-    """0.9 when each of ten workers has one of ten labels; 0 for a worker with everything."""
+    """0.9 if each of ten workers has one of ten labels; 0 for one worker with all samples."""
     labels = [index % 10 for index in range(100)]
     assert describe_partition(partition_by_label(labels, 10, 1), labels).skew == pytest.approx(0.9)
     assert describe_partition([range(100)], labels).skew == 0.0
@@ -354,7 +354,7 @@ def test_one_label_each_is_the_largest_skew() -> None:
 
 
 @pytest.mark.parametrize("known", [3, 100])
-def test_the_picture_is_a_png(tmp_path: Path, known: int) -> None:
+def test_the_heat_map_is_a_png(tmp_path: Path, known: int) -> None:
     """Also with more labels than fit on the axis, and without choosing a backend for the user."""
     pytest.importorskip("matplotlib")
     labels = [f"class {index % known}" for index in range(500)]
@@ -363,7 +363,7 @@ def test_the_picture_is_a_png(tmp_path: Path, known: int) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_picture_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_heat_map_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install 'offbeat\[plot\]'"):
         describe_partition([[0]], [0], tmp_path / "parts.png")

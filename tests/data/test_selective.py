@@ -28,7 +28,7 @@ def epoch(size: int, n: int, number: int = 0, **options: Any) -> list[list[int]]
     return read
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(sizes, workers, st.booleans(), st.integers(0, 3))
 def test_every_epoch_is_a_permutation_of_all_indices(
     size: int, n: int, drop: bool, number: int
@@ -48,7 +48,7 @@ def test_every_epoch_is_a_permutation_of_all_indices(
         assert set(read[0]) == set(range(size))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(sizes, workers, st.booleans())
 def test_workers_read_disjoint_samples_at_each_position(size: int, n: int, drop: bool) -> None:
     """At every position the N workers are at N different samples (of the padded list)."""
@@ -79,7 +79,7 @@ def test_each_epoch_has_a_new_shuffle_of_the_same_structure() -> None:
     assert epoch(12, 3, 0, seed=1)[0] != first[0]
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(sizes, workers, st.data())
 def test_resumable_at_any_position(size: int, n: int, data: st.DataObject) -> None:
     """A state taken after k samples continues with sample k+1; later epochs are whole."""
@@ -180,7 +180,7 @@ def test_resumable_at_any_position_of_a_part(
 
 
 def test_a_state_of_another_part_is_refused() -> None:
-    """Of another worker, of another partition, and of a sampler without one."""
+    """From another worker, from another partition, and from a sampler without a partition."""
     parts, others = ([range(0, 4), range(4, 10)], [range(0, 5), range(5, 10)])
     state = SelDPSampler(range(10), 2, 0, partition=parts).state_dict()
     plain = SelDPSampler(range(10), 2, 0)
@@ -208,13 +208,13 @@ def test_a_state_of_another_part_is_refused() -> None:
     ],
 )
 def test_a_wrong_partition_is_refused_by_every_worker(parts: Any, message: str) -> None:
-    """Else one worker would raise and the others wait for it."""
+    """Otherwise one worker would raise and the others would wait for it."""
     for rank in range(3):
         with pytest.raises(ValueError, match=message):
             SelDPSampler(range(10), 3, rank, partition=parts)
 
 
-def test_what_does_not_go_with_a_partition() -> None:
+def test_options_that_exclude_a_partition_are_refused() -> None:
     with pytest.raises(ValueError, match="drop_last cuts chunks to one length"):
         SelDPSampler(range(10), 1, 0, drop_last=True, partition=[range(10)])
     with pytest.raises(TypeError, match=r"part 0 must be a list of integer .* got bool"):
@@ -252,7 +252,7 @@ def gather(rank: int, size: int) -> tuple[list[list[int]], int]:
 
 
 def test_real_workers_with_a_data_loader() -> None:
-    """Three processes read all samples each, in different chunks, through a DataLoader."""
+    """Three processes read all samples, in different chunks, through a DataLoader."""
     (read, batches), *_ = run(gather, workers=3)
     assert batches == 6
     for own in read:
@@ -269,7 +269,7 @@ def gather_parts(rank: int, size: int) -> list[int]:
 
 
 def test_real_workers_agree_on_a_partition() -> None:
-    """Three processes that each compute the parts read every sample once between them."""
+    """Three processes that compute the parts themselves read every sample once in total."""
     read = run(gather_parts, workers=3)
     assert sorted(index for own in read for index in own) == list(range(60))
     assert len({len(own) for own in read}) > 1

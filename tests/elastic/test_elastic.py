@@ -340,7 +340,8 @@ def test_too_few_workers_raise_one_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"), [(Pause, "left behind|training has ended"), (Cut, "nobody could be reached")]
+    ("kind", "told"),
+    [(Pause, "left behind|training has ended"), (Cut, "no other worker could be reached")],
 )
 def test_a_silent_worker_is_left_behind(kind: Any, told: str) -> None:
     """The others continue after the time-out; it raises and does not disturb them."""

@@ -19,7 +19,7 @@ from offbeat.lab.recipes import Setup, find_recipe
 from offbeat.lab.recipes.held_out import HeldOut
 from offbeat.lab.results import read_results
 from offbeat.lab.step_time import measure_recipe
-from offbeat.plan.phantom import shapes_of
+from offbeat.plan.placeholder_model import shapes_of
 from pages import code_on
 
 CODE = code_on("your-own-model", "def spirals")

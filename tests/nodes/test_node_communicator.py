@@ -13,8 +13,8 @@ from offbeat.errors import CommunicationError
 from offbeat.nodes.communicator import NodeCommunicator
 from offbeat.quantization.decoding import TensorVector
 from offbeat.quantization.wire import Wire
-from offbeat.simulate.cluster import Line
 from offbeat.simulate.communicator import SimulatedCommunicator
+from offbeat.simulate.connections import Group
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.operation import Await, Exchange, Operation, Receive, Send
 from offbeat.transport.single_process import SingleCommunicator
@@ -34,14 +34,14 @@ def between(
 
     Return the results by rank. The ranks of a node are consecutive.
     """
-    rows = [Line(tuple(range(n * workers, (n + 1) * workers))) for n in range(nodes)]
-    columns = [Line(tuple(range(i, nodes * workers, workers))) for i in range(workers)]
+    rows = [Group(tuple(range(n * workers, (n + 1) * workers))) for n in range(nodes)]
+    columns = [Group(tuple(range(i, nodes * workers, workers))) for i in range(workers)]
 
     def worker() -> Any:
         node, place = divmod(dist.get_rank(), workers)
         whole: Any = dist.group.WORLD.make_communicator(60.0)
 
-        def part(line: Line, group: int) -> SimulatedCommunicator:
+        def part(line: Group, group: int) -> SimulatedCommunicator:
             return SimulatedCommunicator(whole.cluster, whole.member, line, group, whole.host)
 
         across = Recording(part(columns[place], 200 + place))

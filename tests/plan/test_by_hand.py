@@ -37,7 +37,7 @@ def check(row: Forecast, step: float, payload: float, copies: float, apart: floa
 
 
 def test_a_ring_all_reduce() -> None:
-    """2(N−1)·(α + S/(N·B)) for the roll and the only bucket, after each step."""
+    """2(N−1)·(α + S/(N·B)) for the votes and for the only bucket, after each step."""
     row = one("local:period=1", parameters=2**18, workers=16, latency="1ms")
     ring = 30 * (1e-3 + 2**20 / (16 * 125e6)) + 30 * (1e-3 + 56 / (16 * 125e6))
     assert row.step_seconds == pytest.approx(0.1 + ring, rel=1e-9)
@@ -49,22 +49,22 @@ def test_local_sgd() -> None:
     check(one("local:period=8"), 0.1 + (MEAN + ROLL) / 8, (SIZE + 56) / 8, 1, 8)
 
 
-def test_bsp_beside_backward() -> None:
-    """From when the first MiB of gradients is there the link is busy until the end.
+def test_bsp_overlaps_backward() -> None:
+    """The link is busy from the first MiB of gradients until the end of the step.
 
     Buckets of 1 MiB, 11 of 8 MiB and 7 MiB; and the numbers that the workers agree on.
     """
     row = one("bsp")
     begins = 0.1 * (1 / 3 + 2 / 3 / 96)  # a third of the step is forward
     numbers = (row.payload_bytes - SIZE) / 8
-    assert numbers == 7 + 2 + 96 + 12 * 2, "the ballot, two counts and one for each tensor"
+    assert numbers == 7 + 2 + 96 + 12 * 2, "the vote, two counts and one number per tensor"
     sums = RING * (13 * 1e-4 + SIZE / (4 * 125e6)) + RING * (1e-4 + 8 * numbers / (4 * 125e6))
     assert row.step_seconds == pytest.approx(begins + sums, rel=1e-9)
     assert row.apart_steps == 0
 
 
 def test_bsp_with_a_single_bucket() -> None:
-    """It leaves when backward has ended, with the numbers in its tail as float32."""
+    """It is sent at the end of backward, with the numbers of the vote as float32 in its tail."""
     row = one("bsp", parameters=2**18)
     tail = row.payload_bytes - 2**20
     assert tail / 4 == pytest.approx(7 + 2 + 64, abs=4)
@@ -72,7 +72,7 @@ def test_bsp_with_a_single_bucket() -> None:
 
 
 def test_a_lossy_wire() -> None:
-    """Of each bucket two stages of 3 messages, of 512 blocks of 516 bytes for each worker."""
+    """Two stages per bucket with 3 messages each, of 512 blocks of 516 bytes per worker."""
     chunk = 12 * 2**21 // (4 * 512) * 516
     mean = RING * (12 * 1e-4 + chunk / 125e6)
     row = one("local:period=8", wire="int8")
@@ -81,7 +81,7 @@ def test_a_lossy_wire() -> None:
 
 
 def test_selsync() -> None:
-    """Nine numbers a step, a mean at one of ten; deferred flags arrive during the next step."""
+    """Nine numbers per step and a mean every ten; deferred flags arrive during the next step."""
     votes = RING * (1e-4 + 72 / (4 * 125e6))
     check(one("selsync:target_lssr=0.9"), 0.1 + votes + MEAN / 10, 72 + SIZE / 10, 1, 10)
     check(one("selsync:delta=0.3", lssr=0.9), 0.1 + votes + MEAN / 10, 72 + SIZE / 10, 1, 10)
@@ -93,13 +93,13 @@ def test_selsync() -> None:
 
 
 def test_cyclic_async() -> None:
-    """max(β·t, r + m)/β a step: a merge of 12.2 steps is hidden by 13, not by 8."""
+    """max(β·t, r + m)/β per step: a cycle of 13 steps hides a merge of 12.2 steps, 8 do not."""
     check(one("async:staleness=26"), 0.1, (SIZE + 56) / 13, 2, 26)
     check(one("async"), (ROLL + MEAN) / 8, (SIZE + 56) / 8, 2, 16)
 
 
 def test_eager_async() -> None:
-    """Votes of 1 step and a mean of 13, so 14 steps a launch and 1 + 2·13 local steps past P.
+    """Votes take 1 step and a mean 13: a launch every 14 steps, 1 + 2·13 local steps past P.
 
     P is kept, too: a worker with nothing finite to send sends an update of 0.
     """
@@ -111,7 +111,7 @@ def test_eager_async() -> None:
 
 
 def test_diloco_with_overlap() -> None:
-    """Of 20 steps the mean overlaps with 5, and 7.2 are waited for; θ and v, s and the sum."""
+    """The mean overlaps with 5 of 20 steps; workers wait for 7.2. Memory: θ, v, s and the sum."""
     row = one("diloco:period=20,overlap=5")
     step = 0.1 + (ROLL + MEAN - 0.5) / 20
     check(row, step, (SIZE + 56) / 20, 4, 25)
@@ -119,14 +119,14 @@ def test_diloco_with_overlap() -> None:
 
 
 def test_cyclic_streaming() -> None:
-    """Four parts in 16 steps, each with a round of eleven numbers; P, v, and u and a sum a part."""
+    """Four parts in 16 steps, each with votes of eleven numbers."""
     row = one("streaming:schedule=cyclic,staleness=32", wire="float32")
     assert row.step_seconds == pytest.approx(0.1)
     assert row.payload_bytes == pytest.approx((SIZE + 4 * 88) / 16)
 
 
 def test_nodes() -> None:
-    """Two nodes of two: t and a mean of the node's gradients; then of a node a worker's part.
+    """Two nodes of two: t and the mean of the node's gradients, then each worker's part of a mean.
 
     What comes from the other node is put together inside.
     """

@@ -40,13 +40,13 @@ def copies(text: str, wire: Any) -> float:
     ],
 )
 def test_copies(text: str, exact: float, lossy: float) -> None:
-    """Over a lossy wire errors are a copy and a quarter, and payloads up to a half on top."""
+    """With a lossy wire, errors take 1.25 copies, and payloads up to half a copy."""
     assert copies(text, "float32") == pytest.approx(exact, abs=0.15)
     assert lossy - 0.6 <= copies(text, "int8") <= lossy + 2.2 * W + 0.15
 
 
-def test_what_is_reached_counts_once() -> None:
-    """Views share their storage; what is excluded, and what is blank, is known by it."""
+def test_reachable_storages_count_once() -> None:
+    """Views share a storage; excluded and blank tensors are recognised by theirs."""
     tensor, own = torch.zeros(100), torch.zeros(50)
     held: dict[str, Any] = {"a": tensor, "b": [tensor[:10], (tensor,)], "c": own}
     closure = lambda: held  # noqa: E731 - a function that leads to them

@@ -21,11 +21,11 @@ from offbeat import (
 )
 from offbeat.lab.step_time import measure_recipe
 from offbeat.plan.forecast import every, number, percent
-from offbeat.plan.phantom import shapes_of
-from offbeat.plan.question import Question
+from offbeat.plan.placeholder_model import shapes_of
+from offbeat.plan.planning import check_arguments
 from offbeat.plan.recommend import LOST_STEPS
 from offbeat.plan.result import HEADINGS, Plan
-from offbeat.plan.suggest import IDLE_LIMIT, evaluate, large_enough
+from offbeat.plan.suggest import IDLE_LIMIT, evaluate, suggest_streaming
 
 # 4 workers, 100 MB, 1 Gbit/s, 100 us, 100 ms a step: a mean takes 1.2 s
 CASE: dict[str, Any] = dict(parameters="25M", step_time="100ms", workers=4, bandwidth="1Gbit/s")
@@ -36,8 +36,8 @@ def texts(result: Plan, kind: str) -> list[str]:
     return [row.strategy for row in result.rows if row.strategy.split(":")[0] == kind]
 
 
-def test_the_usual_strategies() -> None:
-    """Text forms parse, idle is a share, the searches end where they should."""
+def test_the_default_strategies() -> None:
+    """Text forms parse, idle is a share, and the searches find the right settings."""
     result = plan(**CASE)
     assert [row.strategy.split(":")[0] for row in result.rows] == [
         *("bsp", "local", "local", "selsync", "streaming", "async", "async")
@@ -61,17 +61,15 @@ def test_the_usual_strategies() -> None:
     json.dumps(result.to_dict(), allow_nan=False)
 
 
-def test_a_larger_bound_is_suggested_where_streaming_would_wait() -> None:
+def test_a_larger_staleness_is_suggested_if_streaming_would_wait() -> None:
     """A million numbers over 20 Mbit/s and 60 ms."""
     far = {**CASE, "workers": 8, "bandwidth": "20Mbit/s", "latency": "60ms", "step_time": "20ms"}
-    setting = Question(**{**far, "parameters": "1M"}).setting
-    usual, (strategy, found) = (
-        evaluate(StreamingAveraging(), None, setting),
-        large_enough(None, setting),
-    )
-    assert usual.forecast.idle > IDLE_LIMIT >= found.forecast.idle
-    assert isinstance(strategy, StreamingAveraging)
-    assert strategy.staleness > StreamingAveraging().staleness
+    setting = check_arguments(**{**far, "parameters": "1M"})[0]
+    usual = evaluate(StreamingAveraging(), None, setting)
+    larger = suggest_streaming(None, setting)
+    assert usual.forecast.idle > IDLE_LIMIT >= larger.forecast.idle
+    assert isinstance(larger.strategy, StreamingAveraging)
+    assert larger.strategy.staleness > StreamingAveraging().staleness
 
 
 def test_numbers_and_text_mean_the_same() -> None:
@@ -87,20 +85,20 @@ def test_numbers_and_text_mean_the_same() -> None:
     assert numbers == plan(**CASE, strategies=["bsp", "local:period=8"])
 
 
-def test_it_is_the_same_every_time() -> None:
-    """With jitter, too: the draws are seeded."""
+def test_plans_are_reproducible() -> None:
+    """Also with jitter, whose draws are seeded."""
     given: Any = {"strategies": ["local:period=8", "bsp"], "jitter": 0.05}
-    assert plan(**CASE, **given) == plan(**CASE, **given)
+    assert plan(**SMALL, **given) == plan(**SMALL, **given)
 
 
-def test_strategies_are_taken_as_objects_too() -> None:
+def test_strategies_may_be_objects() -> None:
     given = [BSP(), LocalSGD(period=8), SelSync(target_lssr=0.9), AsyncAveraging(staleness=8)]
     result = plan(**SMALL, strategies=given)
     assert [row.strategy for row in result.rows] == [str(one) for one in given]
 
 
-def test_a_model_is_taken_with_its_tensors() -> None:
-    """One large tensor is one bucket, and one fragment, however many there are asked for."""
+def test_a_model_keeps_its_tensors() -> None:
+    """One large tensor is one bucket and one fragment, however many fragments are requested."""
     model = torch.nn.Sequential(torch.nn.Linear(2000, 4000), torch.nn.Linear(4000, 10))
     case = {**CASE, "parameters": model}
     result = plan(**case, strategies=["diloco:period=8,fragments=2", "diloco:period=8"])
@@ -145,7 +143,7 @@ class Planned(Strategy):
 
 
 def test_custom_strategies_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By text or as objects, without a line of their own."""
+    """By text or as objects, without registration."""
     (tmp_path / "planned_by_itself.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
     given = ["local:period=7", "planned_by_itself:Planned:every=7"]
@@ -170,7 +168,7 @@ def test_baselines_are_refused(text: str) -> None:
 
 
 def test_warm_up_is_left_out() -> None:
-    """Steady state alone: its first thousand steps are averaged each."""
+    """The plan describes the steady state, after a thousand warm-up steps."""
     warm, usual = plan(
         **SMALL, strategies=["local:period=8,warmup_steps=1000", "local:period=8"]
     ).rows
@@ -181,8 +179,8 @@ def test_warm_up_is_left_out() -> None:
 # -- precision -------------------------------------------------------------------------------------
 
 
-def test_a_wire_is_chosen_as_it_would_be() -> None:
-    """The most exact precision with which the link keeps workers waiting a tenth of the time."""
+def test_auto_chooses_the_most_exact_sufficient_precision() -> None:
+    """Workers wait for the link at most a tenth of the time."""
     for bandwidth, wire in (("2Gbit/s", "float32"), ("1Gbit/s", "bfloat16"), ("1Mbit/s", "int8")):
         case = {**SMALL, "bandwidth": bandwidth, "step_time": "60ms"}
         (row,) = plan(**case, strategies=["bsp"], wire="auto").rows
@@ -193,7 +191,7 @@ def test_a_wire_is_chosen_as_it_would_be() -> None:
 
 @pytest.mark.parametrize("bandwidth", ["30Mbit/s", *nightly(["300Mbit/s", "6Mbit/s"])])
 def test_streaming_chooses_as_in_the_simulator(bandwidth: str) -> None:
-    """The same code: after as many steps the same precision."""
+    """The plan runs the same code, so it reaches the same precision."""
     case: dict[str, Any] = dict(workers=2, bandwidth=bandwidth, latency="1ms")
     known: dict[str, Any] = dict(
         parameters=65_536, step_time="20ms", strategies=["streaming"], wire="auto"
@@ -245,8 +243,8 @@ def test_advice_without_streaming() -> None:
         assert plan(**network, strategies=some).recommendation.strategy == strategy
 
 
-def test_advice_is_among_the_given() -> None:
-    """The least drift within 5 % of the best throughput; BSP if nothing is faster."""
+def test_the_recommendation_is_one_of_the_given_strategies() -> None:
+    """The fewest steps between means within 5 % of the best throughput; BSP if none is faster."""
     some = plan(**CASE, strategies=["bsp", "local:period=300", "local:period=290"])
     assert some.recommendation.strategy == "local:period=290"
     assert "local:period=290 waits 4.0 %" in some.reason
@@ -256,10 +254,10 @@ def test_advice_is_among_the_given() -> None:
     tied = plan(**CASE, strategies=["diloco:period=40,overlap=20", "local:period=40"])
     assert tied.recommendation.strategy == "diloco:period=40,overlap=20"
     waits = plan(**CASE, strategies=["async"])
-    assert "a merge is under way for 12.1 steps, and with async workers wait 34 %" in waits.reason
+    assert "a merge is in flight for 12.1 steps, and with async workers wait 34 %" in waits.reason
 
 
-def test_reasons_have_the_figures() -> None:
+def test_reasons_contain_the_figures() -> None:
     fast = plan(**{**SMALL, "bandwidth": "10Gbit/s"}, strategies=["bsp"])
     assert fast.reason == (
         "exact synchronous training costs almost nothing here, BSP waits 1.0 % of the time"
@@ -268,7 +266,7 @@ def test_reasons_have_the_figures() -> None:
     assert near.reason.startswith("BSP waits 8.8 % of the time, no more than ")
     middle = plan(**{**SMALL, "bandwidth": "400Mbit/s"}, strategies=["bsp", "streaming"])
     assert middle.reason.startswith(
-        "BSP would wait 19 % of the time; streaming sends the model in int2 beside computing, all "
+        "BSP would wait 19 % of the time; streaming sends the model in int2 while computing, all "
     )
     short = plan(**{**SMALL, "bandwidth": "400Mbit/s"}, strategies=["local:period=5"])
     assert short.reason == "BSP would wait 19 % of the time; local:period=5 waits 4.6 %"
@@ -276,7 +274,7 @@ def test_reasons_have_the_figures() -> None:
     assert "2,500 steps apart: watch the final metric" in slow.reason
     assert "2,500 steps apart, watch the final metric" in slow.rows[0].note
     hidden = plan(**CASE, strategies=["async:staleness=26"])
-    assert "a merge is under way for 13 steps, so async:staleness=26 hides it" in hidden.reason
+    assert "a merge is in flight for 13 steps, so async:staleness=26 hides it" in hidden.reason
 
 
 def test_jitter_alone_is_a_reason() -> None:
@@ -287,16 +285,16 @@ def test_jitter_alone_is_a_reason() -> None:
     assert wild.recommendation.strategy == "local:period=8"
 
 
-def test_a_single_worker_waits_for_nobody() -> None:
-    result = plan(**{**CASE, "workers": 1}, jitter=0.5)
+def test_a_single_worker_never_waits() -> None:
+    result = plan(**{**SMALL, "workers": 1}, jitter=0.5)
     assert result.recommendation.strategy == "bsp"
-    assert result.reason == "a single worker has nobody to wait for"
+    assert result.reason == "a single worker waits for no other"
     for row in result.rows:
         assert row.step_seconds == pytest.approx(0.1)
         assert (row.idle, row.payload_bytes, row.steady) == (pytest.approx(0), 0, True)
-        assert row.note == "nobody to wait for"
+        assert row.note == "nothing to wait for"
     node = plan(**{**CASE, "workers": 2}, workers_per_node=2, strategies=["bsp"])
-    assert node.reason == "a single node has nobody to wait for"
+    assert node.reason == "a single node waits for no other"
 
 
 # -- nodes -----------------------------------------------------------------------------------------
@@ -306,7 +304,7 @@ NODES: dict[str, Any] = dict(
 )
 
 
-def test_nodes_have_the_usual_rows() -> None:
+def test_nodes_have_the_default_rows() -> None:
     result = plan(**{**CASE, **NODES})
     assert "between nodes of 2 with 10 Gbit/s" in result.caption()
     kinds = {row.strategy.split(":")[0] for row in result.rows}
@@ -317,9 +315,9 @@ def test_nodes_have_the_usual_rows() -> None:
         assert row.memory_bytes >= 400e3 * 0.99, "the mean inside needs a copy"
 
 
-def test_the_slowest_worker_of_a_node_sets_its_pace() -> None:
+def test_the_slowest_worker_determines_the_step_of_a_node() -> None:
     calm, wild = (
-        plan(**{**CASE, **NODES}, jitter=jitter, strategies=["local:period=4"])
+        plan(**{**CASE, **NODES, "workers": 4}, jitter=jitter, strategies=["local:period=4"])
         for jitter in (0.0, 0.1)
     )
     late = wild.node_step_seconds - calm.node_step_seconds
@@ -335,7 +333,7 @@ def test_the_slowest_worker_of_a_node_sets_its_pace() -> None:
         ({"wire": "auto", "strategies": ["bsp"]}, 'wire="auto" with node_group'),
     ],
 )
-def test_nodes_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_impossible_nodes_of_a_plan_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, offbeat.AttachError), match=message):
         plan(**{**CASE, **NODES, **changes})
 
@@ -364,7 +362,7 @@ def test_nodes_that_cannot_be_are_refused(changes: dict[str, Any], message: str)
         ({"strategies": ["local"]}, "local:period=8"),
     ],
 )
-def test_nonsense_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_impossible_arguments_are_refused(changes: dict[str, Any], message: str) -> None:
     """The error shows the right form."""
     with pytest.raises(ValueError, match=message):
         plan(**{**CASE, **changes})
@@ -380,7 +378,7 @@ def test_wrong_types_are_refused(changes: dict[str, Any]) -> None:
 
 
 def test_table_and_dictionary() -> None:
-    """Markdown and rows show the same; the dictionary is JSON and holds the numbers."""
+    """Markdown and table show the same cells; the dictionary contains JSON values."""
     result = plan(**CASE, strategies=["bsp", "async:staleness=26", "selsync:delta=inf"])
     table = result.table().rows
     assert all(len(row) == len(HEADINGS) for row in table)
@@ -405,7 +403,7 @@ def test_numbers_in_words() -> None:
 
 
 def test_a_recipe_is_measured() -> None:
-    """Parameters and BatchNorm's statistics; the random state of the caller stays as it was."""
+    """Counts parameters and BatchNorm statistics; keeps the random state of the caller."""
     pytest.importorskip("sklearn")
     before = torch.get_rng_state()
     model, seconds = measure_recipe("digits", steps=5, warmup_steps=1)

@@ -48,7 +48,7 @@ quick = [i for i, cell in enumerate(CELLS) if not takes_long(cell)]
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(
-    "cell", some(CELLS, *quick), ids=lambda cell: " ".join(map(str, key(cell)))
+    "cell", some(CELLS, *quick[::2]), ids=lambda cell: " ".join(map(str, key(cell)))
 )
 def test_a_cell(cell: dict[str, Any]) -> None:
     (row,) = plan(
@@ -69,7 +69,7 @@ def test_a_cell(cell: dict[str, Any]) -> None:
 
 
 def test_few_cells_differ() -> None:
-    """Of 79 cells four; the others agree within 1 %."""
+    """Four of 79 cells differ; the others agree within 1 %."""
     assert len(CELLS) == 79
     assert len(SECONDS) == 4
     assert SECONDS.keys() <= {key(cell) for cell in CELLS}

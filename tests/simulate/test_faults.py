@@ -10,7 +10,7 @@ import offbeat
 from offbeat import Compute, Network, simulate
 from offbeat.errors import CommunicationError, CommunicationTimeout
 from offbeat.simulate import Cut, Join, Kill, Pause
-from offbeat.simulate.cluster import NOTICE_SECONDS
+from offbeat.simulate.connections import NOTICE_SECONDS
 
 NETWORK = Network("1Gbit/s", latency="1ms")
 
@@ -42,7 +42,7 @@ def run(*faults: Any, **options: Any) -> Any:
 
 
 def test_a_killed_worker_is_noticed() -> None:
-    """In the middle of the fourth step; the others wait for it from its end on."""
+    """Killed in the fourth step; the others fail in the mean at its end."""
     found = run(Kill(worker=1, at="3.5 s"))
     assert found.results[1] is None
     for rank in (0, 2):
@@ -56,16 +56,16 @@ def test_a_killed_worker_is_noticed() -> None:
     assert found.stats[1].steps == 3
 
 
-def test_a_loss_ends_what_is_under_way_at_the_notice() -> None:
-    """Who waits already fails a notice after the loss."""
+def test_a_loss_fails_pending_operations_when_it_is_noticed() -> None:
+    """A waiting worker fails ``NOTICE_SECONDS`` after the loss."""
     found = run(Kill(worker=1, at="3.5 s"), Pause(worker=1, at="2.5 s", seconds="2 s"))
     for rank in (0, 2):
         assert found.results[rank]["seconds"] == pytest.approx(3.5 + NOTICE_SECONDS)
 
 
 @pytest.mark.parametrize("kind", [Pause, Cut])
-def test_silence_is_noticed_after_the_time_out(kind: Any) -> None:
-    """The first wait that is not answered lasts ``timeout_seconds``."""
+def test_a_silent_worker_is_noticed_after_the_time_out(kind: Any) -> None:
+    """The first wait for it lasts ``timeout_seconds``."""
     found = run(kind(worker=1, at="3.5 s", seconds="30 s"))
     for rank in (0, 2):
         one = found.results[rank]
@@ -75,21 +75,21 @@ def test_silence_is_noticed_after_the_time_out(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [Pause, Cut])
-def test_a_short_silence_costs_its_time(kind: Any) -> None:
-    """Less than the time-out: nobody fails."""
+def test_a_short_silence_only_delays(kind: Any) -> None:
+    """Shorter than the time-out: no worker fails."""
     ends = [run(*faults).seconds for faults in ([], [kind(worker=1, at="3.5 s", seconds="2 s")])]
     assert 1.0 < ends[1] - ends[0] < 2.1
 
 
-def test_a_newcomer_waits_in_vain_where_nobody_regroups() -> None:
-    """The others have not asked for it; it fails after its time-out."""
+def test_a_newcomer_times_out_if_no_worker_regroups() -> None:
+    """Without elastic training the others do not admit it."""
     found = run(Join(at="2 s"), timeout_seconds=3.0)
     assert [one["error"] for one in found.results[:3]] == [None] * 3
-    assert "nobody has answered" in str(found.results[3])
+    assert "no worker has answered" in str(found.results[3])
 
 
-def test_faults_name_workers_that_there_are() -> None:
-    """One for each that joins."""
+def test_faults_must_name_existing_workers() -> None:
+    """Workers that join exist as well."""
     with pytest.raises(ValueError, match="there are 3 workers"):
         run(Kill(worker=3, at=1.0))
     with pytest.raises(TypeError, match="Kill, Pause, Cut or Join"):
@@ -98,8 +98,8 @@ def test_faults_name_workers_that_there_are() -> None:
         Pause(worker=0, at=0.0, seconds=-1.0)
 
 
-def test_ranks_of_newcomers_go_on_counting() -> None:
-    """They have no group with the others."""
+def test_newcomers_get_the_next_ranks() -> None:
+    """They share no process group with the others."""
 
     def worker() -> tuple[int, int]:
         return dist.get_rank(), dist.get_world_size()

@@ -29,7 +29,7 @@ def test_a_seed_shuffles_ties_and_nothing_else() -> None:
     assert sorted(order(1)[:10]) == list(range(10)), "times still come in order"
 
 
-def test_a_signal_happens_once_and_calls_all_that_wait() -> None:
+def test_a_signal_happens_once_and_calls_all_callbacks() -> None:
     signal, seen = Signal(), []
     signal.then(lambda: seen.append(1))
     signal.then(lambda: seen.append(2))

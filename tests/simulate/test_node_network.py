@@ -105,19 +105,19 @@ def test_local_sgd_waits_for_a_vote_and_a_mean_between_nodes(nodes: int, per_nod
 
 
 def test_bsp_sends_the_gradients_of_the_node_in_each_step() -> None:
-    """With the vote, two numbers and a tensor's at the end of its only bucket."""
+    """Its only bucket ends with the vote, two numbers, and one number per tensor."""
     seconds, waited = measured("bsp", workers=4, per_node=2, cycle=1)
     mean = between(M + 4 * (7 + 2 + 1), 2, 2)
     assert waited == pytest.approx(mean, rel=1e-6)
     assert seconds == pytest.approx(STEP + inside_mean(2) + mean, rel=1e-6)
 
 
-def test_a_flag_of_a_node_costs_what_that_of_a_worker_does() -> None:
+def test_the_flags_of_nodes_cost_as_much_as_those_of_workers() -> None:
     seconds, _ = measured("selsync:delta=inf", workers=4, per_node=2, cycle=1)
     assert seconds == pytest.approx(STEP + inside_mean(2) + between(SELSYNC_VOTE, 2, 2), rel=1e-6)
 
 
-def test_what_travels_between_nodes_delays_nothing_inside() -> None:
+def test_traffic_between_nodes_does_not_delay_traffic_inside() -> None:
     """A mean of 2·(2 ms + 20 kB at 1 MB/s) = 46 ms and more is hidden behind four steps."""
     seconds, waited = measured("async:staleness=8", workers=4, per_node=2, cycle=4)
     assert waited == 0
@@ -125,7 +125,7 @@ def test_what_travels_between_nodes_delays_nothing_inside() -> None:
 
 
 def test_without_node_group_a_ring_goes_round_all_workers() -> None:
-    """At the rate of a node's link, which it enters and leaves once."""
+    """At the speed of a node's link, because the ring enters and leaves each node once."""
     seconds, _ = measured("bsp", workers=4, per_node=2, cycle=1, flat=True)
     size = M + 4 * (7 + 2 + 1)
     assert seconds == pytest.approx(STEP + 2 * 3 * (OUT_LATENCY + size / 4 / OUT), rel=1e-6)
@@ -138,20 +138,30 @@ def test_rates_by_hand() -> None:
     assert links.latency_of(range(4)) == 1e-5
     assert links.collective_bytes_per_second(range(8)) == 100e6  # half of the switch
     assert links.collective_bytes_per_second([0, 4], sharing=4) == 25e6
-    assert links.all_gather_seconds(1e6, range(8)) == pytest.approx(7 * (1e-3 + 1e6 / 100e6))
-    assert links.all_to_all_seconds(8e6, range(8)) == pytest.approx(7 * (1e-3 + 1e6 / 25e6))
-    assert links.broadcast_seconds(1e6, range(8)) == pytest.approx(3 * (1e-3 + 1e6 / 25e6))
-    assert links.broadcast_seconds(1e6, [0, 4]) == pytest.approx(1e-3 + 1e6 / 100e6)
-    assert links.all_reduce_seconds(1e6, range(4)) == pytest.approx(6 * (1e-5 + 25e4 / 1e10))
-    assert links.message_seconds(1e6, 0, 3) == pytest.approx(1e-5 + 1e-4)
-    assert links.message_seconds(1e6, 0, 4) == pytest.approx(1e-3 + 8e-3)
+    assert links.collective_seconds("gather", 1e6, range(8)) == pytest.approx(
+        7 * (1e-3 + 1e6 / 100e6)
+    )
+    assert links.collective_seconds("exchange", 8e6, range(8)) == pytest.approx(
+        7 * (1e-3 + 1e6 / 25e6)
+    )
+    assert links.collective_seconds("broadcast", 1e6, range(8)) == pytest.approx(
+        3 * (1e-3 + 1e6 / 25e6)
+    )
+    assert links.collective_seconds("broadcast", 1e6, [0, 4]) == pytest.approx(1e-3 + 1e6 / 100e6)
+    assert links.collective_seconds("reduce", 1e6, range(4)) == pytest.approx(
+        6 * (1e-5 + 25e4 / 1e10)
+    )
+    assert links.latency_of((0, 3)) == 1e-5
+    assert links.link_seconds(1e6, 0, 3) == pytest.approx((1e-4, 1e-4))
+    assert links.latency_of((0, 4)) == 1e-3
+    assert links.link_seconds(1e6, 0, 4) == pytest.approx((8e-3, 8e-3))
     slow = Network("1Gbit/s", workers_per_node=2, inside="8Mbit/s")
     assert slow.collective_bytes_per_second(range(4)) == 1e6, "a ring passes inside, too"
     assert slow.collective_bytes_per_second([0, 2]) == 125e6
 
 
 def test_messages_of_a_node_queue_at_its_link() -> None:
-    """Two at once to two workers of another node; one inside meanwhile is not delayed."""
+    """Two concurrent messages to another node queue; a message inside the node does not."""
     size = 10_000
 
     def worker() -> float:

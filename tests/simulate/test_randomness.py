@@ -41,7 +41,7 @@ def _alone(seed: int, rank: int, kinds: list[str]) -> list[float]:
     return [draws[kind]() for kind in kinds]
 
 
-def test_workers_draw_as_if_alone_in_whatever_order_they_take_turns():
+def test_workers_draw_as_if_alone_in_any_order_of_turns():
     turns = random.Random(0)
     states = [RandomState.seeded(5, rank) for rank in range(3)]
     kinds: list[list[str]] = [[], [], []]
@@ -71,7 +71,7 @@ def test_a_seed_that_the_worker_sets_stays_its_own():
     assert np.random.normal() == np.random.RandomState(7).normal()
 
 
-def test_the_state_of_the_process_comes_back():
+def test_the_state_of_the_process_is_restored():
     np.random.seed(3)
     np.random.normal()
     before = RandomState.current()
@@ -83,7 +83,7 @@ def test_the_state_of_the_process_comes_back():
     assert [np.random.normal() for _ in range(3)] == [alone.normal() for _ in range(3)]
 
 
-def test_a_worker_may_put_another_generator_in_place():
+def test_a_worker_may_install_another_generator():
     first, second = RandomState.seeded(0, 0), RandomState.seeded(0, 1)
     first.load()
     np.random.set_bit_generator(np.random.PCG64(4))

@@ -70,7 +70,7 @@ VOTE = 7 * 8  # the seven numbers of a vote, in float64
 
 
 def test_a_bsp_step_is_compute_and_all_reduce() -> None:
-    """Exactly: no overlap with backward, whose time is charged when it has ended."""
+    """Exactly: without overlap, because the time of backward is charged at its end."""
     result = simulate(
         training(offbeat.BSP(), 10), workers=4, network=NETWORK, compute=Compute(STEP)
     )
@@ -82,7 +82,7 @@ def test_a_bsp_step_is_compute_and_all_reduce() -> None:
 
 
 def test_a_bandwidth_that_changes() -> None:
-    """From 0.5 s on a fourth of it: what begins from then on takes the new ring, by hand."""
+    """A fourth of the bandwidth from 0.5 s on, for transfers that start from then on."""
     network = Network(BANDWIDTH, latency=ALPHA, changes={0.5: 0.25})
     result = simulate(training(offbeat.BSP(), 6), workers=2, network=network, compute=Compute(STEP))
     before, after = (2 * (ALPHA + 1e5 / (2 * rate)) for rate in (1e6, 0.25e6))
@@ -97,7 +97,7 @@ def test_a_bandwidth_that_changes() -> None:
 
 
 def test_messages_meet_a_bandwidth_that_changes() -> None:
-    """4 kB at 1 MB/s, then at half of it: 4 ms and 8; the second has begun when it changes."""
+    """4 kB take 4 ms at 1 MB/s, then 8 ms at half of it; a later change has no effect on them."""
 
     def worker() -> list[float]:
         communicator = dist.group.WORLD.make_communicator(60.0)  # type: ignore[union-attr]
@@ -114,8 +114,8 @@ def test_messages_meet_a_bandwidth_that_changes() -> None:
     assert simulate(worker, workers=2, network=network).results[1] == pytest.approx([0.004, 0.012])
 
 
-def test_what_the_end_takes_is_in_the_totals() -> None:
-    """Rank 0 comes a step early: it waits a step, then as both do for the mean of 100 kB."""
+def test_the_totals_include_the_end() -> None:
+    """Rank 0 finishes a step early: it waits one step, and both wait for the mean of 100 kB."""
 
     def worker() -> tuple[float, float]:
         model = Big(25_000)
@@ -149,7 +149,7 @@ def test_local_sgd_pays_once_a_period() -> None:
 
 @pytest.mark.parametrize("elements", [25_000, 100_000])
 def test_cyclic_async_waits_for_what_a_merge_exceeds_the_cycle(elements: int) -> None:
-    """A worker waits max(0, mean − β·step) a cycle, and the rest is free."""
+    """A worker waits max(0, mean − β·step) per cycle."""
     strategy = AsyncAveraging(staleness=8)
     result = simulate(
         training(strategy, 40, elements), workers=4, network=NETWORK, compute=Compute(STEP)
@@ -166,7 +166,7 @@ def test_cyclic_async_waits_for_what_a_merge_exceeds_the_cycle(elements: int) ->
 
 
 def test_a_permanent_straggler_sets_the_pace() -> None:
-    """Of BSP in every step, of the cyclic schedule once a cycle."""
+    """It delays BSP in every step and the cyclic schedule once per cycle."""
     compute = Compute(STEP, slowdown={2: 3.0})
     bsp = simulate(training(offbeat.BSP(), 10), workers=4, network=NETWORK, compute=compute)
     assert bsp.results[0]["times"][-1] == pytest.approx(
@@ -182,7 +182,7 @@ def test_a_permanent_straggler_sets_the_pace() -> None:
 
 
 def test_a_short_straggler_costs_the_cyclic_schedule_nothing() -> None:
-    """One that is late by less than a cycle, less the mean, is made up for; BSP pays it all."""
+    """A delay shorter than the cycle minus the mean is absorbed; BSP is delayed fully."""
     late = Compute(STEP, stragglers=(Straggler(1, first_step=9, steps=1, factor=2.5),))
 
     def end(strategy: Strategy, compute: Compute, rank: int) -> float:
@@ -197,7 +197,7 @@ def test_a_short_straggler_costs_the_cyclic_schedule_nothing() -> None:
 
 
 def test_it_really_trains() -> None:
-    """The values are those of one worker with the mean of all gradients."""
+    """The values equal those of one worker with the mean of all gradients."""
 
     def worker() -> Tensor:
         model = make_model(seed=dist.get_rank())
@@ -308,7 +308,7 @@ def test_every_strategy_is_covered() -> None:
 
 
 def test_calls_of_torch_distributed_are_answered() -> None:
-    """Those that DESIGN names, of each worker's own, without a group and after the run undone."""
+    """Per worker, without init_process_group, and undone after the run."""
 
     def worker() -> dict[str, Any]:
         assert dist.is_initialized()
@@ -342,7 +342,7 @@ def test_calls_of_torch_distributed_are_answered() -> None:
     assert result.seconds > 0
 
 
-def test_a_deadlock_names_everyone() -> None:
+def test_a_deadlock_names_every_worker() -> None:
     """Rank, virtual time, operation and source line, the last events and the seed."""
 
     def worker() -> None:
@@ -385,7 +385,7 @@ def test_mismatched_collectives_are_named() -> None:
 
 
 def test_random_state_belongs_to_the_worker() -> None:
-    """Each draws what it would draw alone, however the others interleave."""
+    """Each worker draws the same numbers as alone, for any interleaving."""
 
     def worker() -> list[float]:
         torch.manual_seed(3)
@@ -454,7 +454,7 @@ def all_to_all(elements: int) -> float:
     return float(communicator.host.now())
 
 
-def test_messages_queue_on_each_link_apart() -> None:
+def test_messages_queue_on_each_link_separately() -> None:
     """All to all at once takes as long as one link needs for N − 1 messages, and one latency."""
     elements, workers = 125_000, 5  # 500 kB: 40 ms at 100 Mbit/s
     network = Network("100Mbit/s", latency="3ms")
@@ -474,7 +474,7 @@ def to_one(elements: int) -> float:
 
 
 def test_a_server_takes_messages_one_after_the_other() -> None:
-    """Its link is the bottleneck: the k-th message has come in after k times the time of one."""
+    """Its link is the bottleneck: the k-th message arrives after k times the time of one."""
     network = Network("100Mbit/s", latency="3ms")
     result = simulate(lambda: to_one(125_000), workers=4, network=network)
     assert result.results[1:] == pytest.approx([0.043, 0.083, 0.123])

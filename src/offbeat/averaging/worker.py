@@ -31,7 +31,7 @@ class AttachedOptimizer:
         index: Position in the list of optimizers passed to ``attach``.
         optimizer: The torch optimizer.
         parameters: The parameters that it updates, in the model's order.
-        scale: ``Host.scale``.
+        scale: ``Host.scale``; not 1 only for a placeholder model.
     """
 
     index: int

@@ -1,9 +1,10 @@
 """The commands ``plan`` and ``probe``."""
 
+import inspect
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import fields
+from typing import Any
 
 import torch.distributed as dist
 
@@ -19,7 +20,7 @@ from offbeat.lab.probe import tables
 from offbeat.lab.step_time import measure_recipe
 from offbeat.plan import Plan
 from offbeat.plan import plan as make_plan
-from offbeat.plan.question import Question
+from offbeat.plan.planning import check_arguments
 
 _MOST_WORKERS = 10_000
 _PROBED = ("workers", "bandwidth", "latency", "inside", "inside_latency")
@@ -28,9 +29,8 @@ _PROBED = ("workers", "bandwidth", "latency", "inside", "inside_latency")
 def plan(options: PlanOptions) -> None:
     """Predict the time of a step under each strategy, and recommend one."""
     _check(options)
-    question = {
-        field.name: getattr(options, field.name) for field in fields(Question) if field.init
-    }
+    names = inspect.signature(check_arguments).parameters
+    question: dict[str, Any] = {name: getattr(options, name) for name in names}
     # Defaults, and placeholders of what is measured later.
     usual: dict[str, object] = {"workers": USUAL_WORKERS, "latency": USUAL_LATENCY}
     usual |= dict.fromkeys(("parameters", "step_time", "bandwidth"), 1.0)
@@ -38,7 +38,7 @@ def plan(options: PlanOptions) -> None:
     question["strategies"] = options.strategies or None
     if options.probe:
         question["workers"] = _launched_workers(options.workers_per_node) or USUAL_WORKERS
-    Question(**question)  # raises for mistakes, before anything is measured
+    check_arguments(**question)  # raises for mistakes, before anything is measured
     if options.probe:
         result = _measure_network()
         question |= links(result.pairs, options.workers_per_node)

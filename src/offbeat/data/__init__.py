@@ -1,4 +1,4 @@
-"""WHO READS WHAT: how samples are divided among workers."""
+"""Distribution of samples among workers: a sampler, partitions, and data injection."""
 
 from offbeat.data.describe import PartitionTable, describe_partition
 from offbeat.data.injection import DataInjection

@@ -1,4 +1,4 @@
-"""Which worker holds how many samples of which label: a table and a picture."""
+"""Distribution of labels over the parts of a partition, as a table and as a heat map."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ import numpy.typing as npt
 from offbeat.data.partition import Labels, Share, check_parts, group_by_label
 from offbeat.display.plots import new_figure
 
-_COLUMNS = 20  # labels shown by the table; as many as fit a wide terminal
-_TICKS = 30  # labels and workers named by the picture
+_COLUMNS = 20  # most labels in the table: as many as fit a wide terminal
+_TICKS = 30  # most labels and workers named in the heat map
 
 
 @dataclass(frozen=True, eq=False)
 class PartitionTable:
-    """How many samples of each label each worker holds; ``str()`` is an aligned table.
+    """Number of samples by worker and label. ``str()`` gives an aligned table.
 
     Args:
-        counts: Samples, [workers, labels].
-        labels: The different labels, in the order of the columns.
+        counts: Number of samples, of shape [workers, labels].
+        labels: The distinct labels, in the order of the columns.
     """
 
     counts: npt.NDArray[np.int64]
@@ -29,28 +29,26 @@ class PartitionTable:
 
     @property
     def skew(self) -> float:
-        """How far the workers' mixes of labels are from the mix of all: 0 for IID, below 1.
+        """Distance of the workers' label distributions from the overall one: 0 for IID, below 1.
 
-        The mean over workers of ½·Σ_k |p_k(worker) − p_k(all)|: the share of a worker's samples
-        that would have to be of another label. Workers without samples do not count.
+        The mean over workers of ½·Σ_k |p_k(worker) − p_k(all)|, which is the share of a worker's
+        samples that would need another label. Workers without samples are left out.
         """
-        own = self.counts[self.counts.sum(axis=1) > 0]
-        if not own.size:
+        counts = self.counts[self.counts.sum(axis=1) > 0]
+        if not counts.size:
             return 0.0
-        mixes = own / own.sum(axis=1, keepdims=True)
-        everyone = own.sum(axis=0) / own.sum()
-        return float(np.abs(mixes - everyone).sum(axis=1).mean() / 2)
+        distributions = counts / counts.sum(axis=1, keepdims=True)
+        overall = counts.sum(axis=0) / counts.sum()
+        return float(np.abs(distributions - overall).sum(axis=1).mean() / 2)
 
     def __str__(self) -> str:
         shown = [str(label) for label in self.labels[:_COLUMNS]]
         more = len(self.labels) - len(shown)
         rows = [["worker", "samples", "labels", *shown]]
-        for worker, row in enumerate(self.counts.tolist()):
-            held = sum(count > 0 for count in row)
-            rows.append([str(worker), str(sum(row)), str(held), *map(str, row[:_COLUMNS])])
-        total = self.counts.sum(axis=0).tolist()
-        held = sum(count > 0 for count in total)
-        rows.append(["all", str(sum(total)), str(held), *map(str, total[:_COLUMNS])])
+        named = {str(worker): row for worker, row in enumerate(self.counts)}
+        for name, row in {**named, "all": self.counts.sum(axis=0)}.items():
+            totals = row.sum(), np.count_nonzero(row)
+            rows.append([name, *map(str, totals), *map(str, row[:_COLUMNS])])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
@@ -62,10 +60,10 @@ class PartitionTable:
         return "\n".join(lines)
 
     def plot(self, path: str | Path) -> None:
-        """Draw the counts as a heat map, a row a worker and a column a label, as a PNG.
+        """Draw a heat map of the counts as a PNG: one row per worker, one column per label.
 
         Args:
-            path: Where to.
+            path: Path of the file.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -87,17 +85,17 @@ class PartitionTable:
 def describe_partition(
     parts: Sequence[Share], labels: Labels, path: str | Path | None = None
 ) -> PartitionTable:
-    """Count the samples of each label in each part; ``print`` the result to see them.
+    """Count the samples of each label in each part. ``print`` the result to see a table.
 
     Args:
-        parts: The samples of each worker, as ``partition_by_label`` and ``partition_dirichlet``
-            return them. They need not hold all samples.
-        labels: The label of each sample of the dataset, integers or strings.
-        path: Also draw the table as a heat map, as PNG, to here; None draws nothing.
+        parts: Sample indices of each worker, as returned by ``partition_by_label`` and
+            ``partition_dirichlet``. They need not contain all samples.
+        labels: Label of each sample of the dataset, integers or strings.
+        path: Path of a PNG of the heat map; None draws nothing.
 
     Raises:
-        TypeError: labels or parts of another type.
-        ValueError: no parts, or parts that do not fit the labels.
+        TypeError: Labels or parts have the wrong type.
+        ValueError: There are no parts, or the parts do not fit the labels.
         ImportError: ``path`` is given and matplotlib is not installed.
     """
     values, groups = group_by_label(labels)

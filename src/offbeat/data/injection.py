@@ -1,4 +1,4 @@
-"""Data injection: in every step some workers give some of their samples to all others."""
+"""Data injection: in every step some workers send some of their samples to all others."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from offbeat.arguments import require_integer
-from offbeat.data.exchange import Answer, Exchange, Key
+from offbeat.data.exchange import Exchange, Key, Response
 from offbeat.data.samples import Parcel, count_samples, join, take
 from offbeat.data.senders import draw_samples, draw_senders, require_fraction
 from offbeat.elastic.connect import open_communicator
@@ -21,72 +21,80 @@ from offbeat.transport.team import Team
 
 
 @dataclass
-class _Ahead:
-    """A batch that is loaded, and the answers on their way, by rank."""
+class _Loaded:
+    """A batch loaded ahead of its step.
+
+    Attributes:
+        key: The step.
+        batch: This worker's own batch.
+        responses: Requested samples of the other senders, by rank.
+    """
 
     key: Key
     batch: Any
-    answers: dict[int, Handle[Answer]]
+    responses: dict[int, Handle[Response]]
 
 
 class DataInjection:
-    """Wraps a loader so that workers with different data see some of each other's.
+    """Wraps a data loader and adds samples of other workers to its batches.
 
-    In step t of worker n, N workers:
+    In step t of worker n of N:
 
-        senders_t = ⌈α·N⌉ workers, drawn anew by (seed, t), the same on all workers
-        give_m    = ⌊β·b' + ½⌋ of the b' samples of worker m's own batch t, drawn; at least 1
-        batch_t   = own batch t, then give_m of every sender m ≠ n, in the order of ranks
+        senders_t = ⌈α·N⌉ workers, drawn by (seed, t), the same on all workers
+        given_m   = ⌊β·b' + ½⌋ (at least 1) of the b' samples of worker m's own batch t, drawn
+        batch_t   = own batch t, then given_m of every sender m ≠ n, in the order of ranks
 
-    Own batches should be smaller than without: see ``injected_batch_size``. A sender gives the same
-    samples to all; it goes on training on them, too.
+    Own batches should therefore be smaller; see ``injected_batch_size``. A sender sends the same
+    samples to all workers and also trains on them.
 
-    Workers ask each other for samples; the next batch is loaded, and asked for, before the present
-    one is handed out, so samples travel while the model computes. A worker waits for a sender that
-    has not come to the step yet. One that has no batch for it gives nothing: it is in
-    ``consensus()`` or ``finish()``, or has left. So workers may take different numbers of steps.
-    Steps are counted anew after every ``consensus()``. While all have taken equally many, batches
-    do not depend on who is faster. Afterwards a worker may be in its strategy waiting for one that
-    waits for its samples: then that one goes on without them.
+    Workers request samples from each other. The next batch is loaded, and its samples are
+    requested, before the present one is returned, so samples are in flight while the model
+    computes. A worker waits for a sender that has not reached the step yet. A sender without a
+    batch for the step gives nothing: it is in ``consensus()`` or ``finish()``, or has left. Workers
+    may therefore take different numbers of steps. Steps are counted from 0 after every
+    ``consensus()``. While all workers have taken equally many steps, batches do not depend on their
+    speed. After that, the strategy of a worker may be waiting for a worker that waits for samples;
+    the latter then continues without them.
 
-    Without ``sync``, a worker at the end of its loader gives nothing until it is iterated again.
-    Call ``close`` at the end, or use it as a context manager. Loaders of different lengths then
-    need ``pause()``, a barrier and ``resume()`` on all workers between epochs, or they drift apart.
+    Without ``sync`` a worker at the end of its loader gives nothing until the next iteration. Call
+    ``close`` at the end, or use the object as a context manager. If loaders have different lengths,
+    call ``pause()``, a barrier and ``resume()`` on all workers between epochs; otherwise the
+    workers drift apart.
 
-    With one worker the batches are the loader's.
+    With one worker the batches are those of the loader.
 
     Args:
-        loader: Any iterable of batches that can be iterated again, such as a DataLoader. A batch is
-            a tensor, or tuples, lists, dictionaries, named tuples and dataclasses of tensors and of
-            lists of numbers or strings, each with one entry a sample. It is the same structure on
-            all workers, with tensors that differ in the number of samples alone.
-        alpha: α in (0, 1], the fraction of workers that send in each step.
-        beta: β in (0, 1], the fraction of its batch that each sends.
-        sync: The synchronizer of the training, from ``attach``. Its workers take part, samples are
-            counted in its ``stats.details``, and it is told about ``consensus()`` and the end.
-        group: The process group of the workers, if there is no ``sync``; None is the default group.
+        loader: Any iterable of batches that can be iterated repeatedly, such as a DataLoader. A
+            batch consists of tensors and lists of numbers or strings, with one entry per sample, in
+            tuples, lists, dictionaries, named tuples and dataclasses. All workers use the same
+            structure, with tensors that differ only in the number of samples.
+        alpha: Fraction α of workers that send in each step, in (0, 1].
+        beta: Fraction β of its batch that each sender sends, in (0, 1].
+        sync: Synchronizer of the training, from ``attach``. Its workers take part, its
+            ``stats.details`` count samples, and it announces ``consensus()`` and the end.
+        group: Process group of the workers, if ``sync`` is None; None is the default group.
         seed: Seed of all draws, the same on all workers.
-        dimension: Which dimension of the tensors counts samples.
-        timeout_seconds: How long to wait for another worker; with ``sync``, its own counts.
+        dimension: Dimension of the tensors that counts samples.
+        timeout_seconds: Time-out for another worker. With ``sync`` its own time-out applies.
 
     Attributes:
-        loader: As given.
-        samples_received: From others, so far.
-        bytes_received: Their bytes.
+        loader: The wrapped loader.
+        samples_received: Samples received from other workers so far.
+        bytes_received: Bytes of these samples.
 
     Raises:
-        TypeError: an argument of another type.
-        ValueError: one out of its range, or both ``sync`` and ``group``.
-        AttachError: no process group, or a synchronizer that is finished.
-        MismatchError: other settings on another worker.
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of its range, or both ``sync`` and ``group`` are given.
+        AttachError: There is no process group, or the synchronizer is finished.
+        MismatchError: Another worker has other settings.
 
-    A collective: every worker makes it alike.
+    A collective: every worker constructs it alike.
 
     *Communication*: ⌈α·N⌉ parcels of samples to each worker in each step, in the background; a
     sender sends N−1 of them. ``sync.stats.details`` counts ``injected_samples``,
     ``injected_bytes_received``, ``injected_samples_sent`` and ``injected_bytes_sent``. Waiting for
-    samples counts as waiting. *Memory*: one more batch, and parcels until all have asked for
-    them.
+    samples counts as waiting. *Memory*: one more batch, and parcels until all workers have
+    requested them.
 
     *Differs from the paper*: workers need not be at the same step.
 
@@ -117,11 +125,11 @@ class DataInjection:
         self.loader = loader
         self.alpha, self.beta, self.seed, self.dimension = alpha, beta, seed, dimension
         self.samples_received = self.bytes_received = 0
-        self._counted = [0, 0, 0, 0]  # what the details hold already
-        self._step = 0  # of the next batch that is loaded, since the last meeting
+        self._counted = [0, 0, 0, 0]  # totals that the details include already
+        self._step = 0  # number of the next batch to load, since the last barrier
         self._epoch = -1
         self._iterations = 0
-        self._ahead: _Ahead | None = None
+        self._loaded: _Loaded | None = None
         self._resumed: Key | None = None
         self._closed = False
         self._synced = sync is not None
@@ -146,40 +154,40 @@ class DataInjection:
             self._exchange.start_at(0, None, others)
 
     def _agree(self) -> list[int]:
-        """Raise unless all workers were given the same settings; gives the steps of each."""
+        """Raise unless all workers have the same settings. Return the steps of each worker."""
         names = ("alpha", "beta", "seed", "dimension")
         settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
         what = "comparison of data injection"
         text = f"{settings}\n{self._steps_taken()}".encode()
         gathered = self._team.uncounted.gather_bytes(text, what=what)
-        everyone = [one.decode().split("\n") for one in gathered]
-        for rank, (other, _) in enumerate(everyone):
-            if other != everyone[0][0]:
+        lines = [text.decode().split("\n") for text in gathered]
+        for rank, (other, _) in enumerate(lines):
+            if other != lines[0][0]:
                 raise MismatchError(
-                    f"data injection: rank {rank} has {other}, rank 0 has {everyone[0][0]}"
+                    f"data injection: rank {rank} has {other}, rank 0 has {lines[0][0]}"
                 )
-        return [int(steps) for _, steps in everyone]
+        return [int(steps) for _, steps in lines]
 
-    # -- what the user reads -----------------------------------------------------------------
+    # -- totals ----------------------------------------------------------------------------------
 
     @property
     def samples_sent(self) -> int:
-        """Samples given to others, each as often as it was sent."""
+        """Samples sent to other workers so far, counted once per receiver."""
         return 0 if self._exchange is None else self._exchange.samples_sent
 
     @property
     def bytes_sent(self) -> int:
-        """Their bytes."""
+        """Bytes of the samples sent."""
         return 0 if self._exchange is None else self._exchange.bytes_sent
 
     def __len__(self) -> int:
-        """Batches of an epoch of this worker, if the loader knows."""
+        """Number of batches of the loader, if it has a length."""
         return len(self.loader)  # type: ignore[arg-type]
 
-    # -- batches -----------------------------------------------------------------------------
+    # -- batches ---------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        """The loader's batches, each with what the senders of its step give."""
+        """Iterate over the loader's batches, each extended by samples of the step's senders."""
         if self._closed:
             raise OffbeatError("this DataInjection has left the others: make a new one")
         if self._exchange is None:
@@ -194,39 +202,39 @@ class DataInjection:
             exchange.end_epoch(-1)
         own = iter(self.loader)
         try:
-            self._ahead = self._load(own, exchange)
-            while self._ahead is not None:
-                present = self._ahead
-                self._ahead = self._load(own, exchange)
+            self._loaded = self._load(own, exchange)
+            while self._loaded is not None:
+                present = self._loaded
+                self._loaded = self._load(own, exchange)
                 yield self._complete(present, exchange)
         finally:
-            if iteration == self._iterations:  # else another iteration has begun meanwhile
-                self._ahead = None
+            if iteration == self._iterations:  # otherwise another iteration has begun
+                self._loaded = None
                 if not self._synced:
                     exchange.end_epoch(self._epoch)
 
-    def _load(self, own: Iterator[Any], exchange: Exchange) -> _Ahead | None:
-        """Load the next batch, publish what this worker gives of it, and ask the other senders."""
+    def _load(self, own: Iterator[Any], exchange: Exchange) -> _Loaded | None:
+        """Load the next batch, publish this worker's samples, and request those of others."""
         try:
             batch = next(own)
         except StopIteration:
             if not self._synced:
                 exchange.end_epoch(self._epoch)
             return None
-        key = self._number(exchange)
+        key = self._next_key(exchange)
         rank = self._team.rank
         senders = draw_senders(self.seed, key, self._team.size, self.alpha)
         exchange.publish(key, self._parcel(key, batch) if rank in senders else None)
         others = [sender for sender in senders if sender != rank]
-        answers = {other: exchange.ask(other, key, self._epoch) for other in others}
-        return _Ahead(key, batch, answers)
+        responses = {other: exchange.request(other, key, self._epoch) for other in others}
+        return _Loaded(key, batch, responses)
 
-    def _number(self, exchange: Exchange) -> Key:
+    def _next_key(self, exchange: Exchange) -> Key:
         if self._resumed is not None:
             key, self._resumed = self._resumed, None
             return key
         self._step += 1
-        return exchange.meeting, self._step - 1
+        return exchange.barriers, self._step - 1
 
     def _parcel(self, key: Key, batch: Any) -> Parcel | None:
         samples = count_samples(batch, self.dimension)
@@ -235,17 +243,17 @@ class DataInjection:
         chosen = draw_samples(self.seed, key, self._team.rank, samples, self.beta)
         return take(batch, chosen, self.dimension)
 
-    def _complete(self, present: _Ahead, exchange: Exchange) -> Any:
-        """The own batch and the answers, when all have come."""
+    def _complete(self, present: _Loaded, exchange: Exchange) -> Any:
+        """Wait for all requested samples. Return the batch that includes them."""
         parcels = []
-        for rank, handle in present.answers.items():
+        for rank, handle in present.responses.items():
             if not handle.done():
-                exchange.hurry(rank, present.key)
-            answer = handle.wait()
-            if isinstance(answer, Exception):
-                raise explained(answer)
-            if answer is not None:
-                parcels.append((rank, answer))
+                exchange.report_blocked(rank, present.key)
+            response = handle.wait()
+            if isinstance(response, Exception):
+                raise explained(response)
+            if response is not None:
+                parcels.append((rank, response))
         joined = join(present.batch, parcels, self.dimension)
         self.samples_received += joined.samples
         self.bytes_received += joined.values_bytes
@@ -253,7 +261,7 @@ class DataInjection:
         return joined.batch
 
     def _count(self) -> None:
-        """Add what is new to the synchronizer's totals."""
+        """Add the increase of the totals to the details of the synchronizer."""
         totals = {
             "injected_samples": self.samples_received,
             "injected_bytes_received": self.bytes_received,
@@ -264,42 +272,41 @@ class DataInjection:
             self._details[name] = self._details.get(name, 0) + total - before
         self._counted = list(totals.values())
 
-    # -- where this worker is ----------------------------------------------------------------
+    # -- background task of the synchronizer -----------------------------------------------------
 
     def set_blocking(self, blocking: bool) -> None:
-        """The strategy may block from now on, or no longer. Called by ``sync``."""
+        """Report whether the strategy may block from now on. Called by ``sync``."""
         if self._exchange is not None:
-            self._exchange.busy(blocking)
+            self._exchange.set_blocking(blocking)
 
     def pause(self) -> None:
-        """This worker loads nothing until all workers are at a barrier. Called by ``sync``."""
+        """Load nothing before the next barrier. Called by ``sync``."""
         if self._exchange is not None:
-            self._exchange.away(self._steps_taken())
+            self._exchange.pause(self._steps_taken())
 
     def resume(self) -> None:
-        """The barrier has ended; steps count from 0 again. All workers call it equally often."""
+        """Resume after a barrier. Steps restart at 0. Every worker calls this equally often."""
         if self._exchange is not None:
-            self._exchange.back()
+            self._exchange.resume()
             self._step = 0
 
     def finish(self) -> None:
-        """End: notify all other workers and wait for their answers. Calling it again does nothing.
+        """End data injection on this worker. Called by ``sync.finish()``. May be called again.
 
-        The other workers continue and receive nothing from this one any more. ``sync.finish()``
-        calls it.
+        Waits until all other workers have confirmed it. They may continue without this worker.
 
         Raises:
-            CommunicationError: another worker is lost.
+            CommunicationError: Another worker is lost.
         """
         self._closed = True
         if self._exchange is not None:
-            self._exchange.leave()
+            self._exchange.close()
             self._count()
         if not self._synced:
             self._team.close()
 
     def close(self) -> None:
-        """``finish``, whatever state the other workers are in. Never raises."""
+        """Call ``finish``, whatever the state of the other workers. Never raises."""
         with contextlib.suppress(OffbeatError):
             self.finish()
 
@@ -314,30 +321,30 @@ class DataInjection:
     ) -> None:
         self.close()
 
-    # -- checkpoints -------------------------------------------------------------------------
+    # -- checkpoints -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Which step comes next, as plain values. Every worker saves at the same step.
+        """Return the position in the sequence of steps, as plain values.
 
-        The place in the data is the sampler's to save.
+        Every worker saves its state at the same step. The sampler saves the position in the data.
         """
-        meeting = 0 if self._exchange is None else self._exchange.meeting
-        pending = None if self._ahead is None else list(self._ahead.key)
-        settings = {"alpha": self.alpha, "beta": self.beta, "seed": self.seed}
-        out_of_phase = [] if self._exchange is None else self._exchange.out_of_phase
+        exchange = self._exchange
+        pending = None if self._loaded is None else list(self._loaded.key)
         return {
-            **settings,
-            "meeting": meeting,
+            "alpha": self.alpha,
+            "beta": self.beta,
+            "seed": self.seed,
+            "meeting": 0 if exchange is None else exchange.barriers,  # key of earlier versions
             "step": self._step,
             "pending": pending,
-            "out_of_phase": out_of_phase,
+            "out_of_phase": [] if exchange is None else exchange.out_of_phase,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict()``, before the first iteration.
+        """Continue from a ``state_dict()``. Call before the first iteration.
 
         Raises:
-            ValueError: it was saved with other settings.
+            ValueError: The state was saved with other settings.
         """
         for name in ("alpha", "beta", "seed"):
             if state[name] != getattr(self, name):

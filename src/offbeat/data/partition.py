@@ -1,4 +1,4 @@
-"""Parts for non-IID training: every sample to one worker, which labels to which by a rule."""
+"""Partitions for non-IID training: every sample belongs to one worker, by a rule on its label."""
 
 import heapq
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ Indices: TypeAlias = npt.NDArray[np.int64]
 Labels: TypeAlias = Sequence[int] | Sequence[str] | npt.NDArray[Any] | torch.Tensor
 Share: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
 
-_BY_LABEL, _DIRICHLET = 1, 2  # purposes of a generator
+_BY_LABEL, _DIRICHLET = 1, 2  # purposes of a generator, in (seed, purpose)
 _DRAWS = 1000
 
 
@@ -23,28 +23,30 @@ def partition_by_label(
 ) -> list[Indices]:
     """Divide samples so that each worker holds exactly ``labels_per_worker`` different labels.
 
-    1. Every label gets one holder. Each further one of the workers × labels_per_worker places goes
-       to the label with the most samples per holder, so that the parts become as equal as this
-       allows. A label has at most as many holders as it has samples, and as there are workers.
-    2. In random order, each label goes to the workers that still lack the most labels, ties at
-       random.
-    3. The samples of a label are shuffled and split among its holders; sizes differ by at most 1.
+    1. Every label gets one holder. There are workers × labels_per_worker places in total; each
+       further place goes to the label with the most samples per holder, which makes the parts as
+       equal as possible. A label has at most as many holders as it has samples, and at most as many
+       as there are workers.
+    2. In random order, each label is assigned to the workers that still lack the most labels. Ties
+       are broken at random.
+    3. The samples of a label are shuffled and split among its holders. The shares differ by at most
+       one sample.
 
-    With as many workers as labels and ``labels_per_worker=1``, each worker holds one whole label.
+    With as many workers as labels and ``labels_per_worker=1``, each worker holds all samples of one
+    label.
 
     Args:
-        labels: The label of each sample, integers or strings: a list, array or tensor of one
-            dimension.
-        workers: Number of parts N.
-        labels_per_worker: Different labels in each part, from 1 to the number of labels.
-        seed: The same seed gives the same parts, on every worker.
+        labels: Label of each sample, integers or strings: a one-dimensional list, array or tensor.
+        workers: Number of parts N (≥ 1).
+        labels_per_worker: Number of different labels in each part, from 1 to the number of labels.
+        seed: Seed of the division. The same seed gives the same parts on every worker.
 
     Returns:
-        N arrays of sample indices, ascending. Every index is in exactly one of them.
+        N ascending arrays of sample indices. Every index is in exactly one of them.
 
     Raises:
-        TypeError: labels of another type, or a number that is not an integer.
-        ValueError: no such division exists.
+        TypeError: Labels have the wrong type, or a number is not an integer.
+        ValueError: No such division exists.
     """
     values, groups = group_by_label(labels)
     _require_count("workers", workers)
@@ -74,7 +76,8 @@ def partition_by_label(
     lacking = np.full(workers, labels_per_worker)
     parts: list[list[Indices]] = [[] for _ in range(workers)]
     for label in order:
-        # Taking those that lack most keeps all within 1 of each other: no worker is left over.
+        # Choosing those that lack the most keeps all within 1 of each other, so every label finds
+        # enough workers.
         chosen = np.lexsort((random.random(workers), -lacking))[: holders[label]]
         lacking[chosen] -= 1
         shares = np.array_split(random.permutation(groups[label]), len(chosen))
@@ -86,16 +89,16 @@ def partition_by_label(
 def partition_dirichlet(
     labels: Labels, workers: int, alpha: float, seed: int = 0, minimum_samples: int = 1
 ) -> list[Indices]:
-    """Divide each label's samples among the workers in proportions drawn from Dirichlet(α).
+    """Divide the samples of each label among the workers in proportions drawn from Dirichlet(α).
 
     For each label k with n_k samples, N workers and worker j:
 
         p_k ~ Dirichlet(α, …, α)                       N numbers that sum to 1
-        size_kj = p_kj·n_k, rounded by largest remainder, ties at random
+        size_kj = p_kj·n_k, rounded by largest remainder, ties broken at random
 
-    The small α, the more different the workers: α → 0 gives each label to one worker, α → ∞ gives
-    all workers the same mix. Sizes of parts differ too. When a part is smaller than
-    ``minimum_samples``, all labels are drawn again, up to 1000 times.
+    A smaller α makes the workers more different: α → 0 gives each label to one worker, α → ∞ gives
+    all workers the same distribution of labels. The sizes of the parts differ, too. If a part is
+    smaller than ``minimum_samples``, all labels are drawn again, up to 1000 times.
 
     *Differs from the papers*: the published code of Yurochkin et al. gives no further label to a
     worker that already holds 1/N of the samples; here p_k is used as drawn. Hsu et al. draw the
@@ -103,22 +106,21 @@ def partition_dirichlet(
     samples.
 
     Args:
-        labels: The label of each sample, integers or strings: a list, array or tensor of one
-            dimension.
-        workers: Number of parts N.
-        alpha: α, positive and finite.
-        seed: The same seed gives the same parts, on every worker.
-        minimum_samples: The least a part may hold, at least 1.
+        labels: Label of each sample, integers or strings: a one-dimensional list, array or tensor.
+        workers: Number of parts N (≥ 1).
+        alpha: Concentration α (> 0).
+        seed: Seed of the division. The same seed gives the same parts on every worker.
+        minimum_samples: Smallest size of a part (≥ 1).
 
     Returns:
-        N arrays of sample indices, ascending. Every index is in exactly one of them.
+        N ascending arrays of sample indices. Every index is in exactly one of them.
 
     Raises:
-        TypeError: labels of another type, or a number that is not one.
+        TypeError: Labels have the wrong type, or another argument is not a number.
         ValueError: α is not positive and finite, or no draw gave every worker enough samples.
 
-    Source: Yurochkin et al., ICML 2019, arXiv 1905.12022, the heterogeneous partition of the
-    experiments. The other way around: Hsu, Qi & Brown 2019, arXiv 1909.06335.
+    Source: Yurochkin et al., ICML 2019, arXiv 1905.12022, heterogeneous partition of the
+    experiments. Variant with labels drawn per worker: Hsu, Qi & Brown 2019, arXiv 1909.06335.
     """
     _, groups = group_by_label(labels)
     _require_count("workers", workers)
@@ -150,11 +152,11 @@ def partition_dirichlet(
 
 
 def group_by_label(labels: Labels) -> tuple[npt.NDArray[Any], list[Indices]]:
-    """The different labels, ascending, and the indices of the samples of each.
+    """Return the distinct labels, ascending, and the sample indices of each.
 
     Raises:
-        TypeError: labels that are neither integers nor strings.
-        ValueError: no labels, or not one for each sample.
+        TypeError: Labels are neither integers nor strings.
+        ValueError: There are no labels, or they are not one-dimensional.
     """
     try:
         array = _array(labels)
@@ -163,7 +165,7 @@ def group_by_label(labels: Labels) -> tuple[npt.NDArray[Any], list[Indices]]:
             "labels must be one integer or string for each sample, got lists of different lengths"
         ) from None
     if array.dtype.kind in "OT" and all(isinstance(label, str) for label in array.flat):
-        array = array.astype(np.str_)  # what pandas gives
+        array = array.astype(np.str_)  # pandas gives arrays of objects
     if array.ndim != 1 or len(array) == 0:
         raise ValueError(
             "labels must be one integer or string for each of at least one sample, got shape "
@@ -177,11 +179,11 @@ def group_by_label(labels: Labels) -> tuple[npt.NDArray[Any], list[Indices]]:
 
 
 def check_parts(parts: Sequence[Share], samples: int) -> list[Indices]:
-    """The parts as int64 arrays, once it is sure that they are parts of so many samples.
+    """Return the parts as int64 arrays, after checking them.
 
     Raises:
-        TypeError: a part of something else than integers, a mask for example.
-        ValueError: an index outside [0, samples), or one that stands twice.
+        TypeError: A part does not consist of integers, a mask for example.
+        ValueError: An index is outside [0, samples) or occurs twice.
     """
     checked = []
     for number, part in enumerate(parts):
@@ -210,12 +212,12 @@ def check_parts(parts: Sequence[Share], samples: int) -> list[Indices]:
 def round_shares(
     shares: npt.NDArray[np.float64], totals: npt.NDArray[np.int64], random: np.random.Generator
 ) -> npt.NDArray[np.int64]:
-    """Whole numbers near ``shares × totals`` whose rows sum to ``totals``: largest remainder.
+    """Round ``shares × totals`` to integers whose rows sum to ``totals``, by largest remainder.
 
     Args:
-        shares: [rows, columns], not negative, each row sums to 1.
-        totals: [rows].
-        random: Decides between equal remainders; else the same columns would always gain.
+        shares: Non-negative shares of shape [rows, columns]. Each row sums to 1.
+        totals: Sums of shape [rows].
+        random: Breaks ties between equal remainders, which would otherwise favour the same columns.
     """
     exact = shares * totals[:, None]
     sizes = np.floor(exact).astype(np.int64)
@@ -229,12 +231,13 @@ def round_shares(
 def _dirichlet(
     random: np.random.Generator, alpha: float, shape: tuple[int, int]
 ) -> npt.NDArray[np.float64]:
-    """Rows from the symmetric Dirichlet(α).
+    """Draw rows from the symmetric Dirichlet(α).
 
-    Gamma variables over their sum, as usual, but by logarithms: for small α they underflow, all of
-    a row becomes 0, and its shares NaN. Gamma(α) = Gamma(α + 1)·U^(1/α), and −log U is exponential.
+    As usual, a row consists of Gamma variables divided by their sum. They are computed by their
+    logarithms: for small α the variables underflow, and a row of zeros would give NaN. The formula
+    is Gamma(α) = Gamma(α + 1)·U^(1/α), where −log U is exponential.
     """
-    alpha = float(np.clip(alpha, 1e-100, 1e100))  # beyond, the draw is the same, and 1/α overflows
+    alpha = float(np.clip(alpha, 1e-100, 1e100))  # outside, the draw is the same, and 1/α overflows
     logs = np.log(random.standard_gamma(alpha + 1, shape))
     logs -= random.standard_exponential(shape) / alpha
     gammas = np.exp(logs - logs.max(axis=1, keepdims=True))
@@ -245,7 +248,7 @@ def _dirichlet(
 def _count_holders(
     counts: list[int], limits: list[int], places: int, order: npt.NDArray[np.intp]
 ) -> list[int]:
-    """How many workers hold each label; ``order`` decides between equal ones."""
+    """Return how many workers hold each label. ``order`` breaks ties."""
     holders = [1] * len(counts)
     queue = [(-counts[label], turn, label) for turn, label in enumerate(order.tolist())]
     heapq.heapify(queue)
@@ -269,6 +272,6 @@ def _require_count(name: str, value: int) -> None:
 
 
 def _plain(number: Any) -> Any:
-    """A number that NumPy or torch counted from the labels, as Python's."""
-    counted = isinstance(number, np.number | torch.Tensor) and number.ndim == 0
-    return number.item() if counted else number
+    """Return a scalar of NumPy or torch as a Python number, and anything else unchanged."""
+    scalar = isinstance(number, np.number | torch.Tensor) and number.ndim == 0
+    return number.item() if scalar else number

@@ -1,8 +1,9 @@
-"""Samples as bytes: taken out of a batch, and put behind another worker's. Nothing is pickled.
+"""Serialization of samples: taken from a batch and appended to another worker's. Not pickled.
 
-A batch is a tensor or a list of numbers or strings, one a sample, or a nest of them: tuples, lists,
-dictionaries, named tuples, dataclasses. Its bytes are two int64 (the length of the description and
-the number of samples), the description as text, and the values of one leaf after the other.
+A batch is a *nest*: a tensor or a list of numbers or strings, with one entry per sample, or tuples,
+lists, dictionaries, named tuples and dataclasses of these *leaves*. Its bytes are two int64 (the
+length of the description and the number of samples), the description as text, and the values of one
+leaf after the other.
 """
 
 import copy
@@ -25,12 +26,12 @@ _DTYPES = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
 
 @dataclasses.dataclass(frozen=True)
 class Parcel:
-    """Some samples of a batch, on their way.
+    """Serialized samples of a batch.
 
     Attributes:
-        samples: How many.
-        values_bytes: Bytes of the samples alone.
-        data: All bytes, with the description: 1-D uint8.
+        samples: Number of samples.
+        values_bytes: Bytes of the samples without their description.
+        data: All bytes, including the description: 1-D uint8.
     """
 
     samples: int
@@ -39,31 +40,31 @@ class Parcel:
 
 
 def count_samples(batch: Any, dimension: int = 0) -> int:
-    """How many samples ``batch`` holds.
+    """Return the number of samples of ``batch``.
 
     Raises:
-        TypeError: it holds something else than tensors, numbers and strings.
-        ValueError: it is empty, or its tensors hold different numbers of samples.
+        TypeError: The batch contains anything but tensors, numbers and strings.
+        ValueError: The batch has no leaves, or leaves with different numbers of samples.
     """
-    found: dict[int, str] = {}
+    sizes: dict[int, str] = {}
     for path, leaf in _leaves(batch, "batch"):
-        found.setdefault(_length(path, leaf, dimension), path)
-    if not found:
+        sizes.setdefault(_length(path, leaf, dimension), path)
+    if not sizes:
         raise ValueError("the batch holds no tensor and no list of numbers or strings")
-    if len(found) > 1:
-        (size, path), (other, where) = list(found.items())[:2]
+    if len(sizes) > 1:
+        (size, path), (other, where) = list(sizes.items())[:2]
         raise ValueError(
             f"{path} holds {size} samples, {where} {other}: every tensor of a batch must have one "
             f"entry a sample in dimension {dimension}"
         )
-    return next(iter(found))
+    return next(iter(sizes))
 
 
 def take(batch: Any, indices: Sequence[int], dimension: int = 0) -> Parcel:
-    """The samples at ``indices`` of ``batch``, as bytes.
+    """Serialize the samples of ``batch`` at ``indices``.
 
     Raises:
-        TypeError: as ``count_samples``.
+        TypeError: See ``count_samples``.
     """
     chosen = torch.tensor(list(indices), dtype=torch.int64)
     lines, values = [], []
@@ -79,12 +80,13 @@ def take(batch: Any, indices: Sequence[int], dimension: int = 0) -> Parcel:
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """A batch with what others gave behind it.
+    """A batch extended by samples of other workers.
 
     Attributes:
-        batch: Of the same structure, on the same devices; the own one itself if none gave any.
-        samples: How many were added.
-        values_bytes: Their bytes.
+        batch: The batch, with the structure and devices of the original; the original itself if
+            nothing was added.
+        samples: Number of added samples.
+        values_bytes: Bytes of the added samples.
     """
 
     batch: Any
@@ -93,11 +95,16 @@ class Joined:
 
 
 def join(batch: Any, parcels: Sequence[tuple[int, Tensor]], dimension: int = 0) -> Joined:
-    """Put the samples of ``parcels``, ranks with their ``Parcel.data``, behind those of ``batch``.
+    """Append the samples of ``parcels`` to those of ``batch``.
+
+    Args:
+        batch: This worker's batch.
+        parcels: Ranks of other workers with their ``Parcel.data``.
+        dimension: Dimension of the tensors that counts samples.
 
     Raises:
-        MismatchError: a rank has batches of another structure, dtype or shape.
-        TypeError: as ``count_samples``.
+        MismatchError: A parcel has another structure, dtype or shape.
+        TypeError: See ``count_samples``.
     """
     if not parcels:
         return Joined(batch, 0, 0)
@@ -109,17 +116,17 @@ def join(batch: Any, parcels: Sequence[tuple[int, Tensor]], dimension: int = 0) 
         number, values = _open(data, lines, rank)
         received.append(_unpack(values, [leaf for _, leaf in leaves], number, dimension))
         samples, size = samples + number, size + values.numel()
-    whole = iter(
+    extended = iter(
         [
             _concatenate(leaf, pieces, dimension)
             for (_, leaf), *pieces in zip(leaves, *received, strict=True)
         ]
     )
-    return Joined(_rebuild(batch, lambda: next(whole)), samples, size)
+    return Joined(_rebuild(batch, lambda: next(extended)), samples, size)
 
 
 def _open(data: Tensor, lines: list[str], rank: int) -> tuple[int, Tensor]:
-    """The number of samples and their bytes, once it is sure that they are described alike."""
+    """Return the number of samples and their bytes. Raise if their description differs."""
     length, samples = _PREFIX.unpack(data[: _PREFIX.size].numpy().tobytes())
     start = _PREFIX.size + length
     theirs = data[_PREFIX.size : start].numpy().tobytes().decode().split("\n")
@@ -134,17 +141,17 @@ def _open(data: Tensor, lines: list[str], rank: int) -> tuple[int, Tensor]:
     return samples, data[start:]
 
 
-# -- the nest ------------------------------------------------------------------------------------
+# -- nests ---------------------------------------------------------------------------------------
 
 
 def _is_column(node: Any) -> bool:
-    """Whether ``node`` is a list of numbers or strings, one a sample."""
+    """Return True if ``node`` is a list of numbers or of strings, one per sample."""
     plain = isinstance(node, list | tuple) and not hasattr(node, "_fields") and len(node) > 0
     return plain and any(all(isinstance(one, kind) for one in node) for kind in (int | float, str))
 
 
 def _children(node: Any) -> list[tuple[str, Any]]:
-    """What ``node`` consists of, and how each is reached."""
+    """Return the children of ``node``, each with its path from the node."""
     if isinstance(node, Mapping):
         return [(f"[{key!r}]", node[key]) for key in node]
     if isinstance(node, tuple) and hasattr(node, "_fields"):
@@ -155,6 +162,7 @@ def _children(node: Any) -> list[tuple[str, Any]]:
 
 
 def _leaves(node: Any, path: str) -> Iterator[tuple[str, Leaf]]:
+    """Yield the leaves of ``node`` with their paths, in a fixed order."""
     if isinstance(node, Tensor) or _is_column(node):
         yield path, node
     elif node is not None:
@@ -169,16 +177,16 @@ def _leaves(node: Any, path: str) -> Iterator[tuple[str, Leaf]]:
 
 
 def _rebuild(node: Any, following: Callable[[], Leaf]) -> Any:
-    """A copy of the nest with the ``following()`` leaf in the place of each."""
+    """Return a copy of the nest in which ``following()`` gives each leaf."""
     if isinstance(node, Tensor) or _is_column(node):
         return following()
     if node is None:
         return None
     values = [_rebuild(child, following) for _, child in _children(node)]
     if isinstance(node, MutableMapping):
-        made = copy.copy(node)  # keeps what a subclass has besides
-        made.update(zip(node, values, strict=True))
-        return made
+        copied = copy.copy(node)  # keeps further attributes of a subclass
+        copied.update(zip(node, values, strict=True))
+        return copied
     if isinstance(node, Mapping):
         return type(node)(zip(node, values, strict=True))  # type: ignore[call-arg]
     if isinstance(node, tuple) and hasattr(node, "_fields"):
@@ -189,7 +197,7 @@ def _rebuild(node: Any, following: Callable[[], Leaf]) -> Any:
     return dataclasses.replace(node, **dict(zip(names, values, strict=True)))
 
 
-# -- its leaves ----------------------------------------------------------------------------------
+# -- leaves --------------------------------------------------------------------------------------
 
 
 def _length(path: str, leaf: Leaf, dimension: int) -> int:
@@ -204,7 +212,7 @@ def _length(path: str, leaf: Leaf, dimension: int) -> int:
 
 
 def _describe(path: str, leaf: Leaf, dimension: int) -> str:
-    """What must be the same on all workers; the dimension of the samples is a star."""
+    """Describe what must be the same on all workers. A star marks the number of samples."""
     if not isinstance(leaf, Tensor):
         return f"{path}: list of {_kind(leaf)}"
     shape = [str(n) for n in leaf.shape]
@@ -213,7 +221,7 @@ def _describe(path: str, leaf: Leaf, dimension: int) -> str:
 
 
 def _kind(column: Column) -> str:
-    """The narrowest of bool, int, float and str that all entries are."""
+    """Return the narrowest of bool, int, float and str that fits all entries."""
     kinds = (("bool", bool), ("int", int), ("float", int | float))
     return next((name for name, k in kinds if all(isinstance(one, k) for one in column)), "str")
 
@@ -236,7 +244,7 @@ def _pack(leaf: Leaf, chosen: Tensor, dimension: int) -> Tensor:
 
 
 def _unpack(data: Tensor, leaves: Sequence[Leaf], samples: int, dimension: int) -> list[Leaf]:
-    """The values of each leaf, from their bytes one after the other."""
+    """Return the values of all leaves, which follow each other in ``data``."""
     offset = 0
 
     def read(dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
@@ -245,22 +253,22 @@ def _unpack(data: Tensor, leaves: Sequence[Leaf], samples: int, dimension: int) 
         piece, offset = data[offset : offset + size], offset + size
         return piece.clone().view(dtype).reshape(list(shape))  # a clone is aligned
 
-    found: list[Leaf] = []
+    values: list[Leaf] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             shape = list(leaf.shape)
             shape[dimension] = samples
-            found.append(read(leaf.dtype, shape))
+            values.append(read(leaf.dtype, shape))
         elif (kind := _kind(leaf)) != "str":
-            found.append(read(_DTYPES[kind], [samples]).tolist())
+            values.append(read(_DTYPES[kind], [samples]).tolist())
         else:
             lengths = read(torch.int64, [samples]).tolist()
-            found.append([read(torch.uint8, [n]).numpy().tobytes().decode() for n in lengths])
-    return found
+            values.append([read(torch.uint8, [n]).numpy().tobytes().decode() for n in lengths])
+    return values
 
 
 def _concatenate(own: Leaf, pieces: Sequence[Any], dimension: int) -> Leaf:
     if not isinstance(own, Tensor):
         return type(own)([*own, *(one for piece in pieces for one in piece)])  # type: ignore[call-arg]
-    whole = torch.cat([own, *(piece.to(own.device) for piece in pieces)], dim=dimension)
-    return whole.pin_memory() if own.is_pinned() else whole
+    tensor = torch.cat([own, *(piece.to(own.device) for piece in pieces)], dim=dimension)
+    return tensor.pin_memory() if own.is_pinned() else tensor

@@ -1,4 +1,4 @@
-"""SelDP: every worker reads all the data, and at any moment no two read the same part."""
+"""SelDP: every worker reads all data, in a different order, so that no two read the same chunk."""
 
 import math
 import zlib
@@ -16,40 +16,44 @@ _SHUFFLE = 3  # the purpose in (seed, purpose, epoch, rank)
 
 
 class SelDPSampler(Sampler[int]):
-    """Divide a dataset among workers by rotation; a drop-in for ``DistributedSampler``.
+    """Divides a dataset among workers by rotation. A drop-in for ``DistributedSampler``.
 
-    The indices, shuffled anew in every epoch, are cut into N chunks D_0 … D_{N−1}. Worker n reads:
+    The indices are shuffled in every epoch and cut into N chunks D_0 … D_{N−1}. Worker n reads:
 
         D_n, D_{n+1}, …, D_{(n+N−1) mod N}
 
-    so its epoch is a permutation of *all* indices, N times as long as under ``DistributedSampler``,
-    and at each position the N workers are in N different chunks. Workers that go on locally for
-    many steps then do not specialise on a part of the data (the paper: VGG11 90.86 % with SelDP,
-    64.1 % without).
+    An epoch of a worker is therefore a permutation of *all* indices, N times as long as with
+    ``DistributedSampler``, and at each position the N workers are in N different chunks. Workers
+    that train locally for many steps then do not specialise on a part of the data (the paper: VGG11
+    90.86 % with SelDP, 64.1 % without).
 
-    A length that N does not divide is padded by repeating indices from the start, or cut with
-    ``drop_last``, as ``DistributedSampler`` does.
+    If N does not divide the length, indices from the start are repeated, or the tail is dropped
+    with ``drop_last``, as in ``DistributedSampler``.
 
-    With a ``partition`` worker n reads its own part alone, all of it once an epoch, shuffled
-    differently on each worker and in each epoch. Nothing is padded: the epoch of a worker is as
-    long as its part, so workers may take different numbers of steps, as Offbeat allows.
+    With a ``partition``, worker n reads only its own part, once per epoch, shuffled differently by
+    each worker and in each epoch. Nothing is padded: an epoch of a worker is as long as its part,
+    so workers may take different numbers of steps, which Offbeat supports.
 
     Args:
-        dataset: Anything with a length.
-        num_replicas: N; None takes the size of the default process group.
-        rank: n, in [0, N); None takes the rank in the default process group.
-        shuffle: Shuffle in every epoch.
+        dataset: Any object with a length.
+        num_replicas: Number of workers N; None is the size of the default process group.
+        rank: Rank n of this worker, in [0, N); None is the rank in the default process group.
+        shuffle: True to shuffle in every epoch.
         seed: Seed of the shuffle, the same on all workers.
-        drop_last: Drop the tail instead of padding; not with a partition.
-        partition: The indices of each worker, one part a worker, the same list on all workers, as
-            ``partition_by_label`` makes it. None divides by rotation.
+        drop_last: True to drop the tail rather than pad. Not with a partition.
+        partition: Sample indices of each worker, the same list on all workers, such as the result
+            of ``partition_by_label``; None divides by rotation.
+
+    Attributes:
+        epoch: Number of the epoch, set by ``set_epoch``.
+        position: Number of indices of this epoch drawn so far.
 
     Raises:
         RuntimeError: ``num_replicas`` or ``rank`` is None and no process group is initialised.
-        TypeError: a part is not a list of integers.
-        ValueError: ``rank`` is not in [0, num_replicas), nothing is left after dropping, or the
-            partition has another number of parts than there are workers, an empty part, an index
-            outside the dataset or one that is there twice.
+        TypeError: A part is not a list of integers.
+        ValueError: ``rank`` is not in [0, num_replicas); nothing is left after dropping; or the
+            partition has the wrong number of parts, an empty part, an index outside the dataset, or
+            an index twice.
 
     Source: Tyagi & Swany, arXiv 2307.07950, §III-D.
     """
@@ -77,8 +81,8 @@ class SelDPSampler(Sampler[int]):
         self.dataset, self.num_replicas, self.rank = dataset, num_replicas, rank
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.epoch = 0
-        self.position = 0  # indices of this epoch drawn so far
-        self._resume = 0  # where the next iteration starts
+        self.position = 0
+        self._resume = 0  # position at which the next iteration starts
         self._part = None if partition is None else self._check(partition)[rank]
         self._chunk = self._chunk_size() if partition is None else 0
 
@@ -93,7 +97,7 @@ class SelDPSampler(Sampler[int]):
         return chunk
 
     def _check(self, partition: Sequence[Share]) -> list[Indices]:
-        """All parts, so that a mistake raises on every worker and none waits for the others."""
+        """Check all parts, so that a mistake raises on every worker and no worker waits."""
         if len(partition) != self.num_replicas:
             raise ValueError(
                 f"the partition must have one part for each of {self.num_replicas} workers, got "
@@ -114,28 +118,29 @@ class SelDPSampler(Sampler[int]):
         return parts
 
     def __len__(self) -> int:
-        """Indices in a whole epoch of one worker: all of them, or its part of a partition."""
+        """Number of indices in an epoch of this worker."""
         return self._chunk * self.num_replicas if self._part is None else len(self._part)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the shuffle. Another epoch than the present one starts at its beginning."""
+        """Set the epoch, which determines the shuffle. A new epoch starts at its beginning."""
         if epoch != self.epoch:
             self._resume = 0
         self.epoch = epoch
 
     def _own(self) -> list[int]:
-        """What this worker reads in this epoch."""
+        """Return the indices that this worker reads in this epoch, in order."""
         if self._part is None:
             indices = self._indices()
             start = self.rank * self._chunk
             return indices[start:] + indices[:start]
-        # Parts are sorted: with one seed, workers would be at the same place of theirs at once.
+        # The rank is part of the seed. Parts are sorted, so with one seed all workers would read
+        # the same places of their parts at the same time.
         random = np.random.default_rng([self.seed % 2**64, _SHUFFLE, self.epoch, self.rank])
         own: list[int] = (random.permutation(self._part) if self.shuffle else self._part).tolist()
         return own
 
     def _indices(self) -> list[int]:
-        """All indices, shuffled, padded or cut: the chunks one after the other."""
+        """Return all indices, shuffled, then padded or cut: the sequence of all chunks."""
         size, total = len(self.dataset), len(self)
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
@@ -146,7 +151,7 @@ class SelDPSampler(Sampler[int]):
         return (indices * repeats)[:total]
 
     def __iter__(self) -> Iterator[int]:
-        """The indices of this epoch; the first time after ``load_state_dict``, its remainder."""
+        """Iterate over this epoch; right after ``load_state_dict``, over its remainder."""
         own = self._own()
         first, self._resume = self._resume, 0
         for offset, index in enumerate(own[first:], start=first + 1):
@@ -154,14 +159,14 @@ class SelDPSampler(Sampler[int]):
             yield index
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """Where this worker stands, to be loaded into a sampler of the same settings.
+        """Return the position of this worker, to be loaded by a sampler with the same settings.
 
-        With a partition every worker saves its own state: they stand at different places.
+        With a partition every worker saves its own state, because positions differ.
 
         Args:
-            consumed: Samples of this epoch that were trained on. A DataLoader with workers or
-                prefetching draws indices ahead of training: give ``batches × batch_size`` then.
-                None takes what was drawn.
+            consumed: Number of samples of this epoch that were trained on; None is the number of
+                indices drawn. A DataLoader with worker processes or prefetching draws indices ahead
+                of training; pass ``batches × batch_size`` in that case.
         """
         position = self.position if consumed is None else consumed % len(self)
         state = {
@@ -175,10 +180,10 @@ class SelDPSampler(Sampler[int]):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next ``iter`` goes on where ``state_dict`` was taken; later ones are whole epochs.
+        """Let the next iteration continue from the saved position. Later ones are whole epochs.
 
         Raises:
-            ValueError: the state is of another seed, number of workers or part.
+            ValueError: The state has another seed, number of workers, or part.
         """
         for name in ("seed", "num_replicas"):
             if state[name] != getattr(self, name):

@@ -1,6 +1,7 @@
-"""Which strategy to try first: the strategies' own code, run in virtual time on a phantom model.
+"""Plan: predict the time of a step under each strategy and recommend one.
 
-A prediction of time alone. It knows nothing of the final metric, which a run has to tell.
+The strategies' own code runs in virtual time on a placeholder model. The plan predicts time alone;
+only a training shows the final metric.
 """
 
 from offbeat.plan.forecast import Forecast

@@ -1,80 +1,81 @@
-"""The communicator of a worker of a mirror run."""
+"""Communicators of the representatives of a ``RepresentativeCluster``."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.plan.mirror import End, MirrorCluster
-from offbeat.simulate.cluster import Collective
+from offbeat.nodes.communicator import NodeCommunicator
+from offbeat.plan.cluster import RepresentativeCluster
+from offbeat.simulate.cluster import EndSignal
 from offbeat.simulate.communicator import SimulatedCommunicator, SimulatedHandle
+from offbeat.transport.communicator import Communicator
 from offbeat.transport.handle import Handle
 from offbeat.transport.operation import Broadcast, Exchange, Gather, Maximum, Operation, Sum
 from offbeat.transport.placeholder_tensors import blank, blanks, bytes_of, is_blank
+from offbeat.transport.team import Node, Team
 
 
-class MirrorCommunicator(SimulatedCommunicator):
-    """One running worker's end of a ``MirrorCluster``.
+class _RepresentativeHandle(SimulatedHandle):
+    """Handle of an operation that has ended for all represented workers or for none."""
 
-    Values of model data are not summed, for nothing depends on them: a sum is this worker's own
-    tensor, as many times as there are workers.
+    @override
+    def done(self) -> bool:
+        cluster = self._communicator.cluster
+        if isinstance(cluster, RepresentativeCluster) and isinstance(self._signal, EndSignal):
+            cluster.require_agreement(self._signal)
+        return super().done()
+
+
+class RepresentativeCommunicator(SimulatedCommunicator):
+    """Communicator of one representative.
+
+    Collectives combine the tensors of the representatives only. Nothing depends on the values of
+    model data, so a sum of model data is the tensor of one worker times the number of workers.
     """
 
-    cluster: MirrorCluster
+    handle_type = _RepresentativeHandle
 
     @override
     def start(self, operation: Operation[Any]) -> Handle[Any]:
         match operation:
             case Sum(tensor=tensor):
-                return self._meet("reduce", operation, self._add, tensor.copy_, tensor)
-            case Maximum(tensor=tensor):
-                return self._meet("reduce", operation, _largest, tensor.copy_, tensor)
+                return self._join("reduce", operation, self._sum, tensor.copy_)
             case Broadcast(tensor=tensor):
-                return self._meet("broadcast", operation, _first, tensor.copy_, tensor)
+                return self._join("broadcast", operation, _first, tensor.copy_)
             case Gather(tensor=tensor) if is_blank(tensor):
                 parts = blanks(tensor, self.size)
-                return self._meet("gather", operation, _nothing, _nothing, parts)
+                return self._join("gather", operation, _nothing, _nothing, parts)
             case Gather(tensor=tensor):
                 parts = [torch.empty_like(tensor) for _ in range(self.size)]
 
-                def put(tensors: Sequence[Tensor]) -> None:
+                def store_parts(tensors: Sequence[Tensor]) -> None:
                     for i, part in enumerate(parts):
                         part.copy_(tensors[i * len(tensors) // self.size])
 
-                return self._meet("gather", operation, list, put, parts)
+                return self._join("gather", operation, list, store_parts, parts)
             case Exchange(tensor=tensor) if is_blank(tensor):
                 result = blank(*tensor.shape, dtype=tensor.dtype)
-                return self._meet("exchange", operation, _nothing, _nothing, result)
+                return self._join("exchange", operation, _nothing, _nothing, result)
             case Exchange(tensor=tensor):
                 result = torch.empty_like(tensor)
 
-                def take(tensors: Sequence[Tensor]) -> None:
+                def store_chunks(tensors: Sequence[Tensor]) -> None:
                     own = [one.chunk(self.size)[self.rank] for one in tensors]
                     chunks = [own[i * len(own) // self.size] for i in range(self.size)]
                     torch.cat(chunks, out=result)
 
-                return self._meet("exchange", operation, list, take, result)
+                return self._join("exchange", operation, list, store_chunks, result)
         return super().start(operation)
 
-    def _meet(
-        self,
-        kind: Collective,
-        operation: Any,
-        combine: Callable[[Sequence[Tensor]], Any],
-        place: Callable[[Any], object],
-        result: Any,
-    ) -> Handle[Any]:
-        tensor, what = operation.tensor, operation.what
-        # In nodes of several workers each of them carries an equal part across.
-        size = bytes_of(tensor, self.cluster.scale, operation.tail) / self.line.sharing
-        end = self.cluster.meet(
-            self.line, self._group, self.member, kind, tensor, size, what, combine, place
-        )
-        return _MirrorHandle(self, end, result, what)
+    @override
+    def _size_bytes(self, operation: Any) -> float:
+        # In nodes of several workers each worker sends an equal part of the tensor to other nodes.
+        return bytes_of(operation.tensor, self.cluster.scale, operation.tail) / self.group.sharing
 
-    def _add(self, tensors: Sequence[Tensor]) -> Tensor:
+    def _sum(self, tensors: Sequence[Tensor]) -> Tensor:
         first, count = tensors[0], len(tensors)
         if self.cluster.scale != 1 and first.dtype == torch.float32:
             return first * self.size
@@ -82,23 +83,49 @@ class MirrorCommunicator(SimulatedCommunicator):
         return total.mul_(self.size / count) if count < self.size else total
 
 
-class _MirrorHandle(SimulatedHandle):
-    """An operation that is done for all workers or for none."""
-
-    @override
-    def done(self) -> bool:
-        if isinstance(self._fabric, MirrorCommunicator) and isinstance(self._signal, End):
-            self._fabric.cluster.require_same(self._signal)
-        return super().done()
-
-
-def _largest(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(tensors)).amax(0)
-
-
 def _first(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0]
 
 
 def _nothing(_: object) -> None:
-    """Blank tensors hold no values."""
+    """Do nothing: blank tensors hold no values."""
+
+
+class _RepresentativeNodes(NodeCommunicator):
+    """Communicator between nodes with one representative each.
+
+    It starts the same messages as a ``NodeCommunicator``, but each representative holds whole
+    tensors rather than the part of one worker.
+    """
+
+    @override
+    def start(self, operation: Operation[Any]) -> Handle[Any]:
+        if not isinstance(operation, Sum | Maximum | Gather | Exchange):
+            return super().start(operation)
+        tensor, what = operation.tensor, operation.what
+        part = bytes_of(tensor, self.host.scale, operation.tail) / self._inside.size
+        parts = self.size if isinstance(operation, Gather) else 1
+
+        def gather_inside(received: Any) -> Any:
+            """Gather the parts of the result, of which each worker of the node has one."""
+            self._inside.gather(blank(round(parts * part)), what=what).wait()
+            return received
+
+        return self._start_stages(self._across.start(operation), gather_inside, what, tensor)
+
+
+def team_of(cluster: RepresentativeCluster, member: int, size: int) -> Team:
+    """Return the team of the representative ``member`` of ``size`` workers.
+
+    In nodes of several workers the team consists of the nodes.
+    """
+    group = cluster.connections.subgroup(0, tuple(range(size)), 1)
+    workers = RepresentativeCommunicator(cluster, member, group)
+    per_node = cluster.network.workers_per_node
+    if per_node == 1:
+        return Team(workers)
+    inside = workers.subgroup(range(member, member + per_node))
+    across = workers.subgroup(range(0, size, per_node), sharing=per_node)
+    node = Node(workers, inside)
+    communicator: Communicator = _RepresentativeNodes(across, inside.twin())
+    return Team(communicator, node=node)

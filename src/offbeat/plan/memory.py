@@ -1,4 +1,4 @@
-"""Memory that a strategy takes: the live tensors that its worker can reach."""
+"""Memory of a strategy: the live tensors that are reachable from its worker."""
 
 import gc
 import sys
@@ -16,68 +16,68 @@ from offbeat.transport.host import Host
 from offbeat.transport.placeholder_tensors import kept_bytes
 
 _LEAVES = (str, bytes, int, float, complex, type, type(None), ModuleType, BuiltinFunctionType)
-# They hold no tensor of the strategy's, or lead to other workers.
-_CLOSED = (nn.Module, Host, SimulatedCluster, Kernel, Signal, SimulatedWorker, Workers)
+# Objects that hold no tensor of the strategy or lead to other workers.
+_EXCLUDED = (nn.Module, Host, SimulatedCluster, Kernel, Signal, SimulatedWorker, Workers)
 _Kind = Literal["nothing", "tensor", "function", "method", "container"]
 
 
 def reachable_bytes(
     roots: Iterable[Any], excluded: set[int], scale: float, hidden: object = None
 ) -> int:
-    """Bytes of all storages that can be reached from ``roots`` and from the calling functions.
+    """Return the bytes of all storages reachable from ``roots`` or the calling functions.
 
     Args:
         roots: Objects of one worker.
         excluded: Addresses of storages that do not count.
         scale: ``Host.scale``.
-        hidden: An object that is not looked into.
+        hidden: An object whose references are not followed.
     """
-    waiting = [*roots, *_locals()]
+    stack = [*roots, *_caller_locals()]
     seen = {id(hidden)}
-    found: dict[int, int] = {}
-    while waiting:
-        one = waiting.pop()
-        of: Any = type(one)
-        kind = _kind(of)
+    sizes: dict[int, int] = {}
+    while stack:
+        one = stack.pop()
+        cls: Any = type(one)
+        kind = _kind(cls)
         if kind == "nothing" or id(one) in seen:
             continue
         seen.add(id(one))
         if kind == "container":
-            waiting += gc.get_referents(one)
+            stack += gc.get_referents(one)
         elif kind == "tensor":
             address = one.untyped_storage().data_ptr()
-            if address not in excluded and address not in found:
-                found[address] = kept_bytes(one, scale)
-        elif kind == "function":  # whose globals lead everywhere
-            waiting += [cell.cell_contents for cell in one.__closure__ or () if _filled(cell)]
+            if address not in excluded and address not in sizes:
+                sizes[address] = kept_bytes(one, scale)
+        elif kind == "function":  # its globals would lead everywhere
+            stack += [cell.cell_contents for cell in one.__closure__ or () if _filled(cell)]
         else:
-            waiting += [one.__self__, one.__func__]
-    return sum(found.values())
+            stack += [one.__self__, one.__func__]
+    return sum(sizes.values())
 
 
 @cache
-def _kind(of: Any) -> _Kind:
-    if issubclass(of, Tensor):
+def _kind(cls: type) -> _Kind:
+    if issubclass(cls, Tensor):
         return "tensor"
-    if issubclass(of, FunctionType):
+    if issubclass(cls, FunctionType):
         return "function"
-    if issubclass(of, MethodType):
+    if issubclass(cls, MethodType):
         return "method"
-    return "nothing" if issubclass(of, (*_LEAVES, *_CLOSED)) else "container"
+    return "nothing" if issubclass(cls, (*_LEAVES, *_EXCLUDED)) else "container"
 
 
-def _locals() -> list[Any]:
-    """The local variables of the functions of this package that have led here, but for ``plan``."""
-    found: list[Any] = []
+def _caller_locals() -> list[Any]:
+    """Return the local variables of the calling functions of this package, except ``plan``."""
+    values: list[Any] = []
     frame = sys._getframe(2).f_back
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if name.startswith("offbeat.plan."):
             break
         if name.startswith("offbeat."):
-            found += frame.f_locals.values()
+            values += frame.f_locals.values()
         frame = frame.f_back
-    return found
+    return values
 
 
 def _filled(cell: Any) -> bool:

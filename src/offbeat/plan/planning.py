@@ -1,4 +1,4 @@
-"""The function ``offbeat.plan``."""
+"""The function ``offbeat.plan`` and the check of its arguments."""
 
 import math
 from collections.abc import Sequence
@@ -6,13 +6,20 @@ from dataclasses import replace
 
 from torch import nn
 
-from offbeat.plan.play import Setting, in_nodes
-from offbeat.plan.question import Question
+from offbeat.arguments import require_integer, require_number
+from offbeat.plan.forecast import Measured
+from offbeat.plan.placeholder_model import shapes_of
 from offbeat.plan.recommend import recommend
 from offbeat.plan.result import Plan
-from offbeat.plan.suggest import Candidate, evaluate, suggestions
-from offbeat.quantization.wire import Precision
+from offbeat.plan.run import Setting, with_node_cost
+from offbeat.plan.suggest import evaluate, suggestions
+from offbeat.quantization.wire import Precision, require_precision
+from offbeat.registry import parse_strategy
+from offbeat.simulate import Network
 from offbeat.strategies import BSP, SelSync, Strategy
+from offbeat.strategies.base import CustomFlow
+from offbeat.training.compatibility import require_abilities
+from offbeat.units import to_seconds
 
 
 def plan(
@@ -33,63 +40,63 @@ def plan(
     """Predict the time of a step under each strategy.
 
     The strategies' own code runs in virtual time, as in ``offbeat.simulate``, on a model of a few
-    thousand numbers, each of which stands for many. Nothing is trained. Figures are those of the
-    steady state, without warm-up. A run takes at most five seconds of processor; a row that was not
+    thousand numbers, each of which stands for many. Nothing is trained. The figures describe the
+    steady state, without warm-up. A run takes at most five processor seconds; a row that was not
     steady by then says so (``Forecast.steady``).
 
-    *What it leaves out*: the final metric, the arithmetic of sums and codecs, and integer buffers
-    of a model of which only the number of parameters is known. Backward is taken to be twice as
-    long as forward and to complete the model evenly. Jitter is log-normal and independent from step
-    to step and worker to worker; a worker that is always slower than the others is not modelled,
-    nor is a network shared with others.
+    *Not modelled*: the final metric; the arithmetic of sums and codecs; integer buffers, if only
+    the number of parameters is given; workers that are always slower than others; and other traffic
+    on the network. Backward takes twice as long as forward and completes the gradients evenly.
+    Jitter is log-normal and independent between steps and workers.
 
-    **Strategies**, unless given: ``bsp``; ``local`` with period 8, and with the smallest period
-    whose idle share is at most 5 %; ``selsync:target_lssr=…``; ``streaming``, with a larger
-    staleness if it would wait at the default one; ``async`` with the smallest even staleness that
-    hides the merge (with jitter, idle ≤ 5 %); ``async`` eager, whose staleness is a bound that it
-    does not reach.
+    **Default strategies**: ``bsp``; ``local`` with period 8, and with the smallest period whose
+    idle share is at most 5 %; ``selsync:target_lssr=…``; ``streaming``, with a larger staleness if
+    workers wait at the default one; ``async`` with the smallest even staleness that hides the merge
+    (with jitter: idle ≤ 5 %); eager ``async`` with a staleness that it does not reach.
 
     **Recommendation**:
 
-    1. BSP, if its idle share is at most 10 %: what averages models has needed about so many more
-       steps where it was measured (``LOST_STEPS``). At most 2 % is next to nothing.
-    2. StreamingAveraging, if it is given and reaches 95 % of the best throughput.
+    1. BSP, if its idle share is at most 10 %. Averaging models may need about as many more steps
+       (``LOST_STEPS``). The cost is called negligible up to 2 %.
+    2. StreamingAveraging, if it reaches 95 % of the best throughput.
     3. The LocalSGD with the shortest period of at most 8 whose idle share is at most 5 %.
-    4. Of all that reach 95 % of the best throughput, the one with the fewest steps apart; of equal
-       ones, the first in the order of ``offbeat strategies``, custom ones last; of equal ones of
-       AsyncAveraging the cyclic.
+    4. Of all that reach 95 % of the best throughput, the one with the fewest steps between means.
+       Ties are broken by the order of ``offbeat strategies``, custom strategies last; between two
+       AsyncAveraging the cyclic one is preferred.
 
-    **Nodes** of L workers, as ``attach(..., node_group=…)`` trains them. A node by itself is run
-    first: its step ends when the slowest of its workers has computed and the mean of their
-    gradients is there. "Idle" is waiting for other nodes, as in ``Stats``; the speed-up knows both.
+    **Nodes** of L workers are trained as by ``attach(..., node_group=…)``. A single node is run
+    first: its step ends when its slowest worker has computed and the mean of its gradients has
+    arrived. "Idle" then means waiting for other nodes, as in ``Stats``; the speed-up includes both.
 
-    SelSync takes significant gradients to come at every 1/(1 − ``lssr``)-th step. So its row tells
-    what it costs; what it gains is in the metric, not in the time.
+    **SelSync** is assumed to find significant gradients in every 1/(1 − ``lssr``)-th step. Its row
+    shows what this costs. Its benefit is in the metric, not in the time.
 
     Args:
-        parameters: How many numbers are averaged, or text like "25M", in tensors that are small
-            against a bucket of 8 MiB. Or the model, whose tensors are taken as they are.
-        step_time: t, a step computed alone: seconds, or text like "50ms".
-        workers: N (≥ 1).
-        bandwidth: Of each worker's link in each direction: bits a second, or "1Gbit/s".
-        latency: α, of one message: seconds, or text like "100us" (≥ 0).
-        jitter: Standard deviation of a step, relative to t, in [0, 1].
-        wire: How models and gradients travel, as in ``attach``; None is that of each strategy.
-        lssr: Share of local steps in (0, 1) that SelSync is asked for, and taken to have with a
-            ``delta``.
-        strategies: Forecast these instead, as text or objects; your own, too. Not baselines.
-        workers_per_node: L (≥ 1), a divisor of ``workers``. Then ``bandwidth`` and ``latency`` are
-            those of a node's link, which its workers share.
-        inside: Of each worker's link inside its node, in each direction; None is "100Gbit/s".
-        inside_latency: α there; None is "10us".
+        parameters: Number of averaged parameters, or text like "25M", taken to be in tensors much
+            smaller than a bucket of 8 MiB; or the model itself, with its tensors.
+        step_time: Compute time t of a step without communication: seconds, or text like "50ms".
+        workers: Number of workers N (≥ 1).
+        bandwidth: Bandwidth of each worker's link in each direction: bits per second, or text like
+            "1Gbit/s".
+        latency: Latency α of a message: seconds, or text like "100us" (≥ 0).
+        jitter: Standard deviation of the compute time relative to t, in [0, 1].
+        wire: Precision of models and gradients, as in ``attach``; None is each strategy's default.
+        lssr: Share of local steps of SelSync, in (0, 1). Also assumed for a SelSync with ``delta``.
+        strategies: Strategies to forecast in place of the default ones, as text or objects,
+            including custom ones but no baselines.
+        workers_per_node: L (≥ 1), a divisor of ``workers``. With L > 1, ``bandwidth`` and
+            ``latency`` describe the link of a node, shared by its workers.
+        inside: Bandwidth of each worker's link inside its node in each direction; None is
+            "100Gbit/s".
+        inside_latency: Latency inside a node; None is "10us".
 
     Raises:
-        AttachError: a strategy that cannot train in nodes.
-        TypeError: an argument of the wrong type.
-        ValueError: an impossible value, a baseline, or a strategy that cannot use the ``wire``; the
-            message shows the right form.
+        AttachError: A strategy cannot train in nodes.
+        TypeError: An argument has the wrong type.
+        ValueError: A value is impossible, a strategy is a baseline, or a strategy cannot use
+            ``wire``. The message shows the right form.
     """
-    question = Question(
+    setting, given = check_arguments(
         parameters=parameters,
         step_time=step_time,
         workers=workers,
@@ -103,15 +110,15 @@ def plan(
         inside=inside,
         inside_latency=inside_latency,
     )
-    network, given = question.network, question.given
-    setting = in_nodes(question.setting)
+    setting = with_node_cost(setting)
     if given is None:
         candidates = list(suggestions(wire, setting))
     else:
-        candidates = [_candidate(text, one, wire, setting) for text, one in given]
-    first = next((one for strategy, one in candidates if isinstance(strategy, BSP)), None)
-    bsp = evaluate(BSP(), wire, setting) if first is None else first
-    chosen, reason = recommend(candidates, bsp.forecast, setting)
+        candidates = [_evaluate(text, strategy, wire, setting) for text, strategy in given]
+    first = next((one for one in candidates if isinstance(one.strategy, BSP)), None)
+    bsp = first or evaluate(BSP(), wire, setting)
+    recommendation, reason = recommend(candidates, bsp.forecast, setting)
+    network = setting.network
     return Plan(
         parameters=setting.shapes.count,
         step_seconds=setting.step_seconds,
@@ -121,23 +128,84 @@ def plan(
         workers_per_node=workers_per_node,
         inside=network.inside,
         inside_latency_seconds=network.inside_latency,
-        node_step_seconds=setting.computing,
+        node_step_seconds=setting.mean_step_seconds,
         jitter=jitter,
         wire=wire or "float32",
         model_bytes=setting.shapes.model_bytes,
-        rows=tuple(one.forecast for _, one in candidates),
-        recommendation=chosen,
+        rows=tuple(one.forecast for one in candidates),
+        recommendation=recommendation,
         reason=reason,
     )
 
 
-def _candidate(
-    text: str, strategy: Strategy, wire: Precision | None, setting: Setting
-) -> Candidate:
-    """``strategy`` and its forecast; SelSync with a threshold has the share of the setting."""
-    runs = strategy
+def _evaluate(text: str, strategy: Strategy, wire: Precision | None, setting: Setting) -> Measured:
+    """Return the forecast of ``strategy``. SelSync with a threshold gets the assumed share."""
     if isinstance(strategy, SelSync) and strategy.target_lssr is not None:
         setting = replace(setting, lssr=strategy.target_lssr)
     elif isinstance(strategy, SelSync) and strategy.delta not in (0, math.inf):
-        runs = replace(strategy, delta=None, target_lssr=setting.lssr)
-    return strategy, evaluate(runs, wire, setting, text)
+        strategy = replace(strategy, delta=None, target_lssr=setting.lssr)
+    return evaluate(strategy, wire, setting, text)
+
+
+def check_arguments(
+    *,
+    parameters: float | str | nn.Module,
+    step_time: float | str,
+    workers: int,
+    bandwidth: float | str,
+    latency: float | str,
+    jitter: float = 0.0,
+    wire: Precision | None = None,
+    lssr: float = 0.9,
+    strategies: Sequence[str | Strategy] | None = None,
+    workers_per_node: int = 1,
+    inside: float | str | None = None,
+    inside_latency: float | str | None = None,
+) -> tuple[Setting, list[tuple[str, Strategy]] | None]:
+    """Check the arguments of ``plan``, which are documented there, without running anything.
+
+    Returns:
+        Model and cluster, without the cost of nodes; and the given strategies, each with its text
+        form, or None if there are none.
+    """
+    require_integer("workers", workers, least=1)
+    if wire is not None:
+        require_precision(wire)
+    require_number("jitter", jitter)
+    require_number("lssr", lssr)
+    if not 0 <= jitter <= 1:
+        raise ValueError(f"jitter must be in [0, 1], like 0.1 for 10 % of a step, got {jitter}")
+    if not 0 < lssr < 1:
+        raise ValueError(f"lssr must be between 0 and 1, like 0.9, got {lssr}")
+    network = Network(
+        bandwidth,
+        latency,
+        workers_per_node=workers_per_node,
+        inside=inside,
+        inside_latency=inside_latency,
+    )
+    if workers % workers_per_node:
+        raise ValueError(
+            f"workers={workers} do not fill nodes of workers_per_node={workers_per_node}"
+        )
+    seconds = to_seconds(step_time)
+    setting = Setting(shapes_of(parameters), workers, network, seconds, jitter, lssr)
+    if strategies is None:
+        return setting, None
+    if isinstance(strategies, str) or not strategies:
+        raise ValueError(f'strategies must be a list like ["bsp", "local:period=8"]: {strategies}')
+    return setting, [_read(one, wire, workers_per_node > 1) for one in strategies]
+
+
+def _read(given: str | Strategy, wire: Precision | None, nodes: bool) -> tuple[str, Strategy]:
+    """Return the text form and the strategy, or raise if ``plan`` cannot forecast it."""
+    if not isinstance(given, str | Strategy):
+        raise TypeError(f"a strategy is text like local:period=8, or a Strategy; got {given!r}")
+    strategy = parse_strategy(given) if isinstance(given, str) else given
+    if isinstance(strategy.averages(), CustomFlow):
+        raise ValueError(
+            f"plan has no row for {strategy}: it is a baseline to compare with, or has a "
+            "flow of its own; run it with offbeat compare or offbeat simulate"
+        )
+    require_abilities(strategy, wire=wire or strategy.default_wire, nodes=nodes)
+    return str(given).strip(), strategy

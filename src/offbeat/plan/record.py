@@ -1,26 +1,25 @@
-"""What happened in each step of a run: the series from which the figures of a row are computed."""
+"""The record of a run: totals after each step, from which a forecast is computed."""
 
 import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from offbeat.plan.cluster import RepresentativeCluster
 from offbeat.plan.memory import reachable_bytes
-from offbeat.plan.mirror import MirrorCluster
-from offbeat.plan.phantom import Phantom
-from offbeat.plan.trainee import Trainee
+from offbeat.plan.placeholder_model import PlaceholderModel, PlaceholderTraining
 
-_SPARSER = 1.6  # from one look at the memory to the next: factor of the occasions passed
+_SPARSER = 1.6  # factor on the number of occasions from one measurement of memory to the next
 
 
 class Step(NamedTuple):
-    """Totals at the end of a step, and what was so then.
+    """Totals of a run at the end of a step.
 
     Attributes:
-        clock: Virtual seconds, the mean over the workers.
-        computed: Seconds that a worker has computed so far, likewise.
+        clock: Virtual seconds, mean over the workers.
+        computed: Compute seconds so far, mean over the workers.
         payload: Bytes that worker 0 has handed to operations.
-        busy: Seconds that its link was busy, those to come of what has started included.
-        backlog: Seconds until its link is free.
+        busy: Seconds for which the link of worker 0 is occupied by the operations started so far.
+        backlog: Seconds until the link of worker 0 is free.
         syncs: Steps that synchronized.
     """
 
@@ -34,19 +33,20 @@ class Step(NamedTuple):
 
 @dataclass
 class Record:
-    """The steps of one run.
+    """Record of one run.
 
     Attributes:
         cluster: The cluster of the run.
-        running: How many workers run.
-        step_seconds: A step computed alone.
-        steps: The steps that all of them have completed.
-        gaps: Steps at which parameters were written, with the most own steps since the last time.
-        memory: The most bytes that were seen in use.
+        running: Number of workers that run.
+        step_seconds: Compute time of a step, seconds.
+        steps: Totals after each step that all running workers have completed.
+        gaps: Steps in which parameters were written, with the largest number of steps since the
+            previous write of a parameter.
+        memory: Largest measured memory, bytes.
         details: ``Stats.details`` of worker 0 at the end.
     """
 
-    cluster: MirrorCluster
+    cluster: RepresentativeCluster
     running: int
     step_seconds: float
     steps: list[Step] = field(default_factory=list)
@@ -55,69 +55,70 @@ class Record:
     details: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._trainees: dict[int, Trainee] = {}
-        self._counts = [0] * self.running
-        self._sums: list[list[float]] = []  # by step: clock and computed, of those that have come
-        self._seen: list[tuple[float, float, float, int]] = []  # by step, of worker 0
+        self._trainings: dict[int, PlaceholderTraining] = {}  # by rank
+        self._counts = [0] * self.running  # completed steps, by rank
+        self._sums: list[list[float]] = []  # by step: clock, computed, number of workers
+        self._of_worker_0: list[tuple[float, float, float, int]] = []  # by step
         self._busy = self._free = 0.0
-        self._occasions, self._next = 0, 0
-        self._payload = -1
+        self._occasions, self._next_occasion = 0, 0
+        self._measured_payload = -1
 
     def __len__(self) -> int:
         return len(self.steps)
 
-    def begin(self, rank: int, trainee: Trainee, model: Phantom) -> None:
-        """Worker ``rank`` begins."""
-        self._trainees[rank] = trainee
+    def start(self, rank: int, training: PlaceholderTraining, model: PlaceholderModel) -> None:
+        """Start the record of worker ``rank``."""
+        self._trainings[rank] = training
         if rank == 0:
-            self._tensors, self._own = model.tensors, model.own_bytes()
+            self._tensors, self._own = model.tensors, model.storage_addresses()
             self._versions = [tensor._version for tensor in self._tensors]
             self._written = [0] * len(self._versions)
-            trainee.before_waiting(self._look)
+            training.before_waiting(self._measure_memory)
 
     def close(self) -> None:
-        """The run has ended: keep no worker."""
-        if 0 in self._trainees:
-            self.details = dict(self._trainees[0].stats.details)
-        self._trainees.clear()
+        """End the record and release the workers."""
+        if 0 in self._trainings:
+            self.details = dict(self._trainings[0].stats.details)
+        self._trainings.clear()
         self._tensors = []
 
     def stepped(self, rank: int) -> bool:
-        """Worker ``rank`` has ended a step. Returns whether all have ended one more."""
+        """Record a completed step of worker ``rank``. Return True if all have now completed it."""
         number = self._counts[rank]
         self._counts[rank] += 1
         if number == len(self._sums):
             self._sums.append([0.0, 0.0, 0])
         sums = self._sums[number]
-        clock, computed = self._totals(rank)
+        clock, computed = self._times(rank)
         sums[0] += clock
         sums[1] += computed
         sums[2] += 1
         if rank == 0:
-            self._note(number + 1)
+            self._observe(number + 1)
         complete = sums[2] == self.running
         if complete:
-            seen = self._seen[number]
-            self.steps.append(Step(sums[0] / self.running, sums[1] / self.running, *seen))
+            totals = self._of_worker_0[number]
+            self.steps.append(Step(sums[0] / self.running, sums[1] / self.running, *totals))
         return complete
 
-    def _totals(self, rank: int) -> tuple[float, float]:
+    def _times(self, rank: int) -> tuple[float, float]:
+        """Return virtual seconds and compute seconds so far."""
         cluster = self.cluster
         if cluster.clocks is not None:
             return float(cluster.clocks.mean()), cluster.computed
-        return cluster.workers.kernel.now, self._trainees[rank].stats.compute_seconds
+        return cluster.workers.kernel.now, self._trainings[rank].stats.compute_seconds
 
-    def _note(self, step: int) -> None:
-        """What can be seen of worker 0 after a step."""
-        self._look(None)
+    def _observe(self, step: int) -> None:
+        """Record the totals of worker 0 and its written parameters."""
+        self._measure_memory(None)
         for span in self.cluster.spans:
             if span.rank == 0 and span.kind == "transfer" and not span.inside:
                 self._busy += span.end - span.start
                 self._free = max(self._free, span.end)
         self.cluster.spans.clear()
-        now, stats = self.cluster.workers.kernel.now, self._trainees[0].stats
+        now, stats = self.cluster.workers.kernel.now, self._trainings[0].stats
         backlog = max(0.0, self._free - now)
-        self._seen.append((stats.payload_bytes, self._busy, backlog, stats.syncs))
+        self._of_worker_0.append((stats.payload_bytes, self._busy, backlog, stats.syncs))
         versions = [tensor._version for tensor in self._tensors]
         if versions != self._versions:
             gaps = [0]
@@ -129,25 +130,26 @@ class Record:
                 self.gaps.append((step, max(gaps)))
             self._versions = versions
 
-    def _look(self, _: object) -> None:
-        """Look at the memory of worker 0, now and then, where something was sent since."""
-        trainee = self._trainees[0]
-        payload = trainee.payload_bytes
-        if payload == self._payload:
+    def _measure_memory(self, _: object) -> None:
+        """Measure the memory of worker 0, ever more rarely, if it has sent anything since."""
+        training = self._trainings[0]
+        payload = training.payload_bytes
+        if payload == self._measured_payload:
             return
-        self._payload = payload
+        self._measured_payload = payload
         self._occasions += 1
-        if self._occasions >= self._next:
-            self._next = math.ceil(self._occasions * _SPARSER)
+        if self._occasions >= self._next_occasion:
+            self._next_occasion = math.ceil(self._occasions * _SPARSER)
             scale = self.cluster.scale
-            used = reachable_bytes(trainee.roots, self._own, scale, hidden=self)
+            used = reachable_bytes(training.roots, self._own, scale, hidden=self)
             self.memory = max(self.memory, used)
 
-    def agrees(self, other: "Record", close: float) -> bool:
-        """Whether all steps of both took as long and sent as much."""
+    def agrees(self, other: "Record", tolerance: float) -> bool:
+        """Return True if all steps of both records took as long and sent as much."""
         if len(self) != len(other):
             return False
         return all(
-            abs(one.clock - two.clock) <= close * max(1.0, one.clock) and one.payload == two.payload
+            abs(one.clock - two.clock) <= tolerance * max(1.0, one.clock)
+            and one.payload == two.payload
             for one, two in zip(self.steps, other.steps, strict=True)
         )

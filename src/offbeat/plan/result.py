@@ -1,4 +1,4 @@
-"""The answer of ``offbeat.plan``: rows, a recommendation, and how they are shown."""
+"""The result of ``offbeat.plan``: forecasts, a recommendation, and their display."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -14,25 +14,26 @@ HEADINGS = ("strategy", "step", "speed-up", "idle", "sent per step", "extra memo
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Forecasts for one model, machine and network, and which strategy to try first.
+    """Forecasts for one model, machine and network, and the strategy to try first.
 
     Attributes:
         parameters: Numbers that are averaged.
-        step_seconds: One step computed alone, t.
-        workers: N.
-        bandwidth: Bits a second, of every worker's or node's link in each direction.
-        latency_seconds: α.
-        workers_per_node: L.
-        inside: Bits a second, of every worker's link inside its node; None without nodes.
-        inside_latency_seconds: α there; likewise.
-        node_step_seconds: One step of a node that waits for no others, with the mean of its
-            gradients; t without nodes.
-        jitter: Standard deviation of a step / t.
-        wire: Of ``attach``.
-        model_bytes: M, before compression.
-        rows: One forecast a strategy.
-        recommendation: One of the rows.
-        reason: One sentence why.
+        step_seconds: Compute time t of a step, seconds.
+        workers: Number of workers N.
+        bandwidth: Bandwidth of each worker's or node's link in each direction, bits per second.
+        latency_seconds: Latency α of a message.
+        workers_per_node: Number of workers per node, L.
+        inside: Bandwidth of each worker's link inside its node, bits per second; None without
+            nodes.
+        inside_latency_seconds: Latency inside a node; None without nodes.
+        node_step_seconds: Duration of a step of a single node, with the mean of its gradients; t
+            without nodes.
+        jitter: Standard deviation of the compute time relative to t.
+        wire: Precision, as in ``attach``.
+        model_bytes: Size M of the model before compression, bytes.
+        rows: One forecast per strategy.
+        recommendation: The row to try first.
+        reason: One sentence that explains the recommendation.
     """
 
     parameters: float
@@ -52,7 +53,7 @@ class Plan:
     reason: str
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers as plain JSON values; an infinite one is the string "inf"."""
+        """Return all figures as JSON values. Infinity is the string "inf"."""
 
         def row(forecast: Forecast) -> dict[str, Any]:
             return {k: "inf" if v == math.inf else v for k, v in asdict(forecast).items()}
@@ -64,7 +65,7 @@ class Plan:
         }
 
     def caption(self) -> str:
-        """The question, in one line."""
+        """Return model, machine and network in one line."""
         jitter = f" ± {100 * self.jitter:g} %" if self.jitter else ""
         wire = f" sent as {self.wire}" if self.wire != "float32" else ""
         nodes = ""
@@ -82,7 +83,7 @@ class Plan:
         )
 
     def table(self) -> Table:
-        """One row a strategy."""
+        """Return a table with one row per strategy."""
         rows = tuple(
             (
                 row.strategy,
@@ -98,6 +99,6 @@ class Plan:
         return Table(HEADINGS, rows, self.caption())
 
     def markdown(self) -> str:
-        """Caption, table and recommendation as Markdown."""
+        """Return caption, table and recommendation as Markdown."""
         advice = f"Try `{self.recommendation.strategy}` first: {self.reason}."
         return f"{self.table().markdown()}\n{advice}\n"

@@ -1,14 +1,13 @@
-"""The strategies to compare where none are given, and their settings by a few runs."""
+"""The default strategies of a plan, and their settings, which a few runs determine."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from offbeat.plan.forecast import Measured, measure
-from offbeat.plan.play import Setting
+from offbeat.plan.run import Setting
 from offbeat.quantization.automatic_wire import CHOICES, MOST_WAITING
 from offbeat.quantization.wire import Precision
-from offbeat.simulate import Network
 from offbeat.strategies import (
     BSP,
     AsyncAveraging,
@@ -20,101 +19,85 @@ from offbeat.strategies import (
 from offbeat.training.compatibility import chooses_precision
 
 IDLE_LIMIT = 0.05
-"""The share of time that workers may wait without anybody minding."""
+"""Share of the time that workers may wait under a suggested setting."""
 SHORT_PERIOD = 8
-"""Where docs/choosing.md says to start with LocalSGD."""
+"""Period of LocalSGD with which docs/choosing.md says to start."""
 
-_EAGER_BOUND = 16  # the least staleness suggested for the eager schedule, a safety bound
-_MARGIN = 1.25  # of the staleness that was seen, where steps vary
+_EAGER_BOUND = 16  # least staleness suggested for the eager schedule
+_MARGIN = 1.25  # factor on the staleness that was reached, if steps vary
 _UNBOUNDED = 10**9
-_LARGER = 1.25  # from one bound to the next, at least
-_RUNS = 5  # of a search, at most
-_TINY = 1e-6  # of the time: rounding
-_NOISE = 0.003  # likewise, of what is measured with jitter
-_FAST = 1e18  # bits a second
-
-Candidate = tuple[Strategy, Measured]
+_GROWTH = 1.25  # least factor from one staleness to the next
+_RUNS = 5  # most runs of a search
+_TINY = 1e-6  # share of the time: rounding
+_NOISE = 0.003  # share of the time: error of a figure measured with jitter
+_FAST = 1e18  # bits per second
 
 
 def evaluate(
     strategy: Strategy, wire: Precision | None, setting: Setting, text: str | None = None
 ) -> Measured:
-    """The forecast of ``strategy`` over ``wire``; None is its own.
+    """Return the forecast of ``strategy`` with ``wire``; None is the strategy's default.
 
-    "auto" is left to a strategy that chooses. For others it is the most exact precision with which
-    the link keeps the workers waiting for at most a tenth of the time, as ``AdaptiveWire`` aims at.
+    If the strategy cannot choose a precision itself, "auto" is the most exact precision for which
+    workers wait for the link at most a tenth of the time, which is the aim of ``AdaptiveWire``.
     """
     wire = wire or strategy.default_wire
     if wire != "auto" or chooses_precision(strategy):
         return measure(strategy, wire, setting, text=text)
-    free = _step_without_link(strategy, setting)
+    unhindered = _step_without_link(strategy, setting)
     for precision in CHOICES:
-        found = measure(strategy, precision, setting, text=text)
-        if 1 - free / found.forecast.step_seconds <= MOST_WAITING:
+        measured = measure(strategy, precision, setting, text=text)
+        if 1 - unhindered / measured.forecast.step_seconds <= MOST_WAITING:
             break
-    return found
+    return measured
 
 
 def _step_without_link(strategy: Strategy, setting: Setting) -> float:
-    """Seconds of a step over an infinitely fast link: waiting for the slowest alone."""
+    """Return the seconds of a step over an infinitely fast link, where only stragglers delay it."""
     if not setting.jitter:
         return setting.step_seconds + setting.tail
-    network = setting.network
-    fast = Network(
-        _FAST,
-        0.0,
-        workers_per_node=network.workers_per_node,
-        inside=network.inside,
-        inside_latency=network.inside_latency,
-    )
-    return measure(strategy, "float32", replace(setting, network=fast)).forecast.step_seconds
+    fast = replace(setting, network=replace(setting.network, bandwidth=_FAST, latency=0.0))
+    return measure(strategy, "float32", fast).forecast.step_seconds
 
 
-def suggestions(wire: Precision | None, setting: Setting) -> Iterator[Candidate]:
-    """The strategies to compare, with their forecasts; see ``offbeat.plan``."""
-    yield _candidate(BSP(), wire, setting)
-    short = _candidate(LocalSGD(period=SHORT_PERIOD), wire, setting)
-    period, spread = _smallest_period(short, wire, setting)
-    if period < SHORT_PERIOD:
-        yield spread
-    yield short
-    if period > SHORT_PERIOD:
-        yield spread
-    yield _candidate(SelSync(target_lssr=setting.lssr), wire, setting)
-    yield large_enough(wire, setting)
-    yield _smallest_cycle(wire, setting)
-    yield _unbounded(wire, setting)
+def suggestions(wire: Precision | None, setting: Setting) -> Iterator[Measured]:
+    """Yield the forecasts of the default strategies; see ``offbeat.plan``."""
+    yield evaluate(BSP(), wire, setting)
+    yield from _suggest_local(wire, setting)
+    yield evaluate(SelSync(target_lssr=setting.lssr), wire, setting)
+    yield suggest_streaming(wire, setting)
+    yield _suggest_cyclic(wire, setting)
+    yield _suggest_eager(wire, setting)
 
 
-def _candidate(strategy: Strategy, wire: Precision | None, setting: Setting) -> Candidate:
-    return strategy, evaluate(strategy, wire, setting)
+def _suggest_local(wire: Precision | None, setting: Setting) -> Iterator[Measured]:
+    """Yield LocalSGD with ``SHORT_PERIOD`` and with the smallest sufficient period, ascending.
 
-
-def _smallest_period(
-    short: Candidate, wire: Precision | None, setting: Setting
-) -> tuple[int, Candidate]:
-    """LocalSGD with the smallest period H whose idle share is at most ``IDLE_LIMIT``.
-
-    All wait c + d·√H for each mean, where d is due to jitter. One run gives c, if there is none,
-    two give both, and so the next H.
+    The smallest period H is sought whose idle share is at most ``IDLE_LIMIT``. Workers wait
+    c + d·√H for each mean, where d is caused by jitter. Without jitter one run gives c; with jitter
+    two runs give c and d. They give the next H to try.
     """
-    known = {SHORT_PERIOD: short}
+    known: dict[int, Measured] = {}
     waits: list[tuple[int, float]] = []
     period = SHORT_PERIOD
-    for _ in range(_RUNS):
-        measured = known[period][1]
+    while period not in known and len(known) <= _RUNS:
+        measured = known[period] = evaluate(LocalSGD(period=period), wire, setting)
         computed = measured.step_seconds
         waits.append((period, (measured.forecast.step_seconds - computed) * period))
         period = _period_for(waits[-2:], computed)
-        if period in known:
-            break
-        known[period] = _candidate(LocalSGD(period=period), wire, setting)
-    least = _enough(known, setting) or max(known)
-    return least, known[least]
+    sufficient = [n for n, measured in known.items() if _sufficient(measured, setting)]
+    smallest = min(sufficient, default=max(known))
+    for shown in sorted({SHORT_PERIOD, smallest}):
+        yield known[shown]
 
 
 def _period_for(waits: Sequence[tuple[int, float]], computed: float) -> int:
-    """The least H with (c + d·√H)/(H·t + c + d·√H) at most ``IDLE_LIMIT``."""
+    """Return the least H with (c + d·√H)/(H·t + c + d·√H) ≤ ``IDLE_LIMIT``.
+
+    Args:
+        waits: One or two pairs (H, c + d·√H).
+        computed: t, seconds.
+    """
     (period, wait), *more = waits
     slope = 0.0
     for other, another in more:
@@ -125,58 +108,57 @@ def _period_for(waits: Sequence[tuple[int, float]], computed: float) -> int:
     return max(1, math.ceil(root**2 * (1 - _TINY)))
 
 
-def _enough(known: Mapping[int, Candidate], setting: Setting) -> int | None:
-    """The least of the settings with which workers wait for at most ``IDLE_LIMIT``."""
-    limit = IDLE_LIMIT + (_NOISE if setting.jitter else _TINY)
-    return min((n for n, one in known.items() if one[1].forecast.idle <= limit), default=None)
+def _sufficient(measured: Measured, setting: Setting) -> bool:
+    """Return True if workers wait for at most ``IDLE_LIMIT`` of the time."""
+    return measured.forecast.idle <= IDLE_LIMIT + (_NOISE if setting.jitter else _TINY)
 
 
-def large_enough(wire: Precision | None, setting: Setting) -> Candidate:
-    """StreamingAveraging, with a larger bound if workers would wait at the default one.
+def suggest_streaming(wire: Precision | None, setting: Setting) -> Measured:
+    """Return StreamingAveraging, with a larger staleness if workers wait at the default one.
 
-    There a step takes a time that falls with the bound.
+    If workers wait, the time of a step falls as the staleness grows.
     """
     strategy = StreamingAveraging()
     for _ in range(_RUNS):
-        found = _candidate(strategy, wire, setting)
-        idle = found[1].forecast.idle
+        measured = evaluate(strategy, wire, setting)
+        idle = measured.forecast.idle
         if idle <= IDLE_LIMIT + _TINY:
             break
-        factor = max(_LARGER, (1 - IDLE_LIMIT) / (1 - idle))
+        factor = max(_GROWTH, (1 - IDLE_LIMIT) / (1 - idle))
         strategy = replace(strategy, staleness=math.ceil(strategy.staleness * factor))
-    return found
+    return measured
 
 
-def _smallest_cycle(wire: Precision | None, setting: Setting) -> Candidate:
-    """AsyncAveraging with the shortest cycle that hides the merge; with jitter ``IDLE_LIMIT``.
+def _suggest_cyclic(wire: Precision | None, setting: Setting) -> Measured:
+    """Return AsyncAveraging with the shortest cycle that hides the merge.
 
-    With cycles of one step a step takes as long as a merge, if that is longer.
+    If a merge takes longer than a cycle, the cycle takes as long as the merge, which gives the next
+    cycle to try. With jitter the cycle is then extended until workers wait for at most
+    ``IDLE_LIMIT`` of the time.
     """
-    calm = replace(setting, jitter=0.0)
+    steady = replace(setting, jitter=0.0)
     cycle = 1
     for _ in range(_RUNS):
-        found = _candidate(AsyncAveraging(staleness=2 * cycle), wire, calm)
-        measured = found[1]
+        measured = evaluate(AsyncAveraging(staleness=2 * cycle), wire, steady)
         if measured.forecast.idle <= _TINY:
             break
         merge = cycle * measured.forecast.step_seconds
         cycle = max(cycle + 1, math.ceil(merge / measured.step_seconds * (1 - _TINY)))
     if not setting.jitter:
-        return found
-    for more in (0, 1, 2, 4, 8):  # a little slack is worth most
+        return measured
+    for more in (0, 1, 2, 4, 8):  # the first steps of slack help most
         cycle += more
-        found = _candidate(AsyncAveraging(staleness=2 * cycle), wire, setting)
-        if _enough({cycle: found}, setting):
+        measured = evaluate(AsyncAveraging(staleness=2 * cycle), wire, setting)
+        if _sufficient(measured, setting):
             break
-    return found
+    return measured
 
 
-def _unbounded(wire: Precision | None, setting: Setting) -> Candidate:
-    """AsyncAveraging with the eager schedule, and a bound that it does not reach."""
-    free = AsyncAveraging(schedule="eager", staleness=_UNBOUNDED)
-    measured = evaluate(free, wire, setting)
+def _suggest_eager(wire: Precision | None, setting: Setting) -> Measured:
+    """Return eager AsyncAveraging with a staleness that it does not reach."""
+    unbounded = AsyncAveraging(schedule="eager", staleness=_UNBOUNDED)
+    measured = evaluate(unbounded, wire, setting)
     most = measured.details.get("staleness_max", 0) * (_MARGIN if setting.jitter else 1.0)
     staleness = max(_EAGER_BOUND, math.ceil(most) + 1)
-    strategy = replace(free, staleness=staleness)
     row = replace(measured.forecast, strategy=f"async:schedule=eager,staleness={staleness}")
-    return strategy, replace(measured, forecast=row)
+    return replace(measured, strategy=replace(unbounded, staleness=staleness), forecast=row)

@@ -1,4 +1,4 @@
-"""Virtual time: train really, on a cluster that is not there."""
+"""Simulator: real training on a simulated cluster, in virtual time."""
 
 from offbeat.simulate.cluster import Span
 from offbeat.simulate.compute import Compute, Straggler

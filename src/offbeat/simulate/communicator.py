@@ -1,18 +1,20 @@
-"""The seam over virtual time: what starts an operation of the simulated cluster."""
+"""A communicator that runs operations on the simulated cluster, in virtual time."""
 
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from offbeat.errors import CommunicationError, CommunicationTimeout
-from offbeat.simulate.cluster import Collective, Line, SimulatedCluster
+from offbeat.simulate.cluster import Contribution, SimulatedCluster
+from offbeat.simulate.connections import Group
 from offbeat.simulate.host import SimulatedHost, SimulatedPromise
 from offbeat.simulate.kernel import Signal
+from offbeat.simulate.network import CollectiveKind
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.handle import Handle
 from offbeat.transport.membership import Membership
@@ -29,33 +31,74 @@ from offbeat.transport.operation import (
 )
 
 
+class SimulatedHandle(Handle[Any]):
+    """Handle of an operation of the simulated cluster."""
+
+    def __init__(
+        self,
+        communicator: "SimulatedCommunicator",
+        signal: Signal,
+        result: Any,
+        what: str,
+        *,
+        patient: bool = False,
+    ) -> None:
+        self._communicator, self._patient = communicator, patient
+        self._signal, self._result, self._what = signal, result, what
+
+    @override
+    def done(self) -> bool:
+        if not self._signal.happened:
+            self._communicator.host.polled(self._what)
+        return self._signal.happened
+
+    @override
+    def wait(self) -> Any:
+        communicator, host = self._communicator, self._communicator.host
+        start = host.now()
+        if not self._patient and communicator.timeout_seconds < math.inf:
+            connections, limit = communicator.cluster.connections, communicator.timeout_seconds
+            connections.fail_after(self._signal, limit, self._what)
+        host.wait(self._signal, self._what)
+        failure = self._signal.failure
+        if failure is None or communicator.member in self._signal.spared:
+            return self._result
+        seconds = host.now() - start
+        text = f"rank {communicator.rank}: {self._what} failed after {seconds:.1f} s: {failure}"
+        timed_out = isinstance(failure, CommunicationTimeout)
+        raise (CommunicationTimeout if timed_out else CommunicationError)(text)
+
+
 class SimulatedCommunicator(Communicator):
-    """One worker's end of the simulated cluster. Sums are taken in rank order.
+    """Communicator of one worker of the simulated cluster. Sums are taken in rank order.
 
     Args:
-        cluster: What the workers share.
-        member: This worker.
-        line: Connects it with the others, in the order of their ranks.
-        group: Collectives meet within a group of this number, in the order of their start.
-        host: Its clock; a twin shares that of the original.
-        timeout_seconds: How long an operation may take. Infinite where no worker can be lost: who
-            waits for ever is in a deadlock, which is found out.
+        cluster: The simulated cluster.
+        member: Global rank of this worker.
+        group: The connected workers.
+        context: Number that separates the operations of this communicator from those of others in
+            the same group.
+        host: Clock of this worker, shared by twins; None makes one.
+        timeout_seconds: Time-out of an operation. Infinite if no worker can be lost: an operation
+            that never ends is then reported as a deadlock.
 
     Attributes:
-        membership: Agrees on who goes on, where workers can be lost.
+        membership: Agreement on view changes; None if workers cannot be lost.
     """
+
+    handle_type: ClassVar[type[SimulatedHandle]] = SimulatedHandle
 
     def __init__(
         self,
         cluster: SimulatedCluster,
         member: int,
-        line: Line,
-        group: int = 0,
+        group: Group,
+        context: int = 0,
         host: SimulatedHost | None = None,
         timeout_seconds: float = math.inf,
     ) -> None:
-        self.cluster, self.member, self.line, self._group = cluster, member, line, group
-        self.rank, self.size = line.members.index(member), len(line.members)
+        self.cluster, self.member, self.group, self._context = cluster, member, group, context
+        self.rank, self.size = group.members.index(member), len(group.members)
         self.timeout_seconds = timeout_seconds
         self.membership: Membership | None = None
         self.host: SimulatedHost = SimulatedHost(cluster, member) if host is None else host
@@ -64,140 +107,108 @@ class SimulatedCommunicator(Communicator):
     @override
     def start(self, operation: Operation[Any]) -> Handle[Any]:
         match operation:
-            case Sum(tensor=tensor, what=what):
-                return self.reduce(tensor, Tensor.add_, what)
-            case Maximum(tensor=tensor, what=what):
-                return self.reduce(tensor, _larger, what)
-            case Broadcast(tensor=tensor, source=source, what=what):
-                pick = operator.itemgetter(source)
-                return self._join("broadcast", tensor, what, pick, tensor.copy_)
-            case Gather(tensor=tensor, what=what):
+            case Sum():
+                return self.reduce(operation, Tensor.add_)
+            case Maximum():
+                return self.reduce(operation, _maximum_)
+            case Broadcast(tensor=tensor, source=source):
+                return self._join("broadcast", operation, operator.itemgetter(source), tensor.copy_)
+            case Gather(tensor=tensor):
                 parts = [torch.empty_like(tensor) for _ in range(self.size)]
 
-                def place(tensors: Sequence[Tensor]) -> None:
-                    for part, one in zip(parts, tensors, strict=True):
-                        part.copy_(one)
+                def store_parts(tensors: Sequence[Tensor]) -> None:
+                    for part, received in zip(parts, tensors, strict=True):
+                        part.copy_(received)
 
-                return self._join("gather", tensor, what, list, place, parts)
-            case Exchange(tensor=tensor, what=what):
+                return self._join("gather", operation, list, store_parts, parts)
+            case Exchange(tensor=tensor):
                 result = torch.empty_like(tensor)
 
-                def take(tensors: Sequence[Tensor]) -> None:
-                    chunks = [one.chunk(self.size)[self.rank] for one in tensors]
-                    torch.cat(chunks, out=result)
+                def store_chunks(tensors: Sequence[Tensor]) -> None:
+                    torch.cat([one.chunk(self.size)[self.rank] for one in tensors], out=result)
 
-                return self._join("exchange", tensor, what, list, take, result)
+                return self._join("exchange", operation, list, store_chunks, result)
             case Send(tensor=tensor, destination=destination, tag=tag, what=what):
-                there = self.line.members[destination]
-                signal = self.cluster.send(
-                    self.line, self._group, self.member, there, tag, tensor, what
-                )
-                return SimulatedHandle(self, signal, tensor, what)
+                route = self.member, self.group.members[destination], tag
+                signal = self.cluster.send(self.group, self._context, route, tensor, what)
+                return self.handle_type(self, signal, tensor, what)
             case Receive(tensor=tensor, source=source, tag=tag, what=what, patient=patient):
-                there = self.line.members[source]
-                signal = self.cluster.receive(
-                    self.line, self._group, there, self.member, tag, tensor
-                )
-                return SimulatedHandle(self, signal, tensor, what, patient=patient)
+                route = self.group.members[source], self.member, tag
+                signal = self.cluster.receive(self.group, self._context, route, tensor)
+                return self.handle_type(self, signal, tensor, what, patient=patient)
             case Await(promise=promise, what=what, patient=patient):
                 assert isinstance(promise, SimulatedPromise)
                 signal = promise.signal
-                if self.cluster.faulty:  # a time-out is no fulfilment
+                if self.cluster.faulty:  # a time-out must not count as fulfilment
                     promise.signal.then((signal := Signal()).fire)
-                handle = SimulatedHandle(self, signal, None, what, patient=patient)
+                handle = self.handle_type(self, signal, None, what, patient=patient)
                 return handle.then(lambda _: promise.result)
         raise TypeError(f"there is no simulated {type(operation).__name__}")
 
     def reduce(
-        self, tensor: Tensor, add: Callable[[Tensor, Tensor], object], what: str
+        self, operation: Sum | Maximum, accumulate: Callable[[Tensor, Tensor], object]
     ) -> Handle[Tensor]:
-        """Start replacing ``tensor`` by the total; ``add`` puts one more worker's into it."""
+        """Start replacing the tensor of ``operation`` by a reduction over the workers.
+
+        Args:
+            operation: Gives the tensor and its name.
+            accumulate: Adds the second tensor to the first one, in place.
+        """
 
         def combine(tensors: Sequence[Tensor]) -> Tensor:
             total = tensors[0].clone()
-            for one in tensors[1:]:
-                add(total, one)
+            for tensor in tensors[1:]:
+                accumulate(total, tensor)
             return total
 
-        return self._join("reduce", tensor, what, combine, tensor.copy_)
+        return self._join("reduce", operation, combine, operation.tensor.copy_)
 
     def _join(
         self,
-        kind: Collective,
-        tensor: Tensor,
-        what: str,
+        kind: CollectiveKind,
+        operation: Any,
         combine: Callable[[Sequence[Tensor]], Any],
-        place: Callable[[Any], object],
+        store: Callable[[Any], object],
         result: Any = None,
     ) -> Handle[Any]:
-        """Start a collective of any kind; see ``SimulatedCluster.join``."""
-        signal = self.cluster.join(
-            self.line, self._group, self.member, kind, tensor, what, combine, place
-        )
-        return SimulatedHandle(self, signal, tensor if result is None else result, what)
+        """Start a collective whose handle returns ``result``, by default the operation's tensor."""
+        tensor, what = operation.tensor, operation.what
+        part = Contribution(kind, what, tensor, self._size_bytes(operation), combine, store)
+        signal = self.cluster.join(self.group, self._context, self.member, part)
+        return self.handle_type(self, signal, tensor if result is None else result, what)
+
+    def _size_bytes(self, operation: Any) -> float:
+        """Return the bytes that the tensor of a collective stands for."""
+        size: int = operation.tensor.nbytes
+        return size
 
     @override
     def twin(self) -> Communicator:
-        number = self.cluster.number(self._group, self._twins)
         self._twins += 1
-        return type(self)(
-            self.cluster, self.member, self.line, number, self.host, self.timeout_seconds
-        )
+        return self._derived(self.group, self._twins - 1)
 
-    def part(self, ranks: Sequence[int], *, sharing: int = 1) -> Self:
-        """A communicator of some of these workers, of whom this is one.
+    def subgroup(self, ranks: Sequence[int], *, sharing: int = 1) -> Self:
+        """Return a communicator of some of these workers, including this one.
 
         Args:
-            ranks: They, in the order of their ranks there.
-            sharing: See ``Line``.
+            ranks: Their ranks in this communicator, in the order of their ranks in the new one.
+            sharing: See ``Group``.
         """
-        members = tuple(self.line.members[rank] for rank in ranks)
-        line = self.cluster.part(self._group, members, sharing)
-        number = self.cluster.number(self._group, members)
-        return type(self)(self.cluster, self.member, line, number, self.host, self.timeout_seconds)
+        members = tuple(self.group.members[rank] for rank in ranks)
+        group = self.cluster.connections.subgroup(self._context, members, sharing)
+        return self._derived(group, members)
+
+    def _derived(self, group: Group, key: int | tuple[int, ...]) -> Self:
+        context = self.cluster.connections.derived_context(self._context, key)
+        return type(self)(
+            self.cluster, self.member, group, context, self.host, self.timeout_seconds
+        )
 
     @override
     def close(self, *, together: bool = False) -> None:
-        """Nothing is held; activities end with the run, or when what they wait for has failed."""
         if not together:
-            self.cluster.leave(self.line, self.member)
+            self.cluster.connections.disconnect(self.group, self.member)
 
 
-class SimulatedHandle(Handle[Any]):
-    """An operation of the simulated cluster."""
-
-    def __init__(
-        self,
-        communicator: SimulatedCommunicator,
-        signal: Signal,
-        result: Any,
-        what: str,
-        *,
-        patient: bool = False,
-    ) -> None:
-        self._fabric, self._host, self._patient = communicator, communicator.host, patient
-        self._signal, self._result, self._what = signal, result, what
-
-    @override
-    def done(self) -> bool:
-        if not self._signal.happened:
-            self._host.polled(self._what)
-        return self._signal.happened
-
-    @override
-    def wait(self) -> Any:
-        communicator, began = self._fabric, self._host.now()
-        if not self._patient and communicator.timeout_seconds < math.inf:
-            communicator.cluster.limit(self._signal, communicator.timeout_seconds, self._what)
-        self._host.wait(self._signal, self._what)
-        failure = self._signal.failure
-        if failure is None or communicator.member in self._signal.spared:
-            return self._result
-        seconds = self._host.now() - began
-        text = f"rank {communicator.rank}: {self._what} failed after {seconds:.1f} s: {failure}"
-        timed_out = isinstance(failure, CommunicationTimeout)
-        raise (CommunicationTimeout if timed_out else CommunicationError)(text)
-
-
-def _larger(total: Tensor, one: Tensor) -> None:
-    torch.maximum(total, one, out=total)
+def _maximum_(total: Tensor, other: Tensor) -> None:
+    torch.maximum(total, other, out=total)

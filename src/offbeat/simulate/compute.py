@@ -1,4 +1,4 @@
-"""How long a worker computes for one step: a pure function of (rank, step, seed)."""
+"""Compute time of one step of one worker: a pure function of (rank, step, seed)."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,7 @@ from offbeat.units import show_seconds, to_seconds
 _FACTOR = Range(above=0, hint="2: twice as slow")
 _NOT_NEGATIVE = Range(least=0)
 _MOST_JITTER = 1e6
-_JITTER = 0x6A697474  # the purpose in (seed, purpose, rank, step): no other draw shares the stream
+_JITTER = 0x6A697474  # the purpose in (seed, purpose, rank, step): no other draw uses the stream
 
 
 def _require_factor(name: str, value: float) -> None:
@@ -21,17 +21,17 @@ def _require_factor(name: str, value: float) -> None:
 
 @dataclass(frozen=True)
 class Straggler:
-    """One worker is slow for a while.
+    """A temporary slowdown of one worker.
 
     Args:
-        rank: The worker (≥ 0).
-        first_step: The first slow step, counted from 0 (≥ 0).
-        steps: How many steps are slow (≥ 1).
-        factor: Their seconds are multiplied by it (> 0; 2 is twice as slow).
+        rank: Rank of the worker (≥ 0).
+        first_step: Number of the first slow step, from 0 (≥ 0).
+        steps: Number of slow steps (≥ 1).
+        factor: Factor on the compute time of these steps (> 0; 2 is twice as slow).
 
     Raises:
-        TypeError: an argument of another type.
-        ValueError: one out of its range.
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of its range.
     """
 
     rank: int
@@ -46,32 +46,32 @@ class Straggler:
         _require_factor("factor", self.factor)
 
     def covers(self, rank: int, step: int) -> bool:
-        """Whether this worker is slow in this step."""
+        """Return True if worker ``rank`` is slow in ``step``."""
         return rank == self.rank and 0 <= step - self.first_step < self.steps
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class Compute:
-    """The seconds of every step of every worker, from forward to gradients ready.
+    """Compute time of every step of every worker, from forward to complete gradients.
 
-    ``Compute("50ms", jitter=0.1, slowdown={3: 2.0})``. The attributes hold plain numbers.
+    Example: ``Compute("50ms", jitter=0.1, slowdown={3: 2.0})``. The attributes hold plain numbers.
 
-        seconds = trace or step · slowdown of the rank · stragglers of (rank, step) · jitter
+        seconds = (trace or step) · slowdown of the rank · stragglers of (rank, step) · jitter
 
     The jitter is drawn from a log-normal distribution of mean 1 and standard deviation c:
     exp(σz − σ²/2) with σ² = ln(1 + c²), z standard normal, independent for every (rank, step).
 
     Args:
-        step: Text or seconds (> 0).
-        jitter: c, the standard deviation relative to the step (≥ 0; 0 draws nothing).
-        slowdown: Rank → factor (> 0; 2 is twice as slow), for the whole run.
-        stragglers: Temporary slowdowns; where several cover a step, they multiply.
-        trace: Measured seconds, one a step, taken in turn and over again instead of ``step``; or
-            rank → such seconds, where ranks without a trace take ``step``.
+        step: Compute time of a step: text like "50ms", or seconds (> 0).
+        jitter: Standard deviation c of a step relative to its mean (≥ 0; 0 draws nothing).
+        slowdown: Factor on the compute time by rank (> 0; 2 is twice as slow), for the whole run.
+        stragglers: Temporary slowdowns. The factors of several that cover a step multiply.
+        trace: Measured seconds of consecutive steps, used cyclically in place of ``step``; or such
+            seconds by rank. Ranks without a trace use ``step``.
 
     Raises:
-        TypeError: an argument of another type.
-        ValueError: a wrong unit, a number out of its range, a trace without a step.
+        TypeError: An argument has the wrong type.
+        ValueError: A unit is wrong, a number is out of its range, or a trace is empty.
     """
 
     step: float
@@ -114,18 +114,18 @@ class Compute:
             object.__setattr__(self, name, value)
 
     def ranks(self) -> set[int]:
-        """The workers that are named in ``slowdown``, ``stragglers`` and ``trace``."""
+        """Return the ranks named in ``slowdown``, ``stragglers`` and ``trace``."""
         traced = self.trace if isinstance(self.trace, dict) else ()
         return {*self.slowdown, *traced, *(one.rank for one in self.stragglers)}
 
     def seconds(self, rank: int, step: int, seed: int) -> float:
-        """What worker ``rank`` computes in step ``step`` (from 0) of a run seeded by ``seed``.
+        """Return the compute time of worker ``rank`` in step ``step`` (from 0), in seconds.
 
         The same arguments give the same seconds in every process.
 
         Raises:
-            TypeError: an argument that is no int.
-            ValueError: a negative one.
+            TypeError: An argument is not an int.
+            ValueError: An argument is negative.
         """
         require_integer("rank", rank, least=0)
         require_integer("step", step, least=0)
@@ -146,7 +146,7 @@ class Compute:
         return math.exp(math.sqrt(variance) * normal - variance / 2)
 
     def to_dict(self) -> dict[str, object]:
-        """The arguments as plain JSON values: seconds, ranks as text, stragglers as objects."""
+        """Return the arguments as JSON values: seconds, ranks as text, stragglers as objects."""
         trace: object = None if self.trace is None else list(self.trace)
         if isinstance(self.trace, dict):
             trace = {str(rank): list(seconds) for rank, seconds in self.trace.items()}

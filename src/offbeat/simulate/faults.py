@@ -1,35 +1,35 @@
-"""What befalls simulated workers at given virtual times: losses, interruptions, and newcomers."""
+"""Faults of a simulated run: killed workers, pauses, interruptions, and newcomers."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from offbeat.arguments import require_integer
-from offbeat.simulate.cluster import NOTICE_SECONDS, SimulatedCluster
-from offbeat.simulate.kernel import Kernel
+from offbeat.simulate.cluster import SimulatedCluster
+from offbeat.simulate.connections import NOTICE_SECONDS
 from offbeat.units import to_seconds
 
 
 @dataclass(frozen=True)
-class _Timed:
+class _Checked:
+    """Checks the fields ``at``, ``seconds`` and ``worker``. Converts times to seconds."""
+
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in ("at", "seconds"):
-                zero = field.name == "at"
-                object.__setattr__(self, field.name, to_seconds(value, allow_zero=zero))
-            elif field.name == "worker":
-                require_integer("worker", value, least=0)
+        fields = vars(self)
+        require_integer("worker", fields.get("worker", 0), least=0)
+        object.__setattr__(self, "at", to_seconds(fields["at"], allow_zero=True))
+        if "seconds" in fields:
+            object.__setattr__(self, "seconds", to_seconds(fields["seconds"]))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kill(_Timed):
-    """A worker's process ends, as by ``kill -9``: the others notice a little later.
+class Kill(_Checked):
+    """End the process of a worker, as ``kill -9`` does. The others notice it a little later.
 
     Args:
-        worker: Which (≥ 0).
+        worker: Rank of the worker (≥ 0).
         at: Virtual time, such as "3 s".
-        spared: Workers for whom a collective still ends that is under way and to which all had
-            come; on the others it fails. So it can be in a real network.
+        spared: Ranks of workers for which a pending collective still succeeds, if every worker had
+            joined it; on the others it fails. A real network can split the outcome in this way.
     """
 
     worker: int
@@ -38,13 +38,13 @@ class Kill(_Timed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pause(_Timed):
-    """A worker stands still for a while, as by SIGSTOP.
+class Pause(_Checked):
+    """Stop a worker for a while, as SIGSTOP does.
 
     Args:
-        worker: Which (≥ 0).
-        at: Virtual time.
-        seconds: For how long (> 0).
+        worker: Rank of the worker (≥ 0).
+        at: Virtual time of the start.
+        seconds: Duration (> 0).
     """
 
     worker: int
@@ -53,13 +53,13 @@ class Pause(_Timed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut(_Timed):
-    """Nothing reaches a worker or leaves it for a while.
+class Cut(_Checked):
+    """Interrupt all traffic from and to a worker for a while.
 
     Args:
-        worker: Which (≥ 0).
-        at: Virtual time.
-        seconds: For how long (> 0).
+        worker: Rank of the worker (≥ 0).
+        at: Virtual time of the start.
+        seconds: Duration (> 0).
     """
 
     worker: int
@@ -68,11 +68,11 @@ class Cut(_Timed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Join(_Timed):
-    """A new worker begins; its rank is the next number that nobody has had.
+class Join(_Checked):
+    """Start a new worker. Its rank is the next number that no worker has had.
 
-    It runs the same function as all others. It has no process group with them: ``attach`` is the
-    first that it may do together with them.
+    The new worker runs the same function as the others. It shares no process group with them:
+    ``attach`` must be the first call that it makes together with them.
 
     Args:
         at: Virtual time.
@@ -85,52 +85,46 @@ Fault = Kill | Pause | Cut | Join
 
 
 def require_faults(faults: Sequence[Fault], workers: int) -> None:
-    """Raise unless ``faults`` can befall so many workers, and those that join.
+    """Check that ``faults`` are possible with ``workers`` initial workers.
 
     Raises:
-        TypeError: something else.
-        ValueError: of a worker that there will not be.
+        TypeError: An element is not a fault.
+        ValueError: A fault names a worker that will never exist.
     """
     count = workers + sum(isinstance(fault, Join) for fault in faults)
     for fault in faults:
         if not isinstance(fault, Fault):
             raise TypeError(f"faults must be Kill, Pause, Cut or Join, got {fault!r}")
-        for worker in () if isinstance(fault, Join) else (fault.worker,):
-            if worker >= count:
-                raise ValueError(f"{fault!r}: there are {count} workers, counted from 0")
+        if not isinstance(fault, Join) and fault.worker >= count:
+            raise ValueError(f"{fault!r}: there are {count} workers, counted from 0")
 
 
 def schedule(
-    faults: Sequence[Fault],
-    kernel: Kernel,
-    cluster: SimulatedCluster,
-    *,
-    lost: Callable[[int], None],
+    faults: Sequence[Fault], cluster: SimulatedCluster, *, lost: Callable[[int], None]
 ) -> None:
-    """Let ``faults`` happen when it is time.
+    """Schedule ``faults`` in virtual time.
 
     Args:
-        faults: They.
-        kernel: The clock.
-        cluster: To whom.
-        lost: Called when the others have noticed that a worker is lost.
+        faults: The faults.
+        cluster: The simulated cluster.
+        lost: Called with the rank of a killed worker when the others notice.
     """
+    workers, kernel = cluster.workers, cluster.workers.kernel
 
-    def happen(fault: Fault) -> None:
-        workers = cluster.workers
+    def inject(fault: Fault) -> None:
         match fault:
             case Join():
-                workers.join()
+                workers.add()
             case Pause(worker=worker, seconds=seconds):
                 workers.pause(worker, float(seconds))
             case Cut(worker=worker, seconds=seconds):
-                cluster.cut(worker, float(seconds))
+                cluster.connections.cut(worker, float(seconds))
             case Kill(worker=worker, spared=spared):
                 if worker < len(workers.all) and workers.all[worker].finished_seconds is None:
-                    cluster.lose(worker, spared)
+                    cluster.connections.lose(worker, spared)
                     workers.kill(worker)
                     end = kernel.now + NOTICE_SECONDS
                     kernel.at(end, lambda: lost(worker), f"rank {worker} is missed")
 
     for fault in faults:
-        kernel.at(float(fault.at), lambda fault=fault: happen(fault), f"{fault!r}")  # type: ignore[misc]
+        kernel.at(float(fault.at), lambda fault=fault: inject(fault), f"{fault!r}")  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""A simulated worker's clock and activities: virtual time."""
+"""The clock and the background activities of a simulated worker, in virtual time."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -10,16 +10,16 @@ from offbeat.simulate.kernel import Signal
 from offbeat.transport.host import Host, Promise
 
 T = TypeVar("T")
-_POLLS = 100  # in a row, without virtual time passing: a loop that waits for done()
-_SHORTEST_NAP_SECONDS = 1e-6
-_LONGEST_NAP_SECONDS = 1e-3
+_POLLS = 100  # at one moment of virtual time, after which the worker sleeps
+_SHORTEST_SLEEP_SECONDS = 1e-6
+_LONGEST_SLEEP_SECONDS = 1e-3
 
 
 class SimulatedPromise(Promise[Any]):
-    """Fulfilled at one virtual moment.
+    """A promise in virtual time.
 
     Attributes:
-        signal: Happens then.
+        signal: Fires when the promise is fulfilled.
     """
 
     def __init__(self) -> None:
@@ -43,20 +43,20 @@ class SimulatedPromise(Promise[Any]):
 
 
 class SimulatedHost(Host):
-    """One worker in virtual time.
+    """One simulated worker.
 
     Args:
-        cluster: What the workers share.
-        rank: This worker.
+        cluster: The simulated cluster.
+        rank: Global rank of this worker.
 
     Attributes:
-        totals: What was given to ``watch``, for ``Simulation.stats``.
+        totals: Functions passed to ``watch``, from which ``Simulation.stats`` is made.
     """
 
     def __init__(self, cluster: SimulatedCluster, rank: int) -> None:
         self._cluster, self._rank, self.scale = cluster, rank, cluster.scale
         self.totals: list[Callable[[], object]] = []
-        self._polls, self._asked_seconds, self._nap = 0, 0.0, _SHORTEST_NAP_SECONDS
+        self._polls, self._polled_seconds, self._sleep_seconds = 0, 0.0, _SHORTEST_SLEEP_SECONDS
 
     @override
     def now(self) -> float:
@@ -64,7 +64,7 @@ class SimulatedHost(Host):
 
     @override
     def sleep(self, seconds: float, what: str) -> None:
-        self._cluster.nap(self._rank, seconds, what)
+        self._cluster.idle(self._rank, seconds, what)
 
     @override
     def spawn(self, activity: Callable[[], None], *, what: str) -> None:
@@ -83,19 +83,22 @@ class SimulatedHost(Host):
         self.totals.append(totals)
 
     def wait(self, signal: Signal, what: str) -> None:
-        """Block this worker until ``signal``; virtual time passes."""
+        """Block this worker until ``signal``."""
         self._cluster.wait(self._rank, signal, what)
 
     def polled(self, what: str) -> None:
-        """``what`` was asked whether it is done, and is not.
+        """Record that the worker has polled ``what``, which is not done.
 
-        Asking takes no time. But a loop that asks until it is done must let time pass, or it would
-        never be: after so many questions at one moment the worker sleeps, longer each time.
+        A poll takes no virtual time. A loop that polls until the operation is done would therefore
+        never end. After 100 polls at one moment the worker sleeps, each time for longer.
         """
-        if self.now() > self._asked_seconds:
-            self._polls, self._nap = 0, _SHORTEST_NAP_SECONDS
+        if self.now() > self._polled_seconds:
+            self._polls, self._sleep_seconds = 0, _SHORTEST_SLEEP_SECONDS
         self._polls += 1
         if self._polls == _POLLS:
-            self._cluster.nap(self._rank, self._nap, what)
-            self._polls, self._nap = 0, min(2 * self._nap, _LONGEST_NAP_SECONDS)
-        self._asked_seconds = self.now()
+            self._cluster.idle(self._rank, self._sleep_seconds, what)
+            self._polls, self._sleep_seconds = (
+                0,
+                min(2 * self._sleep_seconds, _LONGEST_SLEEP_SECONDS),
+            )
+        self._polled_seconds = self.now()

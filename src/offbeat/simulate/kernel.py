@@ -1,7 +1,7 @@
-"""Virtual time: a clock and a heap of events, and nothing of torch or threads.
+"""Virtual time: a clock and a queue of events. Knows nothing of torch or threads.
 
-Events happen in the order of their time; those of the same time in the order in which they were
-scheduled (first in, first out), unless the ties are shuffled by a seed.
+Events are executed in the order of their time. Events of the same time are executed in the order
+in which they were scheduled (first in, first out), or in an order shuffled by a seed.
 """
 
 import heapq
@@ -11,19 +11,20 @@ from collections.abc import Callable
 from typing import Any
 
 _Event = tuple[float, float, int, Callable[[], None], str]
-"""Seconds, what breaks ties, a number that no other one has; the action and its label."""
+"""Virtual seconds, tie-breaker, unique number, action, label."""
 
 
 class Kernel:
-    """The clock.
+    """Virtual clock and event queue.
 
     Args:
-        shuffle_seed: Shuffle events of the same time by this seed; None keeps them first in, first
-            out. A result that depends on it depends on the order of simultaneous events.
+        shuffle_seed: Seed by which events of the same time are shuffled; None executes them first
+            in, first out. A result that depends on the seed depends on the order of simultaneous
+            events.
 
     Attributes:
         now: Virtual seconds since the start.
-        recent: The last events: time and label.
+        recent: Time and label of the last events.
     """
 
     def __init__(self, shuffle_seed: int | None = None) -> None:
@@ -34,14 +35,14 @@ class Kernel:
         self._ties = None if shuffle_seed is None else random.Random(shuffle_seed)
 
     def at(self, seconds: float, action: Callable[[], None], label: str) -> None:
-        """Let ``action`` happen at ``seconds`` (not before ``now``)."""
+        """Schedule ``action`` for virtual time ``seconds`` (≥ ``now``)."""
         assert seconds >= self.now, f"{label} at {seconds} s, but it is {self.now} s already"
         self._number += 1
         tie = 0.0 if self._ties is None else self._ties.random()
         heapq.heappush(self._heap, (seconds, tie, self._number, action, label))
 
     def step(self) -> bool:
-        """Let the next event happen; False if there is none."""
+        """Execute the next event. Return False if there is none."""
         if not self._heap:
             return False
         self.now, _, _, action, label = heapq.heappop(self._heap)
@@ -51,36 +52,37 @@ class Kernel:
 
 
 class Signal:
-    """Something that happens once, and the callbacks that wait for it.
+    """An event that happens at most once, and the callbacks that wait for it.
 
     Attributes:
-        happened: Whether it has.
-        failure: Why what was waited for will not come; None: it has come, or may.
-        spared: Workers for whom it has come all the same.
+        happened: True once the event has happened or failed.
+        failure: Reason for which the awaited result will never arrive; None if it has arrived or
+            may still arrive.
+        spared: Ranks of the workers for which the result has arrived despite ``failure``.
     """
 
     def __init__(self) -> None:
         self.happened = False
         self.failure: Exception | None = None
         self.spared: frozenset[int] = frozenset()
-        self._waiting: list[Callable[[], Any]] = []
+        self._callbacks: list[Callable[[], Any]] = []
 
     def fail(self, failure: Exception, *, spared: frozenset[int] = frozenset()) -> None:
-        """It cannot happen any more; nothing, if it has."""
+        """Fire with a failure. Does nothing if the signal has happened."""
         if not self.happened:
             self.failure, self.spared = failure, spared
             self.fire()
 
     def fire(self) -> None:
-        """It has happened."""
+        """Mark the event as happened and call the waiting callbacks."""
         self.happened = True
-        waiting, self._waiting = self._waiting, []
-        for callback in waiting:
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
             callback()
 
     def then(self, callback: Callable[[], Any]) -> None:
-        """Call ``callback`` when it happens; at once if it has."""
+        """Call ``callback`` when the event happens; at once if it has."""
         if self.happened:
             callback()
         else:
-            self._waiting.append(callback)
+            self._callbacks.append(callback)

@@ -1,191 +1,190 @@
-"""Who goes on in a simulated training: what a store does for real workers."""
+"""View changes of a simulated training. Real workers agree on views through a store."""
 
 from dataclasses import dataclass
 
 from typing_extensions import override
 
 from offbeat.errors import CommunicationError
-from offbeat.simulate.cluster import NOTICE_SECONDS, SimulatedCluster
+from offbeat.simulate.cluster import SimulatedCluster
 from offbeat.simulate.communicator import SimulatedCommunicator
+from offbeat.simulate.connections import NOTICE_SECONDS
 from offbeat.simulate.host import SimulatedHost
 from offbeat.simulate.kernel import Signal
 from offbeat.transport.membership import EndedError, Membership, View
 
-_GROUPS = 1_000_000  # of later views; those before have small numbers
+_FIRST_CONTEXT = 1_000_000  # of later views; the first view has smaller numbers
+
+
+_Opened = tuple[View, SimulatedCommunicator]
+"""A view as one worker sees it, and the communicator in it."""
 
 
 @dataclass
-class _Arrival:
-    """Somebody waits for the next view.
+class _Waiting:
+    """A worker that waits for the next view.
 
     Attributes:
-        signal: It is there, or will not come.
-        view: It.
-        error: Why it will not come.
+        signal: Fires when the view exists or will never exist.
+        opened: The view; None until it exists.
+        error: Reason for which the view will never exist.
     """
 
     signal: Signal
-    view: "_Entered | None" = None
+    opened: _Opened | None = None
     error: Exception | None = None
 
 
-@dataclass(frozen=True)
-class _Entered:
-    """A view, and the communicator of one of its workers."""
+class MembershipService:
+    """Decides the views of one training, for all of its workers.
 
-    view: View
-    communicator: SimulatedCommunicator
-
-
-class Roster:
-    """The members of one training, whom all its workers ask.
-
-    A view change ends when every member has come that is not known to be lost, or
-    ``timeout_seconds`` after the first one has: who comes later is left behind.
+    A view change ends when every member that is not known to be lost has asked for the next view,
+    or ``timeout_seconds`` after the first member has. Later members are left behind.
 
     Args:
-        cluster: What the workers share.
-        number: Of the training: how many the workers have attached to before.
-        timeout_seconds: See above; also of operations.
+        cluster: The simulated cluster.
+        number: Number of the training: trainings to which the workers have attached before.
+        timeout_seconds: Time-out of view changes and of operations, seconds.
     """
 
     def __init__(self, cluster: SimulatedCluster, number: int, timeout_seconds: float) -> None:
         self.cluster, self._number, self._timeout_seconds = cluster, number, timeout_seconds
-        self._line = cluster.open(range(cluster.size))
+        self._group = cluster.connections.open(range(cluster.size))
         self._hosts: dict[int, SimulatedHost] = {}
         self._view = 0
-        self._here: dict[int, _Arrival] = {}
-        self._asking: dict[int, _Arrival] = {}
+        self._arrived: dict[int, _Waiting] = {}  # members that wait for the next view
+        self._joining: dict[int, _Waiting] = {}  # newcomers that wait for it
         self._lost: set[int] = set()
         self._ended = False
 
-    def begin(self, member: int) -> SimulatedCommunicator:
-        """The communicator of a worker of the first view, or of one that joins. Blocks that one.
+    def start(self, member: int) -> SimulatedCommunicator:
+        """Return the communicator of a worker in its first view.
+
+        For a worker of the first view this never blocks. A newcomer blocks until it is admitted.
 
         Raises:
-            CommunicationError: nobody has taken it in.
+            CommunicationError: The newcomer was not admitted within the time-out.
         """
         if member < self.cluster.size:
-            return self._enter(member, self._number + 1, frozenset()).communicator
-        arrival = self._asking[member] = _Arrival(Signal())
+            return self._open(member, self._number + 1, frozenset())[1]
+        waiting = self._joining[member] = _Waiting(Signal())
         if self._ended:
             raise EndedError(f"worker {member} cannot join: training has ended")
-        return self._wait(arrival, member, "being taken in").communicator
+        return self._wait(waiting, member, "being taken in")[1]
 
     def wanted(self, member: int) -> bool:
-        """Whether the next view has been begun, or should be."""
-        reachable = self.cluster.cut_until([member]) <= self.cluster.workers.kernel.now
-        return reachable and bool(self._asking or self._here)
+        """Return True if a view change has begun or should begin."""
+        connections = self.cluster.connections
+        reachable = connections.cut_until([member]) <= self.cluster.workers.kernel.now
+        return reachable and bool(self._joining or self._arrived)
 
     def regroup(self, member: int, view: int) -> View:
-        """Wait for the next view; see ``Membership``."""
-        kernel = self.cluster.workers.kernel
-        cut = min(self.cluster.cut_until([member]) - kernel.now, self._timeout_seconds)
+        """Wait for the next view; see ``Membership.regroup``."""
+        kernel, connections = self.cluster.workers.kernel, self.cluster.connections
+        cut = min(connections.cut_until([member]) - kernel.now, self._timeout_seconds)
         if cut > 0:
-            self.cluster.nap(member, cut, "a network that is cut")
-            if self.cluster.cut_until([member]) > kernel.now:
+            self.cluster.idle(member, cut, "a network that is cut")
+            if connections.cut_until([member]) > kernel.now:
                 raise CommunicationError(
-                    f"worker {member}: nobody could be reached for "
+                    f"worker {member}: no other worker could be reached for "
                     f"timeout_seconds={self._timeout_seconds:g}"
                 )
         if self._ended:
             raise EndedError(f"worker {member}: training has ended")
-        if member not in self._line.members or view != self._view:
+        if member not in self._group.members or view != self._view:
             raise CommunicationError(
                 f"worker {member} was left behind at view {view}: it was silent for too long, and "
                 f"the others are in view {self._view}; attach again to join them"
             )
-        arrival = self._here[member] = _Arrival(Signal())
-        if len(self._here) == 1:
+        waiting = self._arrived[member] = _Waiting(Signal())
+        if len(self._arrived) == 1:
             number = self._view
             kernel.at(
                 kernel.now + self._timeout_seconds,
                 lambda: self._decide(number),
                 f"view {number + 1} waits no longer",
             )
-        self._look()
-        return self._wait(arrival, member, f"view {view + 1}").view
+        self._decide_if_complete()
+        return self._wait(waiting, member, f"view {view + 1}")[0]
 
     def lose(self, member: int) -> None:
-        """A member has gone for good."""
+        """Remove a member permanently."""
         self._lost.add(member)
-        self._asking.pop(member, None)
-        self._here.pop(member, None)
-        self._look()
+        self._joining.pop(member, None)
+        self._arrived.pop(member, None)
+        self._decide_if_complete()
 
     def end(self) -> None:
-        """Training has ended, for all."""
+        """End the training for all workers. Those that wait for a view get an ``EndedError``."""
         self._ended = True
-        for member, arrival in [*self._asking.items(), *self._here.items()]:
-            arrival.error = EndedError(f"worker {member}: training has ended")
-            arrival.signal.fire()
-        self._asking.clear()
-        self._here.clear()
+        for member, waiting in [*self._joining.items(), *self._arrived.items()]:
+            waiting.error = EndedError(f"worker {member}: training has ended")
+            waiting.signal.fire()
+        self._joining.clear()
+        self._arrived.clear()
 
-    def _look(self) -> None:
-        """Decide, if all have come that can."""
-        if self._here and set(self._line.members) <= {*self._here, *self._lost}:
+    def _decide_if_complete(self) -> None:
+        if self._arrived and set(self._group.members) <= {*self._arrived, *self._lost}:
             self._decide(self._view)
 
     def _decide(self, number: int) -> None:
-        """Form the view after this one of those that are here, and of those that ask."""
-        if number != self._view or not self._here:
+        """Form the view after ``number`` from the arrived members and the newcomers."""
+        if number != self._view or not self._arrived:
             return
-        newcomers = frozenset(self._asking)
-        members = tuple(sorted({*self._here, *newcomers}))
-        self._line, self._view = self.cluster.open(members), number + 1
-        arrivals = self._here | self._asking
-        self._here, self._asking = {}, {}
-        group = _GROUPS + 1000 * self._number + self._view
+        newcomers = frozenset(self._joining)
+        members = tuple(sorted({*self._arrived, *newcomers}))
+        self._group, self._view = self.cluster.connections.open(members), number + 1
+        waiting = self._arrived | self._joining
+        self._arrived, self._joining = {}, {}
+        context = _FIRST_CONTEXT + 1000 * self._number + self._view
 
         def begin() -> None:
-            for member, one in arrivals.items():
-                one.view = self._enter(member, group, newcomers)
+            for member, one in waiting.items():
+                one.opened = self._open(member, context, newcomers)
                 one.signal.fire()
 
         kernel = self.cluster.workers.kernel
         kernel.at(kernel.now + NOTICE_SECONDS, begin, f"view {number + 1} begins")
 
-    def _enter(self, member: int, group: int, newcomers: frozenset[int]) -> _Entered:
-        """Open the communicator of a worker in the view that is now."""
+    def _open(self, member: int, context: int, newcomers: frozenset[int]) -> _Opened:
+        """Open the current view for ``member``."""
         communicator = SimulatedCommunicator(
             self.cluster,
             member,
-            self._line,
-            group,
+            self._group,
+            context,
             self._hosts.setdefault(member, SimulatedHost(self.cluster, member)),
             self._timeout_seconds,
         )
-        view = View(self._view, self._line.members, communicator, newcomers)
+        view = View(self._view, self._group.members, communicator, newcomers)
         communicator.membership = SimulatedMembership(self, member, view)
-        return _Entered(view, communicator)
+        return view, communicator
 
-    def _wait(self, arrival: _Arrival, member: int, what: str) -> _Entered:
-        if member in self._asking:
-            self.cluster.limit(arrival.signal, self._timeout_seconds, what)
-        self.cluster.wait(member, arrival.signal, what)
-        if arrival.error is not None:
-            raise arrival.error
-        if arrival.view is None:
-            self._asking.pop(member, None)
+    def _wait(self, waiting: _Waiting, member: int, what: str) -> _Opened:
+        if member in self._joining:
+            self.cluster.connections.fail_after(waiting.signal, self._timeout_seconds, what)
+        self.cluster.wait(member, waiting.signal, what)
+        if waiting.error is not None:
+            raise waiting.error
+        if waiting.opened is None:
+            self._joining.pop(member, None)
             raise CommunicationError(
-                f"worker {member}: {what} failed: nobody has answered for "
+                f"worker {member}: {what} failed: no worker has answered for "
                 f"timeout_seconds={self._timeout_seconds:g}"
             )
-        return arrival.view
+        return waiting.opened
 
 
 class SimulatedMembership(Membership):
-    """One worker's end of the roster.
+    """Membership of one worker in one view.
 
     Args:
-        roster: Whom it asks.
-        member: This worker.
-        view: Of its communicator.
+        service: Decides the views.
+        member: Global rank of this worker.
+        view: The view of the worker's communicator.
     """
 
-    def __init__(self, roster: Roster, member: int, view: View) -> None:
-        self._roster, self._member, self._view = roster, member, view
+    def __init__(self, service: MembershipService, member: int, view: View) -> None:
+        self._service, self._member, self._view = service, member, view
 
     @property
     @override
@@ -194,15 +193,15 @@ class SimulatedMembership(Membership):
 
     @override
     def change_requested(self) -> bool:
-        return self._roster.wanted(self._member)
+        return self._service.wanted(self._member)
 
     @override
     def next_view(self, *, view: int, step: int) -> View:
-        return self._roster.regroup(self._member, view)
+        return self._service.regroup(self._member, view)
 
     @override
     def leave(self, *, ended: bool) -> None:
         if ended:
-            self._roster.end()
+            self._service.end()
         else:
-            self._roster.lose(self._member)
+            self._service.lose(self._member)

@@ -1,57 +1,93 @@
-"""The network of a simulated cluster: the links to which the formulas of ``costs`` are applied."""
+"""Network of a simulated cluster: links, to which the formulas of ``transport/costs`` apply."""
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
 from offbeat.arguments import POSITIVE, require_integer, require_mapping, require_number
 from offbeat.transport.costs import (
     USUAL_INSIDE,
     USUAL_INSIDE_LATENCY,
+    all_gather_bytes,
     all_gather_seconds,
+    all_reduce_bytes,
     all_reduce_seconds,
+    all_to_all_bytes,
     all_to_all_seconds,
+    broadcast_bytes,
     broadcast_seconds,
-    message_seconds,
-    reduce_seconds,
 )
 from offbeat.units import show_bandwidth, show_seconds, to_bandwidth, to_seconds
+
+CollectiveKind = Literal["reduce", "broadcast", "gather", "exchange"]
+"""All-reduce, broadcast, all-gather, all-to-all."""
+
+
+class _Formulas(NamedTuple):
+    """Costs of one kind of collective.
+
+    Attributes:
+        seconds: Duration, from size, number of workers, bytes per second and latency.
+        sent_bytes: Bytes sent by each worker, from size and number of workers.
+        direct: True if every worker has its own flow out of its node, False for a ring.
+    """
+
+    seconds: Callable[[float, int, float, float], float]
+    sent_bytes: Callable[[float, int], float]
+    direct: bool
+
+
+_COLLECTIVES: dict[CollectiveKind, _Formulas] = {
+    "reduce": _Formulas(all_reduce_seconds, all_reduce_bytes, direct=False),
+    "broadcast": _Formulas(broadcast_seconds, broadcast_bytes, direct=True),
+    "gather": _Formulas(all_gather_seconds, all_gather_bytes, direct=False),
+    "exchange": _Formulas(all_to_all_seconds, all_to_all_bytes, direct=True),
+}
+
+
+def sent_bytes(kind: CollectiveKind, size_bytes: float, workers: int) -> float:
+    """Return the bytes that each worker sends in a collective of tensors of ``size_bytes``."""
+    return _COLLECTIVES[kind].sent_bytes(size_bytes, workers)
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class Network:
-    """Workers on full-duplex links to one switch, every message delayed by one latency.
+    """Workers on full-duplex links to one switch, with one latency for every message.
 
-    ``Network("5Gbit/s", latency="50us")``. A bandwidth is text or bits a second, a latency text or
-    seconds; the attributes hold the numbers.
+    Example: ``Network("5Gbit/s", latency="50us")``. A bandwidth is text or bits per second, a
+    latency is text or seconds. The attributes hold the numbers.
 
-    The slowest of the links taking part sets the pace of a collective. With ``switch``, its N
-    concurrent flows get switch/N each, also in the rounds of a tree that has fewer.
+    The slowest participating link determines the speed of a collective. With ``switch``, the N
+    concurrent flows of a collective get switch/N each, even in the rounds of a tree that has fewer
+    flows.
 
-    With ``workers_per_node`` L, ranks 0 to L − 1 are one node, the next L another, and so on. A
-    node has one link to the switch, which its workers share, and inside each worker has one of its
-    own. A ring over workers of several nodes enters and leaves each node once, and has all of the
-    link; in an all-to-all, and a broadcast, the workers of a node use it at once.
+    With ``workers_per_node`` L, ranks 0 to L − 1 are one node, the next L ranks another, and so on.
+    A node has one link to the switch, shared by its workers; inside the node each worker has its
+    own link. A ring over workers of several nodes enters and leaves each node once and uses its
+    full link. In an all-to-all and in a broadcast the workers of a node use its link concurrently.
 
     Args:
-        bandwidth: Of every link in each direction; with ``upload``, towards the worker.
+        bandwidth: Bandwidth of every link in each direction; only towards the worker if ``upload``
+            is given.
         latency: α, from the start of a message to its first byte (≥ 0).
-        upload: From the worker towards the switch, where it differs from ``bandwidth``.
-        per_worker: Rank → bandwidth in both directions of that worker's link, instead of
+        upload: Bandwidth from the worker to the switch; None is ``bandwidth``.
+        per_worker: Bandwidth by rank, in both directions of that worker's link, in place of
             ``bandwidth`` and ``upload``. Not with nodes of several workers.
-        switch: What the switch carries in total, shared by all flows at once; None: no limit.
+        switch: Total bandwidth of the switch, shared by all concurrent flows; None is unlimited.
         workers_per_node: L (≥ 1).
-        inside: Of each worker's link inside its node, in each direction; None is "100Gbit/s". Only
-            with nodes of several workers.
-        inside_latency: α there (≥ 0); None is "10us". Likewise.
-        changes: Seconds → factor: from then on all bandwidths but ``inside`` are what is given here
-            times that, as in ``{"20s": 0.5}``. What has begun goes on as it began.
+        inside: Bandwidth of each worker's link inside its node, in each direction; None is
+            "100Gbit/s". Only with nodes of several workers.
+        inside_latency: α inside a node (≥ 0); None is "10us". Only with nodes of several workers.
+        changes: Factor by time, as in ``{"20s": 0.5}``: from that time on all bandwidths except
+            ``inside`` are the given ones times the factor. Transfers that have started keep their
+            speed.
 
     Raises:
-        TypeError: an argument that is neither text nor a number, or a rank that is no int.
-        ValueError: a wrong unit, a number that is not positive and finite, a negative rank, or
-            what needs nodes without them, or cannot be with them.
+        TypeError: An argument is neither text nor a number, or a rank is not an int.
+        ValueError: A unit is wrong, a number is not positive and finite, a rank is negative, or
+            arguments for nodes and for single workers are combined.
     """
 
     bandwidth: float
@@ -78,7 +114,7 @@ class Network:
         changes: Mapping[str | float, float] = {},
     ) -> None:
         require_integer("workers_per_node", workers_per_node, least=1)
-        within = _inside(workers_per_node, inside, inside_latency)
+        inside_link = _inside_link(workers_per_node, inside, inside_latency)
         require_mapping("per_worker", per_worker)
         for rank in per_worker:
             require_integer("a rank in per_worker", rank, least=0)
@@ -87,8 +123,8 @@ class Network:
                 "per_worker with workers_per_node: workers of a node share its link; leave one out"
             )
         require_mapping("changes", changes)
-        then = {to_seconds(seconds): value for seconds, value in changes.items()}
-        for factor in then.values():
+        factors = {to_seconds(seconds): value for seconds, value in changes.items()}
+        for factor in factors.values():
             require_number("a factor in changes", factor, POSITIVE)
         values: dict[str, object] = {
             "bandwidth": to_bandwidth(bandwidth),
@@ -97,98 +133,82 @@ class Network:
             "per_worker": {rank: to_bandwidth(per_worker[rank]) for rank in sorted(per_worker)},
             "switch": None if switch is None else to_bandwidth(switch),
             "workers_per_node": workers_per_node,
-            "inside": None if within is None else within[0],
-            "inside_latency": None if within is None else within[1],
-            "changes": {seconds: then[seconds] for seconds in sorted(then)},
+            "inside": None if inside_link is None else inside_link[0],
+            "inside_latency": None if inside_link is None else inside_link[1],
+            "changes": {seconds: factors[seconds] for seconds in sorted(factors)},
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
     def at(self, seconds: float) -> "Network":
-        """What it is from then on if nothing changes any more."""
+        """Return the network with the bandwidths that hold at virtual time ``seconds``."""
         if not self.changes:
             return self
         factor = 1.0
         for since, value in self.changes.items():
             if since <= seconds:
                 factor = value
-        return Network(
-            self.bandwidth * factor,
-            self.latency,
+        return replace(
+            self,
+            bandwidth=self.bandwidth * factor,
             upload=None if self.upload is None else self.upload * factor,
             per_worker={rank: value * factor for rank, value in self.per_worker.items()},
             switch=None if self.switch is None else self.switch * factor,
-            workers_per_node=self.workers_per_node,
-            inside=self.inside,
-            inside_latency=self.inside_latency,
+            changes={},
         )
 
     def node(self, rank: int) -> int:
-        """The number of the worker's node."""
+        """Return the number of the node of worker ``rank``."""
         return rank // self.workers_per_node
 
     def crosses(self, ranks: Collection[int]) -> bool:
-        """Whether what goes on between these workers leaves a node; one alone counts as a node."""
+        """Return True if traffic between ``ranks`` leaves a node. Without nodes it always does."""
         return self.workers_per_node == 1 or len({self.node(rank) for rank in ranks}) > 1
 
     def up(self, rank: int) -> float:
-        """Bytes a second from worker ``rank``, or its node, to the switch."""
-        everyone = self.bandwidth if self.upload is None else self.upload
-        return self.per_worker.get(rank, everyone) / 8
+        """Return bytes per second from worker ``rank``, or its node, to the switch."""
+        usual = self.bandwidth if self.upload is None else self.upload
+        return self.per_worker.get(rank, usual) / 8
 
     def down(self, rank: int) -> float:
-        """Bytes a second from the switch to worker ``rank``, or its node."""
+        """Return bytes per second from the switch to worker ``rank``, or its node."""
         return self.per_worker.get(rank, self.bandwidth) / 8
 
     def collective_bytes_per_second(
         self, ranks: Collection[int], *, flows: int = 1, sharing: int = 1
     ) -> float:
-        """B of a collective of ``ranks``.
+        """Return B, the bytes per second of a collective of ``ranks``.
 
-        Inside one node that of its links. Else the least of the links of its workers or their
-        nodes, shared by ``flows · sharing``, of switch/(N · flows · sharing) and, where a node has
-        several of the workers, of ``inside``.
+        Inside one node B is the speed of its links. Otherwise B is the minimum of: the links of the
+        workers or their nodes, divided by ``flows · sharing``; switch/(N · flows · sharing); and
+        ``inside`` if several of the workers are in one node.
 
         Args:
-            ranks: They.
-            flows: Of it over the link of a node at once, each way.
-            sharing: How many such collectives use the links at the same time.
+            ranks: Ranks of the workers.
+            flows: Concurrent flows of the collective over the link of a node, in each direction.
+            sharing: Number of such collectives that use the links concurrently.
 
         Raises:
-            ValueError: no rank, or one of them twice.
+            ValueError: ``ranks`` is empty or contains a rank twice.
         """
         if not ranks or len(set(ranks)) != len(ranks):
             raise ValueError(f"a collective needs distinct ranks, got {list(ranks)}")
         if not self.crosses(ranks):
             return self._inside_rate
-        together = flows * sharing
+        users = flows * sharing
         nodes = {self.node(rank) for rank in ranks}
-        rates = [min(self.up(rank), self.down(rank)) / together for rank in ranks]
+        rates = [min(self.up(rank), self.down(rank)) / users for rank in ranks]
         if self.switch is not None:
-            rates.append(self.switch / 8 / (len(nodes) * together))
+            rates.append(self.switch / 8 / (len(nodes) * users))
         if len(nodes) < len(ranks):
             rates.append(self._inside_rate)
         return min(rates)
 
-    def message_seconds(self, size_bytes: float, source: int, destination: int) -> float:
-        """α + M/min(up(source), down(destination), switch); 0 from a worker to itself.
-
-        Between workers of one node α + M/B of its links.
-        """
-        if source == destination:
-            return 0.0
-        rate = self._inside_rate
-        if self.crosses((source, destination)):
-            rate = min(self.up(source), self.down(destination))
-            if self.switch is not None:
-                rate = min(rate, self.switch / 8)
-        return message_seconds(size_bytes, rate, self.latency_of((source, destination)))
-
     def link_seconds(self, size_bytes: float, source: int, destination: int) -> tuple[float, float]:
-        """How long a message keeps the sender's and the receiver's link busy.
+        """Return the seconds for which a message occupies the sender's and the receiver's link.
 
-        M/min(up(source), switch) and M/min(down(destination), switch), without the latency; 0 from
-        a worker to itself, M/B of the node's links inside a node.
+        They are M/min(up(source), switch) and M/min(down(destination), switch), without the
+        latency. Inside a node both are M/B of its links. Both are 0 from a worker to itself.
         """
         if source == destination:
             return 0.0, 0.0
@@ -200,56 +220,34 @@ class Network:
 
     @property
     def _inside_rate(self) -> float:
-        """Bytes a second of a worker's link inside its node; one alone in it needs none."""
+        """Bytes per second of a worker's link inside its node; infinite without nodes."""
         return math.inf if self.inside is None else self.inside / 8
 
     def latency_of(self, ranks: Collection[int]) -> float:
-        """α between these workers."""
+        """Return α between ``ranks``."""
         if self.crosses(ranks) or self.inside_latency is None:
             return self.latency
         return self.inside_latency
 
-    def all_reduce_seconds(
-        self, size_bytes: float, ranks: Collection[int], sharing: int = 1
+    def collective_seconds(
+        self, kind: CollectiveKind, size_bytes: float, ranks: Collection[int], sharing: int = 1
     ) -> float:
-        """The function of this name, at the rate of ``collective_bytes_per_second``."""
-        return all_reduce_seconds(size_bytes, len(ranks), *self._ring(ranks, sharing))
+        """Return the seconds of a collective of ``ranks``, by the formulas of ``transport/costs``.
 
-    def broadcast_seconds(
-        self, size_bytes: float, ranks: Collection[int], sharing: int = 1
-    ) -> float:
-        """The function of this name, at the rate of ``collective_bytes_per_second``."""
-        return broadcast_seconds(size_bytes, len(ranks), *self._all_at_once(ranks, sharing))
-
-    def reduce_seconds(self, size_bytes: float, ranks: Collection[int], sharing: int = 1) -> float:
-        """The function of this name, at the rate of ``collective_bytes_per_second``."""
-        return reduce_seconds(size_bytes, len(ranks), *self._all_at_once(ranks, sharing))
-
-    def all_gather_seconds(
-        self, size_bytes: float, ranks: Collection[int], sharing: int = 1
-    ) -> float:
-        """The function of this name, at the rate; ``size_bytes`` comes from each worker."""
-        return all_gather_seconds(size_bytes, len(ranks), *self._ring(ranks, sharing))
-
-    def all_to_all_seconds(
-        self, size_bytes: float, ranks: Collection[int], sharing: int = 1
-    ) -> float:
-        """The function of this name, at the rate; ``size_bytes`` are sent by each worker."""
-        return all_to_all_seconds(size_bytes, len(ranks), *self._all_at_once(ranks, sharing))
-
-    def _ring(self, ranks: Collection[int], sharing: int) -> tuple[float, float]:
-        """B and α, where a node has one flow each way, whatever number of workers it has."""
-        rate = self.collective_bytes_per_second(ranks, sharing=sharing)
-        return rate, self.latency_of(ranks)
-
-    def _all_at_once(self, ranks: Collection[int], sharing: int) -> tuple[float, float]:
-        """B and α, where each worker of a node has a flow that leaves it."""
-        flows = max(Counter(map(self.node, ranks)).values(), default=1)
+        Args:
+            kind: Kind of the collective.
+            size_bytes: Size of the tensor of each worker.
+            ranks: Ranks of the workers.
+            sharing: Number of such collectives that use the links concurrently.
+        """
+        formula, _, direct = _COLLECTIVES[kind]
+        # A ring enters and leaves each node once. Otherwise each worker has its own flow.
+        flows = max(Counter(map(self.node, ranks)).values(), default=1) if direct else 1
         rate = self.collective_bytes_per_second(ranks, flows=flows, sharing=sharing)
-        return rate, self.latency_of(ranks)
+        return formula(size_bytes, len(ranks), rate, self.latency_of(ranks))
 
     def to_dict(self) -> dict[str, object]:
-        """The arguments as plain JSON values: bits a second, seconds, ranks as text."""
+        """Return the arguments as JSON values: bits per second, seconds, ranks as text."""
         return {
             "bandwidth": self.bandwidth,
             "latency": self.latency,
@@ -281,15 +279,15 @@ class Network:
             parts.append(f"inside={show_bandwidth(self.inside)!r}")
             parts.append(f"inside_latency={show_seconds(self.inside_latency)!r}")
         if self.changes:
-            told = {show_seconds(seconds): factor for seconds, factor in self.changes.items()}
-            parts.append(f"changes={told}")
+            changes = {show_seconds(seconds): factor for seconds, factor in self.changes.items()}
+            parts.append(f"changes={changes}")
         return f"Network({', '.join(parts)})"
 
 
-def _inside(
+def _inside_link(
     workers: int, bandwidth: str | float | None, latency: str | float | None
 ) -> tuple[float, float] | None:
-    """Bandwidth and latency inside a node of so many workers; None: there is one."""
+    """Return bandwidth and latency inside a node; None if it has one worker."""
     if workers == 1:
         for name, given in (("inside", bandwidth), ("inside_latency", latency)):
             if given is not None:

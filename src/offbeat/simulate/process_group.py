@@ -1,8 +1,9 @@
-"""The user's own ``torch.distributed`` calls, answered by the simulated cluster.
+"""A ``torch.distributed`` process group on the simulated cluster.
 
-Inside ``worker()`` the default process group is that of the simulated worker whose thread calls.
-torch keeps its default group in a private object; ``installed`` puts one in its place whose default
-group depends on the thread. This is the only use of private names of torch, tested on torch 2.13.
+A training function may call ``torch.distributed`` itself. Inside the simulation the default process
+group is the group of the simulated worker whose thread makes the call. torch keeps the default
+group in a private object, which ``installed`` replaces by one whose default group depends on the
+thread. This is the only use of private names of torch, tested on torch 2.13.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ from torch import Tensor
 from offbeat.nodes.detection import WorkerCommunicators
 from offbeat.simulate.communicator import SimulatedCommunicator
 from offbeat.transport.handle import Handle
+from offbeat.transport.operation import Sum
 
 _REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], object]] = {
     dist.ReduceOp.SUM: Tensor.add_,
@@ -46,34 +48,36 @@ class _Work(dist.Work):
 
 
 class SimulatedGroup(dist.ProcessGroup):
-    """A process group whose operations cost virtual time.
+    """A process group whose operations take virtual time.
 
     Args:
-        communicator: This worker's end, for the user's own operations.
-        make: Makes a communicator of a group of its own, for each ``offbeat.attach``.
+        communicator: Communicator of this worker for the user's own operations.
+        make: Opens another communicator for each ``offbeat.attach``. Argument: time-out, seconds.
     """
 
     def __init__(
         self, communicator: SimulatedCommunicator, make: Callable[[float], SimulatedCommunicator]
     ) -> None:
-        size = max(communicator.size, communicator.member + 1)  # one that joins is alone here
+        size = max(
+            communicator.size, communicator.member + 1
+        )  # a worker that joined later is alone in its group
         super().__init__(communicator.member, size)  # type: ignore[call-arg]
         self._communicator, self.make_communicator = communicator, make
 
     def make_nodes(self, timeout_seconds: float) -> WorkerCommunicators:
-        """See ``offbeat.nodes.detection.NodeTransport``; nodes are those of the ``Network``."""
+        """Open communicators inside and across the nodes of the ``Network``."""
         everyone = self.make_communicator(timeout_seconds)
         workers = everyone.cluster.network.workers_per_node
         node, place = divmod(everyone.rank, workers)
         first = node * workers
         return WorkerCommunicators(
             everyone,
-            inside=everyone.part(range(first, first + workers)),
-            across=everyone.part(range(place, everyone.size, workers), sharing=workers),
+            inside=everyone.subgroup(range(first, first + workers)),
+            across=everyone.subgroup(range(place, everyone.size, workers), sharing=workers),
         )
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """For ``torch.distributed.get_backend``."""
+        """Return the name that ``torch.distributed.get_backend`` shows."""
         return "simulated"
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
@@ -83,7 +87,7 @@ class SimulatedGroup(dist.ProcessGroup):
         if combine is None:
             raise NotImplementedError(f"{operation} is not simulated")
         (tensor,) = tensors
-        handle = self._communicator.reduce(tensor, combine, "dist.all_reduce")
+        handle = self._communicator.reduce(Sum(what="dist.all_reduce", tensor=tensor), combine)
         if operation == dist.ReduceOp.AVG:
             return _Work(handle, lambda: tensor.div_(self._communicator.size))
         return _Work(handle)
@@ -112,7 +116,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
 
 class _World(c10d._World):
-    """torch's record of process groups, with a default group that belongs to the thread."""
+    """torch's registry of process groups, with one default group per thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,10 +133,13 @@ class _World(c10d._World):
 
 @contextlib.contextmanager
 def installed() -> Iterator[Callable[[SimulatedGroup], None]]:
-    """Inside, ``torch.distributed`` answers per thread; gives a function that sets the own group.
+    """Give every thread its own default process group inside the context.
 
-    ``init_process_group`` and ``destroy_process_group`` do nothing there, so that a training
-    function that calls them runs as it is.
+    ``init_process_group`` and ``destroy_process_group`` do nothing inside the context, so that a
+    training function that calls them runs unchanged.
+
+    Yields:
+        A function that sets the default group of the calling thread.
     """
     before, world = c10d._world, _World()
     saved = {

@@ -1,9 +1,10 @@
-"""Random state of torch, numpy and random: one in a process, and so one for each worker here.
+"""Random state of torch, numpy and random, one for each simulated worker.
 
-Workers change places at each event. numpy takes 60 µs to read its global state and as long to set
-it, torch and random 15 µs together. So each worker has a bit generator of its own, which is put in
-place as an object. What that leaves behind is the second number of a pair of normal ones, which
-numpy keeps beside the generator: it is carried over once the worker has drawn anything at all.
+The simulator switches between workers at many events, so a switch must be cheap. numpy takes 60 µs
+to read its global state and 60 µs to set it; torch and random take 15 µs together. Each worker
+therefore has its own numpy bit generator, which is installed as an object. numpy draws normal
+numbers in pairs and keeps the second one outside the bit generator. That number is saved and
+restored separately, once the worker has drawn from numpy at all.
 """
 
 import ctypes
@@ -13,40 +14,40 @@ from typing import Any
 import numpy as np
 import torch
 
-# numpy documents them, its stubs do not know them.
+# Documented by numpy, missing in its stubs.
 _bit_generator: Any = np.random.get_bit_generator  # type: ignore[attr-defined]
 _set_bit_generator: Any = np.random.set_bit_generator  # type: ignore[attr-defined]
 
-_WORDS_OF_MT19937 = 625  # 624 and the position
+_WORDS_OF_MT19937 = 625  # 624 words of state and the position
 
 
 class RandomState:
-    """Of one worker, while another one runs. Start from ``seeded`` or ``current``."""
+    """Random state of one worker, saved while another worker runs."""
 
     def __init__(self, torch_state: torch.Tensor, bits: Any, python_state: tuple[Any, ...]) -> None:
         self._torch, self._bits, self._python = torch_state, bits, python_state
-        self._fresh: bytes | None = _memory(bits)  # until it draws
+        self._fresh: bytes | None = _memory(bits)  # None after the first draw
         self._pair: dict[str, Any] = {"has_gauss": 0, "gauss": 0.0}
 
     @classmethod
     def seeded(cls, seed: int, rank: int) -> "RandomState":
-        """That of a worker which begins."""
-        fresh = [int(one) for one in np.random.SeedSequence((seed, rank)).generate_state(3)]
+        """Return the initial state of worker ``rank``."""
+        seeds = [int(one) for one in np.random.SeedSequence((seed, rank)).generate_state(3)]
         bits: Any = np.random.MT19937()
-        bits.state = np.random.RandomState(fresh[1]).get_state(legacy=False)
-        state = torch.Generator().manual_seed(fresh[0]).get_state()
-        return cls(state, bits, random.Random(fresh[2]).getstate())
+        bits.state = np.random.RandomState(seeds[1]).get_state(legacy=False)
+        state = torch.Generator().manual_seed(seeds[0]).get_state()
+        return cls(state, bits, random.Random(seeds[2]).getstate())
 
     @classmethod
     def current(cls) -> "RandomState":
-        """That of the process."""
-        found = cls(torch.get_rng_state(), _bit_generator(), random.getstate())
-        found._fresh = None
-        found.save()
-        return found
+        """Return the present state of the process."""
+        state = cls(torch.get_rng_state(), _bit_generator(), random.getstate())
+        state._fresh = None
+        state.save()
+        return state
 
     def load(self) -> None:
-        """Make it that of the process."""
+        """Install this state in the process."""
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
         _set_bit_generator(self._bits)
@@ -54,7 +55,7 @@ class RandomState:
             np.random.set_state({**self._bits.state, **self._pair})
 
     def save(self) -> None:
-        """Take what the process's has become since ``load``."""
+        """Read the state that the process has reached since ``load``."""
         self._torch, self._python = torch.get_rng_state(), random.getstate()
         bits = _bit_generator()
         if bits is self._bits and self._fresh is not None and _memory(bits) == self._fresh:
@@ -65,7 +66,7 @@ class RandomState:
 
 
 def _memory(bits: Any) -> bytes | None:
-    """What an MT19937 has in memory; None of another generator."""
+    """Return the memory of an MT19937; None for another generator."""
     if type(bits) is not np.random.MT19937:
         return None
     return ctypes.string_at(bits.ctypes.state_address, 4 * _WORDS_OF_MT19937)

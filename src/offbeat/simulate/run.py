@@ -1,4 +1,4 @@
-"""Run an ordinary training function on simulated workers."""
+"""The function ``offbeat.simulate``: run a training function on simulated workers."""
 
 import math
 from collections import defaultdict
@@ -14,7 +14,7 @@ from offbeat.simulate.communicator import SimulatedCommunicator
 from offbeat.simulate.compute import Compute
 from offbeat.simulate.faults import Fault, Join, require_faults, schedule
 from offbeat.simulate.kernel import Kernel
-from offbeat.simulate.membership import Roster
+from offbeat.simulate.membership import MembershipService
 from offbeat.simulate.network import Network
 from offbeat.simulate.process_group import SimulatedGroup, installed
 from offbeat.simulate.simulation import Simulation
@@ -31,36 +31,36 @@ def simulate(
     shuffle_ties: int | None = None,
     faults: Sequence[Fault] = (),
 ) -> Simulation:
-    """Run ``worker()`` once per worker, really training, in virtual time.
+    """Run ``worker()`` once per worker: real training, in virtual time.
 
-    Inside, ``torch.distributed`` is initialised: ``get_rank``, ``get_world_size``,
-    ``is_initialized``, ``barrier``, ``all_reduce``, ``broadcast`` and ``all_gather`` are answered
-    by the simulated cluster, and ``offbeat.attach`` works as it does on a real one. Virtual time
-    passes when a worker waits, and when an attached optimizer steps: then ``compute`` says how long
-    the step took, whatever it took here. The workers take turns in one process, so two runs of one
-    configuration are the same to the last bit. Where ``network`` has nodes of several workers,
-    ``attach(..., node_group="auto")`` trains in these.
+    ``torch.distributed`` is initialised inside ``worker()``. The simulated cluster serves
+    ``get_rank``, ``get_world_size``, ``is_initialized``, ``barrier``, ``all_reduce``, ``broadcast``
+    and ``all_gather``, and ``offbeat.attach`` works as on a real cluster. Virtual time passes when
+    a worker waits and when an attached optimizer steps. The duration of a step is given by
+    ``compute``; it does not depend on this machine. The workers take turns in one process, so two
+    runs with the same arguments are bit-identical. If ``network`` has nodes of several workers,
+    ``attach(..., node_group="auto")`` trains in these nodes.
 
     Args:
-        worker: The training function, without arguments. What it returns is in ``results``.
-        workers: How many (≥ 1).
-        network: The links; default ``Network("1Gbit/s", latency="100us")``.
-        compute: The time of a step; default ``Compute("50ms")``.
-        seed: Seed of the random state each worker starts with and of the compute jitter.
-        shuffle_ties: Shuffle simultaneous events by this seed, to see whether a result depends on
-            their order. None keeps them first in, first out.
-        faults: What befalls the workers, such as ``Kill(worker=2, at="3 s")``. With any,
-            operations have the time-out of ``attach``, and ``results`` and ``stats`` have a place
-            for each worker that joins; those of a killed one are None, or as they were.
+        worker: Training function without arguments. Its return values are in ``results``.
+        workers: Number of workers (≥ 1).
+        network: The links; None is ``Network("1Gbit/s", latency="100us")``.
+        compute: Compute time of steps; None is ``Compute("50ms")``.
+        seed: Seed of the initial random state of each worker and of the compute jitter.
+        shuffle_ties: Seed by which simultaneous events are shuffled, to see whether a result
+            depends on their order; None executes them first in, first out.
+        faults: Faults of the run, such as ``Kill(worker=2, at="3 s")``. With any fault, operations
+            have the time-out of ``attach``, and ``results`` and ``stats`` have an entry for every
+            worker that joins. The entries of a killed worker are None, or as they were.
 
     Returns:
-        What it took and what it gave.
+        Duration, results and timeline.
 
     Raises:
-        ValueError: ``network``, ``compute`` or ``faults`` name a worker that there is not, or
-            ``workers`` do not fill the nodes of ``network``.
-        DeadlockError: the workers wait for each other, with what each waits in.
-        Exception: what a worker raised, with a note that names its rank.
+        ValueError: ``network``, ``compute`` or ``faults`` name a worker that does not exist, or
+            ``workers`` is not a multiple of the workers per node.
+        DeadlockError: The workers wait for each other. The message lists what each waits in.
+        Exception: Exception of a worker, with a note that names its rank.
     """
     require_integer("workers", workers, least=1)
     network = Network("1Gbit/s") if network is None else network
@@ -78,47 +78,48 @@ def simulate(
         )
     if dist.is_initialized():
         raise RuntimeError("simulate() needs a process without a torch.distributed process group")
-    kernel = Kernel(shuffle_ties)
-    crew = Workers(kernel, workers, seed)
-    cluster = SimulatedCluster(crew, network, compute, seed, faulty=bool(faults))
-    everybody = cluster.open(range(workers))
+    simulated = Workers(Kernel(shuffle_ties), workers, seed)
+    cluster = SimulatedCluster(simulated, network, compute, seed, faulty=bool(faults))
+    connections = cluster.connections
+    initial = connections.open(range(workers))
     attached: dict[int, list[SimulatedCommunicator]] = defaultdict(list)
-    rosters: dict[int, Roster] = {}
+    services: dict[int, MembershipService] = {}  # by number of the training
 
-    def lost(rank: int) -> None:
-        for roster in rosters.values():
-            roster.lose(rank)
+    def lose(rank: int) -> None:
+        for service in services.values():
+            service.lose(rank)
 
-    schedule(faults, kernel, cluster, lost=lost)
+    schedule(faults, cluster, lost=lose)
 
     with installed() as use:
 
-        def live(one: SimulatedWorker) -> Any:
-            mine = attached[one.rank]
+        def run_worker(current: SimulatedWorker) -> Any:
+            rank = current.rank
+            communicators = attached[rank]
 
             def make(timeout_seconds: float) -> SimulatedCommunicator:
-                number = len(mine)
-                if number not in rosters:
+                number = len(communicators)
+                if number not in services:
                     limit = timeout_seconds if faults else math.inf
-                    rosters[number] = Roster(cluster, number, limit)
-                mine.append(rosters[number].begin(one.rank))
-                return mine[-1]
+                    services[number] = MembershipService(cluster, number, limit)
+                communicators.append(services[number].start(rank))
+                return communicators[-1]
 
-            line = everybody if one.rank < workers else cluster.open([one.rank])
-            group = 0 if one.rank < workers else -1_000_000 - one.rank
-            use(SimulatedGroup(SimulatedCommunicator(cluster, one.rank, line, group), make))
+            group = initial if rank < workers else connections.open([rank])
+            context = 0 if rank < workers else -1_000_000 - rank
+            use(SimulatedGroup(SimulatedCommunicator(cluster, rank, group, context), make))
             try:
                 return worker()
             finally:
-                if faults:  # its process ends: nobody waits for it
-                    cluster.lose(one.rank)
-                    lost(one.rank)
+                if faults:  # the process of the worker ends: no other worker waits for it
+                    connections.lose(rank)
+                    lose(rank)
 
         try:
-            crew.run(live)
-            return Simulation.of(cluster, [attached[one.rank] for one in crew.all])
+            simulated.run(run_worker)
+            return Simulation.of(cluster, [attached[one.rank] for one in simulated.all])
         finally:
-            # Else what a worker held, its model above all, would be in a cycle, and in memory until
-            # the garbage collector comes, which counts objects and not bytes.
-            for one in chain.from_iterable(attached.values()):
-                one.host.totals.clear()
+            # Otherwise the objects of a worker, above all its model, would be in a reference cycle
+            # and stay in memory until the next run of the garbage collector.
+            for communicator in chain.from_iterable(attached.values()):
+                communicator.host.totals.clear()

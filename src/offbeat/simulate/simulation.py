@@ -1,4 +1,4 @@
-"""What a simulated run took and gave."""
+"""The result of a simulated run."""
 
 import json
 from collections.abc import Sequence
@@ -13,22 +13,22 @@ from offbeat.simulate.communicator import SimulatedCommunicator
 from offbeat.telemetry import Stats
 from offbeat.units import show_bytes, show_seconds
 
-_MOST_ROWS = 16  # of a notebook's table
+_MOST_ROWS = 16  # of the table in a notebook
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """A simulated run. All times are virtual seconds.
+    """Result of a simulated run. All times are virtual seconds.
 
     Attributes:
-        seconds: When the last worker ended.
-        results: What ``worker()`` returned, by rank.
-        stats: The ``Stats`` of each worker's (last) synchronizer; None without one.
-        idle: Waiting / (waiting + computing), over all workers and the whole run, set-up and
-            evaluation included (``stats[n].idle`` is that of the training).
-        timeline: Who computed, waited and sent, when: in the order in which it ended.
-        sent_bytes: Bytes each worker put on the wire; those that stay in its node do not count.
-        configuration: Workers, network, compute and seed, as plain values.
+        seconds: Time at which the last worker finished.
+        results: Return value of ``worker()``, by rank.
+        stats: ``Stats`` of the last synchronizer of each worker; None if it had none.
+        idle: Waiting / (waiting + computing), over all workers and the whole run, including set-up
+            and evaluation. The idle share of the training alone is ``stats[n].idle``.
+        timeline: Activities of all workers, in the order of their ends.
+        sent_bytes: Bytes that each worker sent, without those that stayed inside its node.
+        configuration: Workers, network, compute and seed, as JSON values.
     """
 
     seconds: float
@@ -43,7 +43,7 @@ class Simulation:
     def of(
         cls, cluster: SimulatedCluster, attached: Sequence[Sequence[SimulatedCommunicator]]
     ) -> "Simulation":
-        """Collect a finished run, and verify what must hold in every one."""
+        """Collect the result of a finished run and verify its invariants."""
         ends = [float(worker.finished_seconds or 0.0) for worker in cluster.workers.all]
         spans = sorted(cluster.spans, key=lambda span: (span.end, span.start, span.rank))
         _verify(spans, [worker.started_seconds for worker in cluster.workers.all], ends)
@@ -74,7 +74,7 @@ class Simulation:
         )
 
     def to_json(self) -> str:
-        """Everything but the results, as JSON; the same bytes for the same run."""
+        """Return everything except the results as JSON. The same run gives the same bytes."""
         return json.dumps(
             {
                 "simulated": True,
@@ -88,12 +88,12 @@ class Simulation:
         )
 
     def plot(self, path: str | Path, *, start: float = 0.0, end: float | None = None) -> None:
-        """Draw one lane a worker (computing, waiting, and the network below) as a PNG.
+        """Draw the timeline as a PNG: one lane per worker, with its transfers below.
 
         Args:
-            path: Where to.
+            path: Path of the file.
             start: First virtual second shown.
-            end: Last one; None is the end of the run.
+            end: Last virtual second shown; None is the end of the run.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -122,7 +122,7 @@ class Simulation:
         figure.savefig(path)
 
     def _repr_html_(self) -> str:
-        """A row and a bar for each of the first workers: how long it computed and waited."""
+        """Return a table and a bar of computing and waiting for each of the first workers."""
         spent = [{"compute": 0.0, "wait": 0.0, "transfer": 0.0} for _ in self.results]
         for span in self.timeline:
             spent[span.rank][span.kind] += span.end - span.start
@@ -134,13 +134,14 @@ class Simulation:
             idle = f"{waited / (computed + waited) if waited else 0.0:.0%}"
             times = show_seconds(computed), show_seconds(waited)
             rows.append((str(rank), *counted, *times, idle, show_bytes(self.sent_bytes[rank])))
-        whole = f"simulated: {show_seconds(self.seconds)}, idle {self.idle:.0%}"
-        of = f"; the first {_MOST_ROWS} of {len(spent)} workers" if len(spent) > len(rows) else ""
+        caption = f"simulated: {show_seconds(self.seconds)}, idle {self.idle:.0%}"
+        if len(spent) > len(rows):
+            caption += f"; the first {_MOST_ROWS} of {len(spent)} workers"
         headings = ("worker", "steps", "syncs", "computed", "waited", "idle", "sent")
-        return Table(headings, tuple(rows), whole + of).html() + self._bars(split)
+        return Table(headings, tuple(rows), caption).html() + self._bars(split)
 
     def _bars(self, split: Sequence[tuple[float, float]]) -> str:
-        """Computing (blue) and waiting (red) of each worker, as SVG, a second as long for all."""
+        """Return computing (blue) and waiting (red) of each worker as SVG, on one time scale."""
         scale = 600 / self.seconds if self.seconds else 0.0
         bars = []
         for rank, (computed, waited) in enumerate(split):
@@ -149,17 +150,18 @@ class Simulation:
                     f'<rect x="{start * scale:.1f}" y="{14 * rank}" width="{length * scale:.1f}" '
                     f'height="11" fill="{colour}"/>'
                 )
-        about = f"<title>computing (blue) and waiting (red) of {len(split)} workers</title>"
+        title = f"<title>computing (blue) and waiting (red) of {len(split)} workers</title>"
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 {14 * len(split)}" '
-            f'style="width: 100%; max-width: 600px">{about}{"".join(bars)}</svg>'
+            f'style="width: 100%; max-width: 600px">{title}{"".join(bars)}</svg>'
         )
 
 
 def _verify(spans: Sequence[Span], starts: Sequence[float], ends: Sequence[float]) -> None:
-    """Time never runs backwards, computing and waiting fill it, and no byte is lost.
+    """Assert the invariants of a run.
 
-    A breach is a mistake of the simulator, so these are assertions.
+    The time of each worker never runs backwards and consists of computing and waiting without gaps.
+    Workers receive as many bytes as they send.
     """
     for rank, (clock, end) in enumerate(zip(starts, ends, strict=True)):
         for span in spans:

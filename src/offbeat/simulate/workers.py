@@ -1,8 +1,9 @@
 """Simulated workers: one thread each, of which exactly one runs at a time.
 
-A worker runs until it waits for something in virtual time. Then the kernel goes on, and resumes
-whoever is next. Random state (torch, numpy, random) belongs to the worker, as in a process. What a
-worker does in the background (a parameter server) has a thread of its own, and ends with the run.
+A worker runs until it waits for something in virtual time. The kernel then executes events until
+one of them resumes a worker. Every worker has its own random state (torch, numpy, random), as in a
+process. A background activity of a worker, such as a parameter server, has its own thread, which
+ends with the run.
 """
 
 import sys
@@ -20,33 +21,34 @@ _PACKAGE = str(Path(__file__).parent.parent)
 
 
 class DeadlockError(OffbeatError):
-    """Simulated workers wait for something that can never happen."""
+    """Raised if simulated workers wait for something that can never happen."""
 
 
 class _StoppedError(BaseException):
-    """Ends the thread of a worker whose simulation is over. No ``Exception``: nobody catches it."""
+    """Ends the thread of a stopped worker. Not an ``Exception``: user code must not catch it."""
 
 
 class SimulatedWorker:
-    """One worker and its thread.
+    """One worker, or one of its background activities, and its thread.
 
     Attributes:
-        rank: Its number.
-        result: What its function returned.
-        error: What its function raised.
-        started_seconds: Virtual time at its beginning.
-        finished_seconds: Virtual time at its end; None while it runs.
-        waits_in: The operation it waits in.
-        random: Its random state, while another worker runs; None of an activity.
-        background: Whether it is an activity beside the worker of this rank. It must not use
-            random numbers.
-        over: Whether it was killed.
+        rank: Rank of the worker.
+        background: True for a background activity. It must not use random numbers.
+        killed: True once the worker is killed.
+        result: Return value of its function.
+        error: Exception raised by its function.
+        started_seconds: Virtual time of its start.
+        finished_seconds: Virtual time of its end; None while it runs.
+        waits_in: Name of the operation for which it waits.
+        thread: Its thread; None until it is scheduled to start.
+        turn: Released to let the thread continue.
+        random: Its random state while another worker runs; None for a background activity.
     """
 
     def __init__(self, rank: int, seed: int, *, background: bool = False) -> None:
         self.rank = rank
         self.background = background
-        self.over = False
+        self.killed = False
         self.result: Any = None
         self.error: BaseException | None = None
         self.started_seconds = 0.0
@@ -61,9 +63,12 @@ class Workers:
     """Runs one function per worker in virtual time.
 
     Args:
-        kernel: The clock.
-        size: How many workers.
+        kernel: The virtual clock.
+        size: Number of workers.
         seed: Seed of their random states.
+
+    Attributes:
+        all: All workers, including those that joined later, by rank.
     """
 
     def __init__(self, kernel: Kernel, size: int, seed: int) -> None:
@@ -71,20 +76,20 @@ class Workers:
         self.all = [SimulatedWorker(rank, seed) for rank in range(size)]
         self._background: list[SimulatedWorker] = []
         self._current: SimulatedWorker | None = None
-        self._loaded: SimulatedWorker | None = None  # whose random state torch holds
-        self._back = threading.Semaphore(0)
+        self._loaded: SimulatedWorker | None = None  # owner of the process's random state
+        self._yielded = threading.Semaphore(0)  # released when the running worker waits or ends
         self._stopping = False
         self._function: Callable[[SimulatedWorker], Any] = lambda worker: None
-        self._paused: dict[int, float] = {}  # by rank: until when
+        self._paused: dict[int, float] = {}  # end of the pause, by rank
 
-    # -- called by the simulation, outside of the workers ----------------------------------------
+    # -- called on the thread of the simulation --------------------------------------------------
 
     def run(self, function: Callable[[SimulatedWorker], Any]) -> None:
-        """Run ``function`` on every worker to the end of all.
+        """Run ``function`` on every worker until all have finished.
 
         Raises:
-            DeadlockError: nobody can go on.
-            Exception: what a worker raised, with a note that names its rank.
+            DeadlockError: No worker can continue.
+            Exception: Exception of a worker, with a note that names its rank.
         """
         outside = RandomState.current()
         self._function = function
@@ -92,13 +97,12 @@ class Workers:
             self._start(worker, function, "starts")
         try:
             while self.kernel.step():
-                everybody = (*self.all, *self._background)
-                failed = next((worker for worker in everybody if worker.error), None)
-                if failed is not None and failed.error is not None:
-                    failed.error.add_note(
-                        f"in simulated worker {failed.rank} at {self.kernel.now:.6f} virtual s"
-                    )
-                    raise failed.error
+                for worker in (*self.all, *self._background):
+                    if worker.error:
+                        worker.error.add_note(
+                            f"in simulated worker {worker.rank} at {self.kernel.now:.6f} virtual s"
+                        )
+                        raise worker.error
             if any(worker.finished_seconds is None for worker in self.all):
                 raise DeadlockError(self._describe_deadlock())
         finally:
@@ -109,7 +113,7 @@ class Workers:
         self, worker: SimulatedWorker, function: Callable[[SimulatedWorker], Any], label: str
     ) -> None:
         worker.thread = threading.Thread(
-            target=self._live,
+            target=self._thread_main,
             args=(worker, function),
             name=f"simulated worker {worker.rank}",
             daemon=True,
@@ -120,13 +124,14 @@ class Workers:
         self.kernel.at(seconds, lambda: self._resume(worker), f"rank {worker.rank} {label}")
 
     def _resume(self, worker: SimulatedWorker) -> None:
-        if worker.over:
+        if worker.killed:
             return
         if self.kernel.now < self._paused.get(worker.rank, 0.0):
-            return self._resume_at(worker, self._paused[worker.rank], "is let go on")
-        self._let_run(worker)
+            return self._resume_at(worker, self._paused[worker.rank], "resumes after a pause")
+        self._switch_to(worker)
 
-    def _let_run(self, worker: SimulatedWorker) -> None:
+    def _switch_to(self, worker: SimulatedWorker) -> None:
+        """Let the thread of ``worker`` run until it waits or ends."""
         if self._loaded is not worker and not worker.background:
             self._load_random(worker)
         self._current = worker
@@ -135,43 +140,39 @@ class Workers:
             worker.thread.start()
         else:
             worker.turn.release()
-        self._back.acquire()
+        self._yielded.acquire()
         self._current = None
 
     def _load_random(self, worker: SimulatedWorker) -> None:
-        """The random state of the process becomes that of ``worker``."""
+        """Replace the random state of the process by that of ``worker``."""
         if self._loaded is not None and self._loaded.random is not None:
             self._loaded.random.save()
         assert worker.random is not None
         worker.random.load()
         self._loaded = worker
 
-    def kill(self, rank: int) -> bool:
-        """End a worker and its activities where they are; false if it has ended already."""
-        if self.all[rank].finished_seconds is not None:
-            return False
+    def kill(self, rank: int) -> None:
+        """End a running worker and its background activities."""
         for worker in (self.all[rank], *(one for one in self._background if one.rank == rank)):
-            if worker.finished_seconds is None:  # else its thread may be about to end
-                worker.over = True
+            if worker.finished_seconds is None:  # otherwise its thread may be about to end
+                worker.killed = True
                 if worker.thread is not None and worker.thread.is_alive():
-                    self._let_run(worker)
+                    self._switch_to(worker)
                 worker.finished_seconds = self.kernel.now
-        return True
 
     def pause(self, rank: int, seconds: float) -> None:
-        """Let a worker and its activities stand still for so long."""
+        """Stop a worker and its background activities for ``seconds``."""
         self._paused[rank] = max(self._paused.get(rank, 0.0), self.kernel.now + seconds)
 
-    def join(self) -> int:
-        """Start another worker. Returns its rank."""
+    def add(self) -> None:
+        """Start another worker with the next free rank."""
         worker = SimulatedWorker(len(self.all), self._seed)
         worker.started_seconds = self.kernel.now
         self.all.append(worker)
         self._start(worker, self._function, "starts")
-        return worker.rank
 
     def _stop(self) -> None:
-        """End the threads that still wait."""
+        """End all threads that still wait."""
         self._stopping = True
         for worker in (*self.all, *self._background):
             if worker.thread is not None and worker.thread.is_alive():
@@ -191,49 +192,51 @@ class Workers:
         lines += [f"  {seconds:.6f} s  {label}" for seconds, label in self.kernel.recent]
         return "\n".join(lines)
 
-    # -- called on a worker's own thread ---------------------------------------------------------
+    # -- called on the thread of a worker --------------------------------------------------------
 
-    def _live(self, worker: SimulatedWorker, function: Callable[[SimulatedWorker], Any]) -> None:
+    def _thread_main(
+        self, worker: SimulatedWorker, function: Callable[[SimulatedWorker], Any]
+    ) -> None:
         try:
             worker.result = function(worker)
             worker.finished_seconds = self.kernel.now
         except _StoppedError:
             pass
         except BaseException as error:
-            worker.error = None if worker.over else error
+            worker.error = None if worker.killed else error
         if not self._stopping:
-            self._back.release()
+            self._yielded.release()
 
     @property
     def current(self) -> SimulatedWorker:
-        """The worker whose thread runs now."""
+        """The worker whose thread is running."""
         assert self._current is not None
         return self._current
 
     def spawn(self, activity: Callable[[], None], what: str) -> None:
-        """Run ``activity`` beside the running worker, with a thread of its own."""
-        beside = SimulatedWorker(self.current.rank, self._seed, background=True)
+        """Run ``activity`` as a background activity of the running worker."""
+        background = SimulatedWorker(self.current.rank, self._seed, background=True)
         self._background = [one for one in self._background if one.finished_seconds is None]
-        self._background.append(beside)
-        self._start(beside, lambda _: activity(), f"starts {what}")
+        self._background.append(background)
+        self._start(background, lambda _: activity(), f"starts {what}")
 
     def wait(self, signal: Signal, what: str) -> None:
         """Block the running worker until ``signal``; virtual time passes."""
         worker = self.current
-        if worker.over:  # it still unwinds
+        if worker.killed:  # its stack is unwinding
             raise _StoppedError
         if signal.happened:
             return
         worker.waits_in = what
-        signal.then(lambda: self._resume_at(worker, self.kernel.now, f"goes on after {what}"))
-        self._back.release()
+        signal.then(lambda: self._resume_at(worker, self.kernel.now, f"continues after {what}"))
+        self._yielded.release()
         worker.turn.acquire()
-        if self._stopping or worker.over:
+        if self._stopping or worker.killed:
             raise _StoppedError
         worker.waits_in = ""
 
     def sleep(self, seconds: float, what: str) -> None:
-        """Let virtual ``seconds`` pass for the running worker."""
+        """Block the running worker for virtual ``seconds``."""
         signal = Signal()
         rank = self.current.rank
         self.kernel.at(self.kernel.now + seconds, signal.fire, f"rank {rank} ends {what}")
@@ -241,7 +244,7 @@ class Workers:
 
 
 def _user_line(worker: SimulatedWorker) -> str:
-    """The innermost source line outside of Offbeat and torch at which a worker waits."""
+    """Return the innermost source line outside of Offbeat and torch at which a worker waits."""
     thread = worker.thread
     frame = sys._current_frames().get(thread.ident) if thread and thread.ident else None
     for entry in reversed(traceback.extract_stack(frame) if frame else ()):

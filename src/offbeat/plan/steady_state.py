@@ -1,14 +1,14 @@
-"""Steady state: whether a run repeats itself by now, and from which steps to take its figures.
+"""Detection of the steady state of a run, and of the steps from which to take its figures.
 
-Without jitter a run is steady when steps repeat exactly: a window of p steps has come three times,
-each step with the same seconds, bytes and backlog of the link, and a mean was taken in it; and it
-goes on like that for eight windows more. The backlog is compared because a queue that grows slowly
-looks steady otherwise; eight more because of schedules of nearly equal intervals (of 14, 14, 14 and
-15 steps, say), whose first ones look like a period.
+Without jitter a run is steady if its steps repeat exactly. A period of p steps must occur three
+times: each step with the same seconds, bytes and backlog of the link. A mean must be taken in it,
+and the repetition must continue for eight more periods. The backlog is compared because a slowly
+growing queue otherwise looks steady. Eight more periods are required because the first intervals of
+a schedule of nearly equal intervals (14, 14, 14 and 15 steps, for example) look like a period.
 
-With jitter, or where nothing repeats (rate control may wander), means of batches decide: their
-confidence interval must be within ± 1 % for seconds and ± 3 % for bytes, and the backlog must not
-grow.
+With jitter, or if nothing repeats (rate control may wander), the means of batches of steps decide.
+Their confidence interval must be within ± 1 % for seconds and ± 3 % for bytes, and the backlog must
+not grow.
 """
 
 import math
@@ -23,28 +23,28 @@ from numpy.typing import NDArray
 from offbeat.plan.record import Record, Step
 
 _REPEATS = 3
-_CONFIRMED, _MOST_CONFIRMED = 8, 512  # windows, and steps; longer intervals err by less than 1 %
-_SILENT_STEPS = 4096  # without a mean: it may never come
-_DIGITS = 6  # of seconds, relative to a step
-_ROUNDING = 8  # bytes of a step: workers of a node carry equal parts
-_SPARSER = 1.1  # from one look to the next: factor of the steps
+_CONFIRMED, _MOST_CONFIRMED = 8, 512  # periods, and steps; longer intervals err by less than 1 %
+_SILENT_STEPS = 4096  # after which a run without a mean counts as steady: there may never be one
+_DIGITS = 6  # of seconds relative to a step
+_ROUNDING = 8  # bytes of a step: the workers of a node send equal parts, rounded
+_SPARSER = 1.1  # factor on the number of steps from one check to the next
 _BATCHES = {10: 2.262, 7: 2.447}
-"""How many, and 95 % of Student's distribution. Both, because batches of one length may happen to
-have the length of a period."""
+"""Number of batches → quantile of Student's distribution (95 %). Two numbers of batches are tested,
+because the length of a batch may coincide with a period."""
 _WITHIN, _BYTES_WITHIN = 0.01, 0.03
 _LEAST_BATCHED = 100  # steps
-_BACKLOG = 0.05  # of the longer half's; more is growth
+_BACKLOG = 0.05  # relative increase between two halves that counts as growth
 _START = Step(0.0, 0.0, 0, 0.0, 0.0, 0)
-MOST_SECONDS = 5.0  # of processor, for a run
+MOST_SECONDS = 5.0  # processor seconds of a run
 
 
 @dataclass(frozen=True)
 class Window:
-    """Steps from which figures are taken: after step ``first`` up to step ``last``.
+    """The steps from which figures are taken.
 
     Attributes:
-        first: Number of steps before it.
-        last: Number of steps up to its end.
+        first: Number of steps before the window.
+        last: Number of steps up to the end of the window.
         steady: False if the run was ended before it was steady.
     """
 
@@ -53,17 +53,17 @@ class Window:
     steady: bool
 
 
-class Watch:
+class SteadyStateDetector:
     """Decides when a run has been long enough.
 
     Args:
-        jitter: Whether steps vary.
-        alone: Whether there is nobody to send anything to.
-        most_seconds: Of processor.
-        now: Seconds of processor so far.
+        jitter: True if steps vary.
+        alone: True if there is no other worker or node.
+        most_seconds: Processor seconds after which the run ends in any case.
+        now: Returns the processor seconds so far.
 
     Attributes:
-        window: What was found.
+        window: The steps from which to take figures. Valid once ``ended`` has returned True.
     """
 
     def __init__(
@@ -76,20 +76,20 @@ class Watch:
     ) -> None:
         self._jitter, self._alone = jitter, alone
         self._now, self._until = now, now() + most_seconds
-        self._look = 4
-        self._found: tuple[int, int] | None = None  # a period, and the step at which it was found
-        self._ids: dict[tuple[float, ...], int] = {}
-        self._known: list[int] = []  # of each step
-        self._sent: list[float] = []  # bytes of a step, each of them once
+        self._next_check = 4  # number of steps
+        self._candidate: tuple[int, int] | None = None  # period, and the step at which it was found
+        self._numbers: dict[tuple[float, ...], int] = {}  # of different steps
+        self._sequence: list[int] = []  # number of each step
+        self._sizes: list[float] = []  # different numbers of bytes of a step
         self.window = Window(0, 0, steady=False)
 
     def ended(self, record: Record) -> bool:
-        """Whether ``record`` is long enough; then ``window`` is set."""
+        """Return True, and set ``window``, if ``record`` is long enough."""
         steps = len(record)
         late = self._now() > self._until
-        if steps < self._look and not late:
+        if steps < self._next_check and not late:
             return False
-        self._look = max(steps + 1, math.ceil(steps * _SPARSER))
+        self._next_check = max(steps + 1, math.ceil(steps * _SPARSER))
         window = self._repeated(record) if not self._jitter else None
         if window is None and (late or steps >= _LEAST_BATCHED):
             window = self._batched(record, late=late)
@@ -102,48 +102,47 @@ class Watch:
 
     def _repeated(self, record: Record) -> Window | None:
         self._extend(record)
-        steps, matches = len(record), _self_matches(self._known)
-        if self._found is not None:
-            period, since = self._found
+        steps, matches = len(record), _self_matches(self._sequence)
+        if self._candidate is not None:
+            period, since = self._candidate
             if matches[period] < (_REPEATS - 1) * period + steps - since:
-                self._found = None
-        if self._found is None:
-            found = self._period(record, matches)
-            if found is None:
+                self._candidate = None
+        if self._candidate is None:
+            shortest = self._period(record, matches)
+            if shortest is None:
                 return None
-            self._found = found, steps
-        period, since = self._found
+            self._candidate = shortest, steps
+        period, since = self._candidate
         confirmed = since + min(_CONFIRMED * period, _MOST_CONFIRMED)
         if steps < confirmed:
-            self._look = min(self._look, confirmed)
+            self._next_check = min(self._next_check, confirmed)
             return None
         times = min(matches[period] + period, steps - 1) // period
         return Window(steps - times * period, steps, steady=True)
 
     def _extend(self, record: Record) -> None:
-        """Give equal steps equal numbers."""
+        """Extend the sequence, in which equal steps have equal numbers."""
         unit = record.step_seconds
-        done = len(self._known)
         steps = record.steps
-        for i in range(done, len(steps)):
-            one = steps[i]
+        for i in range(len(self._sequence), len(steps)):
+            step = steps[i]
             before = steps[i - 1] if i else _START
-            sent = _one_of(self._sent, one.payload - before.payload)
-            seconds, backlog = (one.clock - before.clock) / unit, one.backlog / unit
-            synced = one.syncs - before.syncs
+            sent = _known_size(self._sizes, step.payload - before.payload)
+            seconds, backlog = (step.clock - before.clock) / unit, step.backlog / unit
+            synced = step.syncs - before.syncs
             key = (round(seconds, _DIGITS), sent, round(backlog, _DIGITS), synced)
-            self._known.append(self._ids.setdefault(key, len(self._ids)))
+            self._sequence.append(self._numbers.setdefault(key, len(self._numbers)))
 
     def _period(self, record: Record, matches: Sequence[int]) -> int | None:
-        """The shortest period that has come three times, with a mean in it."""
+        """Return the shortest period that has occurred three times and contains a mean."""
         steps = record.steps
         last = steps[-1]
         for period in range(1, len(steps) // _REPEATS + 1):
             if matches[period] >= (_REPEATS - 1) * period:
                 before = steps[-1 - period]
                 sent = last.payload > before.payload
-                met = last.syncs > before.syncs or len(steps) > _SILENT_STEPS
-                if self._alone or (sent and met):
+                synced = last.syncs > before.syncs or len(steps) > _SILENT_STEPS
+                if self._alone or (sent and synced):
                     return period
         return None
 
@@ -164,10 +163,10 @@ class Watch:
         return Window(max(1, steps - max(1, cycles) * period), steps, steady=False)
 
     def _close(self, record: Record, batches: int, each: int) -> bool:
-        """Whether the means of the last so many batches of ``each`` steps are close enough."""
+        """Return True if the means of the last ``batches`` of ``each`` steps are close enough."""
         first = len(record) - batches * each
         ends = [record.steps[first - 1 + i * each] for i in range(batches + 1)]
-        waited = np.diff([one.clock - one.computed for one in ends])  # computing is known
+        waited = np.diff([one.clock - one.computed for one in ends])  # compute times are known
         payload = np.diff([one.payload for one in ends])
         seconds = (ends[-1].clock - ends[0].clock) / batches
         sent = (ends[-1].payload - ends[0].payload) / batches
@@ -180,44 +179,45 @@ class Watch:
 
 
 def _payload_period(sent: Sequence[float]) -> int:
-    """The shortest period of what is sent, if at least half of it repeats; else 1."""
+    """Return the shortest period of the bytes sent, or 1 if less than half of them repeat."""
     ids: dict[float, int] = {}
     known: list[float] = []
-    matches = _self_matches([ids.setdefault(_one_of(known, one), len(ids)) for one in sent])
+    matches = _self_matches([ids.setdefault(_known_size(known, one), len(ids)) for one in sent])
     periods = range(1, len(sent) // _REPEATS + 1)
     least = len(sent) // 2
     return next((p for p in periods if matches[p] >= max(p, least) and any(sent[-p:])), 1)
 
 
 def _half_width(batch: NDArray[np.float64]) -> float:
-    """Of the confidence interval of the mean."""
+    """Return half the width of the confidence interval of the mean."""
     count = len(batch)
     return float(_BATCHES[count] * batch.std(ddof=1) / math.sqrt(count))
 
 
-def _one_of(known: list[float], size: float) -> float:
-    """The one of ``known`` that ``size`` is, but for rounding of bytes; else it becomes one."""
-    found = next((one for one in known if abs(one - size) <= _ROUNDING), None)
-    if found is None:
-        known.append(size)
-        return size
-    return found
+def _known_size(known: list[float], size: float) -> float:
+    """Return the element of ``known`` that equals ``size`` up to rounding. Append it if missing."""
+    for other in known:
+        if abs(other - size) <= _ROUNDING:
+            return other
+    known.append(size)
+    return size
 
 
 def _self_matches(values: Sequence[int]) -> list[int]:
-    """For each shift p: how many of the last values equal those p before, from the end on.
+    """Return, for each shift p, how many of the last values equal the values p places before.
 
-    The Z algorithm on the reversed sequence, in linear time.
+    Counts from the end up to the first difference: the Z algorithm on the reversed sequence, in
+    linear time.
     """
     text = values[::-1]
     count = len(text)
-    found = [0] * (count + 1)
+    lengths = [0] * (count + 1)
     left = right = 0
     for i in range(1, count):
-        length = min(right - i, found[i - left]) if i < right else 0
+        length = min(right - i, lengths[i - left]) if i < right else 0
         while i + length < count and text[length] == text[i + length]:
             length += 1
-        found[i] = length
+        lengths[i] = length
         if i + length > right:
             left, right = i, i + length
-    return found
+    return lengths

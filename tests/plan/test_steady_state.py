@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from offbeat.plan.record import Step
-from offbeat.plan.steady import Watch, Window
+from offbeat.plan.steady_state import SteadyStateDetector, Window
 
 
 class Series:
@@ -44,7 +44,7 @@ class Series:
 def watch(steps: Iterable[tuple[float, float, float, int]], **changes: Any) -> Window | None:
     """The window that is found; None if the series ends before."""
     series: Any = Series(steps)
-    watching = Watch(**{"jitter": False, "alone": False, **changes})
+    watching = SteadyStateDetector(**{"jitter": False, "alone": False, **changes})
     while series.more():
         if watching.ended(series):
             return watching.window
@@ -82,7 +82,7 @@ def test_whole_periods_are_taken() -> None:
 
 
 def test_nothing_is_steady_before_a_mean() -> None:
-    """Steps are alike until the first one comes; more than two periods are waited for."""
+    """Steps are alike until the first mean; more than two periods are required."""
     window = watch(intervals(1000))
     assert window is not None
     assert window.last >= 2000
@@ -91,7 +91,7 @@ def test_nothing_is_steady_before_a_mean() -> None:
 
 
 def test_a_strategy_that_never_averages_is_steady_at_last() -> None:
-    """It sends flags in each step, and no mean comes."""
+    """It sends flags in each step and never takes a mean."""
     flags = (1.1, 56.0, 0.0, 0)
     window = watch(cycle([flags]))
     assert window is not None
@@ -100,7 +100,7 @@ def test_a_strategy_that_never_averages_is_steady_at_last() -> None:
 
 @pytest.mark.parametrize("lengths", [(14, 14, 14, 15), (12, 13), (33, 33, 34), (5, 5, 5, 5, 6)])
 def test_nearly_equal_intervals_are_no_period(lengths: tuple[int, ...]) -> None:
-    """As those of DiLoCo's fragments."""
+    """The fragments of DiLoCo have such intervals."""
     window = watch(intervals(*lengths))
     assert window is not None
     expected = 1 + 3 * len(lengths) / sum(lengths)
@@ -116,15 +116,15 @@ def growing(queue: float) -> Iterable[tuple[float, float, float, int]]:
 
 
 def test_a_queue_that_grows_slowly_is_not_steady() -> None:
-    """All steps are alike but for the backlog, until it is full."""
+    """Only the backlog differs between steps until it is full."""
     window = watch(growing(0.05))
     assert window is not None
     assert window.first >= 20 / 0.05 - 1
     assert rate(lambda: growing(0.05), window) == pytest.approx(1.05)
 
 
-def test_too_little_time_is_told() -> None:
-    """Then the best there is is taken."""
+def test_a_run_without_enough_time_is_not_steady() -> None:
+    """Figures are then taken from the steps so far."""
     seconds = iter(range(10**6))
     window = watch(growing(0.05), now=lambda: next(seconds), most_seconds=50)
     assert window is not None
@@ -155,7 +155,7 @@ def test_jitter_and_a_growing_queue_are_not_steady() -> None:
 
 
 def test_batches_of_the_length_of_a_period_do_not_deceive() -> None:
-    """Every fourth mean is smaller: 25 steps repeat nearly, and only 100 exactly."""
+    """Every fourth mean is smaller: 25 steps nearly repeat, 100 repeat exactly."""
 
     def steps() -> Iterable[tuple[float, float, float, int]]:
         for size in cycle([100.0, 100.0, 100.0, 60.0]):
@@ -168,7 +168,7 @@ def test_batches_of_the_length_of_a_period_do_not_deceive() -> None:
 
 
 def test_rounding_of_bytes_is_no_difference() -> None:
-    """Workers of a node carry equal parts: a byte more or less."""
+    """The equal parts of the workers of a node differ by a byte."""
     window = watch((1.0, 100.0 + i % 3, 0.0, 1) for i in range(100))
     assert window is not None
     assert window.last <= 30

@@ -8,12 +8,11 @@ import pytest
 import torch
 from typing_extensions import override
 
-from offbeat.plan.crew import workers_for
-from offbeat.plan.mirror import DivergedError, MirrorCluster
-from offbeat.plan.play import Setting, mirrors, play, run
+from offbeat.plan.cluster import DivergedError, RepresentativeCluster, StepTime, workers_for
 from offbeat.plan.record import Record
-from offbeat.plan.steps import Steps
+from offbeat.plan.run import Setting, can_represent, run, run_members
 from offbeat.registry import parse_strategy
+from offbeat.simulate.cluster import Contribution
 from offbeat.strategies import Strategy
 from offbeat.strategies.base import SharedModel, WorkerView
 from offbeat.strategies.base import setting as argument
@@ -51,7 +50,7 @@ def compare(text: str, wire: Any, where: Setting, steps: int = 60) -> None:
     workers = where.network.workers_per_node
     every = range(0, where.workers, workers)
     one, all_ = (
-        run(parse_strategy(text), wire, where, members, until(steps))
+        run_members(parse_strategy(text), wire, where, members, until(steps))
         for members in (every[:1], every)
     )
     assert (one.running, all_.running) == (1, len(every))
@@ -66,41 +65,41 @@ def compare(text: str, wire: Any, where: Setting, steps: int = 60) -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("text", TEXTS)
-def test_one_worker_stands_for_all(text: str, wire: str) -> None:
+def test_one_worker_represents_all(text: str, wire: str) -> None:
     """The same clock, bytes and means after each step, and the same totals."""
     for bandwidth in (SLOW, FAST):
         compare(text, wire, setting(5, bandwidth))
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_one_node_stands_for_all(text: str) -> None:
+def test_one_node_represents_all(text: str) -> None:
     compare(text, "int8", setting(6, FAST, nodes=True))
 
 
 @pytest.mark.parametrize("wire", ["float32", "int8"])
 @pytest.mark.parametrize("text", [text for text in TEXTS if not text.startswith(ASKING)])
-def test_clocks_stand_for_workers_with_jitter(text: str, wire: str) -> None:
+def test_clocks_represent_workers_with_jitter(text: str, wire: str) -> None:
     """All workers draw the same seconds in both runs."""
     where = setting(5, FAST, jitter=0.3)
     strategy = parse_strategy(text)
     try:
-        one = run(strategy, wire, where, [0], until(60))
+        one = run_members(strategy, wire, where, [0], until(60))
     except DivergedError:
         assert wire == "int8", "over an exact wire nobody asks whether something is done"
         return
-    all_ = run(strategy, wire, where, range(5), until(60))
+    all_ = run_members(strategy, wire, where, range(5), until(60))
     same(one, all_)
 
 
-def test_what_depends_on_the_time_is_run_whole_with_jitter() -> None:
-    """Eager workers ask what has arrived, and get different answers."""
+def test_all_workers_run_if_decisions_depend_on_the_time() -> None:
+    """Eager workers poll whether a mean has arrived; with jitter the results differ."""
     eager = parse_strategy("async:staleness=8,schedule=eager")
     where = setting(4, FAST, jitter=0.3)
     with pytest.raises(DivergedError):
-        run(eager, "float32", where, [0], until(60))
-    assert play(eager, "float32", where, until(60)).running == 4
-    assert play(parse_strategy("bsp"), "float32", where, until(20)).running == 1
-    assert play(parse_strategy("bsp"), "float32", setting(4, nodes=True, jitter=0.3), until(9))
+        run_members(eager, "float32", where, [0], until(60))
+    assert run(eager, "float32", where, until(60)).running == 4
+    assert run(parse_strategy("bsp"), "float32", where, until(20)).running == 1
+    assert run(parse_strategy("bsp"), "float32", setting(4, nodes=True, jitter=0.3), until(9))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -133,22 +132,22 @@ class SecondIsRare(Alike):
 
 
 def test_custom_strategies_are_compared_with_a_full_run() -> None:
-    """One that treats the ranks alike is mirrored; one that does not is run with all workers."""
+    """One worker represents all only if the strategy treats the ranks alike."""
     where = setting(6, FAST)
-    assert mirrors(Alike(), "float32", where)
-    assert not mirrors(SecondIsRare(), "float32", where)
-    alike = play(Alike(), "float32", where, until(30))
-    rare = play(SecondIsRare(), "float32", where, until(30))
+    assert can_represent(Alike(), "float32", where)
+    assert not can_represent(SecondIsRare(), "float32", where)
+    alike = run(Alike(), "float32", where, until(30))
+    rare = run(SecondIsRare(), "float32", where, until(30))
     assert (alike.running, rare.running) == (1, 6)
-    wrong = run(SecondIsRare(), "float32", where, [0], until(30))
+    wrong = run_members(SecondIsRare(), "float32", where, [0], until(30))
     assert rare.steps[-1].payload < 0.7 * wrong.steps[-1].payload
 
 
-def test_random_state_stays() -> None:
+def test_a_plan_keeps_the_random_state() -> None:
     torch.manual_seed(3)
     np.random.seed(3)
     before = torch.get_rng_state(), np.random.get_state(legacy=False)
-    play(parse_strategy("local:period=2"), "float32", setting(), until(5))
+    run(parse_strategy("local:period=2"), "float32", setting(), until(5))
     assert torch.equal(torch.get_rng_state(), before[0])
     after = np.random.get_state(legacy=False)["state"]
     assert np.array_equal(after["key"], before[1]["state"]["key"])
@@ -166,31 +165,27 @@ def test_random_state_stays() -> None:
 def test_a_node_takes_as_long_as_its_slowest_worker(
     workers: int, jitter: float, expected: float
 ) -> None:
-    drawn = Steps(0.05, jitter, workers).draw(np.random.default_rng(1), 40_000)
+    drawn = StepTime(0.05, jitter, workers).draw(np.random.default_rng(1), 40_000)
     assert drawn.mean() == pytest.approx(expected, rel=0.003)
     if jitter and workers == 1:
         assert drawn.std() == pytest.approx(0.05 * jitter, rel=0.03)
 
 
 def test_collectives_queue_on_the_link() -> None:
-    """One after the other, each from when the slowest clock has started it."""
+    """One after the other, each after the slowest clock has joined it."""
     workers = workers_for([0])
     links = network(8e6, latency=0.0)
-    cluster = MirrorCluster(workers, [0], 3, links, Steps(1.0, 0.5), scale=1.0)
+    cluster = RepresentativeCluster(workers, [0], 3, links, StepTime(1.0, 0.5), scale=1.0)
     assert cluster.clocks is not None
-    line = cluster.part(0, (0, 1, 2), 1)
+    group = cluster.connections.subgroup(0, (0, 1, 2), 1)
 
     def work(_: Any) -> tuple[float, float]:
         assert cluster.clocks is not None
         cluster.clocks[:] = [0.0, 3.0, 1.0]
-        ends = []
-        for _ in range(2):
-            tensor = torch.zeros(1)
-            end = cluster.meet(
-                line, 0, 0, "reduce", tensor, 750_000, "a sum", lambda _: None, lambda _: None
-            )
-            ends.append(end.seconds)
-        return ends[0], ends[1]
+        tensor = torch.zeros(1)
+        call = Contribution("reduce", "a sum", tensor, 750_000, lambda _: None, lambda _: None)
+        first, second = (cluster.join(group, 0, 0, call).seconds for _ in range(2))
+        return first, second
 
     workers.run(work)
     # 2·(3 − 1)/3 · 750 kB at 1 MB/s is a second

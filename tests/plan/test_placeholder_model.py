@@ -1,4 +1,4 @@
-"""The phantom model: shapes, sizes, and tensors that stand for larger ones."""
+"""The placeholder model: shapes, sizes, and tensors that stand for larger ones."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from offbeat.averaging.buckets import BUCKET_BYTES, group_tensors
 from offbeat.averaging.gradients import gradient_buckets
 from offbeat.averaging.replica import Replica
-from offbeat.plan.phantom import Phantom, shapes_of
+from offbeat.plan.placeholder_model import PlaceholderModel, shapes_of
 from offbeat.quantization.placeholder_codecs import BlankStageCodecs
 from offbeat.transport.operation import Broadcast, Gather, Sum
 from offbeat.transport.placeholder_tensors import blank, blanks, bytes_of, is_blank, kept_bytes
@@ -21,7 +21,7 @@ def bytes_in(bucket: Any, scale: float) -> float:
 
 @pytest.mark.parametrize("count", [1, 14, 1000, 200e3, 2**21, 25e6, 67.3e6, 1e9, 2.5e9])
 def test_a_count_keeps_its_size(count: float) -> None:
-    """Few real numbers, and the right number of bytes."""
+    """The placeholder has few numbers and stands for the right number of bytes."""
     shapes = shapes_of(count)
     sizes = [size for _, size in shapes.parameters]
     assert shapes.scale * sum(sizes) == pytest.approx(count, rel=2e-3)
@@ -33,9 +33,9 @@ def test_a_count_keeps_its_size(count: float) -> None:
 
 @pytest.mark.parametrize("count", [25e6, 100e6, 1e9])
 def test_buckets_are_full(count: float) -> None:
-    """All have 8 MiB but the last; of gradients, the first one has a MiB, or a tensor."""
+    """All but the last have 8 MiB; the first bucket of gradients has a MiB, or one tensor."""
     shapes = shapes_of(count)
-    model = Phantom(shapes, 0.9)
+    model = PlaceholderModel(shapes, 0.9)
     buckets = group_tensors(model.tensors, BUCKET_BYTES / shapes.scale)
     assert {bytes_in(bucket, shapes.scale) for bucket in buckets[:-1]} == {BUCKET_BYTES}
     assert len(buckets) == -(-4 * count // BUCKET_BYTES)
@@ -56,14 +56,14 @@ class Net(nn.Module):
 
 
 def test_a_model_keeps_its_proportions() -> None:
-    """The same buckets, of the same tensors; a count of batches stands for itself."""
+    """The buckets contain the same tensors; a count of batches stands for itself."""
     model = Net()
     shapes = shapes_of(model)
-    phantom = Phantom(shapes, 0.9)
+    placeholder = PlaceholderModel(shapes, 0.9)
     assert shapes.integers == 1
     trainable = [p for p in model.parameters() if p.requires_grad]
     real = Replica(model, trainable)
-    small = Replica(phantom, phantom.tensors, shapes.scale)
+    small = Replica(placeholder, placeholder.tensors, shapes.scale)
     assert shapes.count == sum(t.numel() for t in real.averaged())
     assert [name.replace("/", ".") for name, _ in small.parameters] == [
         name for name, _ in real.parameters
@@ -85,14 +85,14 @@ def test_a_model_keeps_its_proportions() -> None:
         (nn.ReLU(), ValueError, "no trainable parameter"),
     ],
 )
-def test_what_is_no_model_is_refused(given: Any, error: type[Exception], message: str) -> None:
+def test_anything_but_a_model_is_refused(given: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         shapes_of(given)
 
 
 def rises(lssr: float, steps: int) -> list[int]:
     """At which steps the norm of the gradient is large."""
-    model, found = Phantom(shapes_of(1000), lssr), []
+    model, found = PlaceholderModel(shapes_of(1000), lssr), []
     for step in range(steps):
         model.differentiate()
         gradient: Any = model.tensors[0].grad

@@ -1,0 +1,265 @@
+"""The placeholder model: a few thousand numbers, each of which stands for many, and its training.
+
+The tensors of the placeholder keep the proportions of the full model, so that strategies cut
+buckets, parts and fragments in the same places (``offbeat.transport.placeholder_tensors``). Nothing
+is computed. The values do not matter, with one exception: the norm of the gradient rises in the
+steps in which SelSync should synchronize.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from offbeat.arguments import require_number
+from offbeat.averaging import AttachedOptimizer, Replica, Worker, flow_of
+from offbeat.averaging.buckets import as_real, staging_dtype
+from offbeat.elastic.views import open_wire
+from offbeat.nodes.gradients import NodeBuffers, NodeMean
+from offbeat.quantization.wire import Precision
+from offbeat.strategies import Strategy
+from offbeat.telemetry import Stats
+from offbeat.training.background import BackgroundTasks
+from offbeat.training.iteration import Iteration
+from offbeat.training.stats_recorder import StatsRecorder
+from offbeat.transport.handle import Handle
+from offbeat.transport.team import Team
+from offbeat.units import parse_count
+
+_NUMBERS = 2**16  # approximate size of the placeholder of a given model
+_LARGE, _SMALL = 2**21, 2**18  # numbers of a tensor if only their count is given: 8 and 1 MiB
+_MOST_TENSORS, _FEWEST_TENSORS = 256, 64
+_FLOAT32 = 4
+_SIGNIFICANT = 1e4  # ‖g‖ in a step in which SelSync should synchronize; 1 in all others
+_LONGEST_PATTERN = 200  # steps until the pattern of these steps repeats
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Sizes of the tensors of a model and of its placeholder.
+
+    Attributes:
+        parameters: Name and placeholder size of each trainable parameter, in the model's order.
+        buffers: Name and placeholder size of each floating-point buffer.
+        integers: Elements of all signed integer buffers, which stand for themselves.
+        scale: Numbers of the full model per number of the placeholder.
+        count: Numbers of the full model that a mean of models replaces, counted as float32.
+    """
+
+    parameters: tuple[tuple[str, int], ...]
+    buffers: tuple[tuple[str, int], ...]
+    integers: int
+    scale: float
+    count: float
+
+    @property
+    def model_bytes(self) -> float:
+        """Bytes of the model sent in float32."""
+        return _FLOAT32 * self.count
+
+
+def shapes_of(parameters: float | str | nn.Module) -> Shapes:
+    """Return the sizes of a model, or of a model with a given number of parameters.
+
+    Raises:
+        TypeError: ``parameters`` has another type.
+        ValueError: The number is not positive and finite, or the model has no trainable parameter.
+    """
+    if isinstance(parameters, nn.Module):
+        return _shapes_of_model(parameters)
+    count = parse_count(parameters) if isinstance(parameters, str) else parameters
+    require_number("parameters", count)
+    if not 0 < count < math.inf:
+        raise ValueError(
+            f"parameters must be positive and finite, like 25e6 or 25M, got {parameters}"
+        )
+    return _shapes_of_count(count)
+
+
+def _shapes_of_count(count: float) -> Shapes:
+    """Return equal tensors, small relative to a bucket of 8 MiB, with at least one number each.
+
+    A bucket holds a power of two of them, so that buckets are full. Some tensors are split into a
+    weight and a small bias, so that every bucket has a small tensor, as in most models.
+    """
+    numbers = float(_SMALL)
+    while count / numbers > _MOST_TENSORS and numbers < _LARGE:
+        numbers *= 2
+    while count / numbers < _FEWEST_TENSORS and numbers > 1:
+        numbers /= 2
+    tensors = math.ceil(count / numbers)
+    each = 2 ** max(7, 15 - tensors.bit_length())
+    scale = numbers / each
+    last = math.ceil((count - (tensors - 1) * numbers) / scale)
+    sizes: list[int] = []
+    for i in range(tensors):
+        size = each if i < tensors - 1 else last
+        biased = size > 1 and i % max(1, int(_LARGE / numbers / 2)) == 0
+        sizes += [size - 1, 1] if biased else [size]
+    named = tuple((f"tensor {i:06d}", size) for i, size in enumerate(sizes))
+    return Shapes(named, (), 0, scale, count)
+
+
+def _shapes_of_model(model: nn.Module) -> Shapes:
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not trainable:
+        raise ValueError("parameters: this model has no trainable parameter")
+    buffers = [(n, b) for n, b in model.named_buffers() if b.is_floating_point() or b.is_complex()]
+    counts = (torch.int8, torch.int16, torch.int32, torch.int64)
+    integers = sum(b.numel() for _, b in model.named_buffers() if b.dtype in counts)
+    sizes = [_float32(t) for _, t in (*trainable, *buffers)]
+    count = sum(sizes)
+    scale = max(1.0, count / _NUMBERS)
+    scaled = [max(1, round(size / scale)) if size else 0 for size in sizes]
+    scale = count / max(1, sum(scaled))
+    named = [(n, size) for (n, _), size in zip((*trainable, *buffers), scaled, strict=True)]
+    split = len(trainable)
+    return Shapes(tuple(named[:split]), tuple(named[split:]), integers, scale, count)
+
+
+def _float32(tensor: Tensor) -> float:
+    """Return the number of float32 values with as many bytes as ``tensor`` in a sum."""
+    numbers = as_real(tensor.detach()).numel()
+    return numbers * staging_dtype(tensor).itemsize / _FLOAT32
+
+
+class PlaceholderModel(nn.Module):
+    """A model with the tensors of ``shapes``, with gradients.
+
+    Args:
+        shapes: Sizes of the tensors.
+        lssr: Share of steps, in (0, 1), in which the norm of the gradient does not rise.
+
+    Attributes:
+        tensors: The parameters, in the model's order.
+        optimizer: An optimizer of all parameters that does nothing.
+    """
+
+    def __init__(self, shapes: Shapes, lssr: float) -> None:
+        super().__init__()
+        self.tensors = [nn.Parameter(torch.zeros(size)) for _, size in shapes.parameters]
+        for (name, _), tensor in zip(shapes.parameters, self.tensors, strict=True):
+            self.register_parameter(name.replace(".", "/"), tensor)
+            tensor.grad = torch.zeros_like(tensor)
+        for name, size in shapes.buffers:
+            self.register_buffer(name.replace(".", "/"), torch.zeros(size))
+        if shapes.integers:
+            self.register_buffer("integers", torch.zeros(shapes.integers, dtype=torch.int64))
+        self.optimizer = _PlaceholderOptimizer(self.tensors)
+        share = Fraction(1 - lssr).limit_denominator(_LONGEST_PATTERN)
+        self._share = share or Fraction(1, _LONGEST_PATTERN)
+        self._step = 0
+
+    def differentiate(self) -> None:
+        """Set the gradients of the next step. A share 1 − ``lssr`` of the steps is significant."""
+        before, self._step = self._step, self._step + 1
+        significant = math.floor(before * self._share) != math.floor((before - 1) * self._share)
+        gradient = self.tensors[0].grad
+        if gradient is not None:
+            # Written through numpy, which does not increment the version counter: the record of a
+            # run takes an increment for a mean.
+            gradient.numpy()[:1] = _SIGNIFICANT if significant else 1.0
+
+    def storage_addresses(self) -> set[int]:
+        """Return the addresses of the storages of parameters, buffers and gradients."""
+        gradients = [p.grad for p in self.tensors if p.grad is not None]
+        held: Iterable[Tensor] = (*self.parameters(), *self.buffers(), *gradients)
+        return {tensor.untyped_storage().data_ptr() for tensor in held}
+
+
+class _PlaceholderOptimizer:
+    """An optimizer that does nothing. An optimizer of torch would import torch's compiler."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.param_groups = [{"params": parameters}]
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
+
+
+class _AveragedGradients(NodeBuffers):
+    """Gradients averaged inside the node already: the cluster counts the time as computing."""
+
+    def __init__(self) -> None:
+        pass
+
+    @override
+    def average(self, index: int) -> None:
+        pass
+
+
+class PlaceholderTraining:
+    """Training of a placeholder model by one worker.
+
+    Assembles the same objects as ``attach``, without hooks. It does not use ``Synchronizer``, which
+    compares the workers, hooks optimizers (and so imports torch's compiler), and ends the training.
+    The constructor is a collective, as ``attach`` is.
+
+    Args:
+        strategy: The strategy.
+        wire: The precision, as in ``attach``.
+        team: The workers.
+        model: The placeholder model.
+        averages: True if the workers of a node average their gradients in this run.
+
+    Attributes:
+        roots: Objects from which the tensors of the training can be reached.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        wire: Precision,
+        team: Team,
+        model: PlaceholderModel,
+        *,
+        averages: bool = False,
+    ) -> None:
+        scale = team.host.scale
+        replica = Replica(model, model.tensors, scale)
+        optimizer: Any = model.optimizer
+        optimizers = [AttachedOptimizer(0, optimizer, model.tensors, scale)]
+        with team.account.paused():
+            opened = open_wire(team, strategy, wire)
+        worker = Worker(team, replica, optimizers, opened)
+        node: NodeBuffers | None = None
+        if team.node is not None and averages:
+            node = NodeMean(team.node.inside, model, optimizers)
+        elif team.node is not None:
+            node = _AveragedGradients()
+        tasks = BackgroundTasks(team, worker.details, lambda: worker.step)
+        flow = flow_of(strategy, worker)
+        self._iteration = Iteration(flow, worker, tasks, self._completed, node)
+        self._recorder = StatsRecorder(worker, None)
+        flow.start()
+        self._iteration.watch_backward()
+        self._recorder.restart()
+        self._model, self._account = model, team.account
+        self.roots = [worker, flow, self._iteration]
+
+    def step(self) -> None:
+        """Make one step of training: set gradients, then step the optimizer."""
+        self._model.differentiate()
+        self._iteration.report_buckets()
+        self._iteration.prepare(0)
+        self._iteration.complete(0)
+
+    def _completed(self, synced: bool) -> None:
+        self._recorder.completed(synced=synced)
+
+    def before_waiting(self, callback: Callable[[Handle[Any]], None]) -> None:
+        """Call ``callback`` whenever the worker is about to wait for a collective."""
+        self._account.before_waiting.append(callback)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes handed to operations so far, including the current step."""
+        return self._account.payload_bytes
+
+    @property
+    def stats(self) -> Stats:
+        """Totals since the start."""
+        return self._recorder.stats
