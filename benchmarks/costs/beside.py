@@ -23,7 +23,7 @@ import offbeat
 from benchmarks.harness import Result
 from benchmarks.models import cifar_wide
 from benchmarks.processes import run
-from offbeat.lab.recipes import stdlib_lm
+from offbeat.lab.recipes import stdlib_lm, transformers
 from offbeat.lab.train import share_cores
 
 STEPS = {"cnn": 40, "lm": 20}  # in a block
@@ -40,7 +40,7 @@ def make_step(model: str) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[]
         optimizer = torch.optim.SGD(network.parameters(), lr=0.001, momentum=0.9)
         x, y = torch.randn(32, 3, 32, 32), torch.randint(10, (32,))
     else:
-        network = stdlib_lm.ByteTransformer()
+        network = transformers.ByteTransformer()
         optimizer = torch.optim.AdamW(network.parameters(), lr=0.0001)
         x = torch.randint(256, (stdlib_lm.BATCH_SIZE, stdlib_lm.CONTEXT), dtype=torch.uint8)
         y = x.long()

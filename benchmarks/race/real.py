@@ -11,7 +11,7 @@ from benchmarks.harness import DATA, RESULTS
 from benchmarks.race.settings import TRACKS, Cell, path_of, select_methods
 from offbeat.lab.compare import compare
 from offbeat.lab.events import Evaluation, Event
-from offbeat.lab.launch.runners import Place
+from offbeat.lab.launch.runners import Runner
 from offbeat.lab.methods.peer import Peer
 from offbeat.lab.methods.registry import parse_method
 from offbeat.lab.results import Result, read_results
@@ -37,7 +37,7 @@ def run(
     seeds: int | None = None,
     data: Path = DATA,
     folder: Path = RESULTS,
-    place: Place | None = None,
+    runner: Runner | None = None,
 ) -> list[Result]:
     """Run what is missing of a cell; return the results of the chosen methods and seeds.
 
@@ -48,24 +48,24 @@ def run(
         seeds: Largest number of seeds; None for all of the cell.
         data: Directory of all data sets.
         folder: Directory of the results.
-        place: Place to run at instead of the cell's links.
+        runner: Where to run, instead of the cell's links.
     """
     texts = installed(select_methods(cell, methods))
     count = cell.seeds if seeds is None else min(seeds, cell.seeds)
     if 1.0 in TRACKS[track]:
         _copy_from_defaults(cell, track, texts, count, folder)
-    with contextlib.nullcontext(place) if place is not None else cell.place() as where:
+    with contextlib.nullcontext(runner) if runner is not None else cell.runner() as where:
         return compare(
             cell.job(data),
             texts,
             seeds=count,
             lr_scales=TRACKS[track],
-            place=where,
+            runner=where,
             output=path_of(cell, track, folder),
             on_start=lambda one: print(f"{cell.name}  {one.label}  seed {one.seed}", flush=True),
             on_event=_print_evaluation,
             command=_command(cell, track),
-            mixed=["measure_alone"],  # older runs did not measure it; the tables mark them
+            may_differ=["measure_alone"],  # older runs did not measure it; the tables mark them
         )
 
 

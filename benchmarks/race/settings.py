@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.harness import RESULTS
 from benchmarks.race.methods import DILOCO, DILOCO_OF_PERIOD
 from offbeat.lab.job import Job
-from offbeat.lab.launch.runners import Loopback, Place, ShapedLinks
+from offbeat.lab.launch.runners import Loopback, Runner, ShapedLinks
 from offbeat.units import parse_bandwidth
 
 WORKERS, SEEDS = 4, 3
@@ -109,7 +109,7 @@ class Cell:
         )
 
     @contextlib.contextmanager
-    def place(self) -> Iterator[Place]:
+    def runner(self) -> Iterator[Runner]:
         """Shape the links of this cell, and remove them afterwards."""
         if self.bandwidth is None:
             yield Loopback()

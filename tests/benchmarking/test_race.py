@@ -27,7 +27,7 @@ def test_every_cell_and_method_is_a_job_that_could_run() -> None:
         job = cell.job(Path("data"))
         assert job.data in (None, f"data/{cell.workload.data}")
         assert job.recipe in ("mnist", "stdlib-lm", "benchmarks/models/cifar_wide.py")
-        assert cell.place is not None
+        assert cell.runner is not None
     for text in settings.METHODS:
         one = Job("digits", "bsp", 4).under(text)
         assert one.strategy
@@ -91,20 +91,20 @@ def test_a_tiny_cell_is_run_once(tmp_path: Path) -> None:
     """With both tracks. Runs in the file are not repeated, and have the command to repeat them."""
     short = settings.Workload("digits", None, 0.1)
     cell = replace(settings.TINY, workload=short, methods=("ideal", "bsp"), seeds=2)
-    place = VirtualCluster(Network("100Mbit/s"), Compute("10ms"))
-    first = real.run(cell, "defaults", folder=tmp_path, place=place)
+    runner = VirtualCluster(Network("100Mbit/s"), Compute("10ms"))
+    first = real.run(cell, "defaults", folder=tmp_path, runner=runner)
     path = settings.path_of(cell, "defaults", tmp_path)
     told = path.read_bytes()
     assert [(one.strategy, one.job.seed) for one in first] == [
         *(("ideal", 0), ("bsp", 0), ("ideal", 1), ("bsp", 1))
     ]
-    assert real.run(cell, "defaults", folder=tmp_path, place=place) == first
+    assert real.run(cell, "defaults", folder=tmp_path, runner=runner) == first
     assert path.read_bytes() == told
     assert {one.command for one in first} == {
         "python -m benchmarks race --track defaults --cells tiny"
     }
     assert curves.read(tmp_path, "defaults") == {}, "it is in no table"
-    tuned = real.run(cell, "tuned", methods=["bsp"], seeds=1, folder=tmp_path, place=place)
+    tuned = real.run(cell, "tuned", methods=["bsp"], seeds=1, folder=tmp_path, runner=runner)
     assert [(one.job.lr_scale, one.lr_scales) for one in tuned] == [
         (scale, (0.3, 1.0, 3.0)) for scale in (1.0, 0.3, 3.0)
     ]
@@ -115,7 +115,9 @@ def test_a_tiny_cell_is_run_once(tmp_path: Path) -> None:
     assert usual.command == "python -m benchmarks race --track tuned --cells tiny"
     assert all(one.points != usual.points for one in others)
     told = settings.path_of(cell, "tuned", tmp_path).read_bytes()
-    assert real.run(cell, "tuned", methods=["bsp"], seeds=1, folder=tmp_path, place=place) == tuned
+    assert (
+        real.run(cell, "tuned", methods=["bsp"], seeds=1, folder=tmp_path, runner=runner) == tuned
+    )
     assert settings.path_of(cell, "tuned", tmp_path).read_bytes() == told
 
 
