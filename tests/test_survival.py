@@ -49,7 +49,7 @@ ROWS = [
         "at once",
         "`CommunicationError: … rank 0, which died or was cut off`",
         "no copy of its shard; the last checkpoint",
-        "baselines/test_server_strategies.py::test_a_dead_worker_is_named_by_every_survivor",
+        "baselines/test_parameter_server.py::test_a_dead_worker_is_named_at_once",
     ),
     Row(
         "a client of a parameter server is killed, while the server's worker computes",

@@ -70,7 +70,7 @@ def train(rank: int, size: int, text: str) -> Any:
 
 
 @pytest.mark.sampled
-@pytest.mark.filterwarnings("ignore:the workers are not alike:UserWarning")
+@pytest.mark.filterwarnings("ignore:the workers differ:UserWarning")
 @pytest.mark.parametrize(
     "text",
     [
