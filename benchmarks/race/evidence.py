@@ -1,8 +1,8 @@
-"""The pages that quote the race: ``python -m benchmarks evidence`` makes them from the results.
+"""The page that quotes the race: ``python -m benchmarks evidence`` makes it from the results.
 
-It draws the figures into ``results/`` and ``docs/images/``, and rewrites parts of two pages: in
-``docs/evidence.md`` the first paragraph and the first table of each section of ``tables``, and in
-the README the paragraph that starts with ``CLAIM``. A test compares both with the results.
+It draws the figures into ``results/`` and ``docs/images/``. In ``docs/evidence.md`` it rewrites the
+first paragraph and the first table of each section of ``tables``. A test compares both with the
+results.
 """
 
 import re
@@ -14,7 +14,7 @@ from benchmarks.race import figures
 from benchmarks.race.curves import EARLY_SECONDS, SECONDS, covers, curves
 from benchmarks.race.figures import REAL, cells_in_order, simulated_and_real
 from benchmarks.race.methods import short_name
-from benchmarks.race.sentences import CLAIM, claim, lead
+from benchmarks.race.sentences import lead
 from benchmarks.race.settings import EARLIER
 from benchmarks.race.simulated_results import against_best_rival, read
 from benchmarks.race.simulated_settings import OTHERS
@@ -100,20 +100,12 @@ def page(text: str, folder: Path = RESULTS) -> str:
     return text
 
 
-def readme(text: str, folder: Path = RESULTS) -> str:
-    """Return the README's text with its paragraph about the race made again."""
-    rows = read(folder)
-    parts = text.split("\n\n")
-    return "\n\n".join(claim(rows) if rows and one.startswith(CLAIM) else one for one in parts)
-
-
 def main() -> None:
-    """Draw all figures, and write both pages."""
+    """Draw all figures, and write the page."""
     for path in draw_all():
         print(path)
-    for path, made in ((PAGE, page), (README, readme)):
-        path.write_text(made(path.read_text(encoding="utf-8")), encoding="utf-8")
-        print(path)
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    print(PAGE)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,9 @@
-"""Sentences of the pages about the race, made from its results.
-
-The first paragraph of ``docs/evidence.md`` lists where the default loses. A paragraph of the README
-says in how many cells of the simulated map it is first.
-"""
+"""The first paragraph of ``docs/evidence.md``: where the default loses, from the results."""
 
 import math
 import statistics
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness import RESULTS
@@ -20,12 +16,10 @@ from benchmarks.race.simulated_results import (
     read,
     times_of,
 )
-from benchmarks.race.simulated_settings import BANDWIDTHS, FACTORS, MAP, OTHERS, SHARE, Cell
+from benchmarks.race.simulated_settings import MAP, OTHERS, SHARE
 from benchmarks.race.simulated_tables import as_ratio, differences
 from benchmarks.run_cache import Row
 
-CLAIM = "In virtual time, on links"
-"""Start of the README's paragraph."""
 TARGET = 1.1
 """Largest slowdown that is not called a loss."""
 REAL_SHARE = 0.98
@@ -131,38 +125,6 @@ def _late_on_processes(folder: Path) -> str:
         f"{text}. Ahead of it there are: {ahead_of_it}."
         if beaten
         else f"{text}. No rival is ahead."
-    )
-
-
-def claim(rows: Sequence[Row]) -> str:
-    """Return the README's paragraph about the race in virtual time."""
-    usual, tuned = against_best_rival(rows, "defaults"), against_best_rival(rows, "tuned", "tuned")
-    latencies = sorted({cell.latency for cell in usual})
-    text = (
-        f"{CLAIM} from {BANDWIDTHS[0]} to {BANDWIDTHS[-1]} with {latencies[0]:g} to "
-        f"{latencies[-1]:g} ms of latency, a small model is the first at {100 * SHARE:g} % of the "
-        f"ideal's final accuracy under streaming averaging in {_won(usual)}, against BSP, local "
-        "SGD, DiLoCo, asynchronous averaging and SelSync, each at the best of "
-        f"{len(FACTORS)} learning rates, nothing else set"
-    )
-    if tuned:
-        text += f", and in {_won(tuned)} with all of them tuned alike"
-    return _wrapped(
-        f"{text}. [Evidence](docs/evidence.md) has all of it, and begins with what is lost."
-    )
-
-
-def _won(found: Mapping[Cell, tuple[float, str]]) -> str:
-    """Return in how many cells the default is first, and its time ratio in the others."""
-    lost = [one for one, _ in found.values() if one > 1]
-    known = [one for one in lost if math.isfinite(one)]
-    text = []
-    if known:
-        text.append(f"up to {max(known):.2f} times the best one's time in {len(known)}")
-    if len(known) < len(lost):
-        text.append(f"never there in {len(lost) - len(known)}")
-    return f"{len(found) - len(lost)} of {len(found)} cells" + (
-        f" ({', '.join(text)})" if text else ""
     )
 
 
