@@ -16,7 +16,7 @@ from offbeat.strategies.base import Strategy
 from offbeat.transport.communicator import Communicator, Wrapper
 from offbeat.transport.handle import Handle
 from offbeat.transport.operation import Operation
-from offbeat.transport.torch_distributed import TorchCommunicator
+from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 from problems import flat, loss_of
 
 

@@ -206,7 +206,9 @@ def test_the_layers_are_the_ones_of_the_design() -> None:
     assert {"transport", "strategies"} <= imported("averaging/parts/part.py")
     assert "training" in imported("synchronizer.py")
     assert "synchronizer" in imported("checkpoint/save_load.py")
-    assert "torch.distributed.PrefixStore" in dict(uses(ROOT / "transport" / "process_groups.py"))
+    assert "torch.distributed.PrefixStore" in dict(
+        uses(ROOT / "transport" / "torch_backend" / "process_groups.py")
+    )
 
 
 def test_strategies_are_pure() -> None:

@@ -20,7 +20,7 @@ from offbeat.averaging.parts.snapshot_part import SnapshotPart
 from offbeat.quantization.wire import Wire
 from offbeat.transport.handle import Completed
 from offbeat.transport.team import Team
-from offbeat.transport.torch_distributed import TorchCommunicator
+from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 
 MEANS = {"training": "mean of", "exact": "exact mean of"}
 

@@ -23,7 +23,8 @@ import offbeat
 from benchmarks.harness import Result
 from benchmarks.models import cifar_wide
 from benchmarks.processes import run
-from offbeat.lab.recipes import stdlib_lm, transformers
+from offbeat.lab.recipes import stdlib_lm
+from offbeat.lab.recipes.models import transformers
 from offbeat.lab.train import share_cores
 
 STEPS = {"cnn": 40, "lm": 20}  # in a block

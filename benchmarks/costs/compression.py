@@ -18,7 +18,7 @@ from offbeat.lab.launch.cluster import Cluster
 from offbeat.quantization.codecs import CODECS
 from offbeat.quantization.wire import Precision, Wire
 from offbeat.transport.team import Team
-from offbeat.transport.torch_distributed import TorchCommunicator
+from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 
 MILLIONS = 10
 WORKERS = 4

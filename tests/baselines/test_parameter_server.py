@@ -16,7 +16,7 @@ import offbeat
 from offbeat.baselines.parameter_server import ParameterServer
 from offbeat.baselines.shard import NO_CLOCK, Rule
 from offbeat.transport.team import Team
-from offbeat.transport.torch_distributed import TorchCommunicator
+from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 from transport.communicators import (
     STEP_SECONDS,
     Function,

@@ -17,7 +17,7 @@ from cells import some
 from loops import attach, error_of, meet, sgd
 from offbeat.errors import CommunicationError
 from offbeat.transport.communicator import Communicator
-from offbeat.transport.torch_distributed import TorchCommunicator
+from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 from problems import make_batch, make_model, train_step
 from transport.communicators import meet as meet_in_store
 from workers import run

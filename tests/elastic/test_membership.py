@@ -24,8 +24,8 @@ from offbeat.elastic import agreement, joining, membership
 from offbeat.elastic.connect import open_elastic
 from offbeat.elastic.store import SharedStore
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout
-from offbeat.transport import process_groups as groups
 from offbeat.transport.membership import EndedError, membership_of
+from offbeat.transport.torch_backend import process_groups as groups
 from transport.communicators import meet
 from workers import run
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lab import tiny
-from offbeat.lab.recipes import googlenet, resnet, sequential_cnns
-from offbeat.lab.recipes.resnet import ResNet
+from offbeat.lab.recipes.models import googlenet, resnet, sequential_cnns
+from offbeat.lab.recipes.models.resnet import ResNet
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -12,12 +12,12 @@ from lab.standins import write_cifar, write_images, write_text
 from offbeat.lab.job import Job
 from offbeat.lab.recipes import RECIPES, Setup, Task, find_recipe, imagenet
 from offbeat.lab.recipes.datasets import TensorData
-from offbeat.lab.recipes.googlenet import googlenet
 from offbeat.lab.recipes.held_out import accuracy
-from offbeat.lab.recipes.resnet import resnet18, resnet50, resnet101
+from offbeat.lab.recipes.models.googlenet import googlenet
+from offbeat.lab.recipes.models.resnet import resnet18, resnet50, resnet101
+from offbeat.lab.recipes.models.sequential_cnns import alexnet, small_cnn, vgg11
+from offbeat.lab.recipes.models.transformers import WordTransformer
 from offbeat.lab.recipes.schedules import decay_at, decay_every
-from offbeat.lab.recipes.sequential_cnns import alexnet, small_cnn, vgg11
-from offbeat.lab.recipes.transformers import WordTransformer
 from offbeat.lab.samplers import Batches, make_sampler
 from offbeat.lab.train import choose_backend
 

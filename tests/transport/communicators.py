@@ -14,7 +14,7 @@ import offbeat
 import workers
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.single_process import SingleCommunicator
-from offbeat.transport.torch_distributed import TorchCommunicator
+from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 
 Function = Callable[[Communicator], Any]
 World = Callable[[Function], list[Any]]

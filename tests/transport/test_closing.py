@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from offbeat.errors import CommunicationError
-from offbeat.transport import process_groups as groups
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.handle import Handle
-from offbeat.transport.torch_distributed import TorchCommunicator
+from offbeat.transport.torch_backend import process_groups as groups
+from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 from transport.communicators import meet
 from workers import run
 

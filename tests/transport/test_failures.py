@@ -16,7 +16,7 @@ from offbeat.transport.communicator import Communicator
 from offbeat.transport.handle import Handle, explained
 from offbeat.transport.host import Promise
 from offbeat.transport.single_process import SingleCommunicator
-from offbeat.transport.torch_distributed import TorchCommunicator
+from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 from transport.communicators import meet
 from workers import run
 

@@ -12,7 +12,7 @@ import workers
 from faults import Fault, Faults
 from offbeat.elastic.connect import open_communicator
 from offbeat.transport.communicator import Communicator
-from offbeat.transport.torch_distributed import TorchCommunicator
+from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 from problems import make_batch, make_model, train_step
 from transport.communicators import (
     meet,

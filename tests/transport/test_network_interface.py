@@ -2,8 +2,8 @@
 
 import pytest
 
-from offbeat.transport import network_interface
-from offbeat.transport.network_interface import interface_in_use
+from offbeat.transport.torch_backend import network_interface
+from offbeat.transport.torch_backend.network_interface import interface_in_use
 
 
 def test_the_address_of_a_named_interface_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:

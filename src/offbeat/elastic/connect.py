@@ -13,10 +13,10 @@ from offbeat.elastic.store import SharedStore, is_kept_here, location_of, withou
 from offbeat.errors import AttachError
 from offbeat.transport.communicator import Communicator, Transport
 from offbeat.transport.membership import membership_of
-from offbeat.transport.network_interface import interface_in_use
-from offbeat.transport.process_groups import GroupFactory
 from offbeat.transport.single_process import SingleCommunicator
-from offbeat.transport.torch_distributed import TorchCommunicator
+from offbeat.transport.torch_backend.network_interface import interface_in_use
+from offbeat.transport.torch_backend.process_groups import GroupFactory
+from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 
 logger = logging.getLogger("offbeat")
 

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Mapping
 
-from offbeat.transport.network_interface import gloo_address
+from offbeat.transport.torch_backend.network_interface import gloo_address
 
 _CONNECT_SECONDS = 2.0
 _BACKLOG = 4096  # connections that are never accepted; the highest value that Linux takes

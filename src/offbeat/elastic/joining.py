@@ -15,7 +15,7 @@ from offbeat.elastic.store import SharedStore
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout
 from offbeat.transport.communicator import Communicator, Transport
 from offbeat.transport.membership import View
-from offbeat.transport.store_access import call_within
+from offbeat.transport.torch_backend.store_access import call_within
 
 LATEST_TRAINING = "offbeat/elastic"
 """Key of the prefix of the training that began last in a store."""

@@ -14,12 +14,12 @@ from offbeat.elastic.agreement import Agreement, Decision
 from offbeat.elastic.store import StoreLostError
 from offbeat.errors import CommunicationError, CommunicationTimeout
 from offbeat.transport.communicator import Communicator
-from offbeat.transport.connections import close_at_exit
 from offbeat.transport.membership import Membership, View
-from offbeat.transport.process_groups import GroupFactory, ranks_text
 from offbeat.transport.single_process import SingleCommunicator
-from offbeat.transport.store_access import KeyPoll
-from offbeat.transport.torch_distributed import TorchCommunicator
+from offbeat.transport.torch_backend.connections import close_at_exit
+from offbeat.transport.torch_backend.process_groups import GroupFactory, ranks_text
+from offbeat.transport.torch_backend.store_access import KeyPoll
+from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 
 logger = logging.getLogger("offbeat")
 _RETRY_SILENCE_SECONDS = 3.0  # patience with a member that was silent during the previous opening

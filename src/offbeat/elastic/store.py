@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from offbeat.errors import CommunicationError
-from offbeat.transport.store_access import call_within
+from offbeat.transport.torch_backend.store_access import call_within
 
 T = TypeVar("T")
 _LIMIT_SECONDS = 10.0

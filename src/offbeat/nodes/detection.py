@@ -14,10 +14,10 @@ from offbeat.errors import AttachError
 from offbeat.nodes.communicator import LabelledCommunicator, NodeCommunicator
 from offbeat.transport.communicator import Communicator, Transport
 from offbeat.transport.host import ThreadHost
-from offbeat.transport.process_groups import GroupFactory, ranks_text
 from offbeat.transport.single_process import SingleCommunicator
 from offbeat.transport.team import Node
-from offbeat.transport.torch_distributed import TorchCommunicator
+from offbeat.transport.torch_backend.process_groups import GroupFactory, ranks_text
+from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 
 NodeGroup = dist.ProcessGroup | Literal["auto"]
 

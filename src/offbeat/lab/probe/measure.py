@@ -16,8 +16,8 @@ from offbeat.lab.probe.diagnosis import find_warnings
 from offbeat.lab.probe.pairwise import Link, serve
 from offbeat.lab.probe.result import AllReduce, Pair, Probe, Rank
 from offbeat.transport.communicator import Communicator
-from offbeat.transport.network_interface import interface_in_use
-from offbeat.transport.torch_distributed import TorchCommunicator
+from offbeat.transport.torch_backend.network_interface import interface_in_use
+from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 
 _ALL_PAIRS_UP_TO = 8  # number of workers up to which all pairs are measured
 _PAIR_SHARE = 0.7  # share of the time for pairs; the rest is for all-reduces

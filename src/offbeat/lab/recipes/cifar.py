@@ -11,9 +11,9 @@ from offbeat.lab.recipes.base import Recipe, Setup, Task
 from offbeat.lab.recipes.cifar_files import CIFAR10, CIFAR100, Layout, load
 from offbeat.lab.recipes.classification import classification_task, sgd_warmup_cosine
 from offbeat.lab.recipes.datasets import Batch, TensorData, shifted
-from offbeat.lab.recipes.resnet import resnet18, resnet50, resnet101
+from offbeat.lab.recipes.models.resnet import resnet18, resnet50, resnet101
+from offbeat.lab.recipes.models.sequential_cnns import small_cnn, vgg11
 from offbeat.lab.recipes.schedules import decay_at
-from offbeat.lab.recipes.sequential_cnns import small_cnn, vgg11
 
 TOP = {"top-1 accuracy": 1, "top-5 accuracy": 5}
 MEAN = {10: (0.4914, 0.4822, 0.4465), 100: (0.5071, 0.4865, 0.4409)}

@@ -10,9 +10,9 @@ from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler, Po
 from offbeat.lab.recipes.base import Recipe, Setup, Task
 from offbeat.lab.recipes.classification import classification_task
 from offbeat.lab.recipes.files import require_directory
-from offbeat.lab.recipes.googlenet import googlenet
 from offbeat.lab.recipes.image_folder import ImageFolder
-from offbeat.lab.recipes.sequential_cnns import alexnet
+from offbeat.lab.recipes.models.googlenet import googlenet
+from offbeat.lab.recipes.models.sequential_cnns import alexnet
 from offbeat.training.lr_schedule import LinearScalingWarmup
 
 TOP = {"top-1 accuracy": 1, "top-5 accuracy": 5, "top-10 accuracy": 10}

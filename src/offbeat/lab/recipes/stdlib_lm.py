@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from offbeat.lab.recipes.base import Recipe, Setup, Task, steps_for
 from offbeat.lab.recipes.datasets import TensorData
 from offbeat.lab.recipes.held_out import HeldOut
+from offbeat.lab.recipes.models.transformers import ByteTransformer, next_token_loss, token_losses
 from offbeat.lab.recipes.schedules import warmup_cosine
-from offbeat.lab.recipes.transformers import ByteTransformer, next_token_loss, token_losses
 
 BATCH_SIZE = 16
 CONTEXT = 128  # bytes that a sample predicts

@@ -11,8 +11,8 @@ from offbeat.lab.recipes.base import Recipe, Setup, Task, steps_for
 from offbeat.lab.recipes.datasets import TensorData
 from offbeat.lab.recipes.files import find_file, require_directory, shared
 from offbeat.lab.recipes.held_out import HeldOut
+from offbeat.lab.recipes.models.transformers import WordTransformer, next_token_loss, token_losses
 from offbeat.lab.recipes.schedules import decay_every
-from offbeat.lab.recipes.transformers import WordTransformer, next_token_loss, token_losses
 
 BATCH_SIZE = 20
 METRIC = "test perplexity"

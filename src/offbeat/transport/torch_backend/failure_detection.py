@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from offbeat.transport.process_groups import Group, close_connections
+from offbeat.transport.torch_backend.process_groups import Group, close_connections
 
 _GRACE_SECONDS = 0.25  # time for further peers to be found lost, once one is
 PeerState = Literal["alive", "lost", "silent"]

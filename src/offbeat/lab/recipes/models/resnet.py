@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from offbeat.lab.recipes.sequential_cnns import conv_norm
+from offbeat.lab.recipes.models.sequential_cnns import conv_norm
 
 
 class Block(nn.Module):

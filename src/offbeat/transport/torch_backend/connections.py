@@ -12,13 +12,13 @@ from typing import Any, Protocol
 from typing_extensions import override
 
 from offbeat.errors import CommunicationError, CommunicationTimeout
-from offbeat.transport import process_groups as groups
-from offbeat.transport.exit_reasons import ExitReasons
-from offbeat.transport.failure_detection import LivenessCheck
 from offbeat.transport.handle import UnexplainedError
 from offbeat.transport.host import ThreadHost
-from offbeat.transport.process_groups import GroupFactory, OpeningError, ranks_text
-from offbeat.transport.receiver_thread import ReceiverThread
+from offbeat.transport.torch_backend import process_groups as groups
+from offbeat.transport.torch_backend.exit_reasons import ExitReasons
+from offbeat.transport.torch_backend.failure_detection import LivenessCheck
+from offbeat.transport.torch_backend.process_groups import GroupFactory, OpeningError, ranks_text
+from offbeat.transport.torch_backend.receiver_thread import ReceiverThread
 
 _SETTLE_SECONDS = 0.5  # time in which pending operations fail once their connections are closed
 _ABANDON_SECONDS = 1.0  # time after which close() abandons a thread that is still in gloo

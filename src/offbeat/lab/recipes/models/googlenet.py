@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from offbeat.lab.recipes.sequential_cnns import conv_norm
+from offbeat.lab.recipes.models.sequential_cnns import conv_norm
 
 
 def conv(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Sequential:

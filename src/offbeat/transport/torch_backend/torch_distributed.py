@@ -18,7 +18,6 @@ from typing_extensions import override
 
 from offbeat.errors import AttachError, CommunicationError
 from offbeat.transport.communicator import Communicator
-from offbeat.transport.connections import Connections
 from offbeat.transport.handle import Handle
 from offbeat.transport.host import ThreadHost, ThreadPromise
 from offbeat.transport.operation import (
@@ -32,8 +31,13 @@ from offbeat.transport.operation import (
     Send,
     Sum,
 )
-from offbeat.transport.process_groups import GroupFactory
-from offbeat.transport.receiver_thread import CLOSED, SLICE_SECONDS, needs_receiver_thread
+from offbeat.transport.torch_backend.connections import Connections
+from offbeat.transport.torch_backend.process_groups import GroupFactory
+from offbeat.transport.torch_backend.receiver_thread import (
+    CLOSED,
+    SLICE_SECONDS,
+    needs_receiver_thread,
+)
 
 T = TypeVar("T")
 _FOREVER = timedelta(days=365)

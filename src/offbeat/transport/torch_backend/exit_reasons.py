@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar, cast
 
-from offbeat.transport.store_access import KeyPoll, call_within
+from offbeat.transport.torch_backend.store_access import KeyPoll, call_within
 
 T = TypeVar("T")
 ExitReason = Literal["gave up", "failed"]

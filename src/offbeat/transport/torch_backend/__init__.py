@@ -1,0 +1,1 @@
+"""The communicator over process groups of ``torch.distributed``."""
