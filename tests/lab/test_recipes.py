@@ -96,7 +96,7 @@ def test_digits_equal_those_of_scikit_learn() -> None:
 def test_digits_need_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digits, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"needs scikit-learn: pip install 'offbeat\[recipes\]'"):
-        digits.load()
+        digits._read()
 
 
 def test_shifts_move_by_at_most_one_pixel() -> None:
