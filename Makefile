@@ -46,7 +46,7 @@ test:  ## all checks: lint, types, tests
 install: $(VENV)/.dev
 
 side-by-side: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not quiet and not nightly"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not quiet and not nightly and not pages"
 
 # Only the files that have such tests: collecting all files takes longer than running these.
 alone: $(VENV)/.dev
@@ -104,7 +104,8 @@ lint: $(VENV)/.dev  ## ruff and mypy
 bench: $(VENV)/.dev  ## every benchmark, as ratios; appends to benchmarks/results
 	$(BIN)/python -m benchmarks
 
-docs: $(VENV)/.docs  ## build the documentation into site/
+docs: $(VENV)/.docs $(VENV)/.dev  ## run the code on the pages, build the documentation into site/
+	$(BIN)/python -m pytest -n 2 -m "pages and not nightly" tests/docs tests/benchmarking
 	$(BIN)/mkdocs build --strict
 
 dist: $(VENV)/.dev  ## build wheel and sdist into dist/, and train with the wheel

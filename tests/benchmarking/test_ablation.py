@@ -78,6 +78,7 @@ def test_a_table_goes_between_the_marks_and_nowhere_else():
         insert(f"a\n{first}\nold", "new\n")
 
 
+@pytest.mark.pages
 def test_the_page_and_the_tables_are_what_is_published():
     assert f"\n{ablation.page_table()}<" in PAGE.read_text()
     rows = ablation.read(ablation.PUBLISHED)

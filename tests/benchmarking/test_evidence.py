@@ -74,12 +74,14 @@ def test_pictures_of_the_repository_are_small_and_copied() -> None:
         assert path.read_bytes() == (RESULTS / path.name).read_bytes()
 
 
+@pytest.mark.pages
 def test_the_page_matches_the_results() -> None:
     """``python -m benchmarks evidence`` writes it."""
     text = evidence.PAGE.read_text(encoding="utf-8")
     assert evidence.page(text) == text
 
 
+@pytest.mark.pages
 def test_the_claim_of_the_readme_matches_the_results() -> None:
     """In how many cells of the simulated map streaming averaging is first, and its worst ratio."""
     ratios = [ratio for ratio, _ in against_best_rival(read(), "defaults").values()]
@@ -91,6 +93,7 @@ def test_the_claim_of_the_readme_matches_the_results() -> None:
     assert f"in {sum(ratio <= 1 for ratio in tuned)} of {len(tuned)} cells. [Evidence]" in text
 
 
+@pytest.mark.pages
 def test_no_tuned_rival_is_a_tenth_sooner() -> None:
     """The page claims this of the map, with streaming averaging as it comes."""
     found = simulated_results.against_best_rival(simulated_results.read(), "tuned")
@@ -101,6 +104,7 @@ def test_no_tuned_rival_is_a_tenth_sooner() -> None:
     )
 
 
+@pytest.mark.pages
 def test_wrong_numbers_in_the_page_are_corrected() -> None:
     """The first paragraph and all tables are replaced, so the comparison above can fail."""
     text = wrong = evidence.PAGE.read_text(encoding="utf-8")

@@ -107,6 +107,7 @@ def test_small_models_have_a_table_of_their_own(tmp_path: Path) -> None:
     assert "in 2 of 2 cells: made-small 2.00, made-up 2.00. No rival is ahead." in lead(tmp_path)
 
 
+@pytest.mark.pages
 @pytest.mark.parametrize(
     ("page", "seconds", "workload"),
     [
@@ -126,6 +127,7 @@ def test_pages_quote_the_differences_of_a_workload(
     assert re.search(r"\D{1,60}".join(map(re.escape, values)), re.sub(r"after \d+ s", "", text))
 
 
+@pytest.mark.pages
 @pytest.mark.parametrize("cell", ["cifar-lan", "cifar-office", "cifar-wan"])
 def test_the_page_of_streaming_quotes_where_it_is_as_soon_as_the_ideal(cell: str) -> None:
     mean, half = curves.final_slowdowns(figures.cells_in_order(RESULTS), "streaming")[cell]

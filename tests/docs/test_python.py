@@ -138,6 +138,7 @@ LONG = ("docs/data.md", "docs/simulator.md")  # some seconds each
 PAGES = sorted({one.page for one in BLOCKS if one.way != "not run"} - {*LONG})
 
 
+@pytest.mark.pages
 @pytest.mark.parametrize("page", [*PAGES, *nightly(LONG)])
 def test_what_a_page_shows_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From top to bottom, in an empty folder."""
