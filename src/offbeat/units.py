@@ -3,8 +3,15 @@
 ``parse_*`` read text. ``to_*`` also accept a number in base units (seconds, bits per second,
 bytes). ``show_*`` write text.
 
-Text of another form or with another unit, and values that are not positive and finite, raise a
-ValueError that shows the correct form. ``to_*`` raise a TypeError for other types.
+``parse_*`` and ``to_*`` return positive finite numbers, or 0 if ``allow_zero`` is set. They raise a
+ValueError that shows the correct form if
+
+- the text has another form or another unit,
+- the value is negative, zero without ``allow_zero``, infinite or NaN,
+- the value of a text is outside [1e-18, 1e18] base units, or [1e-13, 1e13] for a count.
+
+``to_*`` raise a TypeError for a value that is neither text nor a real number. A bool is not a
+number here.
 """
 
 import math
@@ -46,11 +53,11 @@ class _Quantity:
     """A kind of quantity and its units.
 
     Attributes:
-        name: Name in errors.
-        base: Base unit.
-        units: Size of each unit in base units.
-        form: Correct form of the text, for errors.
-        most: Largest value of a text in base units; the smallest positive one is 1 / most.
+        name: Name of the quantity in error messages, with its article.
+        base: Name of the base unit.
+        units: Size of each unit in base units, by the unit's text.
+        form: Description of the correct form of a text, for error messages.
+        most: Upper limit of the value of a text, in base units. The lower limit is 1 / most.
     """
 
     name: str
@@ -60,7 +67,13 @@ class _Quantity:
     most: float = 1e18
 
     def parse(self, text: str, unit: str, *, allow_zero: bool = False) -> float:
-        """Return the number in ``text`` times the size of ``unit``, the normalized unit in it."""
+        """Return the value of ``text`` in base units.
+
+        Args:
+            text: A number and a unit.
+            unit: The unit in ``text``, spelled as a key of ``units``.
+            allow_zero: True to accept the value 0.
+        """
         match = _QUANTITY.fullmatch(text)
         value = math.nan
         if match and unit in self.units:
@@ -75,7 +88,7 @@ class _Quantity:
         return value
 
     def convert(self, value: object, *, allow_zero: bool = False) -> float:
-        """Return a number in base units as a float."""
+        """Return ``value``, a number in base units, as a float."""
         if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(f"{value!r} is not {self.name}; give {self.base}, or {self.form}")
         try:
@@ -131,9 +144,9 @@ def parse_bandwidth(text: str) -> float:
 
 
 def parse_seconds(text: str, *, allow_zero: bool = False) -> float:
-    """Return seconds from ``"100us"`` (or µs), ``"50ms"``, ``"1.5 s"``, ``"2min"``; also ns and h.
+    """Return seconds from text such as ``"100us"``, ``"50ms"``, ``"1.5 s"`` or ``"2min"``.
 
-    Units are case-sensitive: Ms is not ms. Zero is accepted with ``allow_zero``.
+    The units are ns, us (or µs), ms, s, min and h. They are case-sensitive: Ms is not ms.
     """
     return _DURATION.parse(text, _unit(text), allow_zero=allow_zero)
 
@@ -179,7 +192,8 @@ def show_bandwidth(bits_per_second: float) -> str:
 def show_seconds(seconds: float, *, digits: int = 4) -> str:
     """Return ``"120 ms"`` for 0.12, with ``digits`` significant digits.
 
-    ``parse_seconds`` reads the result.
+    ``parse_seconds`` can read the result if ``seconds`` is from 1e-17 to 1e17, or if it is 0 and
+    ``allow_zero`` is set. It cannot read negative or non-finite values.
     """
     if seconds == 0 or not math.isfinite(seconds):
         return f"{seconds:g} s"

@@ -1,6 +1,7 @@
 """``offbeat.save`` and ``offbeat.load``: checkpoints of a training run.
 
-All workers save or load, or none does; see ``checkpoint.files`` for what a crash leaves behind.
+Either all workers save (or load), or none does. ``checkpoint.files`` explains why a complete
+checkpoint survives a crash at any moment.
 """
 
 import logging
@@ -52,8 +53,9 @@ class Loaded:
 
     Attributes:
         step: Step at which the checkpoint was saved.
-        path: File that this worker has loaded.
-        extra: The ``extra`` argument that this worker gave to ``save``.
+        path: File that this worker has loaded. It is rank 0's file if the checkpoint holds a
+            consensus and this worker has no file of its own.
+        extra: The ``extra`` argument of ``save`` that this file contains.
     """
 
     step: int
@@ -74,18 +76,24 @@ def save(
 ) -> Path:
     """Save a checkpoint from which training continues exactly, in one file per worker.
 
-    A collective: every worker calls it between two steps, all at the same step. Inside
-    ``sync.consensus()`` it saves the consensus, from which training can start with any strategy and
-    any number of workers.
+    A collective: every worker calls it between two steps, and all workers are at the same step.
+    Inside ``sync.consensus()`` it saves the consensus, from which training can start with any
+    strategy and any number of workers. There the workers may be at different steps.
 
-    The file ``step-STEP.rankRANK.pt`` contains the states of the model, the optimizers, the
-    schedulers, the scaler, ``sync`` and the random generators of torch, numpy and Python, and a
-    digest. ``torch.load`` reads it with ``weights_only=True``. Files are written under a temporary
-    name, and renamed when the files of all workers are on their disks; then older checkpoints are
-    deleted. After a crash at any moment, either this checkpoint or the one before is complete.
+    The name of the file is ``step-STEP.rankRANK.pt``, or ``step-STEP-N.rankRANK.pt`` (N = 1, 2, …)
+    if there is already a checkpoint of this step. The file contains
 
-    ``stats`` does not count the time. If a worker writes for longer than ``timeout_seconds``, the
-    others fail.
+    - the states of the model, the optimizers, the schedulers, the scaler and ``sync``,
+    - the states of the random generators of torch, numpy, Python and this worker's GPU,
+    - ``extra``, and a digest of all values.
+
+    ``torch.load`` reads it with ``weights_only=True``. Each worker first writes its file under a
+    temporary name. Once the files of all workers are on their disks, each worker renames its own
+    and deletes its files of older checkpoints (see ``keep``). After a crash at any moment, either
+    this checkpoint or the one before is complete.
+
+    ``sync.stats`` does not count the time of saving. The workers wait for each other: if one writes
+    for longer than ``timeout_seconds`` (see ``attach``), the others raise a CommunicationError.
 
     Args:
         directory: Directory of the checkpoints, created if it does not exist. The workers may share
@@ -233,7 +241,9 @@ def load(
         sync.load_state_dict(contents["sync"])
         set_random_states(contents["random"], boundary.device)
         for later, path in files_of(folder, rank).items():
-            if later > key:  # incomplete, and would block save(), which refuses earlier steps
+            # A newer checkpoint was skipped, because a file is missing or damaged. Its other files
+            # could make save() fail, which refuses steps before that of an existing checkpoint.
+            if later > key:
                 path.rename(path.with_name(f"{path.name}.damaged"))
         if rank == 0:
             logger.info("training continues from step %d, saved in %s", key[0], folder)
@@ -245,11 +255,11 @@ def _module(model: nn.Module | None, boundary: StepBoundary) -> nn.Module:
 
 
 def _require_all(what: str, refusals: Sequence[str | None]) -> None:
-    """Raise CheckpointError if a worker refused.
+    """Raise CheckpointError if a worker cannot save or load.
 
     Args:
-        what: Name of the operation.
-        refusals: Reason of every worker, in rank order; None if it did not refuse.
+        what: "save" or "load", for the message.
+        refusals: For each worker, in rank order, the reason why it cannot; None if it can.
     """
     for rank, refused in enumerate(refusals):
         if refused is not None:
@@ -257,7 +267,7 @@ def _require_all(what: str, refusals: Sequence[str | None]) -> None:
 
 
 def _common_step(folder: Path, answers: Sequence[Any], common: set[CheckpointKey]) -> int:
-    """Return the step at which all workers save. For a consensus it is the largest one.
+    """Return the step of the checkpoint: the workers' step, or their largest for a consensus.
 
     Raises:
         CheckpointError: the workers are at different steps, or ``folder`` contains a checkpoint of
@@ -283,10 +293,11 @@ def _common_step(folder: Path, answers: Sequence[Any], common: set[CheckpointKey
 def _exchange_keys(
     folder: Path, paths: dict[CheckpointKey, Path], boundary: StepBoundary
 ) -> list[list[CheckpointKey]]:
-    """Return the keys of the checkpoints that each worker has.
+    """Return the keys of the checkpoints that each worker has. Complete interrupted renames.
 
-    If one worker has renamed a file, all workers have written theirs. A worker that crashed in
-    between renames its file now and adds it to ``paths``.
+    ``save`` renames a file only when the files of all workers are completely written. If any worker
+    has a renamed file of a checkpoint, this worker's file is therefore complete, even if a crash
+    has left it under its temporary name. This function then renames it and adds it to ``paths``.
     """
     rank = boundary.rank
     partial = partial_files_of(folder, rank)
@@ -305,16 +316,20 @@ def _newest_complete(
     all_keys: Sequence[Sequence[CheckpointKey]],
     boundary: StepBoundary,
 ) -> tuple[CheckpointKey, dict[str, Any]]:
-    """Return the newest checkpoint that all workers can read, and the contents of the local file.
+    """Find the newest checkpoint that all workers can read. A collective.
 
     Args:
         folder: Directory of the checkpoints.
-        paths: Files that this worker can load.
+        paths: Files that this worker can load, by key: its own, and rank 0's where it has none.
         all_keys: Keys of the checkpoints that each worker has.
-        boundary: The synchronizer.
+        boundary: Access to the synchronizer and to the other workers.
+
+    Returns:
+        The key of the checkpoint, and the contents of the file that this worker loads.
 
     Raises:
-        CheckpointError: no checkpoint is complete on all workers.
+        CheckpointError: there is no such checkpoint: of each, a worker's file is missing or
+            damaged, or the files were not saved together.
     """
     reasons = [
         f"rank {rank} has {', '.join(f'step {step}' for step, _ in keys) or 'none'}"
@@ -344,7 +359,11 @@ def _newest_complete(
 
 
 def _require_own_file(state: dict[str, Any], path: Path, folder: Path, rank: int) -> None:
-    """Raise if a worker of the saved run would load another worker's file, except a consensus."""
+    """Raise CheckpointError if ``path`` is rank 0's file and this worker needs its own.
+
+    Rank 0's file is enough if it holds a consensus. It also passes here if the saved run had no
+    worker of this rank: the later check of the number of workers then names the cause.
+    """
     own = files_of(folder, rank).values()
     if path not in own and state["of"] == "worker" and rank < state["size"]:
         raise CheckpointError(f"there is no file of rank {rank} next to {path}")

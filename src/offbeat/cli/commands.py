@@ -1,7 +1,8 @@
 """The commands: their options and help texts.
 
-The function of the same name in another module implements a command. That module is imported when
-the command runs. Nothing here imports torch, so that help and shell completion are fast.
+A function here only declares a command. A function of the same name in another module implements
+it, and that module is imported when the command runs. This module does not import torch, so that
+help and shell completion are fast.
 """
 
 import importlib
@@ -28,7 +29,11 @@ Options = ParamSpec("Options")
 
 
 def implemented_in(module: str) -> Callable[[Callable[Options, None]], Callable[Options, None]]:
-    """Return a decorator: the function of the same name in ``offbeat.cli.MODULE`` is the body."""
+    """Return a decorator that gives a declared command its implementation.
+
+    The command calls the function of the same name in the module ``offbeat.cli.MODULE``, where
+    MODULE is the argument ``module``.
+    """
 
     def decorate(function: Callable[Options, None]) -> Callable[Options, None]:
         @wraps(function)
@@ -85,9 +90,10 @@ def simulate(job: Job, options: SimulateOptions, simulated: VirtualClusterOption
 def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions) -> None:
     """Run strategies one after the other under the same seeds; write table, plot and report.
 
-    Also baselines: [bold]ideal[/bold] is bsp on an infinitely fast network, [bold]torch:…[/bold]
-    are torch's own methods, others need their packages; `offbeat strategies` lists them. The same
-    command with the same --output continues an interrupted comparison.
+    A baseline can take the place of a strategy: [bold]ideal[/bold] is bsp on an infinitely fast
+    network, [bold]torch:…[/bold] are torch's own methods, and other baselines need their packages.
+    `offbeat strategies` lists all. To continue an interrupted comparison, run the same command
+    again with the same --output.
 
     [bold]Examples[/bold]
 

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from offbeat.data.partition import Labels, Share, check_parts, group_by_label
 from offbeat.display.plots import new_figure
 
-_COLUMNS = 20  # most labels in the table: as many as fit a wide terminal
-_TICKS = 30  # most labels and workers named in the heat map
+_COLUMNS = 20  # maximum number of label columns in the table, so that it fits a wide terminal
+_TICKS = 30  # maximum number of tick labels on each axis of the heat map
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,10 +29,14 @@ class PartitionTable:
 
     @property
     def skew(self) -> float:
-        """Distance of the workers' label distributions from the overall one: 0 for IID, below 1.
+        """Label skew: mean distance of the workers' label distributions from the overall one.
 
-        The mean over workers of ½·Σ_k |p_k(worker) − p_k(all)|, which is the share of a worker's
-        samples that would need another label. Workers without samples are left out.
+        The value is in [0, 1). It is 0 only if all workers have exactly the same distribution; a
+        random (IID) partition has a small positive value.
+
+        The distance of one worker is the total variation ½·Σ_k |p_k(worker) − p_k(all)|: the share
+        of its samples that would need another label to give the overall distribution. Workers
+        without samples are left out of the mean.
         """
         counts = self.counts[self.counts.sum(axis=1) > 0]
         if not counts.size:

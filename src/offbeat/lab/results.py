@@ -18,9 +18,10 @@ class Result:
 
     Attributes:
         job: Configuration of the run.
-        metric: Name of the recipe's metric.
+        metric: Name of the recipe's metric that is compared with ``target``.
         higher_is_better: True if larger values of the metric are better.
-        target: Value of the metric whose time to accuracy is compared.
+        target: The recipe's target value of the metric. Methods are compared by the time in which
+            they reach it.
         link: Description of the network between the workers.
         machine: Description of the hardware.
         versions: Versions of Offbeat, torch and Python by name.
@@ -29,8 +30,9 @@ class Result:
         stats: Totals of each worker, in rank order.
         model_bytes: Size of the model's parameters; None in results of old versions.
         links: Measurements of the links before and after the training; empty if not measured.
-        turns: Times of a step of workers that trained alone, before the training and at each
-            evaluation; empty if not measured.
+        turns: Calibrations: step times of workers that trained without communication, measured
+            before the training and at each evaluation (``lab.step_time.calibrate``). Empty if the
+            run was not calibrated.
         lr_scales: Factors on the learning rate that were tried with the method; empty if it was not
             tuned.
         command: Command line of the comparison.
@@ -59,12 +61,12 @@ class Result:
 
     @property
     def label(self) -> str:
-        """Strategy with the options given for it alone, as shown in tables."""
+        """Strategy and the non-default options of the method, as in "bsp --wire int8"."""
         return self.job.label
 
     @property
     def final(self) -> float:
-        """The metric at the end."""
+        """Value of the metric at the end of the run."""
         return self.points[-1].metric
 
     @property
@@ -89,12 +91,15 @@ class Result:
 
     @property
     def is_ideal(self) -> bool:
-        """True if the method is the ideal network."""
+        """True if the method is ``ideal``: BSP, timed without communication (see ``lab.ideal``)."""
         return is_ideal(self.strategy)
 
     @property
     def measured(self) -> bool:
-        """True if waiting time, bytes and synchronizations are known. They are not for peers."""
+        """True if waiting time, bytes and synchronizations are known.
+
+        They are unknown for a peer: a method of torch or another package that runs its own code.
+        """
         return not is_peer(self.strategy)
 
     @property
@@ -114,7 +119,10 @@ class Result:
 
     @property
     def flag_rate(self) -> float | None:
-        """Share of all workers' steps at which the local trigger fired; None if unknown."""
+        """Share of steps in which the worker's own trigger fired, over all workers (SelSync).
+
+        None if unknown.
+        """
         return self._mean("flags") / max(1.0, self._mean("steps")) if self.measured else None
 
     @property
@@ -131,7 +139,7 @@ class Result:
         return {"steps": stats.steps, "details": stats.details}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields and derived values as JSON values: a line of ``results.jsonl``."""
+        """Return all fields and the derived values as JSON values, for ``results.jsonl``."""
         derived = (
             *("strategy", "label", "final", "final_metrics", "seconds", "time_to_target_seconds"),
             *("lssr", "payload_bytes", "idle", "flag_rate", "details"),
@@ -150,10 +158,13 @@ class Result:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Result":
-        """Return the result of ``to_dict``, also from a version whose jobs had other fields.
+        """Return the ``Result`` that ``values`` describe, which are a result of ``to_dict``.
+
+        Values from another version of Offbeat are accepted: unknown fields are ignored, and fields
+        that version 0.1.0 lacked get their defaults.
 
         Raises:
-            ValueError, KeyError, TypeError: the values are not a result.
+            ValueError, KeyError, TypeError, AttributeError: the values are not a result.
         """
         optional = {"model_bytes", "links", "turns", "lr_scales", "command"}  # missing in 0.1.0
         given = {
@@ -173,7 +184,7 @@ class Result:
 
 
 def _job_of(values: Mapping[str, Any]) -> Job:
-    """Return the job of a saved result. Unknown fields, from another version, are dropped."""
+    """Return the job of a saved result. Fields that this version does not know are dropped."""
     known, strategy = {field.name for field in fields(Job)}, values["strategy"]
     if values.get("optimizer_state") == "average":  # once an option, now a setting of the strategy
         strategy += ("," if ":" in strategy else ":") + "optimizer_state=average"
@@ -181,7 +192,7 @@ def _job_of(values: Mapping[str, Any]) -> Job:
 
 
 def public_job(job: Job) -> dict[str, Any]:
-    """Return a job as JSON values without directories, because results may be published."""
+    """Return a job as JSON values. Paths lose their directories: results may be published."""
     values = asdict(job)
     for name in ("data", "log", "checkpoints"):
         if values[name] is not None:
@@ -192,9 +203,10 @@ def public_job(job: Job) -> dict[str, Any]:
 
 
 def read_results(path: Path) -> list[Result]:
-    """Return the results of a ``results.jsonl`` in the order of the runs.
+    """Return the results in a ``results.jsonl``, in the order of its lines.
 
     Raises:
+        OSError: the file cannot be read.
         ValueError: a line is not a result. The message names the file and the line.
     """
     results = []

@@ -12,7 +12,9 @@ from offbeat.units import show_seconds, to_seconds
 _FACTOR = Range(above=0, hint="2: twice as slow")
 _NOT_NEGATIVE = Range(least=0)
 _MOST_JITTER = 1e6
-_JITTER = 0x6A697474  # the purpose in (seed, purpose, rank, step): no other draw uses the stream
+# Purpose in the seed (seed, purpose, rank, step) of the jitter's random generator: other uses of
+# the same seed draw other numbers. It is "jitt" in ASCII.
+_JITTER = 0x6A697474
 
 
 def _require_factor(name: str, value: float) -> None:
@@ -54,20 +56,23 @@ class Straggler:
 class Compute:
     """Compute time of every step of every worker, from forward to complete gradients.
 
-    Example: ``Compute("50ms", jitter=0.1, slowdown={3: 2.0})``. The attributes hold plain numbers.
+    Example: ``Compute("50ms", jitter=0.1, slowdown={3: 2.0})``. The attributes have the names of
+    the arguments and hold all times in seconds.
 
         seconds = (trace or step) · slowdown of the rank · stragglers of (rank, step) · jitter
 
-    The jitter is drawn from a log-normal distribution of mean 1 and standard deviation c:
+    The jitter is a random factor from a log-normal distribution of mean 1 and standard deviation c:
     exp(σz − σ²/2) with σ² = ln(1 + c²), z standard normal, independent for every (rank, step).
 
     Args:
         step: Compute time of a step: text like "50ms", or seconds (> 0).
-        jitter: Standard deviation c of a step relative to its mean (≥ 0; 0 draws nothing).
+        jitter: Standard deviation c of the random factor (0 to 1e6). 0: no random factor.
         slowdown: Factor on the compute time by rank (> 0; 2 is twice as slow), for the whole run.
-        stragglers: Temporary slowdowns. The factors of several that cover a step multiply.
-        trace: Measured seconds of consecutive steps, used cyclically in place of ``step``; or such
-            seconds by rank. Ranks without a trace use ``step``.
+        stragglers: Temporary slowdowns. If several cover the same step of a worker, their factors
+            are multiplied.
+        trace: Measured compute times of consecutive steps, as in ``step``, which they replace. The
+            sequence repeats when it ends. A mapping gives each rank its own sequence; ranks that
+            it does not name use ``step``.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -146,7 +151,11 @@ class Compute:
         return math.exp(math.sqrt(variance) * normal - variance / 2)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the arguments as JSON values: seconds, ranks as text, stragglers as objects."""
+        """Return the arguments as JSON values.
+
+        Times are in seconds, ranks that are keys become strings, and each straggler becomes a
+        dictionary of its fields.
+        """
         trace: object = None if self.trace is None else list(self.trace)
         if isinstance(self.trace, dict):
             trace = {str(rank): list(seconds) for rank, seconds in self.trace.items()}

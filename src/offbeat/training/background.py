@@ -1,7 +1,9 @@
-"""Background tasks: components that exchange messages between workers outside the rounds.
+"""Background tasks: components with their own communication, besides that of the strategy.
 
-``DataInjection`` is one. Such a task must know when its worker may block, because a blocked worker
-cannot answer the task's peers (``data/exchange.py`` explains the deadlock that this avoids).
+``DataInjection`` is one. While the strategy blocks a worker, the worker takes no steps, and the
+background tasks of other workers may wait for its next step. A task must know when this can happen;
+otherwise two workers could wait for each other forever (``data/exchange.py`` explains the
+deadlock).
 """
 
 from collections.abc import Callable
@@ -12,19 +14,19 @@ from offbeat.transport.team import Team
 
 
 class BackgroundTask(Protocol):
-    """Receives notifications from the synchronizer, on the training thread."""
+    """A background task. The synchronizer calls its methods on the training thread."""
 
     def set_blocking(self, blocking: bool) -> None:
-        """Report that the strategy may block from now on (True), or has returned (False)."""
+        """Handle the start (True) or the end (False) of a call in which the strategy may block."""
 
     def pause(self) -> None:
-        """Pause at a barrier: this worker takes no step until every worker has reached it."""
+        """Handle the start of a barrier: this worker takes no step until all have reached it."""
 
     def resume(self) -> None:
-        """Resume after a barrier. Every worker sees the same number of barriers."""
+        """Handle the end of a barrier. All workers pass the same number of barriers."""
 
     def finish(self) -> None:
-        """End after the final barrier. A collective."""
+        """End the task after the last barrier of the training. A collective."""
 
     def close(self) -> None:
         """Release resources, possibly on this worker alone and after a failure. Never raises."""
@@ -39,8 +41,9 @@ class BackgroundTasks:
         step: Function that returns the number of iterations so far.
 
     Attributes:
-        refuse: Reason why no task can be added. Empty: tasks can be added.
-        any: True if there is a task. Read several times in each step.
+        refuse: Error message of ``add`` if an argument of ``attach`` excludes background tasks;
+            otherwise empty.
+        any: True if there is a task. An attribute, because every step reads it several times.
     """
 
     def __init__(self, team: Team, details: dict[str, Any], step: Callable[[], int]) -> None:
@@ -53,7 +56,8 @@ class BackgroundTasks:
         """Add ``task``.
 
         Raises:
-            AttachError: after ``finish`` or ``detach``; or with the message ``refuse``.
+            AttachError: ``refuse`` is not empty, and is the message; or the synchronizer is
+                finished or detached.
         """
         if self.refuse:
             raise AttachError(self.refuse)

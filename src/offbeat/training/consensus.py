@@ -1,4 +1,7 @@
-"""Consensus: temporarily or finally replace the local model by the mean over all workers."""
+"""Consensus: replace the local model by the mean over all workers.
+
+The replacement is temporary (for an evaluation) or permanent (at the end of training).
+"""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -26,15 +29,18 @@ class Consensus:
 
     Args:
         worker: This worker.
-        iteration: Its iterations.
-        tasks: Background tasks, which are paused while the workers wait for each other.
+        iteration: Iterations of this worker.
+        tasks: Background tasks. They are notified before and after the barrier of a consensus.
         shards: This worker's shards of the model. None: the model is not sharded.
 
     Attributes:
-        followers: Follower modules, which are averaged together with the model.
-        change_view: Begins the next view after a failure. None: a failure ends training.
-        distance: Measures the distance between the models. None: no measurement.
-        ended: True once the model is the final mean.
+        followers: Follower modules, such as an EMA of the weights: modules that the workers
+            average only in a consensus.
+        change_view: Function that receives a CommunicationError and begins the next view, a new
+            composition of the workers. None: a failure ends training.
+        distance: Measurement of the distance between the workers' models. None: no measurement.
+        ended: True if the model of this worker is the final mean. Set before the last barrier, so
+            other workers may not have the final mean yet.
     """
 
     def __init__(
@@ -50,10 +56,10 @@ class Consensus:
         self.change_view: Callable[[CommunicationError], object] | None = None
         self.distance: Distance | None = None
         self.ended = False
-        self._versions: list[int] = []  # of the parameters after the last step
+        self._versions: list[int] = []  # version counters of the parameters, see note_parameters
 
     def _retry(self, function: Callable[[], T]) -> T:
-        """Call ``function``, and repeat it in the next view if a worker is lost."""
+        """Call ``function``. If a worker is lost, call it again in the next view."""
         while True:
             try:
                 return function()
@@ -65,21 +71,25 @@ class Consensus:
     # -- changes outside of a step ---------------------------------------------------------------
 
     def step_ended(self) -> None:
-        """Note that the model has changed by a step."""
+        """Handle the end of a step, after which the model is not the final mean."""
         self.ended = False
         self.note_parameters()
 
     def note_parameters(self) -> None:
-        """Note the versions of the parameters, for ``check_parameters``."""
+        """Store the version counters of the parameters, for ``check_parameters``.
+
+        Called after ``attach``, a step, a consensus, and the loading of a checkpoint.
+        """
         self._worker.touched = False
         self._versions = self._worker.replica.versions()
 
     def check_parameters(self) -> None:
-        """Set ``worker.touched`` if something has changed the parameters since the last step.
+        """Set ``worker.touched``: True if the parameters changed since ``note_parameters``.
 
-        Schedule-free optimizers change them in ``eval()`` and ``train()``. Such a change must be
-        averaged like a step. A touched worker therefore keeps its weight while it waits for the
-        others, and its change enters the mean.
+        Schedule-free optimizers change them between steps, in ``eval()`` and ``train()``. The mean
+        must contain such a change, as it contains a step. A worker that takes no step has weight 0
+        in a round once all its steps are in the shared model; if ``touched`` is set, it keeps its
+        weight.
 
         Raises:
             AttachError: a parameter of the model was replaced by another one.
@@ -106,11 +116,14 @@ class Consensus:
         return last
 
     def before_save(self) -> None:
-        """Land everything in flight, in the next view if a worker is lost. A collective."""
+        """Call ``settle``. If a worker is lost, call it again in the next view. A collective."""
         self._retry(self.settle)
 
     def settle(self) -> None:
-        """Land everything in flight. A collective. Background tasks continue."""
+        """Complete all operations in flight, so that the flow's state can be saved or replaced.
+
+        A collective. Background tasks are not notified.
+        """
         flow = self._iteration.flow
         flow.before_save(lambda: self._iteration.wait_for_all(finishing=False))
 
@@ -137,7 +150,7 @@ class Consensus:
         self.followers.average(final=final)
 
     def restore(self, local: Snapshot) -> None:
-        """Replace the mean by the local model again."""
+        """Replace the mean by ``local``, the result of ``show``."""
         if self._shards is not None:
             self._shards.reshard()
         self._worker.replica.restore(local[0])
@@ -145,11 +158,13 @@ class Consensus:
         self.note_parameters()
 
     def finish(self) -> None:
-        """Replace the model by the mean of all workers, permanently. A collective."""
+        """Replace the model by the mean over all workers, permanently. A collective."""
         try:
             self._retry(self._finish)
         except EndedError:
-            if not self.ended:  # once ended, every worker has the final model and may leave
+            # The other workers have finished. If `ended` is set, this worker has the final mean
+            # too, and only its last barrier has failed.
+            if not self.ended:
                 raise
         self._tasks.finish()
 
@@ -157,12 +172,13 @@ class Consensus:
         worker, team, self.ended = self._worker, self._worker.team, False
         last = self._wait_for_all(finishing=True)
         while last.wait().finishing < team.size:
-            # Other workers have entered consensus(): take part in it, then wait again.
+            # Some workers have entered consensus() instead: take part in it, then wait again.
             with team.account.paused():
                 self.restore(self._show(last))
             last = self._wait_for_all(finishing=True)
         self._average(last, final=True)
         self.ended = True
         if self.change_view is not None:
-            # No worker may leave before this barrier: a new view may still need it.
+            # No worker may leave before all have the final mean: if one is lost before, the others
+            # repeat the mean in a new view.
             worker.barrier("the end of training")

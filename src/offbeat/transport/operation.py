@@ -1,7 +1,7 @@
 """Operations between workers, as values that ``Communicator.start`` starts.
 
-Because an operation is a value, code that concerns all of them (counting bytes, recording, failing
-the k-th operation in a test) wraps a single method.
+Because an operation is a value, code that concerns all operations (counting bytes, recording,
+failing the k-th operation in a test) wraps only this method.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,12 @@ class Operation(Generic[R]):
     """True if all workers start it, in the same order; False if it concerns one or two workers."""
 
     def sent_bytes(self, rank: int, scale: float = 1.0) -> int:
-        """Return the payload of worker ``rank`` in bytes, where ``scale`` is ``Host.scale``."""
+        """Return the payload of worker ``rank``: the bytes that it passes to the operation.
+
+        Args:
+            rank: Rank of the worker.
+            scale: ``Host.scale``: 1, or larger if the tensor is a placeholder for a larger one.
+        """
         return 0
 
 
@@ -39,8 +44,11 @@ class _OnTensor(Operation[R]):
     """An operation on one tensor.
 
     Attributes:
-        tensor: Input of this worker. Sums, maxima, broadcasts and receives also write to it.
-        tail: Number of elements at its end that are not model data; see ``Host.scale``.
+        tensor: Tensor of this worker. Sums and maxima replace their input by the result. A
+            broadcast reads the tensor on the source and writes it on the other workers. A receive
+            only writes it, and all other operations only read it.
+        tail: Number of elements at the end of ``tensor`` that are not model data; see
+            ``Host.scale``.
     """
 
     tensor: Tensor
@@ -60,13 +68,13 @@ class Maximum(_OnTensor[Tensor]):
 
 
 class Gather(_OnTensor[list[Tensor]]):
-    """All-gather: list every worker's ``tensor`` in rank order, on all workers."""
+    """All-gather: the result lists every worker's ``tensor`` in rank order, on all workers."""
 
 
 class Exchange(_OnTensor[Tensor]):
-    """All-to-all: split ``tensor`` into ``size`` equal chunks and send the k-th to worker k.
+    """All-to-all: divide ``tensor`` into one equal chunk per worker, and send chunk k to worker k.
 
-    The result is a new tensor of the same size, whose k-th chunk comes from worker k.
+    The result is a new tensor of the same size. Its chunk k comes from worker k.
     """
 
 
@@ -92,7 +100,7 @@ class Send(_OnTensor[Tensor]):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Receive(_OnTensor[Tensor]):
-    """Receive a message from worker ``source`` with the same ``tag`` into ``tensor``.
+    """Receive the message that worker ``source`` sends with this ``tag``, into ``tensor``.
 
     Attributes:
         source: Rank of the sender.
@@ -116,7 +124,7 @@ class Await(Operation[R]):
     """Wait for a promise that another thread of this worker fulfils. Sends nothing.
 
     It is an operation so that its time limit, its errors and the accounting of its waiting time
-    are those of all other operations.
+    are the same as for all other operations.
 
     Attributes:
         promise: Promise to wait for.

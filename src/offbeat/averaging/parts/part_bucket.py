@@ -9,7 +9,7 @@ from offbeat.averaging.buckets import Bucket, add_clamped, as_real, unpack
 
 
 class PartBucket(Bucket):
-    """A bucket whose first tensors are parameters and the others floating-point buffers.
+    """A bucket of parameters, followed by floating-point buffers.
 
     Args:
         parameters: Parameters of one dtype and device.
@@ -19,9 +19,8 @@ class PartBucket(Bucket):
     def __init__(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
         super().__init__([*parameters, *buffers])
         self.parameters, self.buffers = list(parameters), list(buffers)
-        self._split = self.elements - sum(
-            as_real(b).numel() for b in buffers
-        )  # of the first buffer
+        # Offset of the first buffer in the staging tensor.
+        self._split = self.elements - sum(as_real(b).numel() for b in buffers)
 
     def replace(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
         """Use other tensors of the same shapes."""
@@ -61,12 +60,16 @@ class PartBucket(Bucket):
         return self.buffer_values.clone()
 
     def write_buffers(self, sent: Tensor | None, weight: float) -> None:
-        """Replace the buffers by their mean, or shift them by the mean minus the sent values.
+        """Write the mean over the workers to the buffers.
+
+        The staging tensor holds the weighted sum over the workers, Σ w·b. The mean is the sum
+        divided by ``weight``.
 
         Args:
-            sent: Values that this worker has sent, if it has taken steps since then. None: it has
-                taken no steps.
-            weight: Σ w, by which the staged values are divided.
+            sent: Values that this worker contributed to the sum, 1-D, if it has taken steps since
+                then: each buffer changes by mean − sent (see ``add_clamped``), which keeps the
+                effect of those steps. None if it has taken none: the buffers become the mean.
+            weight: Σ w, the sum of the workers' weights.
         """
         if not self.buffers:
             return

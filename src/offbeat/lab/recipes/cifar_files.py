@@ -50,7 +50,7 @@ CIFAR100 = Layout("cifar-100-python", "cifar100.npz", ("train",), "test", b"fine
 
 
 class _Array:
-    """Stand-in for a NumPy array during unpickling. Holds the pickled state unchecked."""
+    """Stand-in for a NumPy array during unpickling. It stores the pickled state unchecked."""
 
     state: tuple[Any, ...] = ()
 
@@ -58,10 +58,10 @@ class _Array:
         self.state = state
 
     def image_bytes(self) -> Bytes:
-        """Return the array.
+        """Check the pickled state, and return it as an array.
 
         Raises:
-            ValueError: the state is not that of n×3072 bytes.
+            ValueError: the state is not that of an array of n×3072 bytes.
         """
         _, shape, dtype, fortran, data = self.state
         n, width = shape
@@ -84,17 +84,17 @@ class _DType:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler of plain values and NumPy arrays. It can call no function that the file names.
+    """Unpickler of plain values and NumPy arrays. It never calls a function that the file names.
 
-    Stand-ins replace NumPy's functions, so that NumPy receives the pickled data only after the
-    checks of ``_Array.image_bytes``.
+    Stand-ins replace NumPy's classes and functions. NumPy therefore receives the pickled data only
+    after ``_Array.image_bytes`` has checked them.
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the stand-in for a name of the official files.
+        """Return the stand-in for a class or function of NumPy that the official files use.
 
         Raises:
-            pickle.UnpicklingError: the official files have no such name.
+            pickle.UnpicklingError: the file refers to another class or function.
         """
         if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):
             return lambda *_: _Array()
@@ -112,7 +112,9 @@ def read_batch(path: Path, labels: bytes, classes: int) -> Split:
         classes: Number of classes. Labels are in [0, classes).
 
     Raises:
-        ValueError: the file has other contents, or names a class or function of no CIFAR file.
+        OSError: the file cannot be read.
+        ValueError: the file is damaged or contains something else, or its pickle refers to a class
+            or function that the official files do not use.
     """
     try:
         with path.open("rb") as file:
@@ -136,7 +138,8 @@ def read_archive(path: Path, classes: int) -> tuple[Split, Split]:
     The names and shapes are those of Keras: images are n×32×32×3 bytes, labels n or n×1 integers.
 
     Raises:
-        ValueError: the file has other contents.
+        OSError: the file cannot be read.
+        ValueError: the file does not contain such arrays.
     """
     with path.open("rb") as opened:
         try:
@@ -186,7 +189,7 @@ def load(data: Path | None, layout: Layout, recipe: str) -> tuple[Split, Split]:
 
     Raises:
         FileNotFoundError: a file does not exist. The message names the file and the directory.
-        ValueError: a file has other contents than its name says.
+        ValueError: a file is damaged, or does not contain what its name says.
     """
     wanted = f"{layout.folder} or {layout.archive}"
     data = require_directory(data, recipe, wanted)

@@ -1,4 +1,9 @@
-"""Correction of times for a machine whose speed changes while the runs take place."""
+"""Correction of times for a machine whose speed changes during a comparison.
+
+A *calibrated* run has measured its local step time, the step time without communication, before
+the training and at each evaluation (``Result.turns``; see ``lab/step_time.py``). Its times are
+rescaled as if the local step time had been constant.
+"""
 
 import math
 import statistics
@@ -9,20 +14,25 @@ from offbeat.lab.results import Result
 
 
 def took_turns(results: Sequence[Result]) -> bool:
-    """Return True if a run measured step times in turn (see ``lab/step_time.py``)."""
+    """Return True if at least one run is calibrated."""
     return any(run.turns for run in results)
 
 
 def on_one_clock(results: Sequence[Result], step_seconds: float | None = None) -> list[Result]:
-    """Scale the times of runs with turns to a machine of constant speed.
+    """Rescale the times of calibrated runs to a machine of constant speed.
 
-    The constant is the time of a step alone, one per seed: that of the ideal's run with the seed,
-    or without an ideal the mean of all turns with the seed. The ideal's times become steps × that
-    constant. Other runs without turns are unchanged. The function is idempotent.
+    All runs with the same seed are rescaled to the same local step time:
+
+    - the step time of the ideal's run with this seed, if there is one,
+    - otherwise the mean over all calibrations with this seed.
+
+    The ideal's times become steps × this step time. Other runs without calibrations are unchanged.
+    If no run is calibrated and ``step_seconds`` is None, nothing changes. The function is
+    idempotent.
 
     Args:
         results: Results of one comparison.
-        step_seconds: Time of a step alone for all seeds, instead of one per seed.
+        step_seconds: Local step time for all seeds. None: a step time per seed, as above.
     """
     by_seed = _step_seconds(results) if took_turns(results) else {}
     scaled = []
@@ -38,23 +48,24 @@ def on_one_clock(results: Sequence[Result], step_seconds: float | None = None) -
 
 
 def _step_seconds(results: Sequence[Result]) -> dict[int, float]:
-    """Return the time of a step alone by seed."""
+    """Return the local step time to which the runs of each seed are rescaled."""
     turns: dict[int, list[float]] = {}
     for run in results:
         turns.setdefault(run.job.seed, []).extend(turn.step_seconds for turn in run.turns)
     by_seed = {seed: statistics.fmean(times) for seed, times in turns.items() if times}
     ideals = [run for run in results if run.is_ideal]
-    # Of several learning rates, the nearest to the recipe's comes last and wins.
+    # If the ideal ran with several factors on the learning rate, the run whose factor is nearest to
+    # 1 comes last, and its step time replaces those of the others.
     for run in sorted(ideals, key=lambda run: abs(math.log(run.job.lr_scale)), reverse=True):
         by_seed[run.job.seed] = step_of(run)
     return by_seed
 
 
 def at_pace(run: Result, step_seconds: float) -> Result:
-    """Scale a run to a machine on which a step alone always takes ``step_seconds``.
+    """Rescale a calibrated run to a machine whose local step time is always ``step_seconds``.
 
-    The time between two evaluations is multiplied by ``step_seconds`` / a, where a is the mean time
-    of a step alone in the turns at both evaluations.
+    The time between two calibrations is multiplied by ``step_seconds`` / a, where a is the mean of
+    the two measured local step times.
     """
     alone = {turn.step: turn.step_seconds for turn in run.turns}
     points, last_step, last_seconds, now = [], 0, 0.0, 0.0
