@@ -151,8 +151,8 @@ SIMULATION = [
         ("train nope.py", "looked for the recipe nope.py in nope.py, which does not exist"),
         (
             "compare digits -s bsp -s easgd --wire int8",
-            "wire='int8' with easgd: .*; an option for some strategies only goes "
-            "with them, as in -s 'local:period=8 --wire int8'",
+            "wire='int8' with easgd: .*; to give an option to some strategies only, "
+            "write it after them, as in -s 'local:period=8 --wire int8'",
         ),
         ("compare digits -s bsp -s nope --wire int8", NO_STRATEGY),
         ("compare nope -s bsp --simulate", NO_RECIPE),

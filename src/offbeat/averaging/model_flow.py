@@ -1,6 +1,12 @@
-"""The flow of strategies that share a model: when to vote, decide, launch and land.
+"""The flow of strategies that average models: when a worker votes, decides, launches and lands.
 
-Order of the calls in one local step, by when parts land:
+P is the shared model, with the same bits on all workers. Each worker trains a local model x. To
+*launch* a part of the model, every worker sends its update x − P of that part, and the workers
+start to average the updates. The part is *in flight* until it *lands*: then P moves by the mean
+update, and x moves with it. In a *round* all workers decide together what to launch: each worker
+sends a *vote* and receives the sum of all votes, the *tally*.
+
+Order of the calls in one local step, by ``SharedModel.lands``:
 
     blocking (lands=0)              after k steps (lands=k)         on arrival (lands="arrived")
     gradients are ready             gradients are ready             gradients are ready
@@ -17,8 +23,9 @@ Order of the calls in one local step, by when parts land:
       decide                          decide                          if the tally has arrived:
       launch and land                 launch                            decide, launch, due, vote
 
-A worker without data votes with ``stepping=False`` in the same rounds, and launches and lands in
-the same order. So all workers start the same operations in the same order.
+A worker without data takes part in the same rounds: it votes with ``stepping=False``, and launches
+and lands the same parts in the same order. So all workers start the same collectives in the same
+order.
 """
 
 import math
@@ -43,13 +50,14 @@ class ModelFlowState:
     """State of a ``ModelFlow``.
 
     Attributes:
-        pipeline: The parts, queued, in flight and landed.
-        view: The strategy's view of this worker.
+        pipeline: The parts of the model, the launches that wait, and the parts in flight.
+        view: The data about this worker that the strategy may read.
         checked_step: Local step of the last check for non-finite values.
-        staleness: Number of steps by staleness at their end. The staleness is the number of local
-            steps since the newest landed launch.
-        saved_tally: ``delayed`` as plain numbers, for a checkpoint; empty without it.
-        delayed: Previous round, for a strategy with ``tally_delay``.
+        staleness: Histogram that maps a staleness to the number of local steps that ended with it.
+            The staleness is the age, in local steps, of the newest launch that has landed.
+        saved_tally: ``delayed`` as a list of numbers, for a checkpoint. Empty if it is None.
+        delayed: Previous round, whose tally the next ``decide`` receives. None in the first round,
+            and for a strategy without ``tally_delay``.
     """
 
     pipeline: PipelineState
@@ -61,7 +69,7 @@ class ModelFlowState:
 
 
 class ModelFlow(Flow):
-    """Averages models as ``SharedModel`` describes.
+    """Drives a strategy that averages models, as its ``SharedModel`` describes.
 
     Args:
         strategy: The strategy.
@@ -81,13 +89,14 @@ class ModelFlow(Flow):
         self.votes_between_steps = shared.eager
         self.uses_gradients = strategy.gradient_norm
         self.waits = shared.blocking and shared.outer.plain
-        # Quantized sums have a second stage, which the flow may also start during backward.
+        # ``bucket_ready`` starts the second stage of quantized sums during backward.
         self.wants_buckets = not worker.wire.exact and not shared.blocking
         self._wanted = 0.0  # last return value of ``Strategy.due``
         self._squared = 0.0  # ‖g‖² of the optimizers whose gradients are ready
-        self._pausing = False  # True during a barrier
-        self._node_arrived: int | None = None  # number of parts that have arrived on the whole node
-        self._node_tally = False  # True if the tally has arrived on the whole node
+        self._pausing = False  # True from the start of a barrier to the end of the next step
+        # Number of parts that have arrived on all workers of this node; None without a node.
+        self._node_arrived: int | None = None
+        self._node_tally = False  # True if the tally has arrived on all workers of this node
         self._reported: tuple[int, int] | None = None  # launches and landings of the last report
 
     @override
@@ -179,9 +188,11 @@ class ModelFlow(Flow):
         return synced
 
     def _vote_if_due(self) -> None:
-        """Start an eager round, unless one is in progress or has parts that were not launched.
+        """Start a round if the strategy requests one. Only with ``lands="arrived"``.
 
-        The second condition lets an automatic wire change its precision between two rounds.
+        No round starts while another one is in progress or while a decided launch waits in the
+        queue. Deciding a round may change the precision of an automatic wire, and all launches of
+        the previous round must have the previous precision on all workers.
         """
         queued = self.pipeline.state.queue
         if self.shared.eager and self._pending is None and not queued and self._due():
@@ -220,7 +231,7 @@ class ModelFlow(Flow):
         return self.worker.step - self.pipeline.state.fresh_step >= self.shared.bound
 
     def land(self, *, take: bool = True) -> None:
-        """Land the oldest part in flight. Waits for it. See ``Pipeline.land``."""
+        """Wait for the oldest part in flight and land it. See ``Pipeline.land``."""
         self.pipeline.land(take=take)
         if self._node_arrived:
             self._node_arrived -= 1
@@ -250,14 +261,19 @@ class ModelFlow(Flow):
 
     @override
     def is_finite(self, optimizer: int, *, stepping: bool) -> bool:
-        """Check the gradients, and the model if there were steps without a check."""
+        """Return False if this worker's contribution is known to be non-finite.
+
+        A worker that takes no step checks its model. With ``lands="arrived"`` a worker checks the
+        part that is launched next. In all other cases it checks its gradients, unless a GradScaler
+        is in use, and also its model if earlier steps were not checked.
+        """
         state, worker = self.state, self.worker
         unchecked, state.checked_step = worker.step - state.checked_step > 1, worker.step
         if not stepping:
             return worker.finite_model()
         if self.shared.eager:
-            # With "raise" the check at the launch is enough: the launch then sends zeros, and the
-            # next vote reports the worker.
+            # With "raise" the pipeline checks the part when it launches it. A non-finite part is
+            # sent as zeros, and the next vote reports this worker.
             checked_later = worker.non_finite == "raise"
             return checked_later or self.pipeline.finite(self.pipeline.next_part)
         if self.strategy.gradient_norm:
@@ -280,7 +296,11 @@ class ModelFlow(Flow):
         return True
 
     def _has_arrived(self, round: Round) -> bool:
-        """Return True if the tally has arrived, on all workers of this node."""
+        """Return True if the tally has arrived.
+
+        In a node: if it had arrived on all workers of the node at the last step boundary, so that
+        they decide in the same step. At a barrier the caller has already waited for it.
+        """
         if self._node_arrived is None or self._pausing or self.worker.size == 1:
             return round.done()
         return self._node_tally and round is self._pending
@@ -351,13 +371,14 @@ class ModelFlow(Flow):
         Args:
             last: The round that ``wait_for_all`` returned.
         """
-        if self.shared.error_feedback:  # each model differs from P by its residual
+        if self.shared.error_feedback:
+            # Equal weights: even without new steps x − P contains quantization errors to average.
             return 1.0, float(self.worker.size)
         return last.own.weight, last.wait().weight
 
     @override
     def before_save(self, barrier: Callable[[], object]) -> None:
-        if self.shared.eager:  # the workers may be in different rounds
+        if self.shared.eager:  # without a barrier the workers may be in different rounds
             barrier()
         self.pipeline.before_save()
         delayed = self.state.delayed
@@ -373,7 +394,7 @@ class ModelFlow(Flow):
     # -- telemetry -------------------------------------------------------------------------------
 
     def _record_staleness(self) -> None:
-        """Record the staleness, the number of local steps since the newest landed launch."""
+        """Record the age, in local steps, of the newest launch that has landed."""
         worker, histogram = self.worker, self.state.staleness
         staleness = worker.record["staleness"] = worker.step - self.pipeline.state.fresh_step
         histogram[staleness] = histogram.get(staleness, 0) + 1
@@ -381,7 +402,7 @@ class ModelFlow(Flow):
             worker.details["staleness_max"] = staleness
 
     def _report(self) -> None:
-        """Update the totals in ``Stats.details``, if a part was launched or landed."""
+        """Update ``Stats.details`` if a part was launched or landed since the last update."""
         state, view, details = self.state, self.state.view, self.worker.details
         counts = (view.launches, view.landings)
         if counts == self._reported:

@@ -27,11 +27,12 @@ logger = logging.getLogger("offbeat")
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ServerStrategy(Strategy):
-    """Each worker pushes to and pulls from a parameter server. There are no rounds in training.
+    """Base class: each worker pushes values to a parameter server and pulls values from it.
 
-    The server's model is the result. ``consensus`` gives it to all workers temporarily and
-    ``finish`` permanently. A consensus does not contain steps that a worker has not pushed yet.
-    Floating-point buffers are not on the server: ``consensus`` and ``finish`` average them.
+    There are no votes during training, only at barriers. The server's model is the result.
+    ``consensus`` gives it to all workers temporarily and ``finish`` permanently. A consensus does
+    not contain steps that a worker has not pushed yet. Floating-point buffers are not on the
+    server: ``consensus`` and ``finish`` average them.
 
     Args:
         servers: Ranks that hold a shard of the model each, such as ``(0, 1)``; in the text form
@@ -39,7 +40,7 @@ class ServerStrategy(Strategy):
     """
 
     flow: ClassVar[type["ServerFlow"]]
-    """The flow of the strategy."""
+    """Class of the object that drives the strategy on one worker."""
 
     servers: tuple[int, ...] | None = None
 
@@ -67,7 +68,7 @@ class ServerState:
 
     Attributes:
         unpushed: Number of local steps that the server has not received.
-        server: This rank's part of the parameter server at the last save.
+        server: Copy of this rank's shard, and of an answer that was not taken, at the last save.
     """
 
     unpushed: int = 0
@@ -99,7 +100,7 @@ class ServerFlow(Flow):
 
     @abstractmethod
     def rule(self, shard: Tensor) -> Rule:
-        """Return the update rule of a shard with these initial values."""
+        """Return the rule that applies pushes to ``shard``, which holds the initial values."""
 
     @abstractmethod
     def initial_state(self, model: Tensor) -> ServerState:
@@ -111,7 +112,7 @@ class ServerFlow(Flow):
 
     @abstractmethod
     def flush(self) -> None:
-        """Start to push the steps that the server has not received, at the end of training."""
+        """Start the last push: the local steps that the server has not received."""
 
     def barrier_reached(self, clock: int) -> None:
         """Handle the end of a barrier. ``clock`` is the minimum clock of all workers."""
@@ -168,7 +169,7 @@ class ServerFlow(Flow):
         if worker.size > 1:
             what = f"{'final mean' if final else 'consensus'} of the buffers at step {worker.step}"
             worker.exact_mean.average_buffers(1.0, worker.size, what=what)
-        worker.barrier("the end of the consensus")  # no worker pushes before all have pulled
+        worker.barrier("the end of the consensus")  # else a push could change what others read
         if final:
             self.report()
             self.server.leave()
@@ -180,7 +181,8 @@ class ServerFlow(Flow):
         """Copy this rank's part of the server after all pushes have arrived. A collective."""
         self.barrier_reached(self.server.barrier())
         self.state.server = self.server.state_dict()
-        self.worker.barrier("the copy of the parameter server")  # no worker pushes before it
+        # Otherwise a worker could push before another rank has copied its shard.
+        self.worker.barrier("the copy of the parameter server")
 
     @override
     def after_load(self) -> None:
@@ -204,10 +206,13 @@ class ServerFlow(Flow):
     # -- pushes ----------------------------------------------------------------------------------
 
     def check_push(self, values: Tensor) -> None:
-        """Check the values of a coming push for NaN and infinity.
+        """Count a push that contains NaN or infinity, and raise or warn. Call before the push.
+
+        Does nothing with a single worker.
 
         Raises:
-            OffbeatError: a value is not finite, and ``non_finite="raise"``.
+            OffbeatError: a value is not finite and ``non_finite="raise"``. With "warn" the first
+                such push is logged, and the server receives it.
         """
         worker = self.worker
         if worker.size == 1 or math.isfinite(squared_norm([values])):
@@ -224,7 +229,7 @@ class ServerFlow(Flow):
             logger.warning('%s: all workers receive it; non_finite="raise" prevents that', message)
 
     def report(self) -> None:
-        """Update ``Stats.details``: the pulled bytes, and the pushes to this rank's shard."""
+        """Update ``Stats.details``: pulled bytes, and the pushes to this rank's shard."""
         details, shard = self.worker.details, self.server.shard
         details["pulled_bytes"] = self.server.pulled_bytes
         if shard is not None:

@@ -1,4 +1,4 @@
-"""Checks of arguments, made before any work whose result a mistake would lose."""
+"""Checks of command-line arguments, made before a run so that a mistake wastes no work."""
 
 import importlib.util
 import os
@@ -15,7 +15,7 @@ _PICTURES = (".png", ".pdf", ".svg")
 
 
 def require_file(option: str, path: Path | None) -> None:
-    """Raise ValueError unless a file can be written at ``path``; its folders need not exist."""
+    """Raise ValueError unless a file can be written at ``path``. Its folders need not exist."""
     if path is None:
         return
     if path.is_dir():
@@ -24,14 +24,19 @@ def require_file(option: str, path: Path | None) -> None:
 
 
 def require_folder(option: str, path: Path) -> None:
-    """Raise ValueError unless files can be written in ``path``, which need not exist."""
+    """Raise ValueError unless files can be written in the folder ``path``, which need not exist."""
     if path.exists() and not path.is_dir():
         raise ValueError(f"{option} {path}: it is a file; name a directory")
     _require_writable(option, path)
 
 
 def require_picture(option: str, path: Path | None) -> None:
-    """Raise ValueError, or ImportError without matplotlib, unless a plot can be written there."""
+    """Raise unless a plot can be written at ``path``.
+
+    Raises:
+        ValueError: the file cannot be written, or its name does not end in .png, .pdf or .svg.
+        ImportError: matplotlib is not installed.
+    """
     if path is None:
         return
     require_file(option, path)
@@ -53,35 +58,36 @@ def _require_writable(option: str, path: Path) -> None:
 
 
 def check_method(job: Job, text: str, task: Task | None) -> Task:
-    """Check ``job`` under one method of a comparison.
+    """Raise unless one method of a comparison can be run with the settings of ``job``.
 
     Args:
         job: Settings that all methods share.
-        text: The method; see ``Job.under``.
-        task: Task that a previous call has built; None: build it.
+        text: The method with its options, in the form of ``Job.under``.
+        task: Task that a previous call has returned. None: build it.
 
     Returns:
         The task.
 
     Raises:
         ValueError, TypeError, FileNotFoundError: see ``Job.check``.
+        ImportError: the package of the method is not installed.
     """
     run = job.under(text)
     parse_method(run.strategy)
     try:
         run.check_method()
     except ValueError as error:
-        if run != replace(job, strategy=run.strategy):  # the method's own options are wrong
+        if run != replace(job, strategy=run.strategy):  # the method has options of its own
             raise
         raise ValueError(
-            f"{error}; an option for some strategies only goes with them, as in "
+            f"{error}; to give an option to some strategies only, write it after them, as in "
             "-s 'local:period=8 --wire int8'"
         ) from None
     return run.check(task)
 
 
 def require_distinct(job: Job, strategies: list[str]) -> None:
-    """Raise ValueError if two strategies are the same: their results would have the same name."""
+    """Raise ValueError if two strategies are the same: both results would have the same name."""
     seen: dict[object, str] = {}
     for text in strategies:
         run = job.under(text)
@@ -99,7 +105,7 @@ def require_distinct(job: Job, strategies: list[str]) -> None:
 
 
 def refuse_simulated(options: VirtualClusterOptions) -> None:
-    """Raise ValueError for an option that real workers do not support."""
+    """Raise ValueError if an option is set that only simulated workers support."""
     for field in fields(options):
         if field.name != "jitter" and getattr(options, field.name) != field.default:
             option = f"--{field.name.replace('_', '-')}"
@@ -107,7 +113,11 @@ def refuse_simulated(options: VirtualClusterOptions) -> None:
 
 
 def parse_lr_scales(text: str) -> tuple[float, ...]:
-    """Return the distinct factors of ``--lr-scale``; raise ValueError for anything else."""
+    """Return the factors in ``text``, such as "0.3,1,3". ``Job.check`` checks their range.
+
+    Raises:
+        ValueError: a factor is not a number, or is given twice.
+    """
     try:
         scales = tuple(map(float, text.split(",")))
     except ValueError:

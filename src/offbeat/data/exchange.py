@@ -34,7 +34,7 @@ from offbeat.transport.host import Promise
 from offbeat.transport.team import Team
 
 Key: TypeAlias = tuple[int, int]
-"""Identity of a step: number of barriers before it, and number of the step since the last one."""
+"""Identity of a step: the number of barriers before it, and its number since the last barrier."""
 Response: TypeAlias = Tensor | Exception | None
 """The bytes of a parcel, the error to raise, or None if the sender gives nothing at the step."""
 
@@ -45,7 +45,7 @@ class _Kind(IntEnum):
     """Kind of a message."""
 
     REQUEST = 0  # requests the samples of a step
-    BLOCKED = 1  # the training of the sender waits for the samples that it has requested
+    BLOCKED = 1  # the training of this message's sender is blocked until its request is answered
     RESPONSE = 2  # the samples of a step, or nothing
     PAUSED = 3  # the sender loads no batch before the next barrier
     CLOSE = 4  # the last message of the sender
@@ -57,8 +57,8 @@ class _Peer:
 
     Attributes:
         rank: Rank of the peer.
-        closed: Fulfilled once the peer has sent CLOSE and received this worker's CLOSE, or with the
-            error that ended the conversation.
+        closed: Outcome of the conversation. None once both workers have received the CLOSE of the
+            other. Otherwise the error that ended it.
         unconfirmed: Handles of the messages that the peer has not confirmed yet, oldest first. Gloo
             may lose a message whose handle is dropped too early.
         confirmed: Number of messages that the peer has confirmed.
@@ -66,8 +66,8 @@ class _Peer:
         next_request: Lower bound of the steps that the peer may still request.
         requests: Open requests of the peer: the step, and the peer's epoch at that step.
         blocked_at: Latest step for which the peer has sent BLOCKED.
-        steps: Steps that the peer had taken, by barrier; only barriers that this worker has not
-            reached yet.
+        steps: Maps a barrier to the total number of steps that the peer had taken when it reached
+            the barrier. Contains only barriers that this worker has not reached yet.
         in_phase: True if the peer had taken as many steps as this worker at every barrier so far.
         responses: Open requests of this worker to the peer, by step.
         unrequested: Samples that the peer sent before it closed, without a request, by step.
@@ -100,16 +100,16 @@ class Exchange:
     """Conversations of this worker with all others. Every worker makes one. Not a collective.
 
     Args:
-        team: The workers, on a communicator that has no other user. Waiting for samples counts as
-            waiting. The bytes of samples do not count as communication of the training.
+        team: The workers, with a communicator that nothing else uses. Its account counts the time
+            in which the training waits for samples, but not the bytes of the samples.
 
     Attributes:
         barriers: Number of barriers so far.
         samples_sent: Samples sent, counted once per receiver.
         bytes_sent: Bytes of these samples.
 
-    *Memory*: a parcel is stored until every other worker has requested its step or a later one, or
-    loads nothing any more.
+    *Memory*: a parcel is stored until no other worker may still request it. A worker requests it no
+    more once it has requested that step or a later one, waits at a barrier after it, or has closed.
     """
 
     def __init__(self, team: Team) -> None:
@@ -118,7 +118,7 @@ class Exchange:
         self._lock = threading.Lock()  # never held while waiting
         self._parcels: dict[Key, Parcel] = {}
         self._latest: Key = (-1, -1)  # step of the last published batch
-        self._republished: Key | None = None  # step of a checkpoint that is published again first
+        self._republished: Key | None = None  # ``pending`` of ``start_at``, until it is published
         self._paused = self._blocking = False
         self._steps: dict[int, int] = {}  # steps of this worker, by barrier
         self._ended_epoch = -1
@@ -143,10 +143,11 @@ class Exchange:
         """Continue an earlier run. Call before the first ``publish``.
 
         Args:
-            barriers: Number of barriers of that run.
-            pending: First step to be published, possibly before the last barrier; None is the next
-                step.
-            out_of_phase: The attribute of this name at that time.
+            barriers: Number of barriers in the earlier run.
+            pending: Step whose batch the earlier run had loaded but not used. This run loads and
+                publishes it again first, even if the step precedes the last barrier. None: there
+                was no such batch.
+            out_of_phase: Value of ``out_of_phase`` in the earlier run.
         """
         with self._lock:
             self.barriers, self._republished = barriers, pending
@@ -154,8 +155,9 @@ class Exchange:
                 self._peers[rank].in_phase = False
 
     def publish(self, key: Key, parcel: Parcel | None) -> None:
-        """Report that the batch of step ``key`` is loaded, and offer ``parcel``, or nothing.
+        """Report that the batch of step ``key`` is loaded, and offer ``parcel`` to the peers.
 
+        With None this worker gives no samples in this step.
         The keys of successive calls increase.
         """
         with self._lock:
@@ -194,13 +196,20 @@ class Exchange:
                 self._serve()
 
     def end_epoch(self, epoch: int) -> None:
-        """Report that this worker loads no more batches up to ``epoch``; −1 if one has begun."""
+        """Answer requests of epochs up to ``epoch`` with nothing, because its iteration has ended.
+
+        Only called without a synchronizer. −1: a new iteration has begun, so requests wait again.
+        """
         with self._lock:
             self._ended_epoch = epoch
             self._serve()
 
     def pause(self, steps: int) -> None:
-        """Report that this worker has taken ``steps`` and loads nothing before the next barrier."""
+        """Report that this worker has reached a barrier and loads no batch until ``resume``.
+
+        Args:
+            steps: Total number of steps that it has taken.
+        """
         with self._lock:
             if self._error is None and not self._paused:
                 self._paused = True
@@ -212,7 +221,7 @@ class Exchange:
                 self._serve()
 
     def resume(self) -> None:
-        """Count a barrier. Steps restart at 0. Every worker calls this equally often."""
+        """Count a barrier. Step numbers restart at 0. All workers must call it equally often."""
         with self._lock:
             self._paused = False
             self.barriers += 1
@@ -222,8 +231,8 @@ class Exchange:
     def close(self) -> None:
         """Close the conversations with all other workers, and wait until they have done so too.
 
-        The others may continue among themselves. The samples that they may still request are sent
-        before.
+        Before it sends CLOSE, this worker sends the stored samples that a peer may still request.
+        The other workers may continue without this one.
 
         Raises:
             CommunicationError: A worker is lost.
@@ -280,9 +289,12 @@ class Exchange:
         return True
 
     def _gives_nothing(self, peer: _Peer, key: Key, epoch: int) -> bool:
-        """Return True if ``peer`` need not wait for samples of step ``key``, which are not here."""
+        """Return True if the response is nothing, False if it must wait.
+
+        Only called while no parcel of step ``key`` is stored.
+        """
         if key == self._republished:
-            # After a checkpoint the batch is loaded again, even if it lies before the barrier.
+            # The resumed run loads this batch again, even if its step precedes the last barrier.
             return False
         if key <= self._latest:
             # The batch was published without samples, or its parcel is deleted already.
@@ -295,11 +307,13 @@ class Exchange:
             # steps, so waiting for a batch that is loaded after the barrier would be a deadlock.
             return True
         if epoch <= self._ended_epoch:
-            # Without a synchronizer: the loader of this worker was shorter and is exhausted.
+            # Only without a synchronizer: this worker's loader has ended earlier in this epoch than
+            # the loader of the peer.
             return True
-        # The strategy of this worker may be waiting for steps that the peer takes only with these
-        # samples. This cannot happen in phase: the strategy then waits only for what the peer can
-        # do without them. In phase the batches must not depend on which worker is faster.
+        # Avoid a deadlock: the strategy of this worker may be blocked until the peer takes more
+        # steps, while the peer is blocked until it gets these samples. Workers that are in phase
+        # cannot deadlock: the strategy waits only for steps whose samples were published already.
+        # They always wait for samples, so that their batches do not depend on the workers' speed.
         return self._blocking and not peer.in_phase and key <= peer.blocked_at
 
     def _compare_steps(self, peer: _Peer) -> None:
@@ -325,11 +339,11 @@ class Exchange:
         try:
             while not peer.close_received:
                 self._receive_message(peer)
-            # The peer receives every message, because the last one is this worker's CLOSE.
+            # These waits end, because the peer receives all messages up to this worker's CLOSE.
             for handle in itertools.chain(*peer.unconfirmed):
                 handle.wait()
             peer.closed.fulfil(None)
-        except Exception as error:  # raised by the calls that wait for responses
+        except Exception as error:  # the next call of the training thread raises it
             self._fail(error)
 
     def _receive_message(self, peer: _Peer) -> None:
@@ -343,10 +357,10 @@ class Exchange:
         if size:
             data = torch.empty(size, dtype=torch.uint8)
             self._receive(data, peer, 1, f"samples of rank {peer.rank}", patient=False)
-        with self._lock:  # the training may be appending to peer.unconfirmed
+        with self._lock:  # the training thread may be appending to peer.unconfirmed
             arrived = [peer.unconfirmed.popleft() for _ in range(received - peer.confirmed)]
             peer.confirmed = received
-        for handle in itertools.chain(*arrived):  # confirmed, so it ends at once
+        for handle in itertools.chain(*arrived):  # confirmed, so this does not block
             handle.wait()
         with self._lock:
             peer.received += 1

@@ -1,4 +1,8 @@
-"""Communicators of the representatives of a ``RepresentativeCluster``."""
+"""Communicators for the planner, which simulates few workers in place of all.
+
+The simulated workers are the *representatives* (see ``plan/cluster.py``). A collective of
+representatives takes as long as a collective of all workers, but combines fewer tensors.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +23,10 @@ from offbeat.transport.team import Node, Team
 
 
 class _RepresentativeHandle(SimulatedHandle):
-    """Handle of an operation that has ended for all represented workers or for none."""
+    """Handle that checks that all represented workers would see the same ``done``.
+
+    ``done`` raises DivergedError if the operation has ended for only some of them.
+    """
 
     @override
     def done(self) -> bool:
@@ -32,8 +39,11 @@ class _RepresentativeHandle(SimulatedHandle):
 class RepresentativeCommunicator(SimulatedCommunicator):
     """Communicator of one representative.
 
-    Collectives combine the tensors of the representatives only. Nothing depends on the values of
-    model data, so a sum of model data is the tensor of one worker times the number of workers.
+    Collectives combine the tensors of the representatives only. A sum is scaled up to the size of
+    the communicator. The sum of float32 tensors of a placeholder model, whose values do not matter,
+    is the tensor of one representative times that size. A broadcast returns the tensor of the first
+    representative. A gather or an exchange repeats the tensor of a representative for the workers
+    that it represents. Blank tensors have a size but no values.
     """
 
     handle_type = _RepresentativeHandle
@@ -72,7 +82,7 @@ class RepresentativeCommunicator(SimulatedCommunicator):
 
     @override
     def _size_bytes(self, operation: Any) -> float:
-        # In nodes of several workers each worker sends an equal part of the tensor to other nodes.
+        # Each worker of a node sends an equal part of the tensor to the other nodes.
         return bytes_of(operation.tensor, self.cluster.scale, operation.tail) / self.group.sharing
 
     def _sum(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -94,8 +104,8 @@ def _nothing(_: object) -> None:
 class _RepresentativeNodes(NodeCommunicator):
     """Communicator between nodes with one representative each.
 
-    It starts the same messages as a ``NodeCommunicator``, but each representative holds whole
-    tensors rather than the part of one worker.
+    It starts the same messages as a ``NodeCommunicator``. But a representative sends the whole
+    tensor between nodes, where a worker sends its part; ``_size_bytes`` divides the bytes.
     """
 
     @override
@@ -107,7 +117,7 @@ class _RepresentativeNodes(NodeCommunicator):
         parts = self.size if isinstance(operation, Gather) else 1
 
         def gather_inside(received: Any) -> Any:
-            """Gather the parts of the result, of which each worker of the node has one."""
+            """Simulate the gather inside the node, in which each worker has one part."""
             self._inside.gather(blank(round(parts * part)), what=what).wait()
             return received
 
@@ -115,9 +125,14 @@ class _RepresentativeNodes(NodeCommunicator):
 
 
 def team_of(cluster: RepresentativeCluster, member: int, size: int) -> Team:
-    """Return the team of the representative ``member`` of ``size`` workers.
+    """Return the team of one representative.
 
-    In nodes of several workers the team consists of the nodes.
+    With several workers per node, the members of the team are the nodes.
+
+    Args:
+        cluster: The simulated cluster.
+        member: Global rank of the representative: in nodes, the first worker of its node.
+        size: Number of workers, including those that are represented.
     """
     group = cluster.connections.subgroup(0, tuple(range(size)), 1)
     workers = RepresentativeCommunicator(cluster, member, group)

@@ -1,7 +1,9 @@
 """Payloads of a quantized sum: bits on the wire, and the arithmetic of both stages.
 
-A quantized sum has two stages (see ``wire.py``). The tensor is cut into one chunk for each worker.
-All chunks have the same whole number of blocks, so the last ones may be padded with zeros.
+A quantized sum has two stages (``two_stage_sum.py``): each worker adds up one chunk of the tensor,
+and then sends the sum of its chunk to all workers. All chunks consist of the same number of whole
+blocks; zeros fill the end of the last chunks. A sum of updates may take a single stage instead
+(``uses_single_stage``).
 """
 
 from collections.abc import Sequence
@@ -16,9 +18,9 @@ from offbeat.quantization.kernels import BLOCK
 
 _SECOND_PRECISION = {"int2": "int4"}  # a sum of numbers with 2 bits needs more than 2 bits
 _SINGLE_STAGE_LIMIT = 1.1
-"""Largest ratio of bits, single-stage to two-stage, at which a sum of updates takes one stage.
+"""A single stage is used if it sends at most 1.1 times the bits of two stages.
 
-A single stage saves an operation and a quantization.
+It may send a few more bits, because it saves an operation and a quantization.
 """
 
 
@@ -30,7 +32,7 @@ def second_precision(precision: str) -> str:
 def sum_bits(precision: str) -> float:
     """Return the bits per number of a two-stage sum, both stages together.
 
-    A worker sends the share (N − 1)/N of them.
+    Each of N workers sends (N − 1)/N of these bits, because it keeps one chunk of N.
     """
     if precision == "float32":
         return 64.0
@@ -38,9 +40,10 @@ def sum_bits(precision: str) -> float:
 
 
 def uses_single_stage(precision: str, workers: int) -> bool:
-    """Return True if a sum of updates gathers the updates of all workers on all workers.
+    """Return True if a sum of updates takes a single stage.
 
-    That takes one stage. It needs few workers and few bits, or else it would send too much.
+    In the single stage each worker receives the updates of all workers and adds them up. The bits
+    grow with the number of workers, so only few workers with a low precision use it.
     """
     if precision == "float32":
         return False
@@ -50,7 +53,7 @@ def uses_single_stage(precision: str, workers: int) -> bool:
 def update_bits(precision: str, workers: int) -> float:
     """Return the bits per number of a sum of updates, counted as in ``sum_bits``.
 
-    In a single stage each worker sends its update to all others.
+    In a single stage each worker sends its whole update to all other workers.
     """
     if uses_single_stage(precision, workers):
         return workers * _bits(precision)
@@ -66,8 +69,8 @@ class StageCodecs:
 
     Attributes:
         precision: Name of the precision.
-        first: Codec of the contributions.
-        second: Codec of the sums of chunks.
+        first: Codec of each worker's contribution.
+        second: Codec of the sum of a chunk over the workers.
     """
 
     def __init__(self, precision: str) -> None:
@@ -94,7 +97,7 @@ class StageCodecs:
         return payload
 
     def encode_update(self, update: LazyVector, chunks: int, chunk: int) -> Tensor:
-        """Return the first-stage payload of ``update`` in chunks of ``chunk`` numbers each."""
+        """Return the first-stage payload of ``update``: ``chunks`` chunks of ``chunk`` numbers."""
         payload = self.first_payload(chunks * chunk, update.device)
         step = min(chunk, piece_elements(chunk, update.device))
         scratch = torch.empty(step, device=update.device)
@@ -114,8 +117,8 @@ class StageCodecs:
         Args:
             received: First-stage payloads of this worker's chunk, in the order of the ranks.
             workers: Number of payloads in ``received``.
-            errors: float32, 1-D, one number for each of the chunk. Becomes the quantization errors
-                of the returned payload.
+            errors: float32, 1-D, as long as the chunk. Its values are added to the sum. They are
+                then replaced by the quantization errors of the returned payload.
         """
         payload, parts = self.second_payload(errors), received.chunk(workers)
         for piece in pieces(errors):
@@ -129,10 +132,10 @@ class StageCodecs:
         return self.empty(elements // BLOCK * self.first.block_bytes, device)
 
     def second_payload(self, errors: Tensor) -> Tensor:
-        """Return uninitialized memory for a second-stage payload of as many numbers."""
+        """Return uninitialized memory for a second-stage payload as long as ``errors``."""
         return self.empty(errors.numel() // BLOCK * self.second.block_bytes, errors.device)
 
-    # The planner replaces the following (``placeholder_codecs.py``).
+    # Separate methods so that the planner can override them (``placeholder_codecs.py``).
 
     def empty(self, size: int, device: torch.device) -> Tensor:
         """Return uninitialized memory for ``size`` bytes."""

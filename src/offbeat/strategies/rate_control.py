@@ -1,12 +1,15 @@
-"""Rate control of streaming averaging: the number of parts in flight, and their precision.
+"""Rate control of streaming averaging: how many parts are in flight, and at which precision.
 
-Each worker controls a *window*, the number of parts that it may have in flight, and a *CPU budget*
-for launching and landing parts. Parts that land late show that the link is full, so the window
-shrinks.
+Streaming averaging cuts the model into parts. A worker *launches* a part when it starts to send its
+update of the part. The part is in flight until it *lands*: the mean update is added to the model.
 
-A *pass* is complete when every part has landed once. The workers agree on the mean number of local
-steps in a pass and choose the precision by it: fewer bits if a pass takes too many steps, more bits
-if it is fast.
+Each worker limits its launches in two ways. The *window* is the number of parts that may be in
+flight. It shrinks if parts land late, because the link is then full. The *CPU budget* limits the
+processor time for launching and landing.
+
+A *pass* of the model is complete when every part has landed once. The workers exchange the number
+of local steps in a pass, and their mean determines the precision: fewer bits if a pass takes too
+many steps, more bits if it takes few.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,15 +19,19 @@ from offbeat.quantization.precision import PrecisionControl
 from offbeat.strategies.base import Precision, common, transient
 
 TARGET_PASS_STEPS = 2.5
-"""Target for the local steps in a pass. The precision is lowered if a pass takes longer. Over a
-lossy wire a part takes at least two step boundaries, on any network."""
+"""Target for the number of local steps in a pass. A longer pass selects fewer bits. The target is
+above 2, because a quantized part usually lands two step boundaries after its launch, even on a fast
+network."""
 
-_LEAST_WINDOW = 2  # parts: the link sends one while the arrival of another is noticed
-_LATE_SHARE = 4  # a quarter of the parts may queue for the link; more would only age in the queue
+_LEAST_WINDOW = 2  # parts: an arrival is noticed late, and the link sends the other part meanwhile
+_LATE_SHARE = 4  # the window shrinks if more than 1/4 of the parts are late, waiting for the link
 _MOST_CPU_SHARE = 0.05
-"""Largest share of a worker's time for launching and landing. The network threads and the second
-stage take about as much again, which slows down a fully used processor. Twice the share doubles the
-number of passes; in measurements its benefit was about its cost."""
+"""Largest share of the step time that a worker spends on launching and landing parts.
+
+The network threads and the second stage of the sums use about the same processor time again. If no
+core is idle, all of this slows down training. Twice this share allows twice as many passes. In
+measurements its benefit only made up for the slower steps.
+"""
 _MOST_COST_RATIO = 4  # largest cost of one part relative to the average, against measurement noise
 _SMOOTHING = 0.1  # weight of a new value in an exponential average
 _LEAST_STEPS = 8  # local steps before a count of passes is used
@@ -37,17 +44,19 @@ class RateControl:
     Attributes:
         control: Chooses the precision, the same on all workers.
         window: Number of parts that may be in flight.
-        probing: True until the link has been full once. The window grows fast while it is set.
+        probing: True while the window grows fast: from the start of training or a change of the
+            precision until a part is late.
         start_step: Local step at which the current count of landings began.
-        landed: Number of landings since ``start_step``. Negative while parts that were launched at
-            the previous precision land.
-        crowded: True if too many parts were late since ``start_step``.
+        landed: Number of landings since ``start_step``. Begins at −(number of parts) at the start
+            and after a change of the precision. The first pass, which may contain parts of the
+            previous precision, therefore does not count.
+        crowded: True if more than 1/4 of the parts were late in a step since ``restart_count``.
         step_seconds: Duration of a local step in seconds, smoothed.
         part_seconds: Seconds to launch and land a part, without waiting, smoothed.
-        budget: Number of parts that may be launched within the CPU share.
+        budget: Number of parts that may be launched now within the CPU share. May be negative.
         stepped_at: Seconds on the worker's clock at the last step boundary.
-        seen_launches: Number of launches that were charged to the budget.
-        seen_landings: Number of landings that were counted.
+        seen_launches: Number of launches that were subtracted from the budget.
+        seen_landings: Number of landings that ``count`` has processed.
     """
 
     control: PrecisionControl = common(default_factory=lambda: PrecisionControl("int4"))
@@ -69,11 +78,13 @@ class RateControl:
         return self.control.precision
 
     def count(self, launches: int, landings: int, step: int) -> None:
-        """Charge the launches since the last call to the budget, and count the landings.
+        """Subtract new launches from the budget, and add new landings to ``landed``.
+
+        New ones are those since the last call.
 
         Args:
-            launches: Number of launches so far.
-            landings: Number of landings so far.
+            launches: Total number of launches so far.
+            landings: Total number of landings so far.
             step: Number of local steps so far.
         """
         for _ in range(landings - self.seen_landings):
@@ -92,29 +103,31 @@ class RateControl:
             parts: Number of parts of the model.
         """
         for seconds in spent:
-            cost = 2 * seconds  # a launch and a landing
-            if self.part_seconds:  # a longer time may be that of another process
+            cost = 2 * seconds  # of a launch or a landing; a part needs both
+            if self.part_seconds:  # an outlier is probably time that another process has used
                 cost = min(cost, _MOST_COST_RATIO * self.part_seconds)
             self.part_seconds = _smooth(self.part_seconds, cost)
         if self.stepped_at is not None:
             took = now - self.stepped_at
-            if self.step_seconds:  # an evaluation between two steps is not part of a step
+            if self.step_seconds:  # a longer time contains more than a step, such as an evaluation
                 took = min(took, 2 * self.step_seconds)
             self.step_seconds = _smooth(self.step_seconds, took)
         self.stepped_at = now
         more = float(parts)
         if self.part_seconds:
             more = min(more, _MOST_CPU_SHARE * self.step_seconds / self.part_seconds)
-        # A round may launch its parts two steps after it was requested: keep the budget for these.
+        # Up to three steps of budget accumulate, because a round may launch its parts two steps
+        # after the strategy has requested them.
         self.budget = min(self.budget + more, 1.0 + 3 * more, 2.0 * parts)
 
     def resize(self, ages: Sequence[int], parts: int, *, prompt_age: int) -> None:
-        """Grow the window if the link has spare capacity, shrink it if parts queue for the link.
+        """Grow the window if no part is late, shrink it if more than 1/4 of the parts are late.
 
         Args:
             ages: Local steps since the launch of each part in flight.
             parts: Number of parts of the model.
-            prompt_age: Age from which a part is late. Over a free link it would have landed.
+            prompt_age: Age, in local steps, from which a part is late. Over a link that is not
+                full the part would have landed.
         """
         late = sum(age >= prompt_age for age in ages)
         if late > parts // _LATE_SHARE:
@@ -124,30 +137,38 @@ class RateControl:
             self.probing = False
         else:
             more = max(1, self.window // 2) if self.probing else 1
-            # More parts than the model has: a queued part is launched as soon as it has landed.
+            # The limit is twice the number of parts. A part in flight can then be queued again, and
+            # its next launch follows its landing immediately.
             self.window = min(2 * parts, self.window + more)
 
     def pass_steps(self, step: int, parts: int, *, chooses: bool) -> float | None:
-        """Return the number of local steps in a pass, or None before enough parts have landed.
+        """Measure the number of local steps in a pass.
+
+        While the window still grows fast, a call discards the landings counted so far, so that the
+        result describes only passes after the growth.
 
         Args:
             step: Number of local steps so far.
             parts: Number of parts of the model.
-            chooses: True if the rate control also chooses the precision. A link that is never full
-                although all parts are sent then counts as 1 step, because fewer bits would not
-                help. A worker with a short CPU budget is not such a case: with fewer bits each
-                part arrives sooner.
+            chooses: True if the rate control also chooses the precision.
+
+        Returns:
+            The mean number of local steps in a pass. None before two passes and eight steps were
+            counted. With ``chooses`` it is 1 if neither the link nor the CPU budget limits the
+            launches: the window has its maximum, the budget allows all parts, and ``crowded`` is
+            not set. Fewer bits would not help then. If only the CPU budget is the limit, they help,
+            because each part arrives sooner.
         """
         widest = self.window == 2 * parts
         free = chooses and widest and self.budget >= parts and not self.crowded
-        if self.probing and not widest and self.landed > 0:  # the window is still growing
+        if self.probing and not widest and self.landed > 0:  # the window still grows
             self.start_step, self.landed = step, 0
         if self.landed < 2 * parts or step - self.start_step < _LEAST_STEPS:
             return None
         return 1.0 if free else (step - self.start_step) * parts / self.landed
 
     def restart_count(self, step: int) -> None:
-        """Start a new count of passes."""
+        """Start a new count of landings, and clear ``crowded``."""
         self.start_step, self.landed, self.crowded = step, 0, False
 
     def choose(self, steps: float, step: int, bits: Mapping[str, float], parts: int) -> bool:
@@ -156,7 +177,7 @@ class RateControl:
         Args:
             steps: Mean over the workers of the number of local steps in a pass.
             step: Number of local steps so far.
-            bits: Bits per number of an update, by precision.
+            bits: Bits sent for each number of an update, as a mapping from the precision.
             parts: Number of parts of the model.
 
         Returns:

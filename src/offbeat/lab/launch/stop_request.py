@@ -17,11 +17,13 @@ _INTEGER = struct.Struct("q")
 class StopRequest:
     """A file, shared by all processes of this machine, through which a run is asked to stop.
 
-    The file holds the requested step (0: no request), then for each worker the step that it may
-    complete. A worker writes the number of its next step before it takes it. The requester writes
-    the maximum over the workers. Both hold a lock. Hence no worker is past the requested step when
-    the request is made, and each worker reaches it, although workers of an asynchronous strategy
-    may be far apart and may wait for each other in between.
+    The file holds the requested step (0: no request), followed by one number for each worker: the
+    step that the worker is taking, −1 once it has saved, or 2⁶² once it has taken its last step. A
+    worker writes the number of a step before it begins the step. To stop the run, the requester
+    reads these numbers and writes their maximum as the requested step. Both hold a lock meanwhile.
+    Therefore no worker can have passed the requested step, and every worker saves after exactly
+    this step. Workers of an asynchronous strategy may be far apart when the request is made. Those
+    behind continue to the requested step, because all workers must save at the same step.
 
     Args:
         path: Path of the file; created if it does not exist.
@@ -35,13 +37,20 @@ class StopRequest:
             os.ftruncate(self._file, _INTEGER.size * (1 + workers))
 
     def may_continue(self, rank: int, step: int, *, last: int, seconds: float) -> bool:
-        """Return True if worker ``rank``, which has taken ``step`` steps, may take another one.
+        """Write the worker's progress. Return False if the worker must save and exit now.
+
+        A worker calls this before its first step and after each step. The progress is not written
+        any more once a stop is requested.
 
         Args:
             rank: Rank of the calling worker.
             step: Number of steps that it has taken.
             last: Number of steps of the run.
             seconds: Maximum time to wait for the lock.
+
+        Returns:
+            True if the worker may continue: take its next step, or finish after the ``last`` one.
+            False if a stop was requested and the worker has taken the requested number of steps.
 
         Raises:
             CommunicationTimeout: another process holds the lock for longer than ``seconds``.
@@ -75,8 +84,8 @@ class StopRequest:
             seconds: Maximum time to wait for the lock.
 
         Returns:
-            The step after which they do so. None if no worker has started, if one has finished, or
-            if the lock stays held.
+            The step after which they do so; −1 if all workers have already saved. None if no
+            worker has started, if one has taken its last step, or if the lock stays held.
         """
         try:
             with self._lock(seconds):

@@ -1,4 +1,4 @@
-"""MNIST, or any data set in its IDX format (Fashion-MNIST): a small CNN."""
+"""A small CNN on MNIST, or on a data set with its file names and shapes, like Fashion-MNIST."""
 
 import gzip
 import math
@@ -53,7 +53,8 @@ def read_split(folder: Path, images: str, labels: str) -> tuple[Tensor, Tensor]:
 
     Raises:
         FileNotFoundError: a file does not exist, plain or with ``.gz``.
-        ValueError: a file is not an IDX file, or the two do not belong together.
+        ValueError: a file is not an IDX file, the images are not 28×28, the numbers of images and
+            labels differ, or a label is above 9.
     """
     paths = [find_file(folder, (name, f"{name}.gz")) for name in (images, labels)]
     x, y = (read_idx(path) for path in paths)

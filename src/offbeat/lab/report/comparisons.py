@@ -1,4 +1,7 @@
-"""Further tables: times to targets set by the ideal, paired differences, and measured links."""
+"""Further tables of a comparison: times to common targets, paired differences, measured links.
+
+The *ideal* is the method named ``ideal``: BSP without communication time, the speed-up limit.
+"""
 
 import statistics
 from collections.abc import Sequence
@@ -12,9 +15,12 @@ from offbeat.units import show_bandwidth, show_seconds
 
 
 def times_to_targets(results: Sequence[Result], *, ranges: bool = True) -> Table | None:
-    """Return the time of each method to shares of the ideal's final metric.
+    """Return a table of the seconds in which each method reaches three common targets.
 
-    The brackets hold the ideal's time over the row's. Returns None if the ideal was not run.
+    A target is a share, such as 95 %, of the ideal's final metric (``targets_of``). A cell holds
+    the median seconds over the seeds and, in brackets, the ideal's seconds divided by them, in
+    percent. If a run did not reach the target, the cell says so instead. Returns None if the ideal
+    was not run.
 
     Args:
         results: Results of one comparison.
@@ -31,8 +37,8 @@ def times_to_targets(results: Sequence[Result], *, ranges: bool = True) -> Table
     ]
     headings = [f"{100 * share:g}%: {target:.4g}" for share, target in targets.items()]
     caption = (
-        f"Seconds to shares of the ideal's final {results[0].metric}; in brackets the ideal's "
-        "seconds over the row's"
+        f"Seconds until a method reaches shares of the ideal's final {results[0].metric}; in "
+        "brackets the ideal's seconds divided by the method's"
     )
     return Table(("strategy", *headings), tuple(cells), caption)
 
@@ -51,10 +57,12 @@ def _time_to(row: Row, ideal: Row, target: float, *, ranges: bool) -> str:
 
 
 def differences(results: Sequence[Result]) -> Table | None:
-    """Return the differences of each method from the ideal, or else from the first row.
+    """Return a table of the differences between each method and a reference.
 
-    Differences are paired by seed: their mean and its 95 % interval by Student's t. Returns None if
-    no two rows have at least two seeds in common.
+    The reference is the ideal, or the first row if the ideal was not run. Runs are paired by seed
+    and compared in the final metric and in the training time. A cell holds the mean difference over
+    the seeds and its 95 % interval by Student's t. Methods that share fewer than two seeds with the
+    reference are left out. Returns None if no method remains.
     """
     rows = rows_of(results)
     base = ideal_of(rows) or rows[0]
@@ -87,7 +95,7 @@ def _difference(values: Sequence[float], form: str, unit: str = "") -> str:
 
 
 def links(results: Sequence[Result]) -> Table | None:
-    """Return the link measurements before and after each method, or None without measurements."""
+    """Return a table of the links before and after each training, or None if none was measured."""
     rows = rows_of(results)
     with_ideal = has_ideal(results)
     cells = []
@@ -110,5 +118,8 @@ def links(results: Sequence[Result]) -> Table | None:
     if not cells:
         return None
     names = ("before", "after", "latency before", "latency after")
-    caption = "Links as measured within the runs, all busy at once, the slowest; medians over seeds"
+    caption = (
+        "Bandwidth of the slowest link and median latency of the links, measured before and after "
+        "each training while all links are in use; medians over seeds"
+    )
     return Table(("strategy", *([SHARE] if with_ideal else []), *names), tuple(cells), caption)

@@ -1,9 +1,10 @@
 """A thread that waits for messages on behalf of the main thread, so that Ctrl-C stays responsive.
 
-Python delivers a signal only between two bytecode instructions, so a wait inside gloo delays it.
-For a collective the main thread waits in short slices, which the collective survives. A message
-does not survive the time-out of its wait, and gloo cannot tell if one has arrived, so a second
-thread waits for messages.
+Python runs signal handlers only between two bytecode instructions of the main thread. A wait that
+blocks inside gloo delays them. For a collective the main thread repeats waits of 0.1 s, because a
+collective continues after a wait has timed out. For a message this is impossible: a message whose
+wait has timed out is lost, and gloo has no test for its arrival. Therefore a second thread blocks
+on messages.
 """
 
 import queue
@@ -18,7 +19,7 @@ _Job = tuple[Callable[[], object], list[RuntimeError], threading.Lock]
 
 
 class ReceiverThread:
-    """Runs blocking waits of the main thread one after the other. Starts at the first wait."""
+    """Runs blocking waits for the main thread, one at a time. Starts at the first wait."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -26,7 +27,9 @@ class ReceiverThread:
         self._stuck = False  # True if the thread may be blocked on a closed connection
 
     def wait(self, wait: Callable[[], object], poll: Callable[[], bool]) -> None:
-        """Run ``wait`` in the thread, and call ``poll`` periodically until one of them ends.
+        """Run ``wait`` in the thread and block until it has ended, or until ``poll`` returns True.
+
+        ``poll`` is called periodically on the calling thread.
 
         Raises:
             RuntimeError: ``wait`` raised it, or ``poll`` returned True.
@@ -48,7 +51,7 @@ class ReceiverThread:
             raise errors.pop()
 
     def close(self, seconds: float) -> None:
-        """End the thread, and wait for it for at most ``seconds``."""
+        """End the thread. Wait at most ``seconds`` for its end, or 0.5 s if it may be stuck."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(min(seconds, _STUCK_SECONDS) if self._stuck else seconds)
