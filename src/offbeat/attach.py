@@ -1,4 +1,4 @@
-"""``attach`` puts a synchronization strategy on an ordinary training loop."""
+"""``attach`` adds a synchronization strategy to an ordinary training loop."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -49,69 +49,78 @@ def attach(
     log: object = None,
     timeout_seconds: float = 300.0,
 ) -> Synchronizer:
-    """Train ``model`` data-parallel under ``strategy``. The training loop stays as it is.
+    """Synchronize the training of ``model`` between the workers, as ``strategy`` decides.
 
-    A collective: every worker calls it. It
+    The training loop stays as it is: each worker trains on its own batches and calls
+    ``optimizer.step()``. ``attach`` is a collective, which every worker calls. It
 
-    1. compares the model, the optimizers and the strategy between the workers, and warns if
-       settings of the optimizers, the mode of a module or the installed versions differ;
+    1. requires that all workers have the same model, optimizers and strategy, and warns if settings
+       of the optimizers, ``train()`` or ``eval()`` of a module, or installed versions differ;
     2. copies rank 0's parameters and buffers to all workers;
-    3. hooks ``optimizer.step``.
+    3. hooks ``optimizer.step``, so that each step also does what the strategy decides.
 
-    One iteration is one step of every optimizer, regardless of what precedes it (gradient
-    accumulation, several backward passes).
+    A strategy counts iterations. One iteration is one step of every optimizer, regardless of the
+    number of backward passes before it (gradient accumulation).
 
     Args:
-        model: The model. Its parameters that have ``requires_grad`` now are averaged. To unfreeze
-            further parameters later, ``detach`` and attach again.
+        model: The model. The strategy averages its parameters or their gradients, and only those of
+            parameters that have ``requires_grad`` now. To unfreeze further parameters later, call
+            ``detach`` and attach again.
         optimizer: The optimizer of the model, or a list of optimizers. Wrappers of Accelerate,
             Lightning, Fabric and Opacus are unwrapped.
-        strategy: When to synchronize, for example ``offbeat.SelSync()``. None:
-            ``offbeat.StreamingAveraging()``.
+        strategy: The algorithm that decides what the workers average and when, for example
+            ``offbeat.SelSync()``. None: ``offbeat.StreamingAveraging()``.
         group: Process group of the workers, or a custom transport
             (``offbeat.transport.communicator.Transport``). None: the default group.
         node_group: Process group of this worker's node, whose workers are connected by a fast
             network. "auto": the nodes that torchrun started. The workers of a node average their
-            gradients and buffers in every step. The strategy works between the nodes, and counts
-            each node as one worker. All nodes must have equally many workers, which take equally
-            many steps; each worker carries an equal share of the messages between nodes. ``group``
-            contains the workers of all nodes. The model may be sharded by ``fully_shard`` over a
-            mesh of the node's workers; each worker then trains its shards together with its
-            counterparts in the other nodes. None: every worker is a node of its own.
-        scaler: The GradScaler in use, if any. Steps that it skips then count as iterations.
-        wire: Precision of the means of parameters and gradients: "float32", "bfloat16", "int8",
-            "int4", "int2", or "auto" to choose it during training from the time that workers wait.
-            None: "int2" for ``StreamingAveraging``, "float32" for all other strategies. The
-            quantization error is added to the next message (error feedback). This needs memory for
-            one model copy, except with ``StreamingAveraging``. Buffers are always sent exactly.
+            gradients and buffers in every step. The strategy averages between the nodes, and counts
+            each node as one worker. All nodes must have equally many workers. The workers of one
+            node must take equally many steps; nodes may take different numbers. ``group`` contains
+            the workers of all nodes. The model may be sharded by ``fully_shard`` over a device mesh
+            of the node's workers. Each worker then averages its shards with the workers that hold
+            the same shards in the other nodes. None: every worker is a node of its own.
+        scaler: The GradScaler in use, if any. A step that it skips counts as an iteration.
+        wire: Precision in which parameters and gradients are sent: "float32", "bfloat16", "int8",
+            "int4", "int2", or "auto" to choose it during training. None: "int2" for
+            ``StreamingAveraging`` with its default schedule, "float32" for all other strategies.
+            The quantization error of a message is added to the next one (error feedback). This
+            needs memory for one model copy, except with ``StreamingAveraging``. Buffers are always
+            sent exactly.
         non_finite: Handling of a worker that is about to contribute NaN or infinity to a mean.
-            "raise": raise on all workers, before any other model has received the value. "warn":
-            log it once. "exclude": give the worker weight 0 in this round; it continues from the
-            mean of the others or from the shared model, and ``Stats.details`` counts
-            ``non_finite_excluded``. The check reads the contribution once. A value that becomes
-            infinite after the check, in the step itself, is found one round later. Gradients are
-            not checked if there is a ``scaler``.
+            "raise": all workers raise ``OffbeatError``, and no other model receives the value.
+            "warn": the workers log one warning, and the value enters the mean. "exclude": the mean
+            leaves this worker out. It continues from the mean of the others or from the shared
+            model, and ``Stats.details["non_finite_excluded"]`` counts the exclusions. The check
+            costs one pass over the contribution. It may come before the optimizer's step: a value
+            that this step makes non-finite enters the mean, and is found in the next round. With a
+            ``scaler`` gradients are not checked, because it skips steps with such gradients.
         min_workers: Smallest number of workers (≥ 1) with which training continues. It makes
             training elastic: training continues after the loss of workers and admits workers that
             join; see docs/elastic.md. None: the loss of a worker raises ``CommunicationError`` on
             all others.
-        log: Destination of the telemetry record of each step: a path (JSON lines; ``.rankN`` is
-            inserted before the suffix unless the path contains ``{rank}``), a sink, or a list of
-            them. None: no records.
-        timeout_seconds: Largest duration of an operation between workers, at most a year. A longer
-            one raises ``CommunicationTimeout`` on every worker. It must exceed the longest time by
-            which a worker may lag behind the others between two synchronizations.
+        log: Destination of the telemetry records, one for each step: a path, a sink (an object with
+            ``write(record)`` and ``close()``), or a list of them. A path gets JSON lines in a file
+            for each worker: the rank replaces ``{rank}`` in the path, or without it ``.rankN`` is
+            inserted before the suffix. None: no records.
+        timeout_seconds: Time limit of each operation between workers, from a millisecond to a year.
+            An operation that takes longer raises ``CommunicationTimeout`` on every worker. Workers
+            that are ahead wait for the slowest inside an operation, so the limit must exceed the
+            longest time by which a worker may lag behind.
 
     Returns:
         The synchronizer. It is also a context manager: a clean exit calls ``finish``, an exception
         calls ``detach``.
 
     Raises:
-        AttachError: there is no process group; a model or optimizer is attached already, or cannot
-            be synchronized; a DistributedDataParallel cannot be switched off, or DeepSpeed holds
-            the model; or the options exclude each other or are not supported by a baseline.
-        MismatchError: another worker has another model, optimizer or strategy.
-        CommunicationError: a worker did not take part.
+        AttachError: there is no process group. Or the model or an optimizer is attached already, or
+            cannot be synchronized. Or the model is inside a DeepSpeed engine, or inside a
+            DistributedDataParallel whose communication cannot be switched off. Or two options
+            exclude each other, or the strategy does not support an option. Or there are fewer than
+            ``min_workers`` workers.
+        MismatchError: the workers differ in the model, the optimizers, the strategy, ``wire``,
+            ``non_finite`` or ``min_workers``.
+        CommunicationError: another worker failed, or did not call ``attach`` in time.
         TypeError, ValueError: an argument has a wrong type or value.
     """
     if strategy is None:
@@ -153,7 +162,7 @@ def attach(
             for each in attached_optimizers
         ]
     if wire != "float32":
-        kernels()  # compile now: later other workers would wait for it
+        kernels()  # compile now, while no other worker waits for this one
     # -- from here on every worker must take part --
     ddp = DDPSuppressor(model, group, strategy, wire)
     with ExitStack() as on_failure:
@@ -211,7 +220,8 @@ def _attached(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Attache
     """Return each optimizer with its trainable parameters, in the model's order.
 
     Raises:
-        AttachError: an optimizer cannot be synchronized, or something is attached already.
+        AttachError: an optimizer cannot be synchronized, or the model or an optimizer is attached
+            already.
     """
     if not optimizers:
         raise AttachError("attach() needs at least one optimizer")

@@ -1,9 +1,11 @@
 """Buckets: tensors of one dtype and device that are staged in one flat tensor.
 
 Communication works on the flat *staging tensor* of a bucket. ``pack`` copies the tensors into it,
-and ``unpack`` copies the result back, in place. The tensors are never replaced, because the
-optimizer holds them. Half-precision tensors are staged, and therefore summed, in float32. Complex
-tensors are staged as pairs of reals.
+and ``unpack`` copies the result back. It writes into the tensors in place, because the optimizer
+and the modules hold references to them.
+
+Tensors are staged, and therefore summed, in their own dtype, with three exceptions: half-precision
+tensors are staged in float32, complex tensors as pairs of reals, and bool tensors in uint8.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 BUCKET_BYTES = 8 * 2**20  # default size of a bucket
-_PIECE = 2**16  # elements that ``swap`` exchanges at a time: they stay in the processor's cache
+_PIECE = 2**16  # elements that ``swap`` exchanges at a time: they fit into the processor's cache
 
 
 # -- tensors and their flat copy -------------------------------------------------------------------
@@ -24,7 +26,11 @@ def as_real(tensor: Tensor) -> Tensor:
 
 
 def staging_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype in which ``tensor`` is summed: float32 for half types, uint8 for bool."""
+    """Return the dtype of the staging tensor for ``tensor``.
+
+    It is float32 for half types, uint8 for bool, and the dtype of the real part for complex types.
+    All other tensors keep their dtype.
+    """
     if tensor.is_complex():
         return as_real(tensor).dtype
     if tensor.dtype in (torch.float16, torch.bfloat16):
@@ -84,8 +90,9 @@ def add_to(tensors: Sequence[Tensor], flat: Tensor, scale: float) -> None:
 def swap(flat: Tensor, tensors: Sequence[Tensor], divisor: float = 1.0) -> None:
     """tensors ← flat / divisor as in ``unpack``, and flat ← the previous values of the tensors.
 
-    ``unpack(flat, tensors)`` undoes the swap. If the swap is interrupted by Ctrl-C, the tensors
-    keep their previous values and ``flat`` is undefined.
+    ``unpack(flat, tensors)`` undoes the swap. If an exception interrupts the swap, for example a
+    KeyboardInterrupt, the tensors get their previous values back. The values of ``flat`` are then
+    undefined.
     """
     previous: list[tuple[Tensor, Tensor]] = []  # (piece of a tensor, its previous values)
     with torch.no_grad():
@@ -122,14 +129,14 @@ def add_clamped(tensors: Sequence[Tensor], mean: Tensor, sent: Tensor) -> None:
         shifted = current + (mean - sent)
         lower, upper = torch.minimum(current, mean), torch.maximum(current, mean)
         clamped = torch.minimum(torch.maximum(shifted, lower), upper)
-        # A value that has not changed becomes the mean, because ∞ − ∞ (in a mask) is NaN. A NaN
-        # becomes the mean, too.
+        # For a value that equals the sent one the result is the mean. It is not computed, because
+        # an infinite value, as in a mask, would give ∞ − ∞ = NaN. The mean also replaces a NaN.
         replaced = (current == sent) | current.isnan() | sent.isnan()
         unpack(torch.where(replaced, mean, clamped), tensors)
 
 
 def _with_parts(tensors: Sequence[Tensor], flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each tensor, as real numbers, and its part of ``flat`` in the same shape."""
+    """Yield each tensor, viewed as real numbers, and its part of ``flat`` in the same shape."""
     offset = 0
     for tensor in tensors:
         target = as_real(tensor.detach())
@@ -192,7 +199,7 @@ class Bucket:
         return self.flat
 
     def unpack(self, divisor: float = 1.0) -> None:
-        """Replace the tensors by the staged values divided by ``divisor``."""
+        """Write the staged values divided by ``divisor`` into the tensors, in place."""
         unpack(self.body, self.tensors, divisor)
 
     def swap(self, divisor: float = 1.0) -> None:
@@ -212,15 +219,17 @@ def group_tensors(
     bucket_bytes: float = BUCKET_BYTES,
     first_bucket_bytes: float = 0,
 ) -> list[list[Tensor]]:
-    """Group tensors by dtype and device into lists of at most ``bucket_bytes``, in order.
+    """Group tensors by dtype and device into lists, in the given order.
 
-    A tensor larger than ``bucket_bytes`` forms a list alone.
+    A tensor opens a new list if it would make the last list of its dtype and device larger than
+    ``bucket_bytes``. So only a list of a single tensor can be larger. The first list has another
+    rule if ``first_bucket_bytes`` is not 0.
 
     Args:
         tensors: The tensors.
         bucket_bytes: Largest size of a list, as staged.
-        first_bucket_bytes: If not 0, the first list ends with the tensor with which it reaches this
-            size.
+        first_bucket_bytes: Size at which the first list is closed. Its last tensor may exceed this
+            size, and ``bucket_bytes``. 0: the first list is like the others.
     """
     groups: list[list[Tensor]] = []
     open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
@@ -241,5 +250,5 @@ def group_tensors(
 
 
 def make_buckets(tensors: Iterable[Tensor], bucket_bytes: float = BUCKET_BYTES) -> list[Bucket]:
-    """Make buckets of ``tensors`` in order, without the empty ones."""
+    """Return the groups of ``group_tensors`` as buckets. Tensors without elements are left out."""
     return [Bucket(g) for g in group_tensors((t for t in tensors if t.numel()), bucket_bytes)]

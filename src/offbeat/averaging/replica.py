@@ -1,8 +1,13 @@
-"""Replica: the tensors of one worker's model, and which of them are averaged.
+"""Replica: the tensors of one worker's model, and how each kind is combined over the workers.
 
-Parameters, floating-point buffers and complex buffers are averaged. Of signed integer buffers, such
-as BatchNorm's batch counter, the maximum over the workers is taken. All other buffers, such as
-masks, are copied from rank 0 in a consensus.
+A *consensus* replaces the local model by the mean over all workers. It combines the tensors so:
+
+- Trainable parameters, floating-point buffers and complex buffers become their mean.
+- Signed integer buffers, such as BatchNorm's batch counter, become their maximum.
+- All other buffers, such as masks, become those of rank 0.
+- Frozen parameters do not change.
+
+Strategies that average models during training apply the first rule only.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,8 +27,9 @@ class Replica:
 
     Args:
         model: The model.
-        trainable: The parameters to average, with or without a gradient.
-        scale: ``Host.scale``.
+        trainable: The parameters to average, even if they have no gradient.
+        scale: ``Host.scale``, by which the size of a bucket is divided. Not 1 only in a simulation,
+            where each element stands for ``scale`` elements of the full model.
 
     Attributes:
         parameters: Name and tensor of each averaged parameter, sorted by name. Tied parameters
@@ -42,7 +48,7 @@ class Replica:
         self._buckets: dict[Contents, tuple[list[Tensor], list[Bucket]]] = {}
 
     def describe(self) -> list[str]:
-        """Return a line of text for each tensor of the model, to be compared between workers."""
+        """Return a line of text for each tensor of the model, for comparison between workers."""
         averaged = {id(p) for _, p in self.parameters}
         lines = [
             f"parameter {name!r}: shape {tuple(p.shape)}, {p.dtype}, "
@@ -75,11 +81,11 @@ class Replica:
         return [b for b in self._buffers() if b.is_floating_point() or b.is_complex()]
 
     def integer_buffers(self) -> list[Tensor]:
-        """Return the signed integer buffers, of which the maximum is taken."""
+        """Return the signed integer buffers, which become their maximum over the workers."""
         return [b for b in self._buffers() if b.dtype in _COUNTERS]
 
     def other_buffers(self) -> list[Tensor]:
-        """Return all other buffers, which ``consensus`` and ``finish`` copy from rank 0."""
+        """Return all other buffers, which a consensus copies from rank 0."""
         done = {id(b) for b in (*self.float_buffers(), *self.integer_buffers())}
         return [b for b in self._buffers() if id(b) not in done]
 
@@ -87,7 +93,7 @@ class Replica:
         return [buffer for _, buffer in sorted(self._model.named_buffers(), key=lambda b: b[0])]
 
     def averaged(self) -> list[Tensor]:
-        """Return all tensors that a mean of models replaces."""
+        """Return the averaged parameters and buffers."""
         return [*(p for _, p in self.parameters), *self.float_buffers()]
 
     def _synchronized(self) -> list[Tensor]:
@@ -99,7 +105,8 @@ class Replica:
     def buckets(self, kind: Contents = "averaged") -> list[Bucket]:
         """Return buckets of the averaged tensors.
 
-        The buckets are kept for the next call, unless a module has replaced a buffer since then.
+        Repeated calls return the same buckets. New ones are made only if a module has replaced a
+        buffer tensor by another one, or after ``forget_buckets``.
 
         Args:
             kind: "parameters", "buffers" (the floating-point and complex ones), or "averaged" for
@@ -115,15 +122,15 @@ class Replica:
         return buckets
 
     def forget_buckets(self) -> None:
-        """Make new buckets at the next use.
+        """Discard all buckets, so that the next call of ``buckets`` makes new ones.
 
-        Required after operations were abandoned: a backend may still write into their staging
-        tensors.
+        Required after an operation was abandoned, because the backend may still write into the
+        staging tensor.
         """
         self._buckets.clear()
 
     def snapshot(self) -> list[Tensor]:
-        """Return copies of all tensors that a consensus may change, in total one model."""
+        """Return copies of all tensors that a consensus changes: all but the frozen parameters."""
         return [t.detach().clone() for t in self._synchronized()]
 
     def restore(self, snapshot: Sequence[Tensor]) -> None:

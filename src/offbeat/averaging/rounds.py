@@ -1,8 +1,8 @@
-"""Rounds: the workers exchange votes, and every worker receives the same tally.
+"""Rounds: each worker sends a vote, and all workers receive the same tally, the sum of the votes.
 
-Every worker takes part in every round, so it starts all operations that the other workers start. A
-worker that has run out of data keeps voting with ``stepping=False`` until all workers have. So
-workers may take different numbers of steps.
+Every worker takes part in every round. So all workers make the same decisions and start the same
+operations in the same order. A worker that has run out of data votes with ``stepping=False`` until
+all workers have run out of data. The workers may therefore take different numbers of steps.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,9 @@ from offbeat.transport.handle import Completed, Handle
 
 
 class Rounds:
-    """Numbers the rounds of one view and sends the votes.
+    """Sends the votes of one worker, and numbers the rounds of a view.
+
+    A view is a period with the same set of workers.
 
     Args:
         worker: This worker.
@@ -36,7 +38,7 @@ class Rounds:
         finite: bool,
         numbers: tuple[float, ...],
     ) -> Vote:
-        """Return this worker's vote in the next round. The arguments are those of ``Vote``."""
+        """Make this worker's vote for the next round. The arguments are those of ``Vote``."""
         worker = self._worker
         vote = Vote(
             weight=weight,
@@ -54,7 +56,12 @@ class Rounds:
         return vote
 
     def send(self, vote: Vote, optimizer: int = 0) -> Round:
-        """Send a vote in a separate message, and return the round in progress."""
+        """Send a vote in a message of its own, and return the round in progress.
+
+        Args:
+            vote: The vote.
+            optimizer: Index of the optimizer that the round belongs to.
+        """
         worker, values, size = self._worker, vote.encode(), self._worker.size
         if size == 1:
             return self.arrived(vote, values, optimizer)
@@ -65,11 +72,18 @@ class Rounds:
         return Round(optimizer, vote, self._checked(sums))
 
     def arrived(self, vote: Vote, sums: Sequence[float], optimizer: int) -> Round:
-        """Return a round whose sums have already arrived, as part of another message."""
+        """Return a round whose sums have already arrived with another message, such as gradients.
+
+        Args:
+            vote: The vote of this worker.
+            sums: Element-wise sums of the encoded votes of all workers.
+            optimizer: Index of the optimizer that the round belongs to.
+        """
         tally = Completed(vote.tally(sums, self._worker.size))
         return Round(optimizer, vote, self._checked(tally))
 
     def _checked(self, sums: Handle[Sums]) -> Handle[Sums]:
-        # The closure must not hold the worker: a flow's state may keep a round, and so itself.
+        # The closure must not hold the worker. A flow's state may hold a round, so this would be a
+        # reference cycle.
         check, step = self._check, self._worker.step
         return sums.then(lambda tally: check(tally, step))

@@ -1,4 +1,8 @@
-"""Votes and tallies, which the workers exchange in a round."""
+"""Votes and tallies.
+
+In a round all workers decide together whether and what to synchronize. Each worker sends a *vote*,
+which is a list of numbers. The *tally* is its sum over the workers, which all workers receive.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +15,7 @@ from offbeat.strategies.base import Tally
 from offbeat.transport.handle import Completed, Handle
 
 _NON_FINITE = 4096  # see ``Vote``
-_WRAP = 1024  # view and round are sent modulo this number, so that their sum is exact in float32
+_WRAP = 1024  # view and round are sent modulo this number, so that the sums are exact in float32
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class Vote:
         stepping: True if this worker takes a step in this round.
         finishing: True if this worker is inside ``finish``.
         wanted: Return value of ``Strategy.due``; 0 if this worker takes no step.
-        view: Number of the team's view.
+        view: Number of the view, the period with the present set of workers.
         round: Number of the round in this view.
         finite: True if everything this worker is about to contribute is finite.
         rank: Rank of this worker.
@@ -31,10 +35,11 @@ class Vote:
         measured: Measurements of an automatic wire.
 
     ``encode`` returns the numbers that are summed over the workers, and ``tally`` decodes the sums.
-    A worker with non-finite values adds 1 + 4096·(rank + 1) to one of the numbers. Receivers split
-    the sum with ``divmod`` into the count of such workers and the sum of their ranks plus one. The
-    sum is exact in float64. In float32, which gradients may use, it is exact for one such worker
-    with a rank below 4095.
+    One of the numbers is 0 from a worker with finite values, and 1 + 4096·(rank + 1) from any other
+    worker. ``tally`` splits the sum with ``divmod`` into the number n of such workers and the sum
+    of their rank + 1, which gives the rank if n = 1. The sum is exact in float64. In float32, which
+    may be used if the vote travels with gradients, it is exact for one such worker with a rank
+    below 4095.
     """
 
     weight: float
@@ -98,7 +103,7 @@ class Sums:
 
     Attributes:
         weight: Sum of the weights.
-        stepping: Number of workers that take a step in this round. 0 once all have stopped.
+        stepping: Number of workers that take a step in this round. 0: all wait or have ended.
         finishing: Number of workers inside ``finish``.
         wanted: Sum of ``Strategy.due`` over the workers that take a step.
         non_finite: Number of workers with non-finite values.
@@ -140,7 +145,7 @@ class Round(Handle[Sums]):
         return self.handle.wait()
 
     def tally(self) -> Tally:
-        """Return the tally for the strategy. Does not wait for the sums."""
+        """Return the tally for the strategy. Only reading its attributes waits for the sums."""
 
         def read() -> tuple[int, float, tuple[float, ...]]:
             sums = self.wait()
@@ -156,7 +161,7 @@ class Round(Handle[Sums]):
 
     @classmethod
     def saved(cls, values: Sequence[float]) -> "Round":
-        """Return the round that ``flat`` has saved."""
+        """Return the round of which ``flat`` has returned these values."""
         stepping, own, weight, count, wanted, *numbers = values
         vote = Vote(own, bool(stepping), False, 0.0, 0, 0, True, 0)
         sums = Sums(weight, round(count), 0, wanted, numbers=tuple(numbers))

@@ -17,11 +17,15 @@ class Stateful(Protocol):
         """Return the state."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Continue from a state."""
+        """Restore a state that ``state_dict`` returned."""
 
 
 def as_list(objects: Any) -> list[Any]:
-    """Return ``objects`` as a list: one object, a sequence of them, or None for no object."""
+    """Return a list of the given objects.
+
+    Args:
+        objects: One object, a sequence of objects, or None for an empty list.
+    """
     if objects is None:
         return []
     return list(objects) if isinstance(objects, Sequence) else [objects]
@@ -43,7 +47,8 @@ def require_same_kinds(name: str, saved: Sequence[tuple[str, Any]], objects: Seq
         objects: The objects that will load the states.
 
     Raises:
-        CheckpointError: the objects differ.
+        CheckpointError: the number or the types of the objects differ, or the sizes of parameter
+            groups.
     """
     saved_kinds, kinds = [kind for kind, _ in saved], [type(each).__name__ for each in objects]
     if saved_kinds != kinds:
@@ -64,10 +69,10 @@ def require_same_kinds(name: str, saved: Sequence[tuple[str, Any]], objects: Seq
 
 
 def require_same_tensors(present: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Raise unless two states of a model have the same names and shapes.
+    """Raise unless two ``state_dict()`` of a model have the same names and shapes.
 
     Raises:
-        CheckpointError: a tensor differs.
+        CheckpointError: a name is in one state only, or a shape differs. The dtypes may differ.
     """
     shapes, saved_shapes = (
         {name: getattr(value, "shape", None) for name, value in state.items()}
@@ -98,7 +103,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any], device: torch.device) -> None:
-    """Continue from the result of ``random_states``."""
+    """Restore the random states that ``random_states`` returned."""
     torch.set_rng_state(states["torch"])
     if states["cuda"] is not None and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)

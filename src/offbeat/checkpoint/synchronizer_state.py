@@ -1,11 +1,15 @@
 """The state that ``Synchronizer.state_dict`` returns: construction, checks, loading.
 
-The state of a *worker* names the training it belongs to (format, strategy, wire, rank, number of
-workers, tensors of the model) and contains a digest of all its values. Everything is checked, and
-all workers agree, before anything is loaded.
+There are two kinds of states. Both contain a digest of their values, and the names, shapes and
+dtypes of the model's tensors, but not the model itself. All workers check their states, and load
+them only if every worker accepts its state.
 
-The state of a *consensus* belongs to a model that all workers hold. It fits any strategy and any
-number of workers: they start from that model, and only the totals continue.
+The state of a *worker* names the training it belongs to: strategy, wire, rank and number of
+workers. Only that worker of that training can load it.
+
+The state of a *consensus* belongs to the mean of the models, which all workers hold in a consensus.
+It can be loaded under any strategy and any number of workers. Training then starts anew from that
+mean, and only the totals (``Stats``) continue.
 """
 
 import contextlib
@@ -31,7 +35,7 @@ _WORKER = (*_CONSENSUS, *_IDENTITY, *_POSITION)
 
 
 def state_of(flow: Flow, stats: Stats) -> dict[str, Any]:
-    """Return the state of one worker. Everything in flight must have landed."""
+    """Return the state of one worker, after ``flow.before_save()`` has waited for all messages."""
     worker = flow.worker
     return _sealed(
         {
@@ -51,13 +55,17 @@ def state_of(flow: Flow, stats: Stats) -> dict[str, Any]:
 
 
 def consensus_of(flow: Flow, stats: Stats) -> dict[str, Any]:
-    """Return the state of a consensus: the description of its model and this worker's totals."""
+    """Return the state of a consensus.
+
+    It contains the description of the model's tensors and this worker's totals without
+    ``Stats.details``.
+    """
     return _sealed(
         {
             "format": FORMAT,
             "of": "consensus",
             "model": flow.worker.replica.describe(),
-            "stats": dataclasses.asdict(stats) | {"details": {}},  # they belong to the strategy
+            "stats": dataclasses.asdict(stats) | {"details": {}},  # these belong to the strategy
         }
     )
 
@@ -73,7 +81,8 @@ def check_state(state: Any, flow: Flow, stats: Stats) -> None:
     """Raise unless this worker can load ``state``.
 
     Raises:
-        CheckpointError: the state is damaged, or belongs to another worker or training.
+        CheckpointError: the state is damaged or has another format; or it belongs to another
+            worker, training or model; or it is that of a consensus and this worker has taken steps.
     """
     if not isinstance(state, dict) or "format" not in state:
         raise CheckpointError(
@@ -178,7 +187,7 @@ def _check_values(state: dict[str, Any], flow: Flow) -> None:
 
 
 def answer_of(state: Any, refused: CheckpointError | None) -> bytes:
-    """Return this worker's message to the others before loading, for ``require_all``.
+    """Return a message that tells all workers whether this one can load; see ``require_all``.
 
     Args:
         state: The state that this worker was given.
@@ -189,13 +198,15 @@ def answer_of(state: Any, refused: CheckpointError | None) -> bytes:
 
 
 def require_all(answers: Sequence[bytes]) -> None:
-    """Raise unless all workers can load, and load states of the same step.
+    """Raise unless every worker can load its state, and all states were saved together.
+
+    States were saved together if all are of a consensus, or all are of workers at the same step.
 
     Args:
         answers: Message of every worker (``answer_of``), in rank order.
 
     Raises:
-        CheckpointError: a worker cannot load, or the states are of different steps.
+        CheckpointError: a worker cannot load its state, or the states were not saved together.
     """
     decoded = [json.loads(answer) for answer in answers]
     for rank, (error, _) in enumerate(decoded):
@@ -215,7 +226,13 @@ def _named(of: str, step: int | None) -> str:
 
 
 def load_state(state: dict[str, Any], flow: Flow) -> Stats:
-    """Continue from a checked state. A collective. Returns the totals."""
+    """Load a state that every worker has checked. A collective.
+
+    For a consensus all workers start from rank 0's present model.
+
+    Returns:
+        The totals of this worker.
+    """
     worker = flow.worker
     totals = dict(state["stats"])
     worker.details.clear()

@@ -18,10 +18,10 @@ from offbeat.transport.membership import View
 from offbeat.transport.torch_backend.store_access import call_within
 
 LATEST_TRAINING = "offbeat/elastic"
-"""Key of the prefix of the training that began last in a store."""
-_POLL_SECONDS = 0.05  # time between two looks at the store
+"""Key in the store. Its value is the key prefix of the training that began last."""
+_POLL_SECONDS = 0.05  # time between two reads of the store
 _CONNECT_SECONDS = 30.0
-_MARGIN_SECONDS = 1.0  # delay with which torch may notice its time limit
+_MARGIN_SECONDS = 1.0  # torch may raise its time-out error this much too late
 _ATTEMPTS = 2  # each failed attempt costs the members one view change
 
 
@@ -29,16 +29,18 @@ def join(address: str | None = None) -> Transport:
     """Return the ``group`` argument with which a new worker attaches to a running training.
 
     The training must have been attached with ``min_workers``. The new process does not call
-    ``init_process_group``. Its ``attach`` waits until the members admit it, after one of their
-    steps, for at most ``timeout_seconds``. If several trainings use the store, it joins the one
-    that began last.
+    ``init_process_group``. Its ``attach`` blocks until the members of the training admit it, which
+    they do at the beginning of an optimizer step. After ``timeout_seconds`` without admission
+    ``attach`` raises ``CommunicationTimeout``. If several trainings use the store, the worker joins
+    the one that began last.
 
     Args:
         address: Address of the store of the members' process group, as ``host:port`` or
             ``file://path``. None uses ``MASTER_ADDR`` and ``MASTER_PORT``.
 
     Raises:
-        ValueError: The address has another form.
+        ValueError: The address has another form; or it is None, and one of the two environment
+            variables is not set.
     """
     if address is None:
         variables = "MASTER_ADDR", "MASTER_PORT"
@@ -55,7 +57,10 @@ def join(address: str | None = None) -> Transport:
 
 
 class Newcomer(Transport):
-    """Opens communicators in views that admit this worker.
+    """Transport of a worker that joins a running training.
+
+    A *view* is a period of the training with the same set of workers. The communicator belongs to
+    the first view that this worker is a member of.
 
     Args:
         address: Address of the store.
@@ -69,8 +74,10 @@ class Newcomer(Transport):
 
         Raises:
             AttachError: The training has ended.
-            CommunicationError: The store cannot be reached.
-            CommunicationTimeout: The members did not admit this worker in time.
+            CommunicationError: The store cannot be reached, or the members cannot connect to this
+                process, or the view could not be opened.
+            CommunicationTimeout: No training began at the store, or the members did not admit this
+                worker, within ``timeout_seconds``.
         """
         deadline = time.monotonic() + timeout_seconds
         root = SharedStore(self._open_store(timeout_seconds), self._address)
@@ -99,7 +106,11 @@ class Newcomer(Transport):
         )
 
     def _await_admission(self, agreement: Agreement, deadline: float) -> View | None:
-        """Return the view that admits this worker, or None if a view change has excluded it."""
+        """Request a view change, and return the view that admits this worker.
+
+        Returns:
+            The view. None if the members read the request and could not connect to this worker.
+        """
         store, worker = agreement.store, agreement.worker
         what = f"rank {worker}: joining failed"
         number = store.call(lambda: store.get("latest") or 0, what)
@@ -145,7 +156,8 @@ class Newcomer(Transport):
                 timeout=timedelta(seconds=seconds),
             )
 
-        # TCPStore has no time limit for a process that accepts and never answers, as when stopped.
+        # TCPStore waits forever if the server process accepts the connection but never answers, for
+        # example because a signal has stopped it.
         try:
             return call_within(seconds + _MARGIN_SECONDS, connect)
         except RuntimeError as error:
@@ -155,7 +167,7 @@ class Newcomer(Transport):
         )
 
     def _await_training(self, root: SharedStore, deadline: float, timeout_seconds: float) -> str:
-        """Return the prefix of the keys of the training that began last."""
+        """Wait for a training at the store. Returns the key prefix of the one that began last."""
         while time.monotonic() < deadline:
             value = root.call(lambda: root.get(LATEST_TRAINING), "joining failed")
             if value is not None:
@@ -168,7 +180,11 @@ class Newcomer(Transport):
 
 
 def _take_identity(store: SharedStore, heartbeats: HeartbeatConnections) -> int:
-    """Take the lowest free identity, which is also the place in the queue of join requests."""
+    """Reserve the lowest free identity in the store for this worker, and return it.
+
+    The identity is the worker's number in the training. Writing the address under it is the request
+    to join, and members read the requests in the order of the identities.
+    """
     worker = int(store.get("size"))
     while store.put_if_absent(f"address/{worker}", heartbeats.address) != heartbeats.address:
         worker += 1

@@ -10,44 +10,55 @@ from offbeat.strategies.base import Outer, SharedModel, Strategy, WorkerView, se
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class AsyncAveraging(Strategy):
-    """Workers keep computing while their models are averaged. The staleness is bounded.
+    """Workers keep computing while their models are averaged, up to a bound on the staleness.
 
-    **Update**. P is the last shared model, u the update of a worker since then. A worker launches
-    its snapshot s = P + u. When the mean of all snapshots lands, some local steps later:
+    P is the shared model, which is bitwise equal on all workers, and x is the local model. In a
+    *launch* every worker takes a snapshot s of x and starts to average it with those of the other
+    workers. The launch *lands* some local steps later: the mean moves P and x.
+
+    **Update**. u = s − P is the worker's update since the last shared model. The weight w is 1. It
+    is 0 for a worker that has run out of data and has nothing new to send, or is excluded. At the
+    landing, in this order:
 
         P ← Σ w·s / Σ w                       = P + mean(u), the paper's next P (Lemma 3.1)
         x ← x + (P − s)                       = x + mean(u) − u (Algorithm 2)
 
-    With outer momentum, and over a lossy ``wire``, workers send updates instead of snapshots:
+    A worker that stores P (see *Memory*) sends u instead of s. P then moves by an outer step:
 
-        m = Σ w·(s − P) / Σ w
-        v ← μ·v + m;  P ← P + η_o·(m + μ·v)   Nesterov
+        D = Σ w·u / Σ w
+        v ← μ·v + D;  P ← P + η_o·(D + μ·v)   Nesterov; P ← P + D by default
 
     ``schedule="cyclic"`` (Algorithm 2): the workers launch every β = τ/2 local steps. A launch
-    lands β steps later, just before the next one. The workers wait if it has not arrived by then.
+    lands β steps later, just before the next launch. A worker waits there if the mean has not
+    arrived.
 
-    ``schedule="eager"`` (Algorithm 1): the workers launch as soon as the last launch has landed and
-    every worker has taken a step since. A small sum, for which no worker waits, tells them so. A
-    launch lands at the first step boundary after its arrival. A worker waits when it is τ local
-    steps past P.
+    ``schedule="eager"`` (Algorithm 1): a worker votes for the next launch once its last launch has
+    landed and it has taken a step since. The workers launch when the votes of all have been summed.
+    A launch lands at the first step boundary after its mean has arrived. A worker waits, for votes
+    or a mean, only when its newest landed snapshot is τ local steps old.
 
     Args:
-        staleness: τ, the largest number of local steps past the shared model (cyclic: even, ≥ 2;
-            eager: ≥ 1).
+        staleness: τ, the largest age of the newest landed snapshot, in local steps of this worker
+            (cyclic: even, ≥ 2; eager: ≥ 1).
         schedule: Time of the launches: "cyclic" (periodic) or "eager" (as often as possible).
         outer_lr: Outer learning rate η_o > 0.
         outer_momentum: Outer momentum μ in [0, 1).
 
-    *Communication*: one mean of the model and seven numbers a launch, overlapped with τ/2 steps.
-    *Memory*: two flat copies of the model (the snapshot and the sum in flight), and a third inside
-    ``consensus``. Outer momentum adds two, P and v. A lossy wire adds P and the quantization
-    errors. ``non_finite="exclude"`` adds P, as does "raise" with the eager schedule. *State*: all
-    of these.
+    *Communication*: for each launch one all-reduce of the model and one of the votes (seven
+    numbers). Both overlap with local steps: β steps with the cyclic schedule, and as many as the
+    network needs with the eager one.
 
-    *Differs from the paper*: over an exact wire workers send models instead of updates. This is the
-    same in exact arithmetic, needs no copy of x_init, and gives all workers the same P, so rounding
-    errors cannot drive the workers apart. Line 22 of Algorithm 1 would discard local steps; here
-    they are kept. Outer momentum and the eager schedule without a master are ours.
+    *Memory*, in copies of the model: two, for s and for the sum in flight. P is one more. It is
+    stored with an outer step (``outer_lr`` not 1, or ``outer_momentum``), with a lossy ``wire``,
+    with ``non_finite="exclude"``, and in the eager schedule with ``non_finite="raise"``. Outer
+    momentum adds v, a lossy wire the quantization errors, and ``consensus`` a temporary copy.
+    *State* in checkpoints: all of these but the temporary copy.
+
+    *Differs from the paper*: a worker that does not store P sends s instead of u. The result is the
+    same in exact arithmetic, and no copy of the paper's x_init is needed. All workers get a bitwise
+    equal P, so rounding errors do not drive their models apart. Line 22 of Algorithm 1 would
+    discard local steps; here they are kept. Outer momentum, and an eager schedule without a master,
+    are not in the paper.
 
     Source: "Asynchronous SGD without gradient delay for efficient distributed training", ICLR 2019
     submission, Algorithms 1 and 2.

@@ -13,7 +13,7 @@ USUAL_INSIDE, USUAL_INSIDE_LATENCY = "100Gbit/s", "10us"
 """Default bandwidth and latency of the network inside a node."""
 
 FORWARD_SHARE = 1 / 3
-"""Share of a step's computation before backward: backward takes as long as two forwards."""
+"""Share of the forward pass in a step's computation. Backward takes twice as long as forward."""
 
 
 def message_seconds(size_bytes: float, bytes_per_second: float, latency_seconds: float) -> float:
@@ -31,7 +31,8 @@ def all_reduce_seconds(
     """Return the duration of a ring all-reduce: 2(N−1)·(α + M/(N·B)).
 
     It has N−1 steps of reduce-scatter and N−1 of all-gather. In each step every worker sends one
-    N-th of the tensor. The duration is 0 for one worker and approaches 2M/B for many.
+    N-th of the tensor. The duration is 0 for one worker. With many workers the bandwidth term
+    approaches 2M/B, and the latency term 2(N−1)·α grows linearly.
 
     Source: Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
     workstations", JPDC 69(2), 2009.
@@ -46,7 +47,8 @@ def broadcast_seconds(
 ) -> float:
     """Return the duration of a broadcast along a binomial tree: ⌈log₂ N⌉·(α + M/B).
 
-    In each step every worker that has the tensor sends it to one that does not.
+    In each step every worker that has the tensor sends it to at most one worker that does not. The
+    number of workers that have it doubles, until all have it.
 
     Source: Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in
     MPICH", IJHPCA 19(1), 2005.
@@ -70,7 +72,8 @@ def all_gather_seconds(
 ) -> float:
     """Return the duration of a ring all-gather of M bytes from *each* worker: (N−1)·(α + M/B).
 
-    In each step every worker forwards the tensor that it received last.
+    In the first step every worker sends its own tensor to the next worker in the ring. In each
+    later step it forwards the tensor that it received in the step before.
 
     Source: Thakur, Rabenseifner & Gropp 2005 (there with n = N·M bytes in total).
     """
@@ -95,7 +98,7 @@ def all_to_all_seconds(
 def all_reduce_bytes(size_bytes: float, workers: int) -> float:
     """Return the bytes that each worker sends in a ring all-reduce: 2(N−1)/N·M.
 
-    Source: Patarasuk & Yuan 2009; no algorithm sends fewer.
+    Source: Patarasuk & Yuan 2009, who show that no all-reduce algorithm sends fewer.
     """
     _require_size(size_bytes, workers)
     return 2 * (workers - 1) / workers * size_bytes

@@ -1,4 +1,9 @@
-"""The pipeline of one worker's parts: queued, launched, in flight, landed."""
+"""The pipeline through which one worker averages the parts of the shared model P.
+
+A round of votes decides a launch, which is *queued*. To *launch* the part, the worker sends its
+values of the part, or their difference to P. The part is then *in flight*. When the mean over the
+workers has *arrived*, the part can *land*: the mean moves P and the local model x.
+"""
 
 import math
 from dataclasses import dataclass, field
@@ -13,17 +18,17 @@ from offbeat.checkpoint.state import transient
 from offbeat.strategies.base import Launch, Precision, SharedModel, Strategy, WorkerView
 from offbeat.transport.handle import Completed
 
-_SMOOTHED_PASSES = 5  # passes of the model over which ‖u‖² and ‖D‖² are smoothed
+_SMOOTHED_PASSES = 5  # passes of the model in which a summand of ‖u‖² or ‖D‖² decays to 1/e
 
 
 @dataclass(frozen=True)
 class QueuedLaunch:
-    """A launch that a round has decided.
+    """A launch that a round has decided and that has not started.
 
     Attributes:
         part: Index of the part.
-        round: The round.
-        precision: Precision of the part. None: that of the wire.
+        round: The round, whose tally has the sum of the weights.
+        precision: Precision of this launch. None: that of the wire.
     """
 
     part: int
@@ -39,10 +44,11 @@ class PipelineState:
         parts: The parts of the shared model.
         next_part: Index of the part that is launched next.
         in_flight: Indices of the parts in flight, the oldest first.
-        fresh_step: Local step of the newest launch that has landed.
+        fresh_step: Local step at which the newest landed part was launched.
         flight_seconds: Sum over all landings of the seconds from launch to arrival.
-        queue: Decided launches that wait for the previous landing of their part.
-        spent: Seconds spent on each launch and landing since the last step boundary.
+        queue: Decided launches that have not started, because the part of the first one is still in
+            flight.
+        spent: Seconds spent on each launch and landing since the last step boundary, without waits.
     """
 
     parts: list[Part]
@@ -61,7 +67,7 @@ class Pipeline:
         worker: This worker.
         strategy: The strategy, whose ``outer_step`` is called for each launch.
         shared: Return value of ``strategy.averages()``.
-        view: The strategy's view of this worker. The pipeline updates its counters.
+        view: The ``WorkerView`` that the strategy reads. The pipeline updates its counters.
         check: Policy for non-finite contributions.
 
     Attributes:
@@ -105,14 +111,17 @@ class Pipeline:
         return self._worker.touched or any(step > part.synced_step for part in self.parts)
 
     def step_skipped(self) -> None:
-        """Do not count the current step, which has changed nothing, as an unsynchronized step."""
+        """Do not count the current step as unsynchronized, because it has not changed the model."""
         step = self._worker.step
         for part in self.parts:
             if part.synced_step == step - 1:
                 part.synced_step = step
 
     def arrived(self) -> int:
-        """Return how many parts in flight have arrived, up to the oldest one that has not."""
+        """Count the parts in flight that have arrived, up to the first that has not.
+
+        Oldest first. Never blocks.
+        """
         count = 0
         for index in self.state.in_flight:
             if not self.parts[index].arrived():
@@ -128,7 +137,7 @@ class Pipeline:
     # -- launching -------------------------------------------------------------------------------
 
     def add(self, launch: Launch, round: Round) -> None:
-        """Queue the launches that a round has decided: the next parts in cyclic order."""
+        """Queue the launches of a round: the next ``launch.parts`` parts in cyclic order."""
         state, count = self.state, len(self.parts)
         number = count if launch.parts == math.inf else int(launch.parts)
         state.queue += [
@@ -141,8 +150,8 @@ class Pipeline:
         """Launch the queued parts, in order.
 
         Args:
-            wait: True if a queued part that is still in flight is landed first. False: the queue
-                stops at such a part until a later call.
+            wait: True to land a queued part first if it is still in flight. False to stop at such a
+                part, and to leave it and the rest of the queue to a later call.
         """
         while self.state.queue:
             queued = self.state.queue[0]
@@ -161,8 +170,8 @@ class Pipeline:
         began = worker.team.host.now()
         weight = buffer_weight = round.own.weight
         if shared.eager and worker.guarded and worker.size > 1 and not self.finite(part):
-            weight = 0.0  # it became non-finite after the vote: send an update of 0
-            # With "exclude" the buffers are restored first, so they can be sent.
+            weight = 0.0  # the part became non-finite after the vote: send an update of 0
+            # With "exclude", ``_found_non_finite`` restores the buffers, so they can be sent.
             buffer_weight = buffer_weight if worker.excludes else 0.0
             self._found_non_finite()
         outer_step = None
@@ -178,7 +187,7 @@ class Pipeline:
             precision=queued.precision,
             outer_step=outer_step,
         )
-        if not shared.blocking:  # else ``land`` sets it, so that a lost peer loses no steps
+        if not shared.blocking:  # else ``land`` sets it: if a peer is lost, the steps still count
             part.synced_step = worker.step
         self._spend(began)
 
@@ -200,7 +209,7 @@ class Pipeline:
         """Land the oldest part in flight. Waits for it.
 
         Args:
-            take: True if this worker's model takes over the mean. False: it does not change.
+            take: True to move the local model by the mean. False to leave it unchanged.
         """
         state, view, worker = self.state, self._view, self._worker
         view.step = worker.step  # ``outer_step`` may be called now
@@ -228,14 +237,18 @@ class Pipeline:
             view.mean_squared = keep * view.mean_squared + mean
 
     def _optimizer_state_with(self, part: Part) -> list[Landing]:
-        """Start the mean of the optimizers' state, if it lands with ``part``, the last part."""
+        """Start the mean of the optimizers' state, which lands together with the last part.
+
+        Returns:
+            The landings. Empty if ``part`` is another part, or the state is not averaged.
+        """
         if not self._shared.optimizer_state or part is not self.parts[-1]:
             return []
         own, total = part.weights()
         return self._worker.optimizer_state.launch(own, total) if total else []
 
     def settle(self) -> None:
-        """Launch and land all queued parts and those in flight, and free the staging tensors."""
+        """Launch all queued parts, land all parts in flight, and free the staging tensors."""
         self.launch_queued(wait=True)
         while self.state.in_flight:
             self.land()
@@ -249,18 +262,21 @@ class Pipeline:
             self.parts[index].show(self._worker.model_version)
 
     def restore(self) -> None:
-        """x ← P in all parts, if P is stored, because other parts may be non-finite, too."""
+        """x ← P in all parts, if P is stored. Reset optimizer state that is not finite.
+
+        All parts are restored, because more than one may be non-finite.
+        """
         if all(part.keeps_base for part in self.parts):
             for part in self.parts:
                 part.restore(self._worker.step)
             self._worker.forget_non_finite()
 
     def average_residuals(self) -> None:
-        """x ← P + mean(x − P), where the mean is sent in int8. No part may be in flight.
+        """x ← P + mean(x − P), where the residuals x − P are sent in int8.
 
-        x − P is small compared to P, so an exact mean of models would not be better. The error of
-        an element is at most 1/254 of the largest residual in its block, plus the quantization
-        error of the second stage.
+        No part may be in flight. The residuals are small compared to P, so their quantization error
+        is small, too: at most 1/254 of the largest residual in a block of elements, plus the error
+        of the second stage.
         """
         worker = self._worker
         for index, part in enumerate(self.parts):
@@ -287,6 +303,6 @@ class Pipeline:
             part.before_save()
 
     def after_load(self) -> None:
-        """Continue from ``state`` after it was loaded from a checkpoint."""
+        """Continue from ``state``, into which a checkpoint was loaded."""
         for part in self.parts:
             part.after_load()

@@ -28,8 +28,9 @@ class OverDDP(Peer):
     """A method that wraps the model in DistributedDataParallel.
 
     Args:
-        sync_buffers: True if each forward pass begins with a broadcast of rank 0's buffers
-            (BatchNorm's statistics), as is the default of DistributedDataParallel.
+        sync_buffers: True if a forward pass begins with a broadcast of rank 0's buffers, such as
+            BatchNorm's statistics. This is the default of DistributedDataParallel. A forward pass
+            that follows one under ``no_sync`` or ``no_grad`` skips the broadcast.
     """
 
     sync_buffers: bool = True
@@ -59,8 +60,9 @@ class DDP(OverDDP):
         hook: Compression of the gradients: "fp16" or "bf16" quantization, or "powersgd" (low-rank
             matrices). None for no compression.
         rank: Rank of PowerSGD's matrices (≥ 1); None for 1.
-        warmup_steps: Number of steps before PowerSGD starts (≥ 2). None for a tenth of the run, as
-            torch recommends.
+        warmup_steps: Number of first steps in which gradients are averaged without compression,
+            before PowerSGD starts (≥ 2). None for a tenth of the run, but at least 2. Torch
+            recommends to begin with a tenth.
     """
 
     name: ClassVar[str] = "torch:ddp"
@@ -95,7 +97,10 @@ def _bf16(
     state: dist.ProcessGroup | None,
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # DDP checks for this annotation
 ) -> torch.futures.Future[torch.Tensor]:
-    """Call torch's hook, which DDP rejects by its name without NCCL, although gloo supports it."""
+    """Call torch's bf16 hook under another name.
+
+    Without NCCL, DDP rejects a hook of the name ``bf16_compress_hook``. It also works with gloo.
+    """
     return default_hooks.bf16_compress_hook(state, bucket)  # type: ignore[arg-type]
 
 
@@ -103,12 +108,13 @@ def _bf16(
 class PostLocal(OverDDP):
     """Post-local SGD: a warm-up with DDP, then means of the models by PeriodicModelAverager.
 
-    Every worker is a subgroup of its own, so that no gradients are averaged after the warm-up.
+    After the warm-up no gradients are averaged. Torch's default would still average them inside
+    each node; ``post_local_gradient_allreduce=False`` switches that off.
 
     Args:
-        period: H, number of steps between two means of the models (≥ 2).
-        warmup_steps: W, number of first steps with the mean gradient (≥ 0). The first mean of the
-            models is after step W + 1.
+        period: H, number of steps from one mean of the models to the next (≥ 2).
+        warmup_steps: W, number of first steps in which the workers average gradients (≥ 0). The
+            models are averaged after step W + 1, W + 1 + H, W + 1 + 2H, ….
     """
 
     name: ClassVar[str] = "torch:postlocal"
@@ -155,8 +161,9 @@ class _Averaging(TrainingLoop):
 class Accumulate(OverDDP):
     """Gradient accumulation: DDP with ``no_sync``, one optimizer step for several batches.
 
-    The optimizer steps with the mean gradient of ``steps`` batches of all workers, at the learning
-    rate of the first batch. The last step may have fewer batches.
+    Each worker computes gradients on ``steps`` batches. Then the optimizer steps with their mean
+    over the batches and the workers. The learning rate schedule counts batches, and the step uses
+    the rate of its first batch. The last step of the run may have fewer batches.
 
     Args:
         steps: Number of batches per optimizer step (≥ 1).

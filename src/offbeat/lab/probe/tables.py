@@ -1,4 +1,4 @@
-"""Tables of a probe."""
+"""Tables and lines of text that show a probe, the measurement of a network."""
 
 import statistics
 
@@ -8,7 +8,11 @@ from offbeat.units import show_bandwidth, show_bytes, show_seconds
 
 
 def by_rank(result: Probe) -> Table:
-    """Return a table with a row per rank: medians over its partners."""
+    """Return a table with a row per rank.
+
+    A row has the median latency of the rank's pairs, and the upper median of the bandwidths at
+    which it sends and receives.
+    """
     rows = []
     for one in result.ranks:
         latencies = [pair.latency_seconds for pair in result.pairs if one.rank in pair.ends]
@@ -20,7 +24,7 @@ def by_rank(result: Probe) -> Table:
 
 
 def by_pair(result: Probe) -> Table:
-    """Return a table with a row per ordered pair."""
+    """Return a table with a row per measured ordered pair of ranks."""
     rows = [
         (
             f"{pair.source} to {pair.destination}",
@@ -35,7 +39,7 @@ def by_pair(result: Probe) -> Table:
 
 
 def caption(result: Probe) -> str:
-    """Describe the measurement: workers, hosts, pairs and their choice, seconds."""
+    """Return a line with the numbers of workers and hosts, the measured pairs, and the duration."""
     hosts, measured = len({one.host for one in result.ranks}), len(result.pairs)
     pairs = f"all {measured} ordered pairs"
     if measured < result.possible_pairs:
@@ -50,7 +54,7 @@ def caption(result: Probe) -> str:
 
 
 def summary(result: Probe) -> str:
-    """Describe the all-reduces in one line."""
+    """Return a line with the latency, the duration and the bandwidths of the all-reduces."""
     one = result.all_reduce
     return (
         f"all-reduce: latency {show_time(one.latency_seconds)}; "
