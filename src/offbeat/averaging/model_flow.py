@@ -91,6 +91,7 @@ class ModelFlow(Flow):
         self.waits = shared.blocking and shared.outer.plain
         # ``bucket_ready`` starts the second stage of quantized sums during backward.
         self.wants_buckets = not worker.wire.exact and not shared.blocking
+        self._calls_after_step = type(strategy).after_step is not Strategy.after_step
         self._wanted = 0.0  # last return value of ``Strategy.due``
         self._squared = 0.0  # ‖g‖² of the optimizers whose gradients are ready
         self._pausing = False  # True from the start of a barrier to the end of the next step
@@ -174,7 +175,8 @@ class ModelFlow(Flow):
             self.land()
         if not self.worker.wire.exact:
             self.worker.wire.advance()
-        self.strategy.after_step(self._view(stepping=True))
+        if self._calls_after_step:
+            self.strategy.after_step(self._view(stepping=True))
         self.pipeline.launch_queued(wait=False)
         synced = view.landings > landings
         self._vote_if_due()
@@ -194,8 +196,9 @@ class ModelFlow(Flow):
         queue. Deciding a round may change the precision of an automatic wire, and all launches of
         the previous round must have the previous precision on all workers.
         """
-        queued = self.pipeline.state.queue
-        if self.shared.eager and self._pending is None and not queued and self._due():
+        if not self.shared.eager or self._pending is not None or self.pipeline.state.queue:
+            return
+        if self._due():
             self._pending = self.vote(0, stepping=True)
 
     def _agree_inside_node(self) -> None:
