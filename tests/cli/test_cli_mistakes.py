@@ -164,7 +164,7 @@ SIMULATION = [
         ("train digits -s ideal --records a", "--records a: ideal cannot honour it, leave it out"),
         (
             "compare digits -s bsp -s torch:ddp --wire int8",
-            "--wire int8: torch:ddp cannot honour it, leave it out; an option for some .*",
+            "--wire int8: torch:ddp cannot honour it, leave it out; to give an option to some .*",
         ),
         # where results go
         ("compare digits -s bsp -o FILES/file", "--output .*/file: it is a file; name a dir.*"),
