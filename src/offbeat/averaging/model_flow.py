@@ -167,17 +167,18 @@ class ModelFlow(Flow):
     def step_ended(self) -> bool:
         view, landings = self.state.view, self.state.view.landings
         self._pausing = False
-        if not self.shared.blocking:
+        if not self.shared.blocking:  # otherwise every launch has landed in ``decide``
             self._record_staleness()
-        if self.shared.eager:
-            self._agree_inside_node()
-        while self._lands_now():
-            self.land()
+            if self.shared.eager:
+                self._agree_inside_node()
+            while self._lands_now():
+                self.land()
         if not self.worker.wire.exact:
             self.worker.wire.advance()
         if self._calls_after_step:
             self.strategy.after_step(self._view(stepping=True))
-        self.pipeline.launch_queued(wait=False)
+        if self.shared.eager:
+            self.pipeline.launch_queued(wait=False)
         synced = view.landings > landings
         self._vote_if_due()
         if self._pending is not None:
