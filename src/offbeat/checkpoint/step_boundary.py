@@ -67,7 +67,7 @@ def step_boundary(sync: Synchronizer, what: str, *, loads: bool = False) -> Iter
     Args:
         sync: The synchronizer that ``attach`` returned.
         what: Name of the caller, for errors.
-        loads: True if the caller replaces the local model. Everything in flight lands first.
+        loads: True if the caller replaces the local model. Operations in flight finish first.
 
     Raises:
         TypeError: ``sync`` is not a synchronizer.

@@ -15,7 +15,7 @@ SLICE_SECONDS = 0.1  # longest delay of a signal
 _STUCK_SECONDS = 0.5  # time limit of close() if gloo does not release the thread
 CLOSED = "the connections are closed"
 
-_Job = tuple[Callable[[], object], list[RuntimeError], threading.Lock]
+_Job = tuple[Callable[[], object], list[Exception], threading.Lock]
 
 
 class ReceiverThread:
@@ -32,14 +32,15 @@ class ReceiverThread:
         ``poll`` is called periodically on the calling thread.
 
         Raises:
-            RuntimeError: ``wait`` raised it, or ``poll`` returned True.
+            RuntimeError: ``poll`` returned True.
+            Exception: ``wait`` raised it.
         """
         if self._thread is None:
             self._thread = threading.Thread(
                 target=_work, args=(self._jobs,), name="messages", daemon=True
             )
             self._thread.start()
-        errors: list[RuntimeError] = []
+        errors: list[Exception] = []
         done = threading.Lock()
         done.acquire()
         self._jobs.put((wait, errors, done))
@@ -67,7 +68,7 @@ def _work(jobs: "queue.SimpleQueue[_Job | None]") -> None:
         wait, errors, done = job
         try:
             wait()
-        except RuntimeError as error:
+        except Exception as error:
             error.__traceback__ = None  # it would keep the operation alive
             errors.append(error)
         del job, wait, errors  # they would keep the operation alive until the next job
