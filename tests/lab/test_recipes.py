@@ -211,8 +211,10 @@ def test_corrupt_idx_files_are_rejected(tmp_path: Path, data: bytes, message: st
 @pytest.mark.skipif(not REAL_MNIST.is_dir(), reason=f"no MNIST files in {REAL_MNIST}")
 def test_real_mnist_is_read() -> None:
     """The official files hold 60,000 and 10,000 images of 28 × 28."""
-    images = mnist.read_idx(find_file(REAL_MNIST, ["train-images-idx3-ubyte"]))
-    labels = mnist.read_idx(find_file(REAL_MNIST, ["t10k-labels-idx1-ubyte"]))
+    images, labels = (
+        mnist.read_idx(find_file(REAL_MNIST, [name, f"{name}.gz"]))
+        for name in ("train-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+    )
     assert images.shape == (60000, 28, 28)
     assert labels.bincount().tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
 
