@@ -98,7 +98,6 @@ class ModelFlow(Flow):
         # Number of parts that have arrived on all workers of this node; None without a node.
         self._node_arrived: int | None = None
         self._node_tally = False  # True if the tally has arrived on all workers of this node
-        self._reported: tuple[int, int] | None = None  # launches and landings of the last report
 
     @override
     def start(self, common: dict[str, Any] | None = None) -> None:
@@ -111,7 +110,6 @@ class ModelFlow(Flow):
         if common is not None:
             load_common_values(view.state, common["state"])
         self.state = ModelFlowState(self.pipeline.state, view, checked_step=worker.step)
-        self._reported = None
 
     @override
     def keep_local(self, before: Flow) -> None:
@@ -130,11 +128,8 @@ class ModelFlow(Flow):
 
     def _view(self, *, stepping: bool) -> WorkerView:
         """Return the strategy's view of this worker, up to date."""
-        view, worker, pipeline = self.state.view, self.worker, self.pipeline
+        view, worker = self.state.view, self.worker
         view.step, view.stepping, view.record = worker.step, stepping, worker.record
-        parts, state = pipeline.state.parts, pipeline.state
-        view.in_flight_steps = [parts[i].launched_step for i in state.in_flight]
-        view.ready = not parts[state.next_part].in_flight
         return view
 
     # -- events ----------------------------------------------------------------------------------
@@ -180,26 +175,27 @@ class ModelFlow(Flow):
         if self.shared.eager:
             self.pipeline.launch_queued(wait=False)
         synced = view.landings > landings
-        self._vote_if_due()
+        if self.shared.eager:
+            self._vote_if_due()
         if self._pending is not None:
             acted = self.act(self._pending)
             if acted is not None:
                 self._pending = None
                 synced = synced or acted
-                self._vote_if_due()  # the votes are in flight during the next step
-        self._report()
+                if self.shared.eager:
+                    self._vote_if_due()  # the votes are in flight during the next step
+        if self.pipeline.changed:
+            self._report()
         return synced
 
     def _vote_if_due(self) -> None:
-        """Start a round if the strategy requests one. Only with ``lands="arrived"``.
+        """Start a round if the strategy requests one. Called only with ``lands="arrived"``.
 
         No round starts while another one is in progress or while a decided launch waits in the
         queue. Deciding a round may change the precision of an automatic wire, and all launches of
         the previous round must have the previous precision on all workers.
         """
-        if not self.shared.eager or self._pending is not None or self.pipeline.state.queue:
-            return
-        if self._due():
+        if self._pending is None and not self.pipeline.state.queue and self._due():
             self._pending = self.vote(0, stepping=True)
 
     def _agree_inside_node(self) -> None:
@@ -391,7 +387,6 @@ class ModelFlow(Flow):
     @override
     def after_load(self) -> None:
         self.pipeline.after_load()
-        self._reported = None
         saved = self.state.saved_tally
         self.state.delayed = Round.saved(saved) if saved else None
 
@@ -406,12 +401,9 @@ class ModelFlow(Flow):
             worker.details["staleness_max"] = staleness
 
     def _report(self) -> None:
-        """Update ``Stats.details`` if a part was launched or landed since the last update."""
+        """Update ``Stats.details``."""
         state, view, details = self.state, self.state.view, self.worker.details
-        counts = (view.launches, view.landings)
-        if counts == self._reported:
-            return
-        self._reported = counts
+        self.pipeline.changed = False
         details.update(parts=view.count, launches=view.launches, landings=view.landings)
         if not self.shared.blocking:
             details.update(

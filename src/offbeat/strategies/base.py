@@ -27,6 +27,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from offbeat.arguments import Precision, check_settings, setting
@@ -116,12 +117,12 @@ class SharedModel:
         if self.optimizer_state and not self.blocking:
             raise ValueError(f"optimizer_state requires lands=0, got lands={self.lands!r}")
 
-    @property
+    @cached_property
     def blocking(self) -> bool:
         """True if workers wait for each mean before their next step."""
         return self.lands == 0
 
-    @property
+    @cached_property
     def eager(self) -> bool:
         """True if parts land on arrival, so that results depend on the network's timing."""
         return self.lands == "arrived"

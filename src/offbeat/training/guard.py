@@ -53,7 +53,8 @@ class StepGuard:
         self._guard, self._tasks = guard, tasks
 
     def __enter__(self) -> None:
-        self._guard.__enter__()
+        if self._guard.failure is not None:
+            self._guard.__enter__()  # raises
         if self._tasks.any:
             self._tasks.set_blocking(True)
 
@@ -63,6 +64,7 @@ class StepGuard:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._guard.__exit__(kind, error, traceback)
+        if error is not None:
+            self._guard.__exit__(kind, error, traceback)
         if self._tasks.any:
             self._tasks.set_blocking(False)

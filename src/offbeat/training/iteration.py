@@ -192,7 +192,8 @@ class Iteration:
         """
         if not self.active or index in self._prepared:
             return
-        self.require_own_model("a training step")
+        if self._forbidden:
+            self.require_own_model("a training step")
         worker = self._worker
         optimizer = worker.optimizers[index]
         if not _holds(optimizer.optimizer, self._groups[index]):
@@ -200,12 +201,13 @@ class Iteration:
                 "parameters were added to the optimizer, removed or replaced after attach(): "
                 "detach() and attach again so that all workers agree on what is averaged"
             )
-        if any(p.requires_grad for p in self._frozen):
+        if self._frozen and any(p.requires_grad for p in self._frozen):
             raise AttachError(
                 "parameters that were frozen at attach() no longer are, and would not be averaged: "
                 "detach() and attach again"
             )
-        self.average_in_node(index)
+        if self.node is not None:
+            self.average_in_node(index)
         with self._step_guard:
             self._count_computing()
             self._order.append(index)

@@ -67,11 +67,13 @@ class Pipeline:
         worker: This worker.
         strategy: The strategy, whose ``outer_step`` is called for each launch.
         shared: Return value of ``strategy.averages()``.
-        view: The ``WorkerView`` that the strategy reads. The pipeline updates its counters.
+        view: The ``WorkerView`` that the strategy reads. The pipeline updates its counters and
+            what it says about the parts.
         check: Policy for non-finite contributions.
 
     Attributes:
         state: State for checkpoints.
+        changed: True if a part was launched or landed. The flow resets it.
         report_non_finite: True if a part became non-finite after the vote of its launch. The next
             vote then reports it.
     """
@@ -85,7 +87,8 @@ class Pipeline:
         check: NonFiniteCheck,
     ) -> None:
         self._worker, self._strategy, self._shared = worker, strategy, shared
-        self._view, self._check, self.report_non_finite = view, check, False
+        self._view, self._check = view, check
+        self.changed, self.report_non_finite = True, False
         self.state = PipelineState(make_parts(worker, shared), fresh_step=worker.step)
         view.count = len(self.state.parts)
 
@@ -145,6 +148,7 @@ class Pipeline:
             for i in range(number)
         ]
         state.next_part = (state.next_part + number) % count
+        self._update_view()
 
     def launch_queued(self, *, wait: bool) -> None:
         """Launch the queued parts, in order.
@@ -162,6 +166,13 @@ class Pipeline:
             self._launch(queued)
             self.state.in_flight.append(queued.part)
             self.state.queue.pop(0)
+            self._update_view()
+
+    def _update_view(self) -> None:
+        """Tell the strategy which parts are in flight."""
+        state, view, self.changed = self.state, self._view, True
+        view.in_flight_steps = [self.parts[i].launched_step for i in state.in_flight]
+        view.ready = not self.next_part.in_flight
 
     def _launch(self, queued: QueuedLaunch) -> None:
         worker, shared, view = self._worker, self._shared, self._view
@@ -223,6 +234,7 @@ class Pipeline:
             part.discard()
         self._spend(began)
         state.in_flight.pop(0)
+        self._update_view()
         view.landings += 1
         state.fresh_step = max(state.fresh_step, part.launched_step)
         if self._shared.blocking and take and part.weight:
@@ -306,3 +318,4 @@ class Pipeline:
         """Continue from ``state``, into which a checkpoint was loaded."""
         for part in self.parts:
             part.after_load()
+        self._update_view()
