@@ -24,11 +24,7 @@ NAMES = {
     "discrepancy": "papers.discrepancy",
     "overhead": "costs.overhead",
     "validation": "costs.validation",
-    "papers": "papers",
-    "strategies": "studies.strategies",
-    "settings": "studies.settings",
-    "noniid": "studies.noniid",
-    "wire": "studies.wire",
+    "noniid": "papers.noniid",
     "elastic": "costs.elastic",
 }
 """Name of a benchmark → its module, which has a function ``results``."""

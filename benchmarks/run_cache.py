@@ -159,12 +159,3 @@ def spread(values: Sequence[float], scale: float = 100.0, digits: int = 1) -> st
 def arrival(points: Sequence[Row], target: float) -> float | None:
     """Return the seconds of the first evaluation at the target or better; None if there is none."""
     return next((one["seconds"] for one in points if one["metric"] >= target), None)
-
-
-def arrivals(rows: Sequence[Row], target: float) -> str:
-    """Return the time to the target over the seeds as text, and how many runs reached it."""
-    found = [t for row in rows if (t := arrival(row["points"], target)) is not None]
-    if not found:
-        return "never"
-    text = f"{spread(found, 1.0)} s"
-    return text if len(found) == len(rows) else f"{text}, {len(found)} of {len(rows)}"

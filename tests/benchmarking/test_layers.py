@@ -12,7 +12,7 @@ LEVELS = [
     {"benchmarks.harness", "benchmarks.models"},
     {"benchmarks.processes", "benchmarks.run_cache"},
     {"benchmarks.race"},
-    {"benchmarks.ablation", "benchmarks.costs", "benchmarks.studies", "benchmarks.timeline"},
+    {"benchmarks.ablation", "benchmarks.costs", "benchmarks.timeline"},
     {"benchmarks.papers", "benchmarks.soak"},
     {"benchmarks.__main__"},
 ]

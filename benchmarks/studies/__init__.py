@@ -1,1 +1,0 @@
-"""Studies: trainings in virtual time that compare strategies and settings, each with a page."""
