@@ -1,6 +1,6 @@
 """Workloads, one file for each data set: model, data, optimizer, schedule, metric and target."""
 
-from offbeat.lab.recipes import cifar, digits, imagenet, mnist, stdlib_lm, wikitext
+from offbeat.lab.recipes import cifar, digits, mnist, stdlib_lm, wikitext
 from offbeat.lab.recipes.base import Recipe, Setup, Task
 from offbeat.lab.recipes.custom import is_file_recipe, load_file_recipe
 
@@ -15,8 +15,6 @@ RECIPES: dict[str, Recipe] = {
         cifar.RESNET50,
         cifar.RESNET101,
         cifar.VGG11,
-        imagenet.ALEXNET,
-        imagenet.GOOGLENET,
         wikitext.RECIPE,
     )
 }

@@ -26,7 +26,6 @@ def classification_task(
     batch_size: int,
     metrics: dict[str, int],
     test_batch_size: int = 1000,
-    readers: int = 0,
 ) -> Task:
     """Return a classification task with cross-entropy loss.
 
@@ -39,7 +38,6 @@ def classification_task(
         batch_size: Number of samples per worker and step.
         metrics: Metric name → k of the top-k accuracy.
         test_batch_size: Largest number of images per batch of an evaluation.
-        readers: Number of processes that load batches when the model is on a GPU.
     """
     torch.manual_seed(setup.seed)
     model = make_model()
@@ -53,8 +51,7 @@ def classification_task(
         batch_size=batch_size,
         steps=steps,
         loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
-        evaluate=accuracy(test, metrics, batch_size=test_batch_size, readers=readers),
-        readers=readers,
+        evaluate=accuracy(test, metrics, batch_size=test_batch_size),
     )
 
 
