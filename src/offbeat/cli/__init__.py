@@ -15,7 +15,6 @@ except ImportError:
 import offbeat
 from offbeat.cli.commands import COMMANDS
 from offbeat.errors import OffbeatError
-from offbeat.lab.launch import slurm
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -76,7 +75,6 @@ def main() -> None:
 
 def _run() -> NoReturn:
     try:
-        os.environ.update(slurm.torchrun_variables(os.environ))
         status = app(standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         _fail(INTERRUPTED, 130)

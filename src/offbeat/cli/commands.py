@@ -52,7 +52,7 @@ def implemented_in(module: str) -> Callable[[Callable[Options, None]], Callable[
 def train(
     job: Job, bandwidth: Annotated[str | None, typer.Option(help=SHAPED_LINKS)] = None
 ) -> None:
-    """Train a recipe under one strategy on local worker processes, or on those of torchrun or srun.
+    """Train a recipe under one strategy on local worker processes, or on those of torchrun.
 
     A baseline can take the place of the strategy; `offbeat strategies` lists both.
 
@@ -67,8 +67,6 @@ def train(
     offbeat train digits -s diloco --checkpoints runs/digits --save-every 100 --resume
 
     torchrun --nproc-per-node 4 -m offbeat.cli train digits -s async:staleness=16
-
-    srun --ntasks 4 offbeat train digits -s async:staleness=16
     """
 
 
@@ -163,7 +161,7 @@ def probe(
     pairs: Annotated[bool, typer.Option("--pairs", help="Show every pair, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Measure the network between the workers of torchrun or srun, and warn of anomalies.
+    """Measure the network between the workers of torchrun, and warn of anomalies.
 
     [bold]Example[/bold]
 

@@ -1,4 +1,4 @@
-"""Runners of the command line: processes that ``offbeat`` starts, or those of torchrun or srun."""
+"""Runners of the command line: processes that ``offbeat`` starts, or those of a launcher."""
 
 import contextlib
 import os
@@ -13,7 +13,6 @@ import torch.distributed as dist
 from offbeat.cli.view import console
 from offbeat.errors import OffbeatError
 from offbeat.lab.job import Job
-from offbeat.lab.launch import slurm
 from offbeat.lab.launch.runners import ExternalLauncher, Loopback, Runner, ShapedLinks
 from offbeat.lab.train import choose_backend, share_cores
 from offbeat.units import parse_bandwidth
@@ -45,9 +44,7 @@ def with_launched_workers(job: Job) -> Job:
 def command_line() -> str:
     """Return the command line to repeat this run."""
     program = ["offbeat"]
-    if slurm.is_task(os.environ) and is_launched():
-        program = ["srun", "--ntasks", os.environ["WORLD_SIZE"], "offbeat"]
-    elif is_launched():
+    if is_launched():
         local = os.environ.get("LOCAL_WORLD_SIZE", "1")
         program = ["torchrun", "--nproc-per-node", local, "-m", "offbeat.cli"]
     return shlex.join([*program, *sys.argv[1:]])
@@ -87,25 +84,23 @@ def _launched(job: Job, check: Callable[[], object]) -> Iterator[Runner | None]:
     if os.environ["RANK"] == "0":
         check()
     limit = timedelta(seconds=job.timeout_seconds)
-    launcher = "Slurm" if slurm.is_task(os.environ) else "torchrun"
     try:
         dist.init_process_group(choose_backend(), timeout=limit)
     except dist.DistError as error:
         raise OffbeatError(
             f"rank {os.environ['RANK']} of {job.workers} could not connect to the others that "
-            f"{launcher} has started, at {os.environ.get('MASTER_ADDR')}:"
+            f"the launcher has started, at {os.environ.get('MASTER_ADDR')}:"
             f"{os.environ.get('MASTER_PORT')} (MASTER_ADDR, MASTER_PORT) within --timeout "
             f"{job.timeout_seconds:g}: {str(error).strip().splitlines()[0]}"
         ) from None
-    workers = int(os.environ.get("LOCAL_WORLD_SIZE", job.workers))
-    share_cores(slurm.workers_sharing_cores(os.environ, workers))
-    runner = ExternalLauncher(launcher)
+    share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", job.workers)))
+    runner = ExternalLauncher()
     try:
         if dist.get_rank() > 0:
             runner.follow()
             yield None
         else:
-            console.print(f"joined the {job.workers} processes that {launcher} has started")
+            console.print(f"joined the {job.workers} processes that the launcher has started")
             yield runner
             runner.end()
     finally:

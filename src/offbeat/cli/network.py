@@ -161,7 +161,7 @@ def probe(seconds: float, pairs: bool, as_json: bool) -> None:
 def _measure_network(seconds: float = 20.0) -> probing.Probe:
     if not is_launched():
         raise OffbeatError(
-            "probing needs the processes that torchrun or srun starts: "
+            "probing needs the processes that torchrun starts: "
             "torchrun --nproc-per-node 2 -m offbeat.cli probe"
         )
     dist.init_process_group("gloo")

@@ -117,18 +117,13 @@ class ExternalLauncher(Runner):
 
     The default process group must exist. Rank 0 calls ``run`` for each job and ``end`` after the
     last one; meanwhile the other ranks are in ``follow``.
-
-    Args:
-        launcher: Name of the launcher, for captions.
     """
 
     simulated = False
 
-    def __init__(self, launcher: str = "torchrun") -> None:
-        self._launcher = launcher
-
     def __str__(self) -> str:
-        return f"{self._launcher}, {dist.get_backend()}"
+        launcher = "torchrun" if dist.is_torchelastic_launched() else "external launcher"
+        return f"{launcher}, {dist.get_backend()}"
 
     @property
     @override
