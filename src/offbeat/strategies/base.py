@@ -282,7 +282,8 @@ class WorkerView:
         spent: Duration in seconds of each launch and each landing since the last step boundary,
             without the time spent waiting. Requires ``lands="arrived"``.
         precision: Precision of the wire (common). None: ``decide`` chooses it for each launch.
-        bits: Bits sent for each element of an update that is averaged, by precision (common).
+        bits: Bits per element for the sum of updates, by precision (common). Each of N workers
+            sends (N − 1)/N of them.
         two_stages: Precisions at which a sum takes two messages one after the other (common).
         record: Values that the strategy adds to the telemetry record of this step.
         details: Totals that the strategy adds to ``Stats.details``.
