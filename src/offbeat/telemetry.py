@@ -55,7 +55,7 @@ class Stats:
 
     @property
     def flags(self) -> int:
-        """Number of steps in which this worker requested a mean. 0 for others than SelSync."""
+        """Number of steps in which this worker requested a synchronization (SelSync only)."""
         return int(self.details.get("flags", 0))
 
     @property
