@@ -3,8 +3,8 @@
 A strategy that averages or measures gradients must receive them before they are clipped. The mean
 over the workers is then clipped, and not each worker's gradient. Training loops and frameworks call
 ``torch.nn.utils.clip_grad_norm_`` or ``clip_grad_value_``, which know nothing about the strategy.
-Therefore both functions are replaced while a model under such a strategy is attached. The
-replacements pass the gradients to the strategy and then call torch's function.
+Therefore both functions are replaced while a model is attached whose gradients are averaged or
+measured. The replacements pass the gradients to the strategy and then call torch's function.
 """
 
 import sys
@@ -48,14 +48,14 @@ class Clipping:
 
     def __init__(self, iteration: Iteration, worker: Worker) -> None:
         self._iteration, self._worker = iteration, worker
-        self._clipped: dict[int, _Clipped] = {}  # by optimizer; removed at its step
+        self._clipped: dict[int, _Clipped] = {}  # by index of the optimizer, until its step
         self._warned = False
         self._unwatch: Callable[[], object] | None = None
         if iteration.flow.uses_gradients or iteration.node is not None:
             self.watch()
 
     def watch(self) -> None:
-        """Replace torch's functions, unless this was done before."""
+        """Replace torch's clipping functions. A second call does nothing."""
         if self._unwatch is not None:
             return
         me = weakref.ref(self)  # a model that is dropped without detach() must be freed

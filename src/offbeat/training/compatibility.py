@@ -6,8 +6,9 @@ options that a strategy supports depend on what its method ``averages()`` return
 - ``SharedModel``: the workers average models. A *launch* sends the updates of a part of the model.
   All workers apply the mean update to a *shared model*, which is the same on all workers.
 - ``Gradients``: the workers average gradients.
-- ``CustomFlow``: the strategy communicates by code of its own. All baselines do. Such a strategy
-  sends exact messages between a fixed number of workers, and supports no option that changes this.
+- ``CustomFlow``: the strategy communicates by code of its own, as all baselines do (FedAvg, SSP,
+  Downpour, EASGD). Its messages are exact, and the number of workers is fixed. It supports no
+  option that would change this.
 """
 
 import math

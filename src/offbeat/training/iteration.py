@@ -60,7 +60,7 @@ def _holds(optimizer: Optimizer, known: Sequence[Sequence[Tensor]]) -> bool:
 
 
 class Iteration:
-    """The current iteration of one worker.
+    """Tracks the current iteration of one worker.
 
     Args:
         flow: Runs the strategy.
@@ -137,7 +137,7 @@ class Iteration:
             self._backward = BackwardHooks(optimizer, self._host, self._bucket_ready)
 
     def report_buckets(self) -> None:
-        """Report the buckets of one backward pass. A simulated model has no backward pass."""
+        """Report the buckets of one step, for a simulated model, which has no backward pass."""
         if self._backward is not None:
             self._backward.report_all()
 
@@ -171,8 +171,8 @@ class Iteration:
     def average_in_node(self, index: int) -> None:
         """Replace the gradients of optimizer ``index`` by their mean over the node, once per step.
 
-        Called before a GradScaler unscales them, so that all workers of a node detect the same
-        overflow.
+        With a GradScaler this happens before they are unscaled, so that all workers of a node
+        detect the same overflow.
         """
         if self.node is None or not self.active or index in self._averaged:
             return
@@ -183,7 +183,7 @@ class Iteration:
         self._averaged.add(index)
 
     def _count_computing(self) -> None:
-        """Report that the gradients of this iteration are computed. Only a simulated clock acts."""
+        """Let a simulated clock advance to the end of backward, once in each iteration."""
         if not self._stepped and not self._prepared and not self._averaged:
             self._host.computed(1.0)
 
@@ -317,7 +317,10 @@ class Iteration:
         return bool(self._forbidden)
 
     def require_boundary(self, what: str) -> None:
-        """Raise AttachError in the middle of an iteration. ``what`` names the rejected call."""
+        """Raise AttachError in the middle of an iteration; ``what`` names the rejected call.
+
+        An iteration begins when the gradients of the first optimizer are prepared.
+        """
         if self._stepped or self._prepared:
             raise AttachError(
                 f"{what} in the middle of an iteration: call it after all optimizers have stepped, "
