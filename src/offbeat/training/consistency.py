@@ -44,7 +44,7 @@ def describe(
 
 
 def settings_of(model: nn.Module, optimizers: Sequence[AttachedOptimizer]) -> Settings:
-    """Return settings by name that may differ between the workers, which is then a warning.
+    """Return settings by name. A difference between the workers is allowed, and gives a warning.
 
     They are the installed versions, the settings of each optimizer, and the mode of each module.
     """
