@@ -51,7 +51,7 @@ class EvaluationSchedule:
 
 
 def evenly(steps: int, number: int) -> set[int]:
-    """Return ``number`` evenly spaced steps, the last one included. If there are fewer, all steps."""
+    """Return ``number`` evenly spaced steps with the last one included, but at most all steps."""
     number = min(number, steps)
     return {round(steps * (i + 1) / number) for i in range(number)}
 

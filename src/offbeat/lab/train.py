@@ -179,7 +179,7 @@ class _Worker:
         return Attached(task, job.lr_scale, attach_strategy(chosen))
 
     def _make_straggler(self, task: Task, job: Job, emit: Callable[[Event], None]) -> Job:
-        """Make ``task`` sleep as ``job`` says. Return ``job`` with the measured ``alone_seconds``."""
+        """Make ``task`` sleep as ``job`` says. Return ``job`` with ``alone_seconds`` measured."""
         # In the simulator, stragglers have longer steps in virtual time and do not sleep.
         if not (job.jitter or job.slow) or dist.get_backend() == "simulated":
             return job
