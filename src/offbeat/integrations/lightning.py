@@ -15,8 +15,8 @@ from typing_extensions import override
 from offbeat import CheckpointError, Strategy, Synchronizer, attach, load, save
 
 KEY = "offbeat"
-"""Key of a Lightning checkpoint: a dictionary with the file that ``offbeat.save`` writes for each
-worker, from its name to its bytes (a tensor)."""
+"""Key in a Lightning checkpoint. Its value maps the name of each worker's ``offbeat.save`` file to
+the bytes of the file (a tensor)."""
 
 
 class OffbeatCallback(Callback):

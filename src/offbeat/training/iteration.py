@@ -43,10 +43,6 @@ class Recovery(Protocol):
         """
 
 
-def _parameters_of(optimizer: Optimizer) -> list[list[Tensor]]:
-    return [list(group["params"]) for group in optimizer.param_groups]
-
-
 def _holds(optimizer: Optimizer, known: Sequence[Sequence[Tensor]]) -> bool:
     """Return True if the optimizer's parameter groups hold exactly the ``known`` parameters."""
     groups = optimizer.param_groups
@@ -106,7 +102,10 @@ class Iteration:
         self._synced = False  # True if the workers averaged gradients in this iteration
         self._skipped = True  # True while no optimizer has taken a step that was not skipped
         self._last_order = [each.index for each in worker.optimizers]
-        self._groups = [_parameters_of(each.optimizer) for each in worker.optimizers]
+        self._groups: list[list[list[Tensor]]] = [
+            [list(group["params"]) for group in each.optimizer.param_groups]
+            for each in worker.optimizers
+        ]
         parameters = [p for groups in self._groups for group in groups for p in group]
         self._frozen = [p for p in parameters if not p.requires_grad]
         self._forbidden = ""  # name of the context in which the model is the consensus, or empty
