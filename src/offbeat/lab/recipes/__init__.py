@@ -1,4 +1,7 @@
-"""Workloads, one file for each data set: model, data, optimizer, schedule, metric and target."""
+"""Recipes: workloads for training and comparisons, one module for each data set.
+
+A recipe has a model, data, an optimizer, a learning-rate schedule, a metric and a target.
+"""
 
 from offbeat.lab.recipes import cifar, digits, mnist, stdlib_lm, wikitext
 from offbeat.lab.recipes.base import Recipe, Setup, Task

@@ -18,7 +18,7 @@ def conv_norm(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Seque
 
 
 def _stack(widths: Sequence[int | str], *, norm: bool) -> list[nn.Module]:
-    """Return 3×3 convolutions of the given widths, each with ReLU; "pool" halves the image."""
+    """Return a 3×3 convolution with ReLU for each width. "pool" halves the image size."""
     layers: list[nn.Module] = []
     inputs = 3
     for width in widths:
@@ -37,9 +37,9 @@ def _stack(widths: Sequence[int | str], *, norm: bool) -> list[nn.Module]:
 def vgg11(classes: int) -> nn.Sequential:
     """Return VGG11 without BatchNorm; 129,176,036 parameters with 100 classes.
 
-    The classifier is that of ImageNet, with two hidden layers of 4096. Pooling reduces any image
-    of at least 32 pixels to its 7×7 inputs, as in torchvision. The size of the model in the SelSync
-    paper (507 MiB) includes this classifier.
+    The classifier has two hidden layers of 4096, as in the original network for ImageNet. Adaptive
+    pooling resizes the feature maps to its 7×7 inputs, as in torchvision. Images can therefore have
+    any size from 32×32.
 
     Returns:
         Network from images (n×3×H×W) to logits (n×classes).
