@@ -1,4 +1,4 @@
-"""Tables and lines of text that show a probe, the measurement of a network."""
+"""Tables and lines of text that show the result of a probe, a measurement of the network."""
 
 import statistics
 
@@ -8,10 +8,10 @@ from offbeat.units import show_bandwidth, show_bytes, show_seconds
 
 
 def by_rank(result: Probe) -> Table:
-    """Return a table with a row per rank.
+    """Return a table with one row per rank.
 
-    A row has the median latency of the rank's pairs, and the upper median of the bandwidths at
-    which it sends and receives.
+    A row has the median latency of the links from and to the rank, and the upper medians of the
+    bandwidths at which it sends and receives.
     """
     rows = []
     for one in result.ranks:
@@ -24,7 +24,7 @@ def by_rank(result: Probe) -> Table:
 
 
 def by_pair(result: Probe) -> Table:
-    """Return a table with a row per measured ordered pair of ranks."""
+    """Return a table with one row per measured link from one rank to another."""
     rows = [
         (
             f"{pair.source} to {pair.destination}",
@@ -39,7 +39,7 @@ def by_pair(result: Probe) -> Table:
 
 
 def caption(result: Probe) -> str:
-    """Return a line with the numbers of workers and hosts, the measured pairs, and the duration."""
+    """Return a line with the number of workers, hosts and measured pairs, and the duration."""
     hosts, measured = len({one.host for one in result.ranks}), len(result.pairs)
     pairs = f"all {measured} ordered pairs"
     if measured < result.possible_pairs:
@@ -65,10 +65,10 @@ def summary(result: Probe) -> str:
 
 
 def show_rate(bytes_per_second: float) -> str:
-    """Return a text such as ``"49.4 Mbit/s"``."""
+    """Return a rate as text, such as ``"49.4 Mbit/s"``."""
     return show_bandwidth(float(f"{8 * bytes_per_second:.3g}"))
 
 
 def show_time(seconds: float) -> str:
-    """Return a text such as ``"2.5 ms"``."""
+    """Return a duration as text, such as ``"2.5 ms"``."""
     return show_seconds(seconds, digits=3)
