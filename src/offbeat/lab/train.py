@@ -85,7 +85,8 @@ def train_worker(
 
     Rank 0 emits these events:
 
-    - ``Start``, then a ``Step`` or an ``Evaluation`` for each step, then ``End``;
+    - ``Start``, then a ``Step`` or an ``Evaluation`` for each step, then the final ``Evaluation``
+      and ``End``;
     - ``Waiting`` before everything other than training;
     - ``LinkSpeed``, ``LocalStepTime`` and ``Calibration`` for measurements that the job requests;
     - ``EvaluationCount`` if the job does not set the number of evaluations;

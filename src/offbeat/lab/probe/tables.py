@@ -14,11 +14,13 @@ def by_rank(result: Probe) -> Table:
     bandwidths at which it sends and receives.
     """
     rows = []
-    for one in result.ranks:
-        latencies = [pair.latency_seconds for pair in result.pairs if one.rank in pair.ends]
-        rates = [rate_of(one.rank, way, result.pairs) or 0.0 for way in DIRECTIONS]
+    for worker in result.ranks:
+        latencies = [pair.latency_seconds for pair in result.pairs if worker.rank in pair.ends]
+        rates = [rate_of(worker.rank, way, result.pairs) or 0.0 for way in DIRECTIONS]
         latency = show_time(statistics.median(latencies))
-        rows.append((str(one.rank), one.host, one.interface, latency, *map(show_rate, rates)))
+        rows.append(
+            (str(worker.rank), worker.host, worker.interface, latency, *map(show_rate, rates))
+        )
     headings = ("rank", "host", "interface", "latency", *DIRECTIONS)
     return Table(headings, tuple(rows), caption(result))
 
@@ -40,7 +42,7 @@ def by_pair(result: Probe) -> Table:
 
 def caption(result: Probe) -> str:
     """Return a line with the number of workers, hosts and measured pairs, and the duration."""
-    hosts, measured = len({one.host for one in result.ranks}), len(result.pairs)
+    hosts, measured = len({worker.host for worker in result.ranks}), len(result.pairs)
     pairs = f"all {measured} ordered pairs"
     if measured < result.possible_pairs:
         pairs = (
@@ -55,12 +57,12 @@ def caption(result: Probe) -> str:
 
 def summary(result: Probe) -> str:
     """Return a line with the latency, the duration and the bandwidths of the all-reduces."""
-    one = result.all_reduce
+    measured = result.all_reduce
     return (
-        f"all-reduce: latency {show_time(one.latency_seconds)}; "
-        f"{show_bytes(one.message_bytes)} in {show_time(one.seconds)}, algorithm bandwidth "
-        f"{show_rate(one.algorithm_bytes_per_second)}, bus bandwidth "
-        f"{show_rate(one.bus_bytes_per_second)}"
+        f"all-reduce: latency {show_time(measured.latency_seconds)}; "
+        f"{show_bytes(measured.message_bytes)} in {show_time(measured.seconds)}, "
+        f"algorithm bandwidth {show_rate(measured.algorithm_bytes_per_second)}, bus bandwidth "
+        f"{show_rate(measured.bus_bytes_per_second)}"
     )
 
 

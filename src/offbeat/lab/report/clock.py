@@ -67,10 +67,10 @@ def at_pace(run: Result, step_seconds: float) -> Result:
     Between two calibrations, the time is multiplied by ``step_seconds`` / a, where a is the mean of
     the local step times that they measured.
     """
-    alone = {turn.step: turn.step_seconds for turn in run.turns}
+    measured = {turn.step: turn.step_seconds for turn in run.turns}
     points, last_step, last_seconds, now = [], 0, 0.0, 0.0
     for point in run.points:
-        around = statistics.fmean((alone[last_step], alone[point.step]))
+        around = statistics.fmean((measured[last_step], measured[point.step]))
         now += (point.seconds - last_seconds) * step_seconds / around
         last_step, last_seconds = point.step, point.seconds
         points.append(replace(point, seconds=now))
