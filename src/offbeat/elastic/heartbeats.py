@@ -74,7 +74,7 @@ class HeartbeatConnections:
         return worker in self._sockets or worker in self._dead
 
     def dead(self) -> frozenset[int]:
-        """Return the workers whose process has ended or has called ``close``. Takes microseconds."""
+        """Return the workers that have ended or have called ``close``. Takes microseconds."""
         poll = select.poll()
         by_descriptor = {socket_.fileno(): worker for worker, socket_ in self._sockets.items()}
         for descriptor in by_descriptor:
@@ -95,8 +95,8 @@ def _close_all() -> None:
         instance.close()
 
 
-# A forked child, such as a worker of a DataLoader, inherits the sockets. It must close them, because
-# they would otherwise stay open after the death of its parent.
+# A forked child, such as a process of a DataLoader, inherits the sockets. It must close them, or
+# they would stay open after the death of its parent.
 os.register_at_fork(after_in_child=_close_all)
 
 
