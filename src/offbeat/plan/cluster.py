@@ -2,7 +2,8 @@
 
 Workers that start the same operations in the same order need not all run. Those that run are the
 *representatives*. A collective starts once all representatives have joined it, and it takes as long
-as a collective of all workers. *Jitter* is the random variation of compute times.
+as a collective of all workers. *Jitter* is the random variation of compute times. All times are
+*virtual time*, the simulator's clock.
 
 * **One representative.** Without jitter, the clocks of all workers show the same time. With jitter,
   every worker has a clock, but only one worker runs. A clock advances by the compute time of its
@@ -102,9 +103,9 @@ class RepresentativeCluster(SimulatedCluster):
         seed: Seed of the jitter.
 
     Attributes:
-        clocks: Clock of every worker or node, in virtual seconds; None without jitter, and if there
-            are several representatives or only one worker.
-        computed: Compute seconds so far, mean over the clocks; 0 without clocks.
+        clocks: Virtual time of every worker or node, in seconds. None unless there is jitter and
+            one representative stands for several workers or nodes.
+        computed: Compute seconds so far, mean over the workers or nodes; 0 without ``clocks``.
     """
 
     def __init__(

@@ -4,7 +4,8 @@ Each element of the placeholder represents ``scale`` elements of the full model 
 ``transport/placeholder_tensors.py``). Its tensors have the proportions of the full model's tensors.
 Strategies therefore divide both models at the same places into buckets or parts, the units that are
 sent separately. Training computes nothing, and the values of the tensors do not matter, with one
-exception: the norm of the gradient rises in the steps in which SelSync should synchronize.
+exception. The strategy SelSync synchronizes when the norm of the gradient changes. The norm
+therefore rises in the steps in which SelSync should synchronize.
 """
 
 import math
@@ -91,7 +92,7 @@ def shapes_of(parameters: float | str | nn.Module) -> Shapes:
 def _shapes_of_count(count: float) -> Shapes:
     """Return the sizes of a model of equal tensors with ``count`` elements in total.
 
-    A bucket of 8 MiB holds a power of two of the tensors, so all buckets except the last are full.
+    A bucket of 8 MiB holds a power of two of the tensors, so all buckets except one are full.
     Some tensors are split into a weight and a small bias, so that every bucket has a small tensor,
     as in most models.
     """

@@ -68,14 +68,13 @@ def _preference(measured: Measured) -> tuple[float, int, bool]:
 
 def _why(measured: Measured, setting: Setting) -> str:
     chosen = measured.forecast
-    why = f"{chosen.strategy} waits {percent(chosen.idle)}"
+    idle = percent(chosen.idle)
+    why = f"{chosen.strategy} waits {idle}"
     if isinstance(measured.strategy, AsyncAveraging) and "landing_seconds" in measured.details:
-        merge = number(measured.details["landing_seconds"] / setting.step_seconds)
-        if percent(chosen.idle) == percent(0.0):
-            why = f"so {chosen.strategy} hides it"
-        else:
-            why = f"and with {chosen.strategy} workers wait {percent(chosen.idle)}"
-        why = f"a merge is in flight for {merge} steps, {why}"
+        steps = number(measured.details["landing_seconds"] / setting.step_seconds)
+        if idle == percent(0.0):
+            why = f"{chosen.strategy} does not wait for it"
+        why = f"a mean is in flight for {steps} steps, and {why}"
     if chosen.apart_steps > FAR_APART:
         why += f", but lets the workers go {number(chosen.apart_steps)} steps apart: {_WATCH}"
     return why

@@ -155,8 +155,8 @@ class SimulatedCluster:
         self._collectives: dict[tuple[int, int], PendingCollective] = {}
         self._mail: dict[_Address, deque[Tensor]] = {}
         self._receivers: dict[_Address, deque[tuple[Tensor, Signal]]] = {}
-        self._steps: dict[int, int] = defaultdict(int)  # completed, by rank
-        self._progress: dict[int, float] = defaultdict(float)  # in the current step, by rank
+        self._steps: dict[int, int] = defaultdict(int)  # completed steps, by rank
+        self._progress: dict[int, float] = defaultdict(float)  # share of the current step, by rank
 
     # -- computing and waiting -------------------------------------------------------------------
 
@@ -349,7 +349,7 @@ class SimulatedCluster:
     def receive(
         self, group: Group, context: int, route: tuple[int, int, int], tensor: Tensor
     ) -> Signal:
-        """Receive the next message of ``route`` into ``tensor``; see ``send``.
+        """Receive the next message sent on ``route`` into ``tensor``.
 
         Return the signal that fires when ``tensor`` holds the message.
         """
