@@ -51,7 +51,7 @@ class GradientFlow(Flow):
 
     Each optimizer has separate rounds. A round takes place when the gradients are complete and the
     optimizer is about to step. If gradients are averaged in every step, the votes are sent together
-    with their last bucket. Otherwise the workers exchange votes first.
+    with the last bucket of gradients. Otherwise the workers exchange votes first.
 
     Args:
         strategy: The strategy.

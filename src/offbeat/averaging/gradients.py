@@ -12,10 +12,10 @@ Together with the last bucket the workers sum some numbers, the *agreement*:
 - the number of workers that contribute gradients;
 - for each parameter, the number of workers that have a gradient, and how many of these are sparse.
 
-If any gradient changed, all workers send all buckets but the last again. The *wire* is the
-precision at which the gradients are sent, float32 or quantized. The agreement is never quantized.
-It travels at the end of the bucket if there is one bucket and the wire does not quantize. Otherwise
-it is a separate message.
+If any gradient changed, all workers send all buckets but the last again. The *wire* sums the
+gradients, and may quantize them. The agreement is never quantized. It is part of the bucket's
+message if there is only one bucket and the wire does not quantize. Otherwise it is a separate
+message.
 
 Sparse gradients are sent as dense ones. Their mean is made sparse again, because some optimizers
 accept only sparse gradients.

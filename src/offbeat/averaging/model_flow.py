@@ -3,9 +3,9 @@
 A *flow* drives one strategy through the events of a training step. P is the shared model, with the
 same bits on all workers. Each worker trains a local model x. To *launch* a part of the model, every
 worker sends its update x − P of that part, and the workers start to average the updates. The part
-is *in flight* until it *lands*: then the mean update is added to P and to x. In a *round* all
-workers decide together what to launch: each worker sends a *vote* and receives the sum of all
-votes, the *tally*.
+is *in flight* until it *lands*: then the mean update is added to P, and replaces the worker's own
+update in x. In a *round* all workers decide together what to launch: each worker sends a *vote* and
+receives the sum of all votes, the *tally*.
 
 A *node* is a group of workers on one machine that average their gradients in every step and act as
 one worker towards other nodes. A *consensus* replaces the local model by the mean over all workers.
@@ -96,7 +96,7 @@ class ModelFlow(Flow):
         self.votes_between_steps = shared.eager
         self.uses_gradients = strategy.gradient_norm
         self.waits = shared.blocking and shared.outer.plain
-        # A quantized sum takes two messages, and ``bucket_ready`` starts the second one.
+        # A quantized sum takes two messages. ``bucket_ready`` sends the second one in backward.
         self.wants_buckets = not worker.wire.exact and not shared.blocking
         self._calls_after_step = type(strategy).after_step is not Strategy.after_step
         self._wanted = 0.0  # last return value of ``Strategy.due``
@@ -247,8 +247,7 @@ class ModelFlow(Flow):
         """Wait for the oldest part in flight and land it.
 
         Args:
-            take: True to add the mean update to the local model. False to leave the model
-                unchanged.
+            take: True to apply the mean to the local model. False to leave the model unchanged.
         """
         self.pipeline.land(take=take)
         if self._node_arrived:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from offbeat.averaging.buckets import BUCKET_BYTES, Bucket, make_buckets
 
 Contents = Literal["averaged", "parameters", "buffers"]
+"""Kind of tensors in a bucket; see ``Replica.buckets``."""
 _COUNTERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 

@@ -3,8 +3,9 @@
 All workers hold the same shared model P, and each trains a local model x. A *part* is a group of
 parameters that is averaged separately. To *launch* it, each worker sends its update u = x − P, and
 the sum over the workers starts. The part is *in flight* until it *lands*: then P moves by the
-weighted mean update D = Σ w·u / Σ w, or by an outer step along D, and x moves with it. A worker
-without new steps has the weight w = 0. Floating-point buffers may be averaged together with a part.
+weighted mean update D = Σ w·u / Σ w, or by an outer step along D. In x the movement of P replaces
+u. A worker without new steps has the weight w = 0. Floating-point buffers may be averaged together
+with a part.
 
 The *wire* sums over the workers, and may quantize what it sends. There are two kinds of parts. In a
 ``SnapshotPart`` the wire stores the quantization errors. A worker that does not store P sends x
@@ -56,8 +57,9 @@ class Part(ABC):
         velocity: v, one flat tensor for each bucket of parameters. Empty without outer momentum.
         buffer_base: Buffers at the last landing, one flat tensor for each bucket. Empty if P is not
             stored.
-        sums: Sums in flight for checkpoints, one flat tensor for each bucket. May be empty.
-        own: Values that this worker has sent, one flat tensor for each bucket. May be empty.
+        sums: Sums in flight, one flat tensor for each bucket. Complete after ``before_save``.
+        own: Values that this worker has sent, one flat tensor for each bucket. Complete after
+            ``before_save``.
         in_flight: True from the launch to the landing.
         weight: Σ w over the workers in the last launch, valid after ``wait``.
         launched_step: Local step of the last launch.
@@ -191,8 +193,9 @@ class Part(ABC):
                 the buffers is divided by ``total``.
             precision: Precision of the parameters in this launch. None: that of the wire. Only an
                 ``UpdatePart`` accepts it.
-            outer_step: Factors μ and a of the outer step P ← P + η·(D + a·v), where v ← μ·v + D.
-                None: both are ``outer.momentum``. Only an ``UpdatePart`` accepts it.
+            outer_step: Factors μ and a of the outer step P ← P + η·(D + a·v), where v ← μ·v + D and
+                η is ``outer.lr``. None: both are ``outer.momentum``. Only an ``UpdatePart`` accepts
+                it.
         """
 
     def _begin(self, total: Handle[float], weight: float, step: int) -> None:
@@ -299,7 +302,7 @@ class Part(ABC):
             torch.div(bucket.buffer_values, self.weight, out=self.buffer_base[index])
 
     def before_save(self) -> None:
-        """Wait for the sums in flight, and store them in ``sums`` for a checkpoint."""
+        """Wait for the sums in flight, and complete ``sums`` and ``own`` for a checkpoint."""
         self.wait()
 
     def after_load(self) -> None:  # noqa: B027

@@ -4,7 +4,7 @@ All workers hold the same P, and each trains a local model x. A *part* is a grou
 is averaged separately. In a *round* all workers decide by votes which parts to launch next. These
 launches are *queued*. To *launch* a part, the worker sends its update x − P of the part, so that
 the workers start to average the updates. The part is then *in flight*. When the mean has *arrived*,
-the part can *land*: the mean update is added to P and to x.
+the part can *land*: the mean update is added to P, and replaces this worker's update in x.
 """
 
 import math
@@ -48,7 +48,7 @@ class PipelineState:
         parts: The parts of the shared model.
         next_part: Index of the part that is launched next.
         in_flight: Indices of the parts in flight, the oldest first.
-        fresh_step: Local step at which the newest landed part was launched.
+        fresh_step: Local step of the newest launch that has landed.
         flight_seconds: Seconds from launch to arrival, summed over all landings.
         queue: Launches that were decided and have not started, because the first of them concerns a
             part that is still in flight.
@@ -110,7 +110,7 @@ class Pipeline:
 
     @property
     def unsynced(self) -> bool:
-        """True if this worker's model contains steps that no other worker has received."""
+        """True if this worker's model contains changes that no other worker has received."""
         step = self._worker.step
         return self._worker.touched or any(step > part.synced_step for part in self.parts)
 
@@ -135,7 +135,7 @@ class Pipeline:
         return count
 
     def finite(self, part: Part) -> bool:
-        """Return True if all parameters of ``part`` are finite, on all workers of this node."""
+        """Return True if all parameters of ``part`` are finite, including all their shards."""
         (squared,) = self._worker.team.over_shards(part.squared_norm())
         return math.isfinite(squared)
 
