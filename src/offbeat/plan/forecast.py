@@ -27,8 +27,8 @@ class Forecast:
         idle: Share of the time that a worker waits for others, in [0, 1]. With nodes, only the
             waiting for other nodes.
         apart_steps: Largest number of steps between two means of the same parameter, or the largest
-            staleness that the strategy reports if that is larger. 0 if gradients are averaged in
-            every step; ``inf`` if there was no mean.
+            staleness (age of the newest mean in the model, in steps) that the strategy reports, if
+            that is larger. 0 if gradients are averaged in every step; ``inf`` if there was no mean.
         payload_bytes: Bytes per step that a worker passes to operations, as in ``Stats``.
         memory_bytes: Largest size of the tensors in memory, without model, gradients and optimizer
             state.

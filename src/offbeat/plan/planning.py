@@ -50,7 +50,8 @@ def plan(
     rate. Jitter is log-normal and independent between steps and workers.
 
     The *idle share* is the share of the time that a worker waits for others. *Throughput* counts
-    samples per second.
+    samples per second. The *staleness* of a strategy is the largest age of the newest mean in a
+    worker's model, in steps.
 
     **Default strategies**:
 

@@ -1,6 +1,7 @@
 """The default strategies of a plan. A few simulated runs determine their settings.
 
-The *idle share* of a run is the share of the time that a worker waits for others.
+The *idle share* of a run is the share of the time that a worker waits for others. The *staleness*
+of a strategy is the largest age of the newest mean in a worker's model, in steps.
 """
 
 import math
@@ -24,7 +25,7 @@ from offbeat.training.compatibility import chooses_precision
 IDLE_LIMIT = 0.05
 """Largest idle share of a suggested setting."""
 SHORT_PERIOD = 8
-"""Period of LocalSGD with which docs/choosing.md says to start."""
+"""Period of LocalSGD with which to start, according to docs/choosing.md."""
 
 _EAGER_BOUND = 16  # least staleness bound suggested for the eager schedule
 _MARGIN = 1.25  # with jitter: factor on the staleness that a run has reached
@@ -41,9 +42,9 @@ def evaluate(
 ) -> Measured:
     """Return the forecast of ``strategy``.
 
-    If ``wire`` is "auto" and the strategy does not choose a precision itself, the most exact of
-    float32, bfloat16 and int8 is used with which workers wait for the link at most a tenth of the
-    time. Training chooses the precision by the same criterion.
+    If ``wire`` is "auto" and the strategy does not choose a precision itself, the forecast uses the
+    most exact of float32, bfloat16 and int8 at which workers wait for the link for at most a tenth
+    of the time, or int8. Training aims at the same limit.
 
     Args:
         strategy: The strategy.
@@ -168,7 +169,7 @@ def _suggest_cyclic(wire: Precision | None, setting: Setting) -> Measured:
 
 
 def _suggest_eager(wire: Precision | None, setting: Setting) -> Measured:
-    """Return eager AsyncAveraging with a staleness bound that it does not reach."""
+    """Return eager AsyncAveraging, with a staleness bound that it does not reach."""
     unbounded = AsyncAveraging(schedule="eager", staleness=_UNBOUNDED)
     measured = evaluate(unbounded, wire, setting)
     reached = measured.details.get("staleness_max", 0) * (_MARGIN if setting.jitter else 1.0)

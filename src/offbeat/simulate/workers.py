@@ -21,7 +21,7 @@ _PACKAGE = str(Path(__file__).parent.parent)
 
 
 class DeadlockError(OffbeatError):
-    """Raised if no simulated worker can continue, because each waits for another."""
+    """Raised if no simulated worker can continue: all of them wait for events that never happen."""
 
 
 class _StoppedError(BaseException):
