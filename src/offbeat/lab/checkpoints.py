@@ -98,7 +98,7 @@ class RunCheckpoints:
 
     def _require_same_run(self, saved: dict[str, Any]) -> None:
         current = asdict(self._job)
-        # A field that the version of Offbeat that saved did not know had its default.
+        # Fields that an older version of Offbeat did not save had their defaults.
         saved = {field.name: field.default for field in fields(self._job)} | saved
         for name in current.keys() - _MAY_DIFFER:
             if current[name] != saved[name]:
@@ -126,7 +126,7 @@ class RunCheckpoints:
         A collective if it returns True.
 
         Args:
-            request: File in which the launching process asks the run to stop. None: it cannot.
+            request: Object through which the run is asked to stop. None: it cannot be asked.
             last: Number of steps of the run.
 
         Returns:

@@ -203,7 +203,7 @@ def _runs(
 
 
 def _read_existing(path: Path, job: Job, runner: Runner, ignored: Collection[str]) -> list[Result]:
-    """Return the results in the file.
+    """Remove an incomplete last line from the file and return the results in it.
 
     Raises:
         ValueError: a result belongs to another comparison.
@@ -256,7 +256,7 @@ def _with_determined(job: Job, other: Job) -> Job:
 
 
 def _is_of(result: Result, job: Job, ignored: Collection[str]) -> bool:
-    """Return True if a run of ``job`` would give ``result``."""
+    """Return True if ``result`` is that of a run of ``job``."""
     existing, wanted = public_job(result.job), public_job(job)
     for name in _DETERMINED:
         if wanted[name] is None:

@@ -1,8 +1,8 @@
 """Events that report the progress of a run, and their form as lines of JSON.
 
 A worker process sends the lines to the process that started it. A checkpoint contains them, too.
-``step`` is always the number of steps that each worker has taken so far. *Local step time* is the
-time of a step without communication.
+``step`` is always the number of steps that rank 0 has taken so far. *Local step time* is the time
+of a step without communication.
 """
 
 import json
@@ -23,7 +23,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Step:
-    """The workers took a step that was not followed by an evaluation.
+    """Rank 0 took a step that was not followed by an evaluation.
 
     Attributes:
         step: Number of steps.
@@ -36,7 +36,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The workers took a step and evaluated the consensus, the mean of their models.
+    """All workers took a step and evaluated the consensus, the mean of their models.
 
     Attributes:
         step: Number of steps.

@@ -29,7 +29,8 @@ IDEAL = "ideal"
 class Ideal(Baseline):
     """BSP on an infinitely fast network, the speed-up limit that other methods are compared with.
 
-    **Update**: that of BSP. The run really averages the gradients, over the real network.
+    **Update**: that of BSP. The run really averages the gradients, but the time for that is not
+    counted.
 
     **Training seconds**: number of steps · step time without communication.
 

@@ -99,7 +99,10 @@ class ShapedLinks(Cluster, Loopback):
 def call_at_half(
     act: Callable[[], None], on_event: Callable[[Event], None]
 ) -> Callable[[Event], None]:
-    """Return an event handler that passes events on and calls ``act`` before the middle step's."""
+    """Return an event handler that calls ``act`` once, when half of the steps have been taken.
+
+    It passes every event to ``on_event``.
+    """
     half = math.inf
 
     def listen(event: Event) -> None:
@@ -149,7 +152,7 @@ class ExternalLauncher(Runner):
             train_worker(Job(**values), lambda event: None)
 
     def end(self) -> None:
-        """End ``follow`` on the other ranks. Must not be called after a failed job."""
+        """End ``follow`` on the other ranks. After a failed job, it has already ended there."""
         _from_rank_0(None)
 
 

@@ -35,7 +35,7 @@ class AccelerateLocalSGD(Peer):
 
 
 class _Accelerated(TrainingLoop):
-    """The training loop of Accelerate's documentation."""
+    """Training loop as in Accelerate's documentation."""
 
     differ = True
 
