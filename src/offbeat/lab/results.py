@@ -29,7 +29,7 @@ class Result:
         link: Description of the network between the workers.
         machine: Description of the hardware.
         versions: Versions of Offbeat, torch and Python by name.
-        simulated: True if all seconds are virtual time.
+        simulated: True if all seconds are virtual time, the simulator's clock.
         points: Evaluations in order, at least one. The last one is at the end of the run.
         stats: Totals of each worker, in rank order.
         model_bytes: Size of the model's parameters; None in results of old versions.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from offbeat.lab.recipes import Task
 from offbeat.lab.step_time import LocalTraining
 
-_PURPOSE = 0x756E6576  # seeds a random stream that no other part of the run uses
+_PURPOSE = 0x756E6576  # makes the random numbers independent of others with the same seed
 
 
 class StragglerLoss:
@@ -67,7 +67,8 @@ def parse_slow(text: str | None, workers: int) -> dict[int, float]:
     """Return rank → slowdown for ``RANK=FACTOR,RANK=FACTOR``.
 
     Raises:
-        ValueError: another form, a rank that does not exist, or a factor below 1.
+        ValueError: the text has another form, a rank does not exist, or a factor is below 1 or
+            infinite.
     """
     slowdowns: dict[int, float] = {}
     for part in filter(None, (text or "").split(",")):

@@ -59,8 +59,8 @@ def probe(
     communicator = TorchCommunicator(None, timeout_seconds=timeout_seconds)
     _barrier(communicator)
     started = time.perf_counter()
-    # The payload is noise, because some network tunnels compress. It consists of normal floats,
-    # because random bits contain denormal numbers, which are slow to add.
+    # The payload is noise, because some network tunnels compress. It has a normal distribution,
+    # because floats of random bits would include denormal numbers, which are slow to add.
     noise = torch.randn(size_bytes // 4, generator=torch.Generator().manual_seed(seed))
     scratch = torch.empty_like(noise)
     order = choose_pairs(communicator.size, seed)
