@@ -19,7 +19,7 @@ class Row:
     """A method with its runs over the seeds.
 
     Attributes:
-        name: Strategy or baseline, with those of its options that other rows do not have.
+        name: Strategy or baseline with its options, except the options that all rows share.
         runs: Result of each seed. If several factors on the learning rate were tried, only the
             results of the best factor.
         tried: Number of runs of the method, over all factors and seeds.
