@@ -1,8 +1,8 @@
-"""The commands: their options and help texts.
+"""Declarations of the commands: their options and help texts.
 
-A function here only declares a command. A function of the same name in another module implements
-it, and that module is imported when the command runs. This module does not import torch, so that
-help and shell completion are fast.
+Each function only declares a command. A function with the same name in another module implements
+it. That module is imported when the command runs. This module does not import torch, so that help
+and shell completion are fast.
 """
 
 import importlib
@@ -29,10 +29,9 @@ Options = ParamSpec("Options")
 
 
 def implemented_in(module: str) -> Callable[[Callable[Options, None]], Callable[Options, None]]:
-    """Return a decorator that gives a declared command its implementation.
+    """Return a decorator that makes a command call its implementation.
 
-    The command calls the function of the same name in the module ``offbeat.cli.MODULE``, where
-    MODULE is the argument ``module``.
+    The implementation is the function with the same name in the module ``offbeat.cli.<module>``.
     """
 
     def decorate(function: Callable[Options, None]) -> Callable[Options, None]:

@@ -1,4 +1,7 @@
-"""Runners of the command line: processes that ``offbeat`` starts, or those of a launcher."""
+"""Chooses the worker processes of a run: new ones, or those of a launcher such as torchrun.
+
+A *job* is the settings of one run. A *runner* runs jobs on worker processes.
+"""
 
 import contextlib
 import os
@@ -19,7 +22,7 @@ from offbeat.units import parse_bandwidth
 
 
 def is_launched() -> bool:
-    """Return True if a launcher has started this process as one of its workers."""
+    """Return True if a launcher has started this process as a worker."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -30,7 +33,11 @@ def require_single_process(what: str) -> None:
 
 
 def with_launched_workers(job: Job) -> Job:
-    """Return ``job`` with the launcher's number of workers; ``--workers`` must not differ."""
+    """Return ``job`` with the launcher's number of workers.
+
+    Raises:
+        ValueError: ``--workers`` gives another number.
+    """
     if not is_launched():
         return job
     started = int(os.environ["WORLD_SIZE"])
@@ -42,7 +49,7 @@ def with_launched_workers(job: Job) -> Job:
 
 
 def command_line() -> str:
-    """Return the command line to repeat this run."""
+    """Return a command line that repeats this run."""
     program = ["offbeat"]
     if is_launched():
         local = os.environ.get("LOCAL_WORLD_SIZE", "1")
@@ -54,16 +61,18 @@ def command_line() -> str:
 def real_workers(
     job: Job, bandwidth: str | None, check: Callable[[], object]
 ) -> Iterator[Runner | None]:
-    """Provide the runner for jobs on real processes.
+    """Provide a runner of jobs on real processes, as a context manager.
+
+    Under a launcher, rank 0 decides which jobs are run. On the other ranks this function takes part
+    in all of them before it yields.
 
     Args:
         job: Job with the number of workers and the time-out.
-        bandwidth: Rate of shaped links; None: loopback.
-        check: Function that raises for mistakes. Called before any process starts or connects.
+        bandwidth: Bandwidth to which the link of each worker is limited. None: no limit.
+        check: Function that raises for mistakes. It is called before a process starts or connects.
 
     Yields:
-        The runner. None on all ranks of a launcher except 0, which have taken part in all jobs by
-        then.
+        The runner; None on ranks of a launcher other than 0.
     """
     if is_launched():
         if bandwidth is not None:
