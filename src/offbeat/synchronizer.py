@@ -337,8 +337,8 @@ class Synchronizer:
 
         Parameters and buffers are combined as in ``consensus``. A collective: every worker calls
         it, each after any number of steps. The call returns when all workers have called it. Until
-        then it takes part in the communication of the workers that still train. A second call does
-        nothing.
+        then this worker takes no steps, but takes part in the communication of the workers that
+        still train. A second call does nothing.
         """
         if not self._active:
             return

@@ -141,7 +141,8 @@ def read(path: Path) -> dict[str, Any]:
 def prune(folder: Path, keep: set[CheckpointKey], rank: int, size: int) -> None:
     """Delete the temporary files of ``rank``, and its files of checkpoints not in ``keep``.
 
-    Rank 0 also deletes such files of ranks ≥ ``size``. A run with more workers has left them.
+    Rank 0 also deletes the files of these checkpoints that belong to ranks ≥ ``size``. A run with
+    more workers has left them.
     """
     for key, owner, path in all_files(folder):
         if key not in keep and (owner == rank or (rank == 0 and owner >= size)):

@@ -112,7 +112,8 @@ class SharedModel:
         error_feedback: True if the quantization error of an update stays in the local model. It is
             then part of the next x − P, so the next launch sends it. The parts have equal bytes and
             may begin inside a tensor. If ``outer`` has momentum, the flow calls ``outer_step`` for
-            each launch. False: parts consist of whole tensors, and the wire stores the error.
+            each launch. False: parts consist of whole tensors, and the error is stored outside the
+            model and added to the next message.
         optimizer_state: True if the optimizers' state is averaged whenever the last part lands.
             Requires ``lands=0``.
     """
@@ -224,7 +225,7 @@ class Tally:
 def common(**options: Any) -> Any:
     """Declare a field of ``state()`` whose value is equal on all workers.
 
-    When a new view begins, all workers copy the value from one of the most advanced workers.
+    When a new view begins, all workers copy the value from the worker that has come furthest.
 
     Args:
         options: Arguments of ``dataclasses.field``.
@@ -255,7 +256,8 @@ class WorkerView:
         rank: Rank of this worker.
         size: Number of workers (common).
         step: Number of local steps of this worker, including the current one.
-        start_step: Value of ``step`` on the most advanced worker when the view began (common).
+        start_step: Value of ``step`` when the view began, on the worker whose state the others
+            copied (common).
         stepping: True if this worker takes a step in the current round. False if it waits for the
             other workers, because it has run out of data or because all models are averaged for an
             evaluation.
@@ -405,7 +407,7 @@ class Strategy(ABC):
         raise NotImplementedError
 
     def after_step(self, worker: WorkerView) -> None:  # noqa: B027
-        """Measure what the strategy needs. Called at the end of each local step, after landings."""
+        """Take measurements for later decisions. Called after each local step and its landings."""
 
     # -- text ------------------------------------------------------------------------------------
 

@@ -24,9 +24,9 @@ class DiLoCo(Strategy):
     The inner optimizer keeps its state. With ``outer_lr=1, outer_momentum=0`` this is local SGD.
 
     Streaming DiLoCo: the parameters, sorted by name, are divided into P ``fragments`` of whole
-    tensors with about equal bytes. The workers *launch* (start to average) fragment
-    p = 1 … P after the steps t = ⌊p·H/P⌋, ⌊p·H/P⌋ + H, ⌊p·H/P⌋ + 2H and so on. With ``overlap`` k
-    the mean *lands* (is applied) k steps later, and the local steps since the launch are kept:
+    tensors with about equal bytes. The workers *launch* (start to average) fragment p = 1 … P after
+    the steps t = ⌊p·H/P⌋, ⌊p·H/P⌋ + H, ⌊p·H/P⌋ + 2H and so on. With ``overlap`` k the mean *lands*
+    (is applied) k steps later, and the local steps since the launch are kept:
 
         x_p ← θ_p + (x_p(t+k) − x_p(t))
 

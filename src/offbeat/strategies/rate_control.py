@@ -25,7 +25,7 @@ TARGET_PASS_STEPS = 2.5
 target is above 2, because a quantized part usually lands two steps after its launch, even on a fast
 network."""
 
-_LEAST_WINDOW = 2  # one part is sent while the worker has not yet noticed that the other arrived
+_LEAST_WINDOW = 2  # parts; the link sends one while the worker has not yet noticed another arrival
 _LATE_SHARE = 4  # the window shrinks if more than 1/4 of the parts are late
 _MOST_CPU_SHARE = 0.05
 """Largest share of the step time that a worker spends on launching and landing parts.
@@ -34,7 +34,7 @@ Network threads and the quantization of sums take about the same processor time 
 slows down training if no core is idle. In measurements, twice this share allowed twice as many
 passes, but their benefit was no greater than the cost of the slower steps.
 """
-_MOST_COST_RATIO = 4  # a part counts as at most this often the average cost: larger ones are noise
+_MOST_COST_RATIO = 4  # largest cost of a part relative to the average cost; more is noise
 _SMOOTHING = 0.1  # weight of a new value in an exponential average
 _LEAST_STEPS = 8  # shortest measurement of the steps in a pass, in local steps
 
@@ -49,11 +49,10 @@ class RateControl:
         probing: True while the window grows fast. This phase begins with training and with each
             change of the precision, and ends when a part is late.
         start_step: Local step at which the current measurement of the steps in a pass began.
-        landed: Number of landings in this measurement. After a change of the precision and at the
-            start of training it is −(number of parts). The measurement then begins when it reaches
-            0, because the first pass may contain parts of the previous precision.
-        crowded: True if more than 1/4 of the parts were late at a step boundary since the last call
-            of ``restart_count``.
+        landed: Number of landings in this measurement. At the start of training and after a change
+            of the precision it is set to −(number of parts), and the measurement begins when it
+            reaches 0. The parts that land before that may have the previous precision.
+        crowded: True if more than 1/4 of the parts were late in any step since ``restart_count``.
         step_seconds: Duration of a local step in seconds, an exponential average.
         part_seconds: Seconds to launch and land a part, without waiting, an exponential average.
         budget: Number of parts that may be launched now within the CPU budget. May be negative.

@@ -28,8 +28,8 @@ from offbeat.strategies.rate_control import RateControl
 logger = logging.getLogger("offbeat")
 
 # Automatic number of parts. The fixed cost of a launch is that of quantizing a few MB, so parts are
-# large and few. At least two are useful: the link sends one part after the other has arrived and
-# before a worker notices it.
+# large and few. Two parts keep the link busy: it sends one while a worker has not yet noticed that
+# the other has arrived.
 _PART_BYTES = 2**22
 _LEAST_PART_BYTES = 2**16  # a smaller model than twice this size is not divided
 _MOST_AUTO_PARTS = 4
@@ -137,7 +137,7 @@ class StreamingAveraging(Strategy):
             parts=self._auto_parts if self.parts == "auto" else self.parts,
             lands="arrived" if self.schedule == "eager" else self.staleness // 2,
             bound=self.staleness,
-            # Any momentum above 0 makes the flow call ``outer_step``, whose result it uses instead.
+            # With any momentum above 0, ``outer_step`` is called and replaces this value.
             outer=Outer(momentum=float(self.outer_gain != 1)),
             error_feedback=True,
         )
