@@ -56,14 +56,15 @@ class DownpourState(ServerState):
     """State of a ``DownpourFlow``.
 
     Attributes:
-        gradients: G.
+        gradients: G as one vector.
         requested: x at the last request for z.
         requested_step: Local step of the last request for z.
         steps: Number of local steps.
         push_due: True if the next request must push G.
         fetch_due: True if the next request must pull z.
         fetching: True if the last request pulls z.
-        warmed_up: True from the first step on, when ranks above 0 have waited for the warm-up.
+        warmed_up: True after the first step has begun. Before it, ranks above 0 wait for the
+            warm-up.
     """
 
     gradients: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -199,7 +200,7 @@ class DownpourFlow(ServerFlow):
         if not server.idle or not (push or fetch):
             return
         if push:
-            self._stage()
+            self.stage_push(self.state.gradients)
         if fetch:
             pack_mixed(self.tensors, state.requested)
             state.requested_step = state.steps
@@ -207,19 +208,12 @@ class DownpourFlow(ServerFlow):
         server.start("push" if not fetch else "push_pull" if push else "pull", clock=clock)
         state.fetching, state.push_due, state.fetch_due = fetch, False, False
 
-    def _stage(self) -> None:
-        """Move G to the vector that the next request pushes. G ← 0."""
-        self.check_push(self.state.gradients)
-        self.server.vector.copy_(self.state.gradients)
-        self.state.gradients.zero_()
-        self.state.unpushed = 0
-
     @override
     def flush(self) -> None:
         if self.state.unpushed:
             self.server.settle()
             self._take()
-            self._stage()
+            self.stage_push(self.state.gradients)
             self.server.start("push")
 
 

@@ -236,6 +236,13 @@ class ServerFlow(Flow):
             self._warned = True
             logger.warning('%s: all workers receive it; non_finite="raise" prevents that', message)
 
+    def stage_push(self, values: Tensor) -> None:
+        """Move ``values`` to the vector that the next request pushes, and set them to 0."""
+        self.check_push(values)
+        self.server.vector.copy_(values)
+        values.zero_()
+        self.state.unpushed = 0
+
     def report(self) -> None:
         """Update ``Stats.details``: pulled bytes, and statistics of pushes to this rank's shard."""
         details, shard = self.worker.details, self.server.shard

@@ -1,8 +1,9 @@
 """SSP, stale synchronous parallel: a parameter server that limits how far a worker may be ahead.
 
-A worker's *clock* c is its number of local steps. z is the server's model. A worker's model x is a
-copy of z, the *cache*, to which the worker adds its own updates at once. A cache is *fresh* to
-clock f if it contains the updates of all workers before clock f.
+A worker's *clock* c is its number of local steps. z is the server's model. A worker's model x is
+the *cache*: a copy of z, to which the worker adds its own updates u at once. S is the sum of the
+updates that it has not sent to the server yet. The cache is *fresh* up to clock f if it contains
+the updates that all workers have made before clock f.
 """
 
 from dataclasses import dataclass, field
@@ -24,9 +25,9 @@ class SSPState(ServerState):
 
     Attributes:
         cache: x as one vector. After each step it is copied to the worker's parameters.
-        updates: S, the sum of the updates that were not sent yet.
-        clock: c.
-        fresh_clock: f. The cache contains all updates of all workers before this clock.
+        updates: S as one vector.
+        clock: c, the number of local steps.
+        fresh_clock: f, the clock up to which the cache is fresh.
         pulling: True if the last request pulls z.
     """
 
@@ -100,7 +101,7 @@ class SSPFlow(ServerFlow):
         too_old = state.fresh_clock < needed
         if not self.server.idle or not (state.unpushed or too_old):
             return
-        self._stage()
+        self.stage_push(self.state.updates)
         state.pulling = ahead or too_old
         if state.pulling:
             needed = min(state.clock, needed + ahead)
@@ -108,18 +109,11 @@ class SSPFlow(ServerFlow):
         else:
             self.server.start("push", clock=state.clock)
 
-    def _stage(self) -> None:
-        """Move S to the vector that the next request pushes. S ← 0."""
-        self.check_push(self.state.updates)
-        self.server.vector.copy_(self.state.updates)
-        self.state.updates.zero_()
-        self.state.unpushed = 0
-
     @override
     def flush(self) -> None:
         self.server.settle(release=True)
         self._take()
-        self._stage()
+        self.stage_push(self.state.updates)
         self.server.start("push", clock=self.state.clock)
 
     @override

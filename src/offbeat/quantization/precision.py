@@ -26,8 +26,8 @@ class PrecisionControl:
     The expected load at b' bits is (load at b bits) · b'/b. Each call of ``update`` applies these
     rules:
 
-    - *Fewer bits*: If the load is above 1, choose the next precision whose expected load is at most
-      1. If there is none, choose the one with the fewest bits.
+    - *Fewer bits*: If the load is above 1, choose the precision with the most bits whose expected
+      load is at most 1. If there is none, choose the precision with the fewest bits.
     - *More bits*: If the next precision with more bits has an expected load of at most ``margin``,
       choose it. This requires ``patience`` measurements since the last change.
     - *Trial*: If the caller gives the duration of a step, fewer bits are on trial until the next

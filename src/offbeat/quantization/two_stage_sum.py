@@ -9,10 +9,10 @@ So each number is quantized only twice, and all workers decode the same bytes. A
 sequence of sums of the same tensor. The quantization errors of both stages are added to the next
 sum of the stream (error feedback).
 
-**When the second stage starts.** No background thread starts it. The worker's own thread does so
-when it next calls ``done`` or ``wait`` of a sum, or starts another sum, and the first stage has
-ended. It also does so before it blocks in any collective, because other workers may need the second
-stage to reach that collective.
+**When the second stage starts.** The worker's own thread starts it, not a background thread. It
+does so if the first stage has ended when it calls ``done`` or ``wait`` of a sum or starts another
+sum. Before it blocks in any collective, it completes all first stages and starts all second stages,
+because other workers may need these before they start that collective.
 
 **Order.** Workers start second stages at different times, but all must start these collectives in
 the same order. Therefore second stages are queued in the order in which the sums were started. They
