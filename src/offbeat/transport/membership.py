@@ -20,8 +20,8 @@ class View:
     """One composition of the workers. The rank of this worker is ``communicator.rank``.
 
     Attributes:
-        number: 0 for the first view, and larger for each later view. Numbers may be skipped,
-            because a view that could not be opened by all its members is never used.
+        number: 0 for the first view, and larger for each later view. A number is skipped if not all
+            members of its view could connect.
         members: Identity of each worker, by rank; ascending. The identity of a worker is its rank
             in view 0, or an unused number if it joined later.
         communicator: Communicator between these members.

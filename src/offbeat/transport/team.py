@@ -49,8 +49,8 @@ class Team:
 
     Attributes:
         view: Number of the current view.
-        members: Identity of each worker, by rank. It never changes: the identity is the rank in
-            view 0, or an unused number for a worker that joined later.
+        members: Identity of each worker, by rank. The identity is the worker's rank in the first
+            view (view 0), or an unused number if the worker joined later. It never changes.
         communicator: Communicator between the workers. It adds its bytes and waits to ``account``.
         account: Bytes sent and time waited in all views.
         membership: Interface for agreeing on the next view; None if the training is not elastic.

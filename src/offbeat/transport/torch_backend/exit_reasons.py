@@ -19,7 +19,7 @@ class ExitReasons:
     failed publishes "failed". A killed worker publishes nothing. The reasons have two uses:
 
     * When one worker is lost, operations fail on all others. An error can name the worker that was
-      lost first, because it is the one that did not publish "failed".
+      lost first: only the others publish "failed".
     * A worker that waits for a healthy worker learns that a third one was lost.
 
     Args:

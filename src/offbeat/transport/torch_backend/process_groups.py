@@ -35,11 +35,9 @@ _abandoned: list[tuple[threading.Thread, float]] = []
 
 
 def abandon_thread(thread: threading.Thread, deadline: float) -> None:
-    """Let a thread that is blocked in gloo run on. At exit Python waits for it until ``deadline``.
+    """Register a thread that is blocked in gloo. At exit Python waits for it until ``deadline``.
 
-    Args:
-        thread: The thread.
-        deadline: Time on the monotonic clock.
+    ``deadline`` is a time on the monotonic clock.
     """
     _abandoned[:] = [(other, limit) for other, limit in _abandoned if other.is_alive()]
     _abandoned.append((thread, deadline))
@@ -89,12 +87,12 @@ class GroupFactory:
         opening_seconds: Time limit of ``open``, unless its argument ``timeout_seconds`` is less.
         lost: Function that returns the ranks of members whose processes have ended; None if this
             is not monitored.
-        abandoned_key: Key in ``store``. Once it exists, ``open`` raises OpeningError, because some
-            members open no more groups. "" if there is no such key.
+        abandoned_key: Key in ``store`` that a member creates when it gives up opening groups. Then
+            ``open`` raises OpeningError. "" if there is no such key.
 
     Attributes:
         backend: Backend of the user's group, "gloo" or "nccl". Collectives use the same.
-        store: Part of the store that only the last opened group uses; None before the first one.
+        store: The part of the store that the latest group uses; None before the first group.
     """
 
     def __init__(
