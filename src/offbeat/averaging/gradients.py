@@ -235,16 +235,14 @@ class GradientMean:
         flat = bucket.pack(float(contribute))
         if self.overlap:
             bucket.remember()
-        if bucket.tail.numel():
-            tail = bucket.tail.numel()
-            bucket.handle = self._team.communicator.sum(
-                flat, what="mean of the gradients", tail=tail
-            )
+        what, tail = "mean of the gradients", bucket.tail.numel()
+        if tail:
+            bucket.handle = self._team.communicator.sum(flat, what=what, tail=tail)
             return
         bucket.handle = self._wire.sum(
             flat,
             stream=bucket.stream,
-            what="mean of the gradients",
+            what=what,
             contribute=contribute,
             # All buckets but the last may have to be sent again.
             tentative=self.overlap and bucket is not self._buckets[-1],

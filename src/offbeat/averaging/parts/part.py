@@ -215,9 +215,19 @@ class Part(ABC):
                 self.arrived_seconds = self._team.host.now()
         return self.in_flight and self.arrived_seconds is not None
 
-    @abstractmethod
     def wait(self) -> None:
         """Wait until all sums of this part have arrived. Does not change P or the model."""
+        if self._waited:
+            return
+        self.weight = self._total.wait()
+        self._receive()
+        self._handles, self._waited = [], True
+        if self.arrived_seconds is None:
+            self.arrived_seconds = self._team.host.now()
+
+    @abstractmethod
+    def _receive(self) -> None:
+        """Wait for the handles, and copy sums that arrive elsewhere to the staging tensors."""
 
     def land(self, step: int, *, extra: Sequence[Landing] = ()) -> None:
         """Wait for the sums, then move P and the model.

@@ -123,15 +123,9 @@ class SnapshotPart(Part):
             )
 
     @override
-    def wait(self) -> None:
-        if self._waited:
-            return
-        self.weight = self._total.wait()
+    def _receive(self) -> None:
         for bucket, handle in zip(self.buckets, self._handles, strict=True):
             bucket.flat.copy_(handle.wait())
-        self._handles, self._waited = [], True
-        if self.arrived_seconds is None:
-            self.arrived_seconds = self._team.host.now()
 
     @override
     def land(self, step: int, *, extra: Sequence[Landing] = ()) -> None:

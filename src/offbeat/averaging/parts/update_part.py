@@ -118,18 +118,12 @@ class UpdatePart(Part):
             self._handles.append(self._team.communicator.sum(flat, what=what))
 
     @override
-    def wait(self) -> None:
-        if self._waited:
-            return
-        self.weight = self._total.wait()
+    def _receive(self) -> None:
         self.fade, self.ahead = self._outer_step.wait()
         for i, handle in enumerate(self._handles):
             result = handle.wait()
             if i >= self.parameter_buckets:
                 self.buckets[i].flat.copy_(result)
-        self._handles, self._waited = [], True
-        if self.arrived_seconds is None:
-            self.arrived_seconds = self._team.host.now()
 
     @override
     def _write(self, *, moved: bool, show: bool) -> None:
