@@ -1,8 +1,8 @@
-"""Buckets: tensors of one dtype and device that are staged in one flat tensor.
+"""Buckets: tensors of one dtype and device that are copied into one flat tensor to be sent.
 
-The workers sum the flat *staging tensors* of their buckets. ``pack`` copies the tensors into the
-staging tensor, and ``unpack`` copies the result back. ``unpack`` writes in place, because the
-optimizer and the modules hold references to the tensors.
+The workers sum the flat *staging tensors* of their buckets. ``pack`` copies (*stages*) the tensors
+into the staging tensor, and ``unpack`` copies the result back. ``unpack`` writes in place, because
+the optimizer and the modules hold references to the tensors.
 
 Tensors are staged, and therefore summed, in their own dtype, with three exceptions: half-precision
 tensors are staged in float32, complex tensors as pairs of reals, and bool tensors in uint8.
@@ -39,7 +39,7 @@ def staging_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def staged_bytes(tensor: Tensor) -> int:
-    """Return the number of bytes of ``tensor`` in a staging tensor."""
+    """Return the number of bytes that ``tensor`` takes in a staging tensor."""
     return as_real(tensor.detach()).numel() * staging_dtype(tensor).itemsize
 
 
