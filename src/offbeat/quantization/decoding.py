@@ -60,12 +60,10 @@ class LazyVector(ABC):
         """Fill ``values`` with the elements from ``start`` on, a multiple of ``BLOCK``."""
 
     def packed(self, start: int, limit: int) -> PackedPayloads | None:
-        """Return at most ``limit`` elements from ``start`` on in encoded form.
-
-        Returns fewer than ``limit`` elements if a chunk of the vector ends before.
+        """Return the encoded elements from ``start`` on, at most ``limit`` and only of one chunk.
 
         Returns:
-            None if the compiled loops cannot read this vector.
+            None if the elements are not stored as integer payloads on the CPU.
         """
         return None
 
