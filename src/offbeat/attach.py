@@ -216,10 +216,10 @@ def _team(
     return Team(open_communicator(group, timeout_seconds, what="offbeat.attach()", elastic=elastic))
 
 
-def _optimizers(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    if isinstance(given, Iterable) and not isinstance(given, Optimizer):
-        return [unwrapped_optimizer(each) for each in given]
-    return [unwrapped_optimizer(given)]
+def _optimizers(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    if isinstance(optimizers, Iterable) and not isinstance(optimizers, Optimizer):
+        return [unwrapped_optimizer(each) for each in optimizers]
+    return [unwrapped_optimizer(optimizers)]
 
 
 def _attached(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[AttachedOptimizer]:
@@ -233,7 +233,7 @@ def _attached(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Attache
         raise AttachError("attach() needs at least one optimizer")
     named = {id(p): name for name, p in model.named_parameters()}
     result: list[AttachedOptimizer] = []
-    owned: set[int] = set()
+    seen: set[int] = set()  # parameters of the optimizers so far
     for optimizer in optimizers:
         kind = type(optimizer).__name__
         if isinstance(optimizer, LBFGS):
@@ -241,31 +241,31 @@ def _attached(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Attache
                 "LBFGS takes many steps inside one step() and cannot be synchronized; use a "
                 "first-order optimizer such as SGD or AdamW"
             )
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if not held & named.keys():
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not own & named.keys():
             raise AttachError(
                 f"the {kind} holds no parameter of this model: build it from model.parameters() of "
                 "the model given to attach()"
             )
-        if held - named.keys():
+        if own - named.keys():
             raise AttachError(
-                f"the {kind} also moves {len(held - named.keys())} tensor(s) that are not "
+                f"the {kind} also moves {len(own - named.keys())} tensor(s) that are not "
                 "parameters of this model; put them into one nn.Module with the model, or give "
                 "them an optimizer of their own"
             )
-        for key in held & owned:
+        for key in own & seen:
             raise AttachError(f"two optimizers both move parameter {named[key]!r}")
-        owned |= held
-        trainable = [p for p in model.parameters() if id(p) in held and p.requires_grad]
+        seen |= own
+        trainable = [p for p in model.parameters() if id(p) in own and p.requires_grad]
         if not trainable:
             raise AttachError(
                 f"all parameters of the {kind} are frozen: set requires_grad before attach()"
             )
         result.append(AttachedOptimizer(len(result), optimizer, trainable))
-    for thing in (model, *optimizers):
-        if thing in attached:
+    for each in (model, *optimizers):
+        if each in attached:
             raise AttachError(
-                f"this {type(thing).__name__} is attached already: finish() or detach() the first "
+                f"this {type(each).__name__} is attached already: finish() or detach() the first "
                 "synchronizer before attaching another"
             )
     return result

@@ -325,12 +325,12 @@ class Synchronizer:
         self._consensus.check_parameters()
         with self._recorder.paused():
             with self._iteration.guard, self._team.account.paused():
-                own = self._consensus.show()
+                local = self._consensus.show()
             try:
                 with self._iteration.forbidden("consensus()"):
                     yield
             finally:
-                self._consensus.restore(own)
+                self._consensus.restore(local)
 
     def finish(self) -> None:
         """End training: replace the model by the mean over all workers, and remove the hooks.
@@ -370,8 +370,8 @@ class Synchronizer:
         self._hooks.clear()
         if self._scaler is not None:
             self._scaler.remove()
-        for thing in self._attached_objects:
-            attached.discard(thing)
+        for each in self._attached_objects:
+            attached.discard(each)
         try:
             self._recorder.close()
         finally:

@@ -108,17 +108,17 @@ class RateControl:
                 cost = min(cost, _MOST_COST_RATIO * self.part_seconds)
             self.part_seconds = _smooth(self.part_seconds, cost)
         if self.stepped_at is not None:
-            took = now - self.stepped_at
+            duration = now - self.stepped_at
             if self.step_seconds:  # a longer time probably contains an evaluation
-                took = min(took, 2 * self.step_seconds)
-            self.step_seconds = _smooth(self.step_seconds, took)
+                duration = min(duration, 2 * self.step_seconds)
+            self.step_seconds = _smooth(self.step_seconds, duration)
         self.stepped_at = now
-        more = float(parts)
+        added = float(parts)
         if self.part_seconds:
-            more = min(more, _MOST_CPU_SHARE * self.step_seconds / self.part_seconds)
+            added = min(added, _MOST_CPU_SHARE * self.step_seconds / self.part_seconds)
         # The budget of up to three steps accumulates, because parts may be launched two steps after
         # the strategy has requested them.
-        self.budget = min(self.budget + more, 1.0 + 3 * more, 2.0 * parts)
+        self.budget = min(self.budget + added, 1.0 + 3 * added, 2.0 * parts)
 
     def resize(self, ages: Sequence[int], parts: int, *, prompt_age: int) -> None:
         """Grow the window if no part is late, shrink it if more than 1/4 of the parts are late.
@@ -135,10 +135,10 @@ class RateControl:
         elif late:
             self.probing = False
         else:
-            more = max(1, self.window // 2) if self.probing else 1
+            growth = max(1, self.window // 2) if self.probing else 1
             # With twice the number of parts, a round can decide the next launch of a part that is
             # still in flight. This launch then follows the landing immediately.
-            self.window = min(2 * parts, self.window + more)
+            self.window = min(2 * parts, self.window + growth)
 
     def pass_steps(self, step: int, parts: int, *, chooses: bool) -> float | None:
         """Return the measured number of local steps in a pass.
@@ -158,12 +158,12 @@ class RateControl:
             allows all parts, and ``crowded`` is not set.
         """
         widest = self.window == 2 * parts
-        free = chooses and widest and self.budget >= parts and not self.crowded
+        unlimited = chooses and widest and self.budget >= parts and not self.crowded
         if self.probing and not widest and self.landed > 0:  # the window still grows
             self.start_step, self.landed = step, 0
         if self.landed < 2 * parts or step - self.start_step < _LEAST_STEPS:
             return None
-        return 1.0 if free else (step - self.start_step) * parts / self.landed
+        return 1.0 if unlimited else (step - self.start_step) * parts / self.landed
 
     def restart_count(self, step: int) -> None:
         """Start a new measurement of the steps in a pass, and clear ``crowded``."""
