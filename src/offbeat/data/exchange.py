@@ -153,14 +153,14 @@ class Exchange:
         return [peer.rank for peer in self._peers.values() if not peer.in_phase]
 
     def start_at(self, barriers: int, pending: Key | None, out_of_phase: Iterable[int]) -> None:
-        """Continue an earlier run. Call before the first ``publish``.
+        """Set the state at the start of training. Call before the first ``publish``.
 
         Args:
-            barriers: Number of barriers in the earlier run.
-            pending: Step whose batch the earlier run had loaded but not used. This run loads and
-                publishes that batch first, even if its step precedes the last barrier. None: there
-                was no such batch.
-            out_of_phase: Value of ``out_of_phase`` in the earlier run.
+            barriers: Number of barriers in the run that this one resumes.
+            pending: Step whose batch that run had loaded but not used. This run loads and publishes
+                that batch first, even if its step precedes the last barrier. None: there was no
+                such batch.
+            out_of_phase: Ranks of peers that are out of phase already.
         """
         with self._lock:
             self.barriers, self._republished = barriers, pending

@@ -131,8 +131,7 @@ class DataInjection:
         self.samples_received = self.bytes_received = 0
         self._counted = [0, 0, 0, 0]  # totals that ``_details`` already includes
         self._step = 0  # number of the next batch to load, counted since the last barrier
-        self._epoch = -1
-        self._iterations = 0
+        self._epoch = -1  # number of the current iteration over the loader
         self._loaded: _Loaded | None = None
         self._resumed: Key | None = None
         self._closed = False
@@ -154,8 +153,8 @@ class DataInjection:
         if self._team.size > 1:
             self._exchange = Exchange(self._team)
             own = steps[self._team.rank]
-            others = [rank for rank, taken in enumerate(steps) if taken != own]
-            self._exchange.start_at(0, None, others)
+            out_of_phase = [rank for rank, taken in enumerate(steps) if taken != own]
+            self._exchange.start_at(0, None, out_of_phase)
 
     def _agree(self) -> list[int]:
         """Compare the settings of all workers. Return the number of steps that each has taken.
@@ -204,8 +203,7 @@ class DataInjection:
 
     def _inject(self, exchange: Exchange) -> Iterator[Any]:
         self._epoch += 1
-        self._iterations += 1
-        iteration = self._iterations
+        epoch = self._epoch
         if not self._synced:
             exchange.end_epoch(-1)
         own = iter(self.loader)
@@ -216,10 +214,10 @@ class DataInjection:
                 self._loaded = self._load(own, exchange)
                 yield self._complete(current, exchange)
         finally:
-            if iteration == self._iterations:  # not if a newer iteration has already begun
+            if epoch == self._epoch:  # not if a newer iteration has already begun
                 self._loaded = None
                 if not self._synced:
-                    exchange.end_epoch(self._epoch)
+                    exchange.end_epoch(epoch)
 
     def _load(self, own: Iterator[Any], exchange: Exchange) -> _Loaded | None:
         """Load the next batch, publish samples of it, and request the samples of other workers."""
