@@ -30,7 +30,7 @@ class Stats:
     """Totals of one worker since ``attach``.
 
     Attributes:
-        steps: Number of iterations.
+        steps: Number of iterations. One iteration is one step of every optimizer.
         syncs: Number of iterations in which a mean of models or gradients took effect.
         payload_bytes: Bytes of the tensors that this worker passed to collectives or sent to a
             parameter server, after quantization. If several workers act as one (``node_group`` of
@@ -38,7 +38,7 @@ class Stats:
             The bytes of ``attach`` and ``consensus`` are not counted.
         wait_seconds: Time in which this worker was blocked in communication.
         compute_seconds: All other time up to the last step, without ``consensus`` and checkpoints.
-        details: Totals that only this strategy has. Its documentation explains them.
+        details: Further totals by name. The documentation of the strategy explains most of them.
     """
 
     steps: int = 0

@@ -44,8 +44,8 @@ class SelSyncState:
 class SelSync(Strategy):
     """Selective synchronization: average in the steps in which the gradient norm changes much.
 
-    **Update** of the parameters x with the gradient g on each of N workers, where T is the
-    optimizer's step, a a smoothing factor and δ the threshold:
+    **Update** of the parameters x with the gradient g on each of N workers. T is the optimizer's
+    step, δ is the threshold, and a is a smoothing factor:
 
         s = ‖g‖²                                    before clipping, after AMP unscaling
         m_i = (1 − a)·m_{i−1} + a·s,  m_0 = s       a = N/100 unless ``smoothing`` is given
@@ -70,9 +70,10 @@ class SelSync(Strategy):
             None: all steps.
         max_interval: Largest number of steps between two synchronizations (≥ 1). None: no limit.
         warmup_steps: Number of steps at the start that are all synchronized (≥ 0).
-        flags: "blocking": the workers exchange the flags while the optimizer steps, and wait for
-            them. "deferred": they use the flags of the previous step, which have had a whole step
-            to arrive. The first step then never synchronizes.
+        flags: "blocking": the workers wait for the flags of the current step. If parameters are
+            averaged, the flags are sent before the optimizer steps and needed after it. "deferred":
+            the workers use the flags of the previous step, which have had a whole step to arrive.
+            The first step then never synchronizes.
         optimizer_state: "average" also averages the optimizers' state at each mean of the
             parameters. "local" leaves it different on each worker.
 
